@@ -39,7 +39,7 @@ from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.receiving import delete_old_shards
 from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
-from sync.durable import disk_full_is_told, write_durably
+from sync.durable import disk_full_as_error, write_durably
 from sync.framing import digest_of
 from sync.ps.tokens import new_key
 
@@ -324,7 +324,7 @@ class Agent:
 
     def _write_status(self, now: float) -> None:
         try:
-            with disk_full_is_told(self._state_dir):
+            with disk_full_as_error(self._state_dir):
                 self._store.alive(now)
                 # Written without fsync: after a crash the status is out of date anyway.
                 fresh = self._state_dir / ".status.json"

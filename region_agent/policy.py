@@ -8,14 +8,14 @@ from datetime import timedelta
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
-from sync.ps.tokens import LONGEST_LIFE
+from sync.ps.tokens import MAX_TOKEN_LIFETIME
 
 __all__ = ["check_partition", "check_sending", "most_workers"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
-_LONGEST_SLICE = LONGEST_LIFE - timedelta(minutes=5)
+_LONGEST_SLICE = MAX_TOKEN_LIFETIME - timedelta(minutes=5)
 """Longest slice; a worker's token must stay valid after it, until the end of the step and of waits for an answer."""
 
 
@@ -51,7 +51,8 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         text = f"region {config.name} allows a job {most} workers, the plan has {plan.workers}"
         raise GeofedError("FORBIDDEN", text)
     if not 0 < plan.slice_seconds <= _LONGEST_SLICE.total_seconds():
-        text = f"a slice of {plan.slice_seconds:g} s; a worker's token is valid for {LONGEST_LIFE.total_seconds():g} s"
+        valid = MAX_TOKEN_LIFETIME.total_seconds()
+        text = f"a slice of {plan.slice_seconds:g} s; a worker's token is valid for {valid:g} s"
         raise GeofedError("LIMIT_EXCEEDED", text, hint=f"function.slice is at most {_LONGEST_SLICE.total_seconds():g}s")
     if plan.memory_mb > config.capacity.memory_mb:
         text = f"region {config.name} allows a function {config.capacity.memory_mb} MB, the plan has {plan.memory_mb}"

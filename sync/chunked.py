@@ -1,8 +1,8 @@
-"""Vectors and optimiser states that lie in a channel in parts, so that nobody needs the memory for all of one.
+"""Vectors and optimiser states that are stored in a channel in parts, so that no process needs memory for the whole.
 
-Under the key itself lies a short frame that says which part holds what; part ``n`` lies under ``key.n``. Workers that
-hold a stage of a model put one part each, and their parameter server puts the whole together; what the server puts
-they read in part. A value that was put whole is read in the same way.
+The key itself holds a short frame that states which part contains what; part ``n`` has the key ``key.n``. Workers that
+hold a stage of a model put one part each, and their parameter server assembles the whole; what the server puts, they
+read in part. A value that was put in one piece is read by the same functions.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ __all__ = [
 ]
 
 Span = tuple[int, int, int]
-"""A part, and the coordinates of the whole vector from which on and up to which the next of its values are."""
+"""(part, start, stop): the part's next values are the coordinates from start to stop of the whole vector."""
 _SPANS, _OWNERS, _PARTS = "spans", "owners", "parts"
 
 
 def part_key(key: str, part: int) -> str:
-    """Where a part lies."""
+    """Return the key of a part."""
     return f"{key}.{part}"
 
 
 def put_index(channel: Channel, key: str, spans: Sequence[Span] = (), *, parts: int) -> None:
-    """Say what the parts of a vector hold. The parts are put by others."""
+    """Put the index of a vector, which states what its parts contain. The parts are put separately."""
     table = np.array(spans, np.int64).reshape(len(spans), 3)
     channel.put(key, framing.encode({_SPANS: table}, {_PARTS: parts}))
 
 
 def put_owners(channel: Channel, key: str, owners: Sequence[tuple[int, int]], *, parts: int) -> None:
-    """Say in which part the state of each parameter is, as pairs of their numbers. The parts are put by others."""
+    """Put the index of an optimiser's state: (parameter, part) pairs of numbers. The parts are put separately."""
     table = np.array(owners, np.int64).reshape(len(owners), 2)
     channel.put(key, framing.encode({_OWNERS: table}, {_PARTS: parts}))
 
 
 def put_vector(channel: Channel, key: str, name: str, vector: Vector, elements: int) -> None:
-    """Put a vector in parts of so many elements, the index last; 0: whole."""
+    """Put a vector in parts of so many elements, the index last; 0: in one piece."""
     if not elements:
         channel.put(key, framing.encode({name: vector}))
         return
@@ -64,7 +64,7 @@ def put_vector(channel: Channel, key: str, name: str, vector: Vector, elements: 
 
 
 def read_vector(channel: Channel, key: str, name: str) -> Vector | None:
-    """The whole vector; None where it, or a part of it, is not there (any more)."""
+    """Return the whole vector, or None if it or a part of it does not exist (any more)."""
     value = channel.get(key)
     if value is None:
         return None
@@ -77,7 +77,8 @@ def read_vector(channel: Channel, key: str, name: str) -> Vector | None:
 
 
 def read_slices(channel: Channel, key: str, name: str, slices: Sequence[slice]) -> Vector | None:
-    """Some ranges of the vector, one after the other; only the parts that hold them are read, one at a time."""
+    """Return some ranges of a vector, concatenated, or None if a part does not exist. Reads only the parts that contain
+    them, one at a time."""
     value = channel.get(key)
     if value is None:
         return None
@@ -94,7 +95,7 @@ def read_slices(channel: Channel, key: str, name: str, slices: Sequence[slice]) 
 
 
 def put_state(channel: Channel, key: str, state: framing.Frame, bytes_at_once: int) -> None:
-    """Put an optimiser's state, its tensors named ``index/key`` by their parameter, in parts of about so many bytes."""
+    """Put an optimiser's state in parts of about so many bytes. Its tensors are named ``parameter/key``."""
     sizes: dict[int, int] = {}
     for name in (*state.tensors, *state.facts):
         sizes.setdefault(_owner(name), 0)
@@ -115,7 +116,7 @@ def put_state(channel: Channel, key: str, state: framing.Frame, bytes_at_once: i
 
 
 def read_state(channel: Channel, key: str, parameters: range | None = None) -> framing.Frame | None:
-    """The state of some parameters, or of all; None where it, or a part of it, is not there (any more)."""
+    """Return the state of some parameters, or of all; None if it or a part of it does not exist (any more)."""
     value = channel.get(key)
     if value is None:
         return None
@@ -143,7 +144,7 @@ def read_state(channel: Channel, key: str, parameters: range | None = None) -> f
 
 
 def forget(channel: Channel, key: str) -> None:
-    """Delete a value with its parts; the index first, so that nobody begins to read it."""
+    """Delete a value and its parts; the index first, so that no process begins to read it."""
     value = channel.get(key)
     if value is None:
         return
@@ -154,7 +155,7 @@ def forget(channel: Channel, key: str) -> None:
 
 
 def _fill(channel: Channel, key: str, name: str, spans: Sequence[Span], wanted: Sequence[tuple[slice, Vector]]) -> bool:
-    """Copy what is wanted out of the parts that hold it; False where one of them is gone."""
+    """Copy the wanted ranges from the parts that contain them; return False if a part does not exist."""
     for number in sorted({part for part, start, stop in spans for where, _ in wanted if _meets(where, start, stop)}):
         value = channel.get(part_key(key, number))
         if value is None:
@@ -164,10 +165,10 @@ def _fill(channel: Channel, key: str, name: str, spans: Sequence[Span], wanted: 
         for part, start, stop in spans:
             if part != number:
                 continue
-            for where, room in wanted:
+            for where, target in wanted:
                 low, high = max(start, where.start), min(stop, where.stop)
                 if low < high:
-                    room[low - where.start : high - where.start] = held[at + low - start : at + high - start]
+                    target[low - where.start : high - where.start] = held[at + low - start : at + high - start]
             at += stop - start
     return True
 
@@ -181,7 +182,7 @@ def _spans(frame: framing.Frame) -> list[Span]:
 
 
 def _wanted(owner: int, parameters: range) -> bool:
-    """What belongs to no parameter, with a number below 0, is everybody's."""
+    """Whether state is wanted; state of no parameter, with a number below 0, always is."""
     return owner < 0 or owner in parameters
 
 

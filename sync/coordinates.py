@@ -1,9 +1,9 @@
-"""A tensor's values as float32 coordinates that can be averaged and added, and back.
+"""Conversion of a tensor's values to float32 coordinates that can be averaged and added, and back.
 
-What float32 holds exactly, and everything that gradients train, is one coordinate an element. Wider integers and
-floating-point numbers are the sum of several: averaging is linear, so the mean of the parts is the parts of the mean,
-and values that are the same everywhere come back bit for bit. Where a tensor that no gradient trains holds infinite
-values or NaN, two more coordinates an element say which: differences of such values would be NaN.
+Values that float32 represents exactly, and everything that gradients train, have one coordinate per element. Wider
+integers and floating-point numbers are the sum of several coordinates: averaging is linear, so the mean of the parts is
+the parts of the mean, and values that are equal everywhere are restored bit for bit. If an untrained tensor contains
+infinite values or NaN, two more coordinates per element mark them, because differences of such values would be NaN.
 """
 
 from __future__ import annotations
@@ -27,40 +27,41 @@ _INTEGER_BITS = {
     "bool": 1, "int8": 8, "uint8": 8, "int16": 16, "uint16": 16, "int32": 32, "uint32": 32, "int64": 64, "uint64": 64
 }  # fmt: skip
 _COMPLEX = {"complex64": "float32"}
-# Of complex128 and what else is missing here, a safetensors file knows nothing.
+# Other dtypes, such as complex128, are not supported by safetensors files.
 _PARTS = {
     **dict.fromkeys(_NARROW_FLOATS, 1),
     **{name: 1 if bits <= 16 else 2 if bits == 32 else 3 for name, bits in _INTEGER_BITS.items()},
     "float64": 3,
     "complex64": 2,
 }
-_SOME = 1e-3
-"""A region or worker with less than this share of the weight cannot make a value infinite."""
+_MIN_MARK = 1e-3
+"""Smallest averaged mark that counts: regions or workers with less than this share of the weight cannot make a value
+infinite."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How many coordinates an element has."""
+    """The number and meaning of an element's coordinates."""
 
     parts: int = 1
-    """Whose sum it is; of a complex number first those of the real part."""
+    """Coordinates whose sum is the value; for a complex number, first those of the real part."""
     marked: bool = False
-    """Two more say whether it is +infinity or -infinity; both: it is not a number."""
+    """Whether two more coordinates mark +infinity and -infinity; both marks together mean NaN."""
 
     @property
     def coordinates(self) -> int:
-        """Of an element."""
+        """Number of coordinates of an element."""
         return self.parts + 2 * self.marked
 
 
 PLAIN = Coding()
-"""The coordinates are the values."""
+"""One coordinate per element, which is the value."""
 
 
 def coding_of(dtype: str, *, trained: bool = False, marked: bool = False) -> Coding | None:
-    """Of a tensor, whose ``dtype`` is as torch calls it; None: values of this type cannot travel.
+    """Return the coding of a tensor with torch's ``dtype``; None: this type is not supported.
 
-    What gradients train has one coordinate an element, as its gradient has: float64 is then rounded to float32.
+    A tensor that gradients train has one coordinate per element, like its gradient; float64 is then rounded to float32.
     """
     if trained:
         return PLAIN if dtype in _NARROW_FLOATS or dtype == "float64" else None
@@ -69,12 +70,16 @@ def coding_of(dtype: str, *, trained: bool = False, marked: bool = False) -> Cod
 
 
 def array_dtype(dtype: str) -> np.dtype[np.generic]:
-    """NumPy's type for what torch calls ``dtype``."""
+    """Return NumPy's type for torch's ``dtype``."""
     return np.dtype(getattr(ml_dtypes, dtype) if hasattr(ml_dtypes, dtype) else dtype)
 
 
 def encode(values: _Array, coding: Coding) -> _Vector:
-    """Shape (n * coordinates,): all first coordinates, then all second ones. ``values``: any shape, n elements."""
+    """Return the coordinates of the values, shape (n * coordinates,): all first coordinates, then all second ones, and
+    so on.
+
+    ``values`` may have any shape, with n elements.
+    """
     flat = np.ascontiguousarray(values).reshape(-1)
     marks: list[_Array] = []
     if coding.marked:
@@ -86,14 +91,14 @@ def encode(values: _Array, coding: Coding) -> _Vector:
 
 
 def decode(vector: _Vector, dtype: str, coding: Coding) -> _Array:
-    """Shape (n,): what `encode` was given, or the nearest value of the type where coordinates have been averaged.
+    """Return the values, shape (n,). If coordinates have been averaged, these are the nearest values of the type.
 
-    Narrow floating-point types come as float32, not rounded yet.
+    Narrow floating-point types are returned as float32, not rounded yet.
     """
     parts = vector.reshape(coding.coordinates, -1)
     values = _whole(parts[: coding.parts], dtype)
     if coding.marked:
-        above, below = parts[-2] > _SOME, parts[-1] > _SOME
+        above, below = parts[-2] > _MIN_MARK, parts[-1] > _MIN_MARK
         if above.any() or below.any():
             values = values.copy()
             values[above] = np.inf
@@ -114,7 +119,8 @@ def _parts(flat: _Array, parts: int) -> list[_Array]:
                 found.append(left.astype(np.float32))
             left = left - found[-1]
         return found
-    # By size and sign, so that the parts of small numbers are small: what rounds their means is in proportion to them.
+    # Magnitude and sign are separated, so that the parts of small numbers are small, and rounding errors of their means
+    # are in proportion.
     size = np.where(flat < 0, np.uint64(0) - flat.astype(np.uint64), flat.astype(np.uint64))
     sign = np.where(flat < 0, np.float32(-1), np.float32(1))
     shift = np.uint64(16 if parts == 2 else 24)
@@ -142,7 +148,8 @@ def _whole(parts: npt.NDArray[np.float32], dtype: str) -> _Array:
         if len(parts) > 1:
             rounded = np.rint(parts.astype(np.float64).sum(0, keepdims=True))
         return np.asarray(np.clip(rounded[0], limits.min, limits.max), target)
-    # float64 does not hold every sum: the parts are added as integers modulo 2^64, the first kept away from the ends.
+    # float64 cannot represent every sum, so the parts are added as integers modulo 2^64; the first part is clipped away
+    # from the limits.
     rounded[0] = np.clip(rounded[0], limits.min, limits.max - (1 << 48))
     if target.kind == "u":
         rounded[:, rounded.sum(0) < 0] = 0

@@ -1,4 +1,4 @@
-"""Where a process computes: a GPU, if it sees one, else the CPU."""
+"""The device on which a process computes: a GPU if it sees one, else the CPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["device", "finish"]
 
 
 def device(worker: int = 0) -> torch.device:
-    """Where a worker computes; workers of one machine are spread over its GPUs by their numbers.
+    """Return the device of a worker; workers of one machine are distributed over its GPUs by their numbers.
 
-    What job code puts on "cuda" then comes to the same one.
+    Tensors that job code puts on "cuda" are then on the same GPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -20,7 +20,7 @@ def device(worker: int = 0) -> torch.device:
 
 
 def finish(where: torch.device) -> None:
-    """Wait until all that this process has asked for has been computed: a GPU is asked, and answers later. Whoever
-    measures seconds calls it on both sides."""
+    """Wait until all submitted computations are done, since a GPU computes asynchronously. Call it before and after a
+    part whose time is measured."""
     if where.type == "cuda":
         torch.cuda.synchronize(where)

@@ -1,4 +1,4 @@
-"""Files that are there whole after a crash, the old one or the new one."""
+"""Atomic, durable file writes: after a crash, a file has either its old or its new content."""
 
 from __future__ import annotations
 
@@ -14,39 +14,42 @@ from typing import BinaryIO
 from geofed_pb.errors import GeofedError
 from sync import framing
 
-__all__ = ["begin_write", "disk_full_is_told", "flush_folder", "put_in_place", "write_durably"]
+__all__ = ["begin_write", "commit_write", "disk_full_as_error", "flush_folder", "write_durably"]
 
-_WINDOW = 4 << 20
-"""Bytes of a checkpoint that the disk is given at once."""
+_WINDOW_BYTES = 4 << 20
+"""Bytes that a throttled write passes to the disk in one piece."""
 _WRITE_AND_WAIT = 1 | 2 | 4
-"""Flags of sync_file_range: wait for what is being written, write what is to be, and wait for that."""
-_NOT_TO_BE_HAD = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE)
-"""Errors of sync_file_range where the kernel or the file system has no such thing."""
+"""SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER: start writeback of a range and wait until it is complete."""
+_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE)
+"""Errors of sync_file_range where the kernel or the file system does not support it."""
 
 
 def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
-    """Replace a file so that after a crash either the old or the new content is there, whole."""
-    put_in_place(path, begin_write(path, pieces))
+    """Replace a file so that after a crash it has either its old or its new content.
+
+    Raises ``GeofedError("DISK_FULL")`` if the disk is full.
+    """
+    commit_write(path, begin_write(path, pieces))
 
 
 def begin_write(path: Path, pieces: Sequence[framing.Buffer], spare: Path | None = None) -> BinaryIO:
-    """Write a file beside its place, for `put_in_place`. It stays open: only its own descriptor is sure to be told of
-    what could not be written.
+    """Write a file under a temporary name, for `commit_write`, and return it open.
 
-    ``spare``: a file that is written again, if it is there.
+    It stays open because the kernel is sure to report a failed write only to the descriptor that wrote. ``spare`` is an
+    old file to overwrite, if it exists, so that its blocks and its page cache are used again.
     """
     if spare is not None:
         with contextlib.suppress(FileNotFoundError):
             spare.replace(_partial(path))
-    with disk_full_is_told(path):
+    with disk_full_as_error(path):
         file = os.fdopen(os.open(_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb")
     try:
-        with disk_full_is_told(path):
+        with disk_full_as_error(path):
             for piece in pieces:
                 file.write(piece)
             file.truncate()
     except BaseException:
-        # It would be written again, and what that fails of must not hide why it is not there.
+        # close() flushes, and may fail as well; that error must not replace the first one.
         with contextlib.suppress(OSError):
             file.close()
         raise
@@ -54,31 +57,31 @@ def begin_write(path: Path, pieces: Sequence[framing.Buffer], spare: Path | None
 
 
 def _write_back(file: BinaryIO) -> None:
-    """Have the kernel write a file's bytes, one window after the other; only fsync makes them durable.
+    """Have the kernel write a file to disk, one window after the other; it still needs fsync to be durable.
 
-    A disk does what it is given in turn: behind a whole checkpoint, a line of the log would wait for all of it. So it
-    is given a little, and then left to others for as long as that took.
+    A disk serves requests in turn, so that a line of the log would wait until a whole checkpoint is written. After each
+    window this therefore sleeps for as long as the window took, and other writes get half of the disk's time.
     """
     file.flush()
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "sync_file_range"):
         return
-    for at in range(0, os.fstat(file.fileno()).st_size, _WINDOW):
+    for at in range(0, os.fstat(file.fileno()).st_size, _WINDOW_BYTES):
         begun = time.monotonic()
-        if library.sync_file_range(file.fileno(), ctypes.c_int64(at), ctypes.c_int64(_WINDOW), _WRITE_AND_WAIT):
+        if library.sync_file_range(file.fileno(), ctypes.c_int64(at), ctypes.c_int64(_WINDOW_BYTES), _WRITE_AND_WAIT):
             number = ctypes.get_errno()
-            if number in _NOT_TO_BE_HAD:
+            if number in _UNSUPPORTED:
                 return
-            # What it was told of a disk that fails, fsync would not be told again.
+            # The kernel reports a write error once: fsync would not report it again.
             raise OSError(number, os.strerror(number))
         time.sleep(time.monotonic() - begun)
 
 
-def put_in_place(path: Path, file: BinaryIO, *, beside: bool = False) -> None:
-    """Make durable what `begin_write` has written; ``beside`` other work, which then waits for little of it."""
-    with disk_full_is_told(path):
+def commit_write(path: Path, file: BinaryIO, *, throttled: bool = False) -> None:
+    """Make a file of `begin_write` durable under its name; ``throttled``: in small pieces, for the sake of others."""
+    with disk_full_as_error(path):
         with file:
-            if beside:
+            if throttled:
                 _write_back(file)
             os.fsync(file.fileno())
         os.replace(_partial(path), path)
@@ -90,7 +93,7 @@ def _partial(path: Path) -> Path:
 
 
 def flush_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Flush a folder, so that the names in it are durable."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
@@ -99,8 +102,8 @@ def flush_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_full_is_told(path: Path) -> Iterator[None]:
-    """Turn a full disk into its error of the catalogue."""
+def disk_full_as_error(path: Path) -> Iterator[None]:
+    """Raise ``GeofedError("DISK_FULL")`` instead of the OSError of a full disk or an exceeded quota."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Between a torch module and its flat vector. With `sync.device`, `sync.gradients`, `sync.tree` and `sync.pipeline`
-all of this room that needs torch."""
+"""Conversion between a torch module and its flat vector. Besides this module, only `sync.device`, `sync.gradients`,
+`sync.tree` and `sync.pipeline` need torch in this package."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sync.layout import Layout, Slot, Vector
 
 __all__ = ["FlatModel", "layout_of"]
 
-# Vectors out of frames are read-only, which torch has no notion of; nothing here writes to them. It warns of that once
-# in a process: now, so that whoever turns warnings into errors does not meet it in the middle of a step.
+# Vectors from frames are read-only, which torch does not support; nothing here writes to them. torch warns of that once
+# per process. Trigger the warning now, so that it is not raised in the middle of a step where warnings are errors.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
@@ -30,12 +30,12 @@ _EXTRA = "_extra_state"
 _KINDS = ("parameter", "buffer", "extra state")
 _PLAIN = ("float32", "float64", "float16", "bfloat16")
 _BYTES = (torch.uint8,)
-"""What extra state of these types means nobody knows: they may be anything, written down."""
+"""Types of extra state that may contain anything serialised, so that its meaning is unknown."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module keeps a tensor, which it may replace by another one at any time."""
+    """The attribute of a module that holds a tensor, which the module may replace at any time."""
 
     name: str
     owner: torch.nn.Module
@@ -44,6 +44,7 @@ class _Place:
     """One of `_KINDS`."""
 
     def tensor(self) -> torch.Tensor:
+        """Return the current tensor. Raises ``GeofedError("TASK_INVALID")`` if dense is none any more."""
         if self.kind == "extra state":
             found = self.owner.get_extra_state()
         else:
@@ -54,7 +55,7 @@ class _Place:
         return found
 
     def replace(self, tensor: torch.Tensor) -> None:
-        """Buffers and extra state only."""
+        """Replace the tensor; for buffers and extra state only."""
         if self.kind == "extra state":
             self.owner.set_extra_state(tensor)
         else:
@@ -73,7 +74,7 @@ _Result = TypeVar("_Result")
 def _of_the_module(
     method: Callable[Concatenate[FlatModel, _Arguments], _Result],
 ) -> Callable[Concatenate[FlatModel, _Arguments], _Result]:
-    """Of a method that calls into the module."""
+    """Decorate a method that calls into the module."""
 
     @wraps(method)
     def guarded(flat: FlatModel, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
@@ -84,16 +85,17 @@ def _of_the_module(
 
 
 class FlatModel:
-    """A module together with its layout; reads and writes the flat vector and gradients.
+    """A module and its layout; reads and writes the flat vector and gradients.
 
-    Tied parameters stand once in the layout. Buffers are looked up each time, since modules may assign them anew.
-    Not safe for use by several threads at once. Raises ``GeofedError("TASK_INVALID")``, with the tensor's name, where a
-    module holds what cannot travel.
+    Tied parameters are contained once in the layout. Buffers are looked up each time, since modules may reassign them.
+    Not thread-safe. Raises ``GeofedError("TASK_INVALID")``, with the tensor's name, for tensors that cannot be
+    exchanged.
     """
 
     def __init__(self, module: torch.nn.Module, *, part: bool = False, calling: Calling = nullcontext) -> None:
-        """``part``: of a larger model, so it need not have anything that is trained. ``calling``: entered around all
-        that calls into the module, with what it is for; it may tell a fault of the module's from others."""
+        """``part``: the module is part of a larger model, so it needn't have trained parameters. ``calling``: returns a
+        context manager that is entered around all calls into the module, given their purpose; it can distinguish errors
+        of the module from others."""
         self.module, self._calling = module, calling
         found = _tensors_of(module)
         for place, tensor, _ in found:
@@ -103,11 +105,11 @@ class FlatModel:
         self._places = [found[at][0] for at in order]
         self._trained = self._places[: self.layout.trainable]
         self._bound = [place.tensor() for place in self._trained]
-        """The optimiser's parameters."""
+        """The parameters that the optimiser has."""
         self._sparse: set[int] = set()
-        """Trained parameters, by number, whose gradient was sparse."""
+        """Numbers of the trained parameters whose gradient has been sparse."""
         self._plain = [slot.coding.coordinates == 1 and slot.dtype in _PLAIN for slot in self.layout.slots]
-        """Coordinates are values, and torch computes with them."""
+        """By slot: whether coordinates are the values, and torch computes with their type."""
         self._unlisted = {place.name: (tensor, _version(tensor)) for place, tensor in _unlisted_buffers(module)}
         if not self.layout.trainable and not part:
             raise GeofedError("TASK_INVALID", "the model has no trainable parameters")
@@ -116,7 +118,7 @@ class FlatModel:
 
     @_of_the_module
     def vector(self, out: Vector | None = None) -> Vector:
-        """A copy of the whole state, shape (layout.size,); into ``out``, where one is given."""
+        """Return a copy of the whole state, shape (layout.size,), in ``out`` if it is given."""
         if out is None:
             out = np.empty(self.layout.size, np.float32)
         with torch.no_grad():
@@ -125,16 +127,16 @@ class FlatModel:
 
     @_of_the_module
     def load(self, vector: Vector) -> None:
-        """Put a whole state into the module."""
+        """Write a whole state into the module."""
         with torch.no_grad():
             for number, (_, at) in enumerate(self.layout.places()):
                 self._put(number, vector[at])
 
     @_of_the_module
     def add(self, change: Vector) -> None:
-        """Add a change of the whole state to it; what is not a floating-point number is rounded.
+        """Add a change to the whole state; values that are not floating-point numbers are rounded.
 
-        Tensors that share memory get the change once.
+        Tensors that share memory receive the change once.
         """
         with torch.no_grad():
             now = [place.tensor() for place in self._places]
@@ -158,13 +160,14 @@ class FlatModel:
 
     @_of_the_module
     def exact(self) -> dict[str, torch.Tensor]:
-        """What the vector rounds: parameters wider than float32, by name."""
+        """Return the parameters that the vector rounds, by name: those wider than float32."""
         wide = [place for place, slot in zip(self._places, self.layout.slots, strict=False) if slot.dtype == "float64"]
         return {place.name: place.tensor().detach() for place in wide if place.kind == "parameter"}
 
     @_of_the_module
     def scratch(self) -> dict[str, torch.Tensor]:
-        """Buffers that are not part of the model's state but have changed since it was made, by name."""
+        """Return the buffers, by name, that are not part of the model's state but have changed since the module was
+        made."""
         return {
             place.name: tensor.detach()
             for place, tensor in _unlisted_buffers(self.module)
@@ -173,7 +176,7 @@ class FlatModel:
 
     @_of_the_module
     def load_named(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Put what `exact` or `scratch` gave into the module."""
+        """Write tensors of `exact` or `scratch` into the module."""
         unlisted = {place.name: place for place, _ in _unlisted_buffers(self.module)}
         numbers = {place.name: number for number, place in enumerate(self._places)}
         with torch.no_grad():
@@ -188,8 +191,8 @@ class FlatModel:
 
     @_of_the_module
     def gradient(self) -> Vector:
-        """Shape (layout.gradient_size,): gradients of the trainable head (zero where there is none), the rest of the
-        state, and for each trainable parameter whether it has a gradient."""
+        """Return the gradient vector, shape (layout.gradient_size,): the gradients of the trained parameters (zero if
+        dense is none), the rest of the state, and for each trained parameter whether it has a gradient."""
         out = np.empty(self.layout.gradient_size, np.float32)
         flat = torch.from_numpy(out)
         at = 0
@@ -203,7 +206,7 @@ class FlatModel:
         return out
 
     def gradient_of(self, number: int) -> Vector:
-        """Shape (n,), of the trainable parameter of this number: zeros where it has none."""
+        """Return the gradient of the trained parameter of this number, shape (n,); zeros if it has none."""
         parameter = self._parameters()[number]
         grad = self._dense_gradient(number, parameter)
         if grad is None:
@@ -213,7 +216,7 @@ class FlatModel:
 
     @_of_the_module
     def gradient_tail(self) -> Vector:
-        """What of `gradient` follows the gradients."""
+        """Return the part of `gradient` that follows the gradients."""
         head = self.layout.trainable_size
         out = np.empty(self.layout.gradient_size - head, np.float32)
         with torch.no_grad():
@@ -229,11 +232,11 @@ class FlatModel:
 
     @_of_the_module
     def load_gradient(self, vector: Vector, start: int = 0) -> None:
-        """Put merged gradients into ``.grad`` and the merged rest of the state into the module. A parameter that no
-        worker has a gradient of gets none: the optimiser then leaves it alone.
+        """Write merged gradients into ``.grad``, and the merged rest of the state into the module. A parameter without
+        a gradient on any worker gets none, so that the optimiser does not change it.
 
-        ``start``: the coordinate from which on the vector is; it and the vector's end must lie between two tensors, and
-        the last part of several comes last.
+        ``start`` is the vector's first coordinate; it and the vector's end must be between two tensors. Of several
+        parts, the last one must be loaded last.
         """
         stop = start + vector.size
         parameters = self._parameters()
@@ -260,7 +263,7 @@ class FlatModel:
     def _parameters(self) -> Sequence[torch.Tensor]:
         for place, bound in zip(self._trained, self._bound, strict=True):
             if place.tensor() is not bound:
-                raise _refused(place, "was replaced by another one, which no optimiser trains")
+                raise _refused(place, "was replaced by another one, which the optimiser does not train")
         return self._bound
 
     def _dense_gradient(self, number: int, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -272,7 +275,7 @@ class FlatModel:
     # Between tensors and coordinates
 
     def _copy_out(self, out: Vector, first: int) -> None:
-        """Coordinates of the tensors from one on, into the beginning of ``out``."""
+        """Write the coordinates of the tensors from number ``first`` on into ``out``."""
         at = 0
         for number in range(first, len(self._places)):
             slot, tensor = self.layout.slots[number], self._tensor(number)
@@ -293,7 +296,7 @@ class FlatModel:
         place, slot = self._places[number], self.layout.slots[number]
         tensor = place.tensor()
         if tuple(tensor.shape) != slot.shape or tensor.dtype != getattr(torch, slot.dtype):
-            text = f"is {_told(tensor)} now; model(config) returned it as {slot.dtype} {list(slot.shape)}"
+            text = f"is {_described(tensor)} now; model(config) returned it as {slot.dtype} {list(slot.shape)}"
             raise _refused(place, text, "let model(config) make it with the type and shape that it will have")
         return tensor
 
@@ -313,30 +316,31 @@ class FlatModel:
 
     @_of_the_module
     def check_names(self) -> None:
-        """What came after the model was made would be in nobody's vector; raises where there is something."""
+        """Raise ``GeofedError("TASK_INVALID")`` for a tensor that was added after the model was made, which no vector
+        contains."""
         known = {place.name for place in self._places} | {alias for alias, _ in self.layout.aliases}
         for place, _, _ in _tensors_of(self.module):
             if place.name not in known:
-                text = "was not there when model(config) returned the model"
+                text = "was not dense when model(config) returned the model"
                 raise _refused(place, text, "register it in model(config), with the type and shape that it will have")
 
     def _unchanged(self, name: str, tensor: torch.Tensor) -> bool:
-        """Of a buffer that is not part of the state: it is the one that was there, and nothing was written to it."""
+        """Whether a buffer that is not part of the state is still the same tensor, and was not written to."""
         before, version = self._unlisted.get(name, (None, 0))
         return before is tensor and version == _version(tensor)
 
 
 def layout_of(shell: torch.nn.Module) -> Layout:
-    """Of a model that was made without values."""
+    """Return the layout of a module that was made without values."""
     return _layout(shell, _tensors_of(shell), marks=False)[0]
 
 
 _Found = tuple[_Place, torch.Tensor, bool]
-"""A place, what it holds, and whether gradients train it."""
+"""A place, its tensor, and whether gradients train it."""
 
 
 def _tensors_of(module: torch.nn.Module) -> list[_Found]:
-    """Parameters, persistent buffers and extra state, each parameter once."""
+    """Return parameters, persistent buffers and extra state; each parameter once."""
     kept = set(module.state_dict(keep_vars=True))
     found: list[_Found] = []
     seen: set[int] = set()
@@ -380,7 +384,8 @@ def _extra_state(place: _Place) -> torch.Tensor:
 
 
 def _layout(module: torch.nn.Module, found: list[_Found], *, marks: bool) -> tuple[Layout, list[int]]:
-    """``marks``: values that are not finite may travel; otherwise they are refused."""
+    """Return the layout, and the order of its slots in ``found``. ``marks``: non-finite values are allowed, by
+    marks."""
     order = sorted(range(len(found)), key=lambda at: (not found[at][2], _KINDS.index(found[at][0].kind)))
     slots: list[Slot] = []
     for at in order:
@@ -392,7 +397,7 @@ def _layout(module: torch.nn.Module, found: list[_Found], *, marks: bool) -> tup
         dtype = str(tensor.dtype).removeprefix("torch.")
         coding = coding_of(dtype, trained=trained, marked=marks and not trained and not _finite(tensor))
         if coding is None:
-            raise _refused(place, f"is {dtype}, which cannot travel")
+            raise _refused(place, f"is {dtype}, which is not supported")
         slots.append(Slot(place.name, tuple(tensor.shape), dtype, coding))
         if coding.parts > 1 and tensor.device.type != "meta":
             _check_exact(place, tensor, slots[-1])
@@ -401,14 +406,14 @@ def _layout(module: torch.nn.Module, found: list[_Found], *, marks: bool) -> tup
 
 
 def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
-    """Further names in the state dict."""
+    """Return further names in the state dict, each with the name of its slot."""
     names = {id(tensor): name for name, tensor in slots.items()}
     found = []
     for alias, tensor in module.state_dict(keep_vars=True).items():
         if alias in slots:
             continue
         if id(tensor) not in names:
-            text = f"{alias} of the model's state_dict() is neither a parameter nor a buffer, and cannot travel"
+            text = f"{alias} of the model's state_dict() is neither a parameter nor a buffer, and cannot be exchanged"
             raise GeofedError("TASK_INVALID", text, hint="register it as a parameter or a buffer")
         found.append((alias, names[id(tensor)]))
     return tuple(found)
@@ -423,12 +428,12 @@ def _check_values(place: _Place, tensor: torch.Tensor) -> None:
         raise _refused(place, text, "make it with values in model(config): to_empty(), and then reset_parameters()")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
-        raise _refused(place, f"is {kind}; only dense tensors can travel", "keep it in dense tensors")
+        raise _refused(place, f"is {kind}; only dense tensors are supported", "keep it in dense tensors")
     if place.kind == "parameter" and _overlaps(tensor):
-        text = "has several elements in one place of memory, so that no optimiser can change it"
+        text = "has several elements at the same memory address, so that no optimiser can change it"
         raise _refused(place, text, "make it with .clone() or .contiguous()")
     if place.kind == "buffer" and not tensor.is_contiguous() and _overlaps(tensor):
-        # As a tensor of its own it has the same values, and can be written.
+        # A contiguous copy has the same values, and can be written to.
         place.replace(tensor.contiguous())
 
 
@@ -437,7 +442,7 @@ def _check_exact(place: _Place, tensor: torch.Tensor, slot: Slot) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         back = slot.decode(slot.encode(values))
     if not np.array_equal(values, back, equal_nan=values.dtype.kind in "fc"):
-        raise _refused(place, f"holds values that cannot travel: {slot.dtype} beyond the range of float32")
+        raise _refused(place, f"holds values that cannot be exchanged: {slot.dtype} beyond the range of float32")
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -451,7 +456,7 @@ def _finite(tensor: torch.Tensor) -> bool:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in one place of memory."""
+    """Whether two elements may have the same memory address."""
     if tensor.is_contiguous():
         return False
     reach = 0
@@ -464,31 +469,31 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Grows with each write; 0 where torch does not count them."""
+    """Return a number that grows with each write; 0 if torch does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _rows_of(gradient: torch.Tensor) -> torch.Tensor:
-    """The rows that are not zero, as an embedding with ``sparse=True`` gives its gradient."""
+    """Return a sparse gradient of the non-zero rows, as of an embedding with ``sparse=True``."""
     rows = gradient.reshape(gradient.shape[0], -1).ne(0).any(1).nonzero().reshape(1, -1)
     return torch.sparse_coo_tensor(rows, gradient[rows[0]], gradient.shape, check_invariants=False, is_coalesced=True)
 
 
 def _as_tensor(vector: Vector) -> torch.Tensor:
-    """A view that is only read."""
+    """Return a view, which must not be written to."""
     return torch.from_numpy(vector)
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.generic]]:
-    there = tensor.detach()
-    if there.is_floating_point() and there.dtype not in (torch.float64, torch.float32):
-        there = there.float()
-    return there.resolve_conj().resolve_neg().cpu().numpy()
+    dense = tensor.detach()
+    if dense.is_floating_point() and dense.dtype not in (torch.float64, torch.float32):
+        dense = dense.float()
+    return dense.resolve_conj().resolve_neg().cpu().numpy()
 
 
 def _from_array(array: np.ndarray[Any, np.dtype[np.generic]]) -> torch.Tensor:
     return torch.from_numpy(np.array(array))
 
 
-def _told(tensor: torch.Tensor) -> str:
+def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

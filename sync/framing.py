@@ -1,12 +1,12 @@
-"""The closed framing of tensors, in channels, on the wire and on disk.
+"""The frame format for tensors: in channels, over the network and on disk.
 
 A frame is a fixed prefix, a table of entries and the raw little-endian values, each tensor aligned to 64 bytes::
 
-    prefix  "GFT1"  u32 entries  u32 facts  u32 header_bytes  u64 total_bytes  u32 crc32 of all before and the table
+    prefix  "GFT1"  u32 entries  u32 facts  u32 header_bytes  u64 total_bytes  u32 crc32 of prefix and table
     fact    u8 length, name, f64 value                     (numbers about the whole: step, samples, ...)
     entry   u8 length, name, u8 dtype, u8 dimensions, u64 size of each, u64 offset
 
-Nothing in it names code, sizes are checked against the buffer before any memory is taken, and decoding copies
+A frame contains no code. Sizes are checked against the buffer before any memory is allocated, and decoding copies
 nothing: the arrays are read-only views of the buffer.
 """
 
@@ -33,8 +33,9 @@ _MAGIC = b"GFT1"
 _PREFIX = struct.Struct("<4sIIIQ")
 _CHECK = struct.Struct("<I")
 _TABLE = _PREFIX.size + _CHECK.size
-"""Where the table begins."""
+"""Offset of the table."""
 _ALIGN = 64
+"""Alignment of each tensor in bytes."""
 _MAX_DIMENSIONS = 8
 _DTYPES: tuple[np.dtype[np.generic], ...] = tuple(
     np.dtype(name) for name in ("<f4", "<f8", "<f2", "<u2", "<i8", "<i4", "|i1", "|u1", "|b1")
@@ -44,20 +45,20 @@ _CODES = {dtype.str: code for code, dtype in enumerate(_DTYPES)}
 
 @dataclass(frozen=True)
 class Frame:
-    """What a buffer held."""
+    """A decoded frame."""
 
     tensors: dict[str, Array]
     """Read-only views of the buffer, by name."""
     facts: dict[str, float]
-    """Numbers about the whole."""
+    """Numbers about the frame, by name."""
 
 
 def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = None) -> list[memoryview]:
-    """Frame tensors as buffers to be written one after the other; the values are not copied.
+    """Return the frame as consecutive buffers; the values are not copied.
 
-    Raises ``GeofedError("FRAME_INVALID")`` for a dtype or a name that the framing does not know.
+    Raises ``GeofedError("FRAME_INVALID")`` for a dtype or a name that the format does not support.
     """
-    # Not ascontiguousarray: it would turn a single number into a vector of one.
+    # ascontiguousarray would turn a scalar into a vector of one element.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     header_bytes = sum(_entry_bytes(name, array.ndim) for name, array in arrays.items())
     header_bytes += sum(1 + len(name.encode()) + 8 for name in facts or {})
@@ -83,9 +84,9 @@ def encode(tensors: Mapping[str, Array], facts: Mapping[str, float] | None = Non
 
 
 def decode(buffer: Buffer, *, max_elements: int = 1 << 34) -> Frame:
-    """Read a frame; raises ``GeofedError("FRAME_INVALID")`` for anything that is not exactly one.
+    """Decode a frame. Raises ``GeofedError("FRAME_INVALID")`` unless the buffer is exactly one valid frame.
 
-    ``max_elements`` bounds each tensor, whatever the buffer claims.
+    ``max_elements`` limits the size of each tensor.
     """
     view = memoryview(buffer).cast("B")
     try:
@@ -112,7 +113,7 @@ def _decode(view: memoryview, max_elements: int) -> Frame:
     for _ in range(entries):
         name, array, at, end = _read_entry(view, table, at, end, max_elements)
         if name in tensors:
-            raise ValueError(f"tensor {name!r} is there twice")
+            raise ValueError(f"tensor {name!r} is contained twice")
         tensors[name] = array
     if at != header_bytes:
         raise ValueError("the header is longer than its entries")
@@ -130,14 +131,14 @@ def _read_entry(
     count = math.prod(shape)
     nbytes = count * _DTYPES[code].itemsize
     if count > max_elements or offset != _aligned(end) or offset + nbytes > view.nbytes:
-        raise ValueError(f"tensor {name!r} does not lie within the frame")
+        raise ValueError(f"tensor {name!r} is not within the frame")
     array = np.frombuffer(view, dtype=_DTYPES[code], count=count, offset=offset).reshape(shape)
     array.flags.writeable = False
     return name, array, at + 2 + 8 * (dimensions + 1), offset + nbytes
 
 
 def digest_of(pieces: Sequence[Buffer]) -> str:
-    """ "sha256:<hex>" over buffers, one after the other."""
+    """Return the SHA-256 of consecutive buffers, as "sha256:<hex>"."""
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -158,7 +159,7 @@ def _name(name: str) -> bytes:
 def _read_name(table: memoryview, at: int) -> tuple[str, int]:
     length = table[at]
     if at + 1 + length > table.nbytes:
-        raise ValueError("a name runs over the header")
+        raise ValueError("a name exceeds the header")
     return bytes(table[at + 1 : at + 1 + length]).decode(), at + 1 + length
 
 

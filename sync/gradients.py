@@ -1,4 +1,4 @@
-"""Gradients of a module become those of all workers, while the backward pass still runs."""
+"""Merging of a module's gradients over all workers, during the backward pass."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ class _InParts(Protocol):
 
 
 class GradientMerge:
-    """One worker's side: hands the flat gradient to a collective of means.
+    """Passes one worker's flat gradient to a collective of means.
 
-    With ``overlap`` parameters are handed in as the last backward pass of a step gives them, the last layers first, and
-    a chunk leaves as soon as it is whole (buckets, as in PyTorch DDP, Li et al. 2020, section 3.2.3). What is handed in
-    has the bits of `FlatModel.gradient` after the pass. State that no gradient trains is handed in when the pass is
-    over, since that may change it (statistics in a checkpoint). The first step is made without, and shows what the
-    module does: where a pass gives a parameter its gradient in several parts (reentrant checkpoints around tied layers)
-    there never is overlap.
+    With ``overlap``, the last backward pass of a step passes on each parameter's gradient as soon as it is computed,
+    the last layers first, and a chunk is sent as soon as it is complete (buckets, as in PyTorch DDP, Li et al. 2020,
+    section 3.2.3). The gradient has the same bits as `FlatModel.gradient` after the pass. State that no gradient trains
+    is passed on after the pass, which may still change it (statistics in a checkpoint). The first step has no overlap,
+    and shows how the module behaves: there is never overlap if a pass computes a parameter's gradient in several parts
+    (reentrant checkpoints around tied layers).
     """
 
     def __init__(self, flat: FlatModel, collective: Collective, *, overlap: bool) -> None:
-        """``collective``: of means; with ``overlap`` one that can `begin`."""
+        """``collective`` must compute means, and with ``overlap`` must support `begin`."""
         self._flat, self._collective = flat, collective
         self.overlap = overlap
-        """Whether gradients are handed in during the pass, from the second step on."""
+        """Whether gradients are passed on during the pass, from the second step on."""
         self._buckets: Buckets | None = None
         self._armed = False
         self._given: Counter[int] = Counter()
-        """How often the pass that runs has given each parameter a gradient, by where it begins."""
+        """How often the current pass has computed each parameter's gradient, by the parameter's first coordinate."""
         self._watched = False
-        """A step has shown what the module does."""
-        self._places: dict[int, int] = {}
-        """Each trained parameter's number, by where it begins."""
+        """Whether a step has shown how the module behaves."""
+        self._numbers: dict[int, int] = {}
+        """Number of each trained parameter, by its first coordinate."""
         trained = [parameter for parameter in flat.module.parameters() if parameter.requires_grad]
         at = 0
         for number, parameter in enumerate(trained):
-            self._places[at] = number
+            self._numbers[at] = number
             if overlap:
                 parameter.register_post_accumulate_grad_hook(self._giver(at, number))  # type: ignore[no-untyped-call]
             at += parameter.numel()
 
     def arm(self, step: int, weight: float) -> None:
-        """The next backward pass is the last of the step, after all of its forward passes. ``weight``: samples."""
+        """Announce that the next backward pass is the last of the step, after all its forward passes. ``weight``:
+        samples."""
         if not self.overlap:
             return
         self._armed = True
@@ -61,13 +62,13 @@ class GradientMerge:
             self._buckets = self._parted().begin(step, weight)
 
     def merged(self, step: int, weight: float) -> tuple[Merged, ...]:
-        """After the backward pass: what `Collective.merge` returns."""
+        """Return the merged gradient, after the backward pass; see `Collective.merge`."""
         if self._armed:
             self._look_back()
         buckets, self._buckets, self._armed = self._buckets, None, False
         if buckets is None:
             return self._collective.merge(step, self._flat.gradient(), weight)
-        for at, number in self._places.items():
+        for at, number in self._numbers.items():
             if not self._given[at]:
                 buckets.give(at, self._flat.gradient_of(number))
         if self._flat.layout.gradient_size > self._flat.layout.trainable_size:
@@ -75,10 +76,10 @@ class GradientMerge:
         return buckets.result()
 
     def _look_back(self) -> None:
-        """What the pass that is over has shown of the module."""
+        """Check how the module behaved in the pass."""
         twice = any(count > 1 for count in self._given.values())
         if twice and self._buckets is not None:
-            text = "a backward pass gave a parameter its gradient in several parts, as no pass before it did"
+            text = "a backward pass computed a parameter's gradient in several parts, unlike all passes before it"
             raise GeofedError("TASK_INVALID", text, hint="call checkpoint(..., use_reentrant=False) in the model")
         self.overlap = self.overlap and not twice
         self._watched = True

@@ -1,9 +1,9 @@
-"""Where each tensor of a model lies in its flat vector.
+"""The layout of a model: the position of each tensor in its flat vector.
 
-A model travels as one float32 vector: the trainable parameters first, then everything else that belongs to the
-model's state (frozen parameters, BatchNorm statistics, counters), as `sync.coordinates` has it. Averaging the vector
-averages all of it; integers are rounded when they are put back. A vector of gradients has the same places, and behind
-them one coordinate for each trainable parameter: 1 where it has a gradient, so that one merge serves all.
+A model is exchanged as one float32 vector: first the trained parameters, then all other state of the model (frozen
+parameters, BatchNorm statistics, counters), in the coordinates of `sync.coordinates`. Averaging the vector averages all
+of it; integers are rounded when they are written back. A vector of gradients has the same positions, followed by one
+coordinate per trained parameter: 1 if it has a gradient, so that one merge covers everything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ __all__ = ["Layout", "Slot", "Vector"]
 
 Vector = npt.NDArray[np.float32]
 
-_MOST_PARTS = 3
+_MAX_PARTS = 3
+"""Coordinates of an element, at most."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Slot:
     """One tensor of the model."""
 
     name: str
-    """Its key in the module's state dict."""
+    """Key in the module's state dict."""
     shape: tuple[int, ...]
     dtype: str
-    """As torch calls it: "float32", "int64", ..."""
+    """Torch's name of the type: "float32", "int64", ..."""
     coding: Coding = PLAIN
 
     @property
@@ -49,7 +50,7 @@ class Slot:
         return self.elements * self.coding.coordinates
 
     def facts(self) -> dict[str, object]:
-        """For JSON; what most slots have in common is left out."""
+        """Return the slot for JSON; defaults are left out."""
         found: dict[str, object] = {"name": self.name, "shape": self.shape, "dtype": self.dtype}
         if self.coding.parts > 1:
             found["parts"] = self.coding.parts
@@ -58,11 +59,11 @@ class Slot:
         return found
 
     def encode(self, values: npt.NDArray[np.generic]) -> Vector:
-        """Coordinates, shape (size,), of an array of this shape."""
+        """Return the coordinates of an array of this shape, shape (size,)."""
         return encode(values, self.coding)
 
     def decode(self, vector: Vector) -> npt.NDArray[np.generic]:
-        """An array of this shape; narrow floating-point types come as float32, not rounded yet."""
+        """Return the array of these coordinates; narrow floating-point types as float32, not rounded yet."""
         return decode(vector, self.dtype, self.coding).reshape(self.shape)
 
 
@@ -72,9 +73,9 @@ class Layout:
 
     slots: tuple[Slot, ...]
     trainable: int
-    """How many of the slots, from the first, are trained by gradients."""
+    """Number of leading slots that gradients train."""
     aliases: tuple[tuple[str, str], ...] = ()
-    """Further names in the state dict (tied parameters), each with the slot that it shares."""
+    """Further names in the state dict (of tied parameters), each with the name of its slot."""
 
     @property
     def size(self) -> int:
@@ -88,11 +89,12 @@ class Layout:
 
     @property
     def trainable_size(self) -> int:
-        """Elements that gradients are for: the head of the vector."""
+        """Elements that gradients train: the head of the vector."""
         return sum(slot.size for slot in self.slots[: self.trainable])
 
     @property
     def digest(self) -> str:
+        """SHA-256 of the layout."""
         return "sha256:" + hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
@@ -103,9 +105,10 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
+        """Parse a layout. Raises ``GeofedError("FRAME_INVALID")`` if it is invalid."""
         try:
             raw = json.loads(text)
-            slots = tuple(_slot(told) for told in raw["slots"])
+            slots = tuple(_slot(entry) for entry in raw["slots"])
             aliases = tuple((str(alias), str(name)) for alias, name in raw["aliases"])
             layout = cls(slots, int(raw["trainable"]), aliases)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
@@ -118,19 +121,19 @@ class Layout:
         return layout
 
     def places(self) -> Iterator[tuple[Slot, slice]]:
-        """Every slot, and where it lies in the vector."""
+        """Yield every slot, and its range in the vector."""
         at = 0
         for slot in self.slots:
             yield slot, slice(at, at + slot.size)
             at += slot.size
 
     def slot_at(self, coordinate: int) -> Slot:
-        """Whose a coordinate of the vector is."""
+        """Return the slot that a coordinate of the vector belongs to."""
         return next(slot for slot, place in self.places() if place.start <= coordinate < place.stop)
 
     def tensors(self, vector: Vector) -> Mapping[str, npt.NDArray[np.generic]]:
-        """The vector cut into named arrays of their own shapes and types, under every name that the state dict has for
-        them."""
+        """Return the tensors of a vector by name, with their shapes and types, under every name that the state dict
+        has."""
         if vector.shape != (self.size,):
             raise GeofedError("FRAME_INVALID", f"vector of shape {vector.shape} for a model of {self.size} elements")
         cut = {
@@ -140,22 +143,22 @@ class Layout:
         return cut | {alias: cut[name] for alias, name in self.aliases}
 
     def difference(self, other: Layout) -> str:
-        """The first thing in which another model differs, for people; "": nothing."""
+        """Describe the first difference to another layout, for users; "": there is none."""
         here, there = ({slot.name: slot for slot in one.slots} for one in (self, other))
         for name in [*here, *(name for name in there if name not in here)]:
             if here.get(name) != there.get(name):
-                return f"{name} is {_told(here.get(name))} here and {_told(there.get(name))} there"
+                return f"{name} is {_described(here.get(name))} here and {_described(there.get(name))} there"
         return "" if self == other else "its tensors are tied or trained otherwise, or in another order"
 
 
 def _slot(raw: Mapping[str, Any]) -> Slot:
     shape, coding = tuple(int(n) for n in raw["shape"]), Coding(int(raw.get("parts", 1)), bool(raw.get("marked")))
-    if not 1 <= coding.parts <= _MOST_PARTS:
-        raise ValueError(f"{coding.parts} coordinates an element")
+    if not 1 <= coding.parts <= _MAX_PARTS:
+        raise ValueError(f"{coding.parts} coordinates per element")
     return Slot(str(raw["name"]), shape, str(raw["dtype"]), coding)
 
 
-def _told(slot: Slot | None) -> str:
+def _described(slot: Slot | None) -> str:
     if slot is None:
         return "missing"
     more = "" if slot.coding == PLAIN else f" in {slot.coding.coordinates} coordinates"

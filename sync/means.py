@@ -1,4 +1,4 @@
-"""The exact sample-weighted mean that every collective must equal."""
+"""The exact sample-weighted mean, which the result of every collective must equal."""
 
 from __future__ import annotations
 
@@ -13,28 +13,31 @@ from sync.layout import Vector
 __all__ = ["weighted_mean", "weighted_sum"]
 
 _BLOCK = 1 << 16
-"""Elements summed at a time, so that the float64 sums stay in the cache."""
+"""Elements that are summed at a time, so that the float64 sums stay in the CPU's cache."""
 
 
 def weighted_mean(vectors: Sequence[Vector], weights: Sequence[float]) -> Vector:
-    """sum(w_i * x_i) / sum(w_i), summed in float64 in the order given, so that equal inputs give equal bits.
+    """Return sum(w_i * x_i) / sum(w_i), summed in float64 in the given order, so that equal inputs give equal bits.
 
-    Vectors have equal shapes (n,), weights are samples; a weight of zero leaves its vector out. Raises
-    ``GeofedError("FRAME_INVALID")`` where shapes differ or no weight is positive.
+    Vectors have equal shapes (n,); weights are samples, and a weight of zero leaves its vector out. Raises
+    ``GeofedError("FRAME_INVALID")`` if shapes differ or no weight is positive.
     """
     total = float(sum(weights))
     if not (math.isfinite(total) and total > 0) or min(weights) < 0:
-        raise GeofedError("FRAME_INVALID", f"weights to merge by must be positive: {list(weights)}")
+        raise GeofedError(
+            "FRAME_INVALID", f"the weights of a merge must not be negative, and not all zero: {list(weights)}"
+        )
     if len(vectors) == len(weights) == 1:
         return vectors[0].copy()
     return _summed(vectors, weights, total)
 
 
 def weighted_sum(vectors: Sequence[Vector], factors: Sequence[float]) -> Vector:
-    """sum(f_i * x_i) in float32, term by term, so that equal inputs give equal bits; shapes (n,), at least one vector.
+    """Return sum(f_i * x_i) in float32, term by term, so that equal inputs give equal bits; shapes (n,), at least one
+    vector.
 
-    For a few vectors that float32 has rounded more than their sum is: it takes a third of the time of float64.
-    Raises ``GeofedError("FRAME_INVALID")`` where shapes differ.
+    It takes a third of the time of float64, and is precise enough for a few vectors whose own values have been rounded
+    to float32 more coarsely than their sum is. Raises ``GeofedError("FRAME_INVALID")`` if shapes differ.
     """
     _require_alike(vectors, factors)
     out, term = vectors[0] * np.float32(factors[0]), np.empty_like(vectors[0][:_BLOCK])
@@ -61,7 +64,7 @@ def _summed(vectors: Sequence[Vector], factors: Sequence[float], divisor: float)
         sums, term = block[: part.stop - start], product[: part.stop - start]
         sums.fill(0.0)
         for vector, factor in used:
-            # Converting and multiplying in one go takes half as long again.
+            # Converting and multiplying in one operation takes half as long again.
             term[...] = vector[part]
             term *= factor
             sums += term

@@ -1,4 +1,4 @@
-"""Methods by name: those of this package, one file each, and those that other packages bring."""
+"""Methods by name: built-in ones, one per file, and those of other packages."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ MethodT = TypeVar("MethodT", bound=_Named)
 
 
 class Registry(Generic[MethodT]):
-    """All methods of one kind.
+    """The registry of all methods of one kind.
 
-    Built-in methods are what the public modules of ``package`` name in ``METHODS``; a module whose name begins with an
-    underscore holds none. Other packages add theirs by entry points of the group ``group``, each a method or what makes
-    one without arguments. Both are imported at the first use. A built-in name can't be taken by another package, and a
-    plug-in that fails to load is reported when it is asked for, and stops nothing else.
+    Built-in methods are listed in ``METHODS`` of the public modules of ``package``; modules whose name begins with an
+    underscore have none. Other packages add methods by entry points of the group ``group``, each a method or a callable
+    without arguments that returns one. Both are imported at the first use. Another package cannot replace a built-in
+    name. A plug-in that fails to load is reported when its name is requested, and does not affect others.
     """
 
     def __init__(self, kind: str, package: str, group: str, check: Callable[[MethodT], str] = lambda _: "") -> None:
-        """``kind``: as error texts name it. ``check``: what is wrong with a plug-in's method; empty: nothing."""
+        """``kind``: name of the kind in error texts. ``check``: returns what is wrong with a plug-in's method, "" if
+        nothing."""
         self._kind, self._package, self._group, self._check = kind, package, group, check
         self._failed: dict[str, str] = {}
 
     @cached_property
     def all(self) -> dict[str, MethodT]:
-        """By name: the built-in ones, then those of other packages, each sorted by module or entry point."""
+        """All methods by name: the built-in ones, then those of other packages, each sorted by module or entry
+        point."""
         found: dict[str, MethodT] = {}
         for module in sorted(
             module.name for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__)
@@ -56,7 +58,8 @@ class Registry(Generic[MethodT]):
         return found
 
     def named(self, name: str) -> MethodT:
-        """Raises ``GeofedError("CONFIG_INVALID")`` for a name that is not known."""
+        """Return the method of that name. Raises ``GeofedError("CONFIG_INVALID")`` if it is unknown or failed to
+        load."""
         if name in self.all:
             return self.all[name]
         why = self._failed.get(name)
@@ -73,7 +76,7 @@ class Registry(Generic[MethodT]):
             name = method.name
             why = f"it is named {name!r}, its entry point {point.name!r}" if name != point.name else self._check(method)
             if name in known:
-                why = f"{self._kind} {name!r} is there already"
+                why = f"{self._kind} {name!r} exists already"
         except Exception as error:  # noqa: BLE001 - code of another package, which may fail in any way
             why = f"{type(error).__name__}: {error}"
         if not why:

@@ -1,7 +1,7 @@
-"""Nested Python values with torch tensors in them as the tensors of a frame, and back, without pickle.
+"""Serialisation, without pickle, of nested Python values that contain torch tensors, to the tensors of a frame.
 
-None, booleans, integers, floats, strings, tensors (dense ones, and sparse ones by coordinates), and lists, tuples and
-dicts of these come back as they were, tensors bit for bit in their own type.
+None, booleans, integers, floats, strings, tensors (dense, or sparse in COO layout), and lists, tuples and dicts of
+these are restored as they were; tensors keep their bits and their dtype.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from sync.framing import Array
 __all__ = ["Unsupported", "dump_tree", "load_tree"]
 
 _TREE = "tree"
-_MOST_NESTED = 64
+_MAX_DEPTH = 64
+"""Deepest nesting that is accepted."""
 
 
 class Unsupported(Exception):
-    """A value that cannot be written down; the message says where it is and what."""
+    """Raised for a value that cannot be serialised; the message states where it is, and what it is."""
 
 
 def dump_tree(value: Any, prefix: str = "") -> dict[str, Array]:
-    """Arrays of bytes, named with the prefix; tensors on the CPU are not copied. Raises `Unsupported`."""
+    """Return the arrays of a value, whose names begin with the prefix. Tensors on the CPU are not copied. Raises
+    `Unsupported`."""
     arrays: dict[str, Array] = {}
     tree = _dump(value, prefix, arrays, "", 0)
     arrays[f"{prefix}{_TREE}"] = np.frombuffer(json.dumps(tree, separators=(",", ":")).encode(), np.uint8)
@@ -36,9 +38,11 @@ def dump_tree(value: Any, prefix: str = "") -> dict[str, Array]:
 
 
 def load_tree(arrays: Mapping[str, Array], prefix: str = "", device: torch.device | None = None) -> Any:
-    """What `dump_tree` was given; tensors are copies. ``device``: where those go that were not on the CPU.
+    """Return the value that `dump_tree` serialised; tensors are copies. ``device``: the device of tensors that were not
+    on the CPU.
 
-    Raises ``GeofedError("FRAME_INVALID")`` for what is no such tree, ``KeyError`` where there is none.
+    Raises ``GeofedError("FRAME_INVALID")`` if the arrays are invalid, and ``KeyError`` if dense is no value under the
+    prefix.
     """
     text = arrays[f"{prefix}{_TREE}"]
     try:
@@ -48,8 +52,8 @@ def load_tree(arrays: Mapping[str, Array], prefix: str = "", device: torch.devic
 
 
 def _dump(value: Any, prefix: str, arrays: dict[str, Array], path: str, depth: int) -> Any:
-    if depth > _MOST_NESTED:
-        raise Unsupported(f"{path}: values are nested deeper than {_MOST_NESTED}")
+    if depth > _MAX_DEPTH:
+        raise Unsupported(f"{path}: values are nested deeper than {_MAX_DEPTH}")
     if isinstance(value, torch.Tensor):
         return _dump_tensor(value, prefix, arrays, path)
     kind = type(value)
@@ -85,9 +89,9 @@ def _dump_tensor(tensor: torch.Tensor, prefix: str, arrays: dict[str, Array], pa
         return ["s", *parts, list(tensor.shape), int(tensor.is_coalesced())]
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.device.type == "meta":
         raise Unsupported(f"{path or 'it'} is a tensor that is not dense, or has no values")
-    there = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     number = len(arrays)
-    arrays[f"{prefix}{number}"] = there.reshape(-1).view(torch.uint8).numpy()
+    arrays[f"{prefix}{number}"] = dense.reshape(-1).view(torch.uint8).numpy()
     dtype = str(tensor.dtype).removeprefix("torch.")
     return ["t", number, dtype, list(tensor.shape), int(tensor.device.type == "cpu")]
 
@@ -100,8 +104,8 @@ def _load(tree: Any, prefix: str, arrays: Mapping[str, Array], device: torch.dev
         number, name, shape, on_cpu = rest
         dtype = getattr(torch, name)
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name} is no type of tensors")
-        # A copy: what lies in a channel is read-only.
+            raise ValueError(f"{name} is not a dtype")
+        # Arrays from a channel are read-only, so this copies.
         held = np.array(arrays[f"{prefix}{int(number)}"], np.uint8)
         flat = torch.from_numpy(held).view(dtype) if held.size else torch.empty(0, dtype=dtype)
         tensor = flat.reshape(shape)
@@ -114,4 +118,4 @@ def _load(tree: Any, prefix: str, arrays: Mapping[str, Array], device: torch.dev
         return parts if kind == "l" else tuple(parts)
     if kind == "d":
         return {key: _load(one, prefix, arrays, device) for key, one in rest}
-    raise ValueError(f"{kind!r} is no kind of value")
+    raise ValueError(f"unknown kind of value {kind!r}")

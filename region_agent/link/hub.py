@@ -25,7 +25,7 @@ from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.identity import Identity
 from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_large
 from region_agent.state.store import AgentStore
-from sync.durable import disk_full_is_told
+from sync.durable import disk_full_as_error
 from sync.framing import digest_of
 
 __all__ = ["Commands", "Hub"]
@@ -332,7 +332,7 @@ class Hub:
         if into.exists():
             return
         partial = into.with_name(f"{into.name}.partial")
-        with disk_full_is_told(into.parent):
+        with disk_full_as_error(into.parent):
             with partial.open("ab") as file:
                 async with self._stub() as stub:
                     request = common_pb2.BlobRequest(digest=digest, offset=file.tell())

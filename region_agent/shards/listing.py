@@ -19,7 +19,7 @@ from region_agent.config import DatasetConfig, StoreConfig
 from region_agent.shards.reading import shard_files
 from region_agent.worker.data.fetching import fetch_split
 from region_agent.worker.invocation import ShardFile
-from sync.durable import disk_full_is_told
+from sync.durable import disk_full_as_error
 from sync.framing import digest_of
 
 __all__ = [
@@ -231,7 +231,7 @@ def _local_paths(files: tuple[ShardFile, ...], stage: Path) -> list[Path]:
     """Return the paths of a split's files, and download those that are in a store and not downloaded yet."""
     if all(file.path for file in files):
         return [Path(file.path) for file in files]
-    with disk_full_is_told(stage):
+    with disk_full_as_error(stage):
         stage.mkdir(parents=True, exist_ok=True)
         fetch_split(files, stage)
     return [stage / file.name for file in files]

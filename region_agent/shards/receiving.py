@@ -22,9 +22,9 @@ from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
 from region_agent.shards.listing import MAX_LIST_BYTES, ShardList, read_list
 from region_agent.worker.invocation import ShardFile
-from sync.durable import disk_full_is_told, write_durably
+from sync.durable import disk_full_as_error, write_durably
 from sync.transfer.arrival import Tickets
-from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
 from sync.transfer.listening import credentials, listen
 from sync.transfer.manifest import Manifest, Verdict
 from sync.transfer.wire import manifest_of
@@ -138,7 +138,7 @@ class ShardStore:
         """
         assert self.list is not None
         found: dict[str, list[ShardFile]] = {}
-        with disk_full_is_told(self._splits):
+        with disk_full_as_error(self._splits):
             for file in self.list.files:
                 path = self._splits / file.split / file.name
                 if not path.exists():
@@ -173,7 +173,7 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         """Check that a manifest is valid and comes from the region of the shard."""
         if self.admit(caller, proto.job) != proto.region:
             raise GeofedError("FORBIDDEN", f"{caller} may not send a shard of {proto.region}")
-        limit = MAX_LIST_BYTES if proto.sequence == LIST_SEQUENCE else LARGEST_UPDATE_BYTES
+        limit = MAX_LIST_BYTES if proto.sequence == LIST_SEQUENCE else MAX_UPDATE_BYTES
         if not 0 < proto.total_bytes <= limit:
             raise GeofedError("LIMIT_EXCEEDED", f"a file of {proto.total_bytes} bytes exceeds the limit of {limit}")
         if proto.sequence < LIST_SEQUENCE or not _DIGEST.fullmatch(proto.digest):
@@ -183,7 +183,7 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
         return self.stores[manifest.region].verdict(manifest)
 
-    def place_of(self, manifest: Manifest) -> Path:
+    def path_for(self, manifest: Manifest) -> Path:
         return self.stores[manifest.region].place_of(manifest)
 
     def stored(self, manifest: Manifest) -> None:
@@ -211,7 +211,7 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         shard_store = self.stores[source]
         if shard_store.list is None:
             return "nothing received yet"
-        arriving = (arrival.landing.have for (region, _), arrival in self._incoming.items() if region == source)
+        arriving = (arrival.file.have for (region, _), arrival in self._incoming.items() if region == source)
         received = shard_store.have_bytes + sum(end - begin for have in arriving for begin, end in have)
         return f"received {min(received, shard_store.list.total_bytes):,} of {shard_store.list.total_bytes:,} bytes"
 

@@ -24,9 +24,9 @@ from region_agent.shards.listing import FileContent, Listed, ShardList, listed
 from region_agent.shards.receiving import LIST_SEQUENCE
 from region_agent.state.store import AgentStore
 from sync.durable import write_durably
-from sync.transfer.intake import LARGEST_UPDATE_BYTES
+from sync.transfer.intake import MAX_UPDATE_BYTES
 from sync.transfer.manifest import Manifest, Peer
-from sync.transfer.peer_sender import Notices, PeerSender
+from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.transport.sockets import Tls
 
 __all__ = ["Sending", "SendingContext"]
@@ -141,8 +141,8 @@ class Sending:
         shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._folder / "objects")
         begun, before = time.monotonic(), self._sent
         self._record_event("shard.sending", f"{shard.shard.total_bytes:,} bytes to {order.to}", shard.shard)
-        if (largest := max(file.size for file in shard.shard.files)) > LARGEST_UPDATE_BYTES:
-            text = f"a file has {largest} bytes, which exceeds the limit of {LARGEST_UPDATE_BYTES}"
+        if (largest := max(file.size for file in shard.shard.files)) > MAX_UPDATE_BYTES:
+            text = f"a file has {largest} bytes, which exceeds the limit of {MAX_UPDATE_BYTES}"
             raise GeofedError("LIMIT_EXCEEDED", text)
         await self._transfer(shard, peer)
         seconds, sent = time.monotonic() - begun, self._sent - before
@@ -192,7 +192,12 @@ class Sending:
                 changed.set()
 
         peer_sender = self._peer_sender = PeerSender(
-            order.job, self._context.identity, content_of, arrived, _STALL_SECONDS, notices=Notices(refused=note)
+            order.job,
+            self._context.identity,
+            content_of,
+            arrived,
+            _STALL_SECONDS,
+            callbacks=SenderCallbacks(refused=note),
         )
         transfer_task = self._transfer_task = asyncio.create_task(
             peer_sender.run(), name=f"the shard of {order.job} to {order.to}"
@@ -247,8 +252,8 @@ class Sending:
         self.condition = f"sent {meter.sent_bytes:,} of {shard.total_bytes:,} bytes"
         if not meter.up:
             self.condition += f"; the link is down: {meter.fault}"
-        elif meter.slow_way:
-            self.condition += f"; a slower path is used: {meter.slow_way}"
+        elif meter.slow_path:
+            self.condition += f"; a slower path is used: {meter.slow_path}"
         self._report(durable=False)
 
     def _count(self, peer_sender: PeerSender) -> None:

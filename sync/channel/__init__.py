@@ -1,4 +1,4 @@
-"""The region-local store through which stateless workers exchange tensors."""
+"""Channels: the store in a region through which its stateless workers exchange tensors."""
 
 from sync.channel._contract import Channel, Limits
 from sync.channel._file import FileChannel
@@ -23,12 +23,14 @@ __all__ = [
 
 
 _CLIENTS = {"redis": "redis", "s3": "boto3"}
+"""The client package of each kind of store."""
 
 
 def open_channel(kind: str, address: str) -> Channel:
-    """Open the channel that a plan names; raises ``GeofedError("CONFIG_INVALID")`` for one that is not known.
+    """Open the channel that a plan names. Raises ``GeofedError("CONFIG_INVALID")`` if the kind is unknown or its client
+    is missing.
 
-    The client of a store is loaded with the first channel to it, not before.
+    The client of a store is imported with the first channel to it, not before.
     """
     if kind == "file":
         return FileChannel(address)

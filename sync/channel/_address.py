@@ -1,4 +1,4 @@
-"""Where a store is: a URL whose password is never shown."""
+"""Addresses of stores: URLs whose password is never shown."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ __all__ = ["Address", "number", "parsed", "whole"]
 
 @dataclass(frozen=True)
 class Address:
-    """A store's URL, taken apart."""
+    """The parts of a store's URL."""
 
     scheme: str
     host: str | None
     port: int | None
     path: str
     options: dict[str, str]
-    """What stands behind `?`."""
+    """The options after `?`."""
     shown: str
-    """The address without user and password, for people."""
+    """The address without user and password, for messages."""
     user: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
 
 
 def parsed(text: str, schemes: Collection[str], options: Collection[str]) -> Address:
-    """Take a URL apart. Raises ``GeofedError("CONFIG_INVALID")``, whose text holds neither user nor password."""
+    """Parse a URL. Raises ``GeofedError("CONFIG_INVALID")``; the message contains neither user nor password."""
     try:
         url = urlsplit(text)
         port = url.port
@@ -56,7 +56,7 @@ def parsed(text: str, schemes: Collection[str], options: Collection[str]) -> Add
 
 
 def whole(address: Address, name: str, default: int) -> int:
-    """A whole number above zero among the options."""
+    """Return an option that is an integer above zero. Raises ``GeofedError("CONFIG_INVALID")`` for another value."""
     value = address.options.get(name, str(default))
     if not value.isascii() or not value.isdigit() or int(value) < 1:
         raise GeofedError("CONFIG_INVALID", f"{name} of the channel's address is {value!r}, not a whole number above 0")
@@ -64,7 +64,7 @@ def whole(address: Address, name: str, default: int) -> int:
 
 
 def number(address: Address, name: str, default: float) -> float:
-    """A number above zero among the options."""
+    """Return an option that is a number above zero. Raises ``GeofedError("CONFIG_INVALID")`` for another value."""
     value = address.options.get(name, str(default))
     try:
         result = float(value)

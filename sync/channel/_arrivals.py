@@ -1,4 +1,4 @@
-"""Waits for files, without looking at them again and again."""
+"""Waiting for files, by notification where the system supports it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from sync.channel._inotify import Inotify, Spare
+from sync.channel._inotify import Inotify, WatchPool
 
 __all__ = ["Arrivals"]
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _PAUSE_FACTOR = 0.002, 0.25, 1.5
+_MIN_PAUSE_SECONDS = 0.002
+"""First pause between two checks without inotify."""
+_MAX_PAUSE_SECONDS = 0.25
+"""Longest pause between two checks."""
+_PAUSE_FACTOR = 1.5
+"""Growth of the pause with each check."""
 _SAFETY_SECONDS = 0.5
-"""A folder that several machines share tells only of what its own machine does; so it is looked at now and then."""
+"""Interval of the checks with inotify: on a folder that several machines share, it reports only changes by this
+machine."""
 
 
 class Arrivals:
-    """Tells which of some files may have come. By inotify, or by looking with growing pauses where it is not to be had.
+    """Reports which of some files may have appeared: by inotify, or by checks with growing pauses where that is
+    unavailable.
 
-    A file is watched through its folder, or through the nearest one above it that is there.
+    A file is watched through its folder, or through the nearest existing folder above it.
     """
 
-    def __init__(self, paths: Iterator[Path], spare: Spare) -> None:
+    def __init__(self, paths: Iterator[Path], spare: WatchPool) -> None:
         self._left = set(paths)
         self._watched: set[Path] = set()
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._pause = _MIN_PAUSE_SECONDS
         self._spare = spare
-        # None: no inotify in this system, or every instance that a user may have is taken.
+        # None: the system has no inotify, or the user's limit of instances is reached.
         self._inotify = spare.take()
 
     def __enter__(self) -> Arrivals:
@@ -41,15 +48,15 @@ class Arrivals:
 
     @property
     def watching(self) -> bool:
-        """Whether the kernel tells; otherwise the files are looked at."""
+        """Whether inotify is used; otherwise the files are checked periodically."""
         return self._inotify is not None
 
     def found(self, path: Path) -> None:
-        """No longer wait for this one."""
+        """Stop waiting for this file."""
         self._left.discard(path)
 
     def begin(self) -> None:
-        """Watch. Files that came before are not told: look at them after this call."""
+        """Start watching. Files that exist already are not reported: check for them after this call."""
         if self._inotify is None:
             return
         try:
@@ -59,12 +66,12 @@ class Arrivals:
             self._stop_watching()
 
     def next(self, seconds: float) -> set[Path]:
-        """Files that may have come, after a wait of at most so long. More may be told than came, never fewer."""
+        """Wait for at most so long; return the files that may have appeared: maybe more than did, never fewer."""
         if self._inotify is None:
             time.sleep(min(self._pause, seconds))
-            self._pause = min(self._pause * _PAUSE_FACTOR, _LONGEST_PAUSE_SECONDS)
+            self._pause = min(self._pause * _PAUSE_FACTOR, _MAX_PAUSE_SECONDS)
             return set(self._left)
-        # Events that lead nowhere must not put off the time at which all is looked at.
+        # Irrelevant events must not postpone the periodic check.
         end = time.monotonic() + min(seconds, _SAFETY_SECONDS)
         while (left := end - time.monotonic()) > 0:
             came: set[Path] = set()
@@ -74,7 +81,8 @@ class Arrivals:
                     self.begin()
                     return set(self._left)
                 if arrival.name.startswith("."):
-                    # No part of a key begins so: it is being written, and will be told again under its own name.
+                    # No component of a key begins with a dot: the file is being written, and will be reported under its
+                    # final name.
                     continue
                 came |= self._concerned(arrival.folder / arrival.name)
             if came:
@@ -86,12 +94,12 @@ class Arrivals:
             return {path}
         below = {left for left in self._left if path in left.parents}
         if below:
-            # A folder on the way to them has come: from now on, watch in there.
+            # A folder above these files has appeared, so that files in it can be watched now.
             self.begin()
         return below
 
     def _watch_nearest(self, folder: Path, inotify: Inotify) -> None:
-        """Watch the folder, or the nearest above it that is there, such that none can come in between unseen."""
+        """Watch a folder, or the nearest existing one above it, such that no file can appear unnoticed in between."""
         if folder in self._watched:
             return
         while True:
@@ -102,7 +110,7 @@ class Arrivals:
                     self._watched.add(nearest)
                     break
                 nearest = nearest.parent
-            # What comes below it from now on is told. What had come before it was watched is looked for here.
+            # What appears below it from now on is reported. What appeared before it was watched is checked here.
             below = next((f for f in [folder, *folder.parents] if f.parent == nearest), None)
             if nearest == folder or below is None or not below.is_dir():
                 return

@@ -1,4 +1,4 @@
-"""Files in shared memory that are written again, instead of new ones whose pages the kernel has to find and clear."""
+"""Reuse of files in shared memory: for a new file the kernel would have to allocate and clear pages."""
 
 from __future__ import annotations
 
@@ -9,25 +9,27 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["LEAST_BYTES", "SPARE", "BufferPool", "held"]
+__all__ = ["MIN_BYTES", "SPARE_FOLDER", "BufferPool", "locked"]
 
-SPARE = ".spare"
+SPARE_FOLDER = ".spare"
 """Folder of a channel's spare files."""
 
-LEAST_BYTES = 1 << 18
-"""Smaller values are cheaper to write than to look after."""
-_KEPT_BYTES = 1 << 28
-"""Of all spare files together, at most, where there is more than one."""
-_KEPT_SHARE = 0.125
-"""Of the room that is left in the folder's memory, in any case."""
+MIN_BYTES = 1 << 18
+"""Files of smaller values are not reused: writing them anew is cheaper."""
+_MAX_BYTES = 1 << 28
+"""Total size of the spare files, at most, if there is more than one."""
+_MAX_FRACTION = 0.125
+"""Fraction of the folder's free memory that spare files may take, in any case."""
 
 
-def held(descriptor: int, path: Path) -> bool:
-    """Make sure that a file which was opened as a value is not written again as long as it is open or mapped; False
-    where it is no longer that value."""
-    # Who deletes it holds its lock for a moment only.
+def locked(descriptor: int, path: Path) -> bool:
+    """Lock a file that was opened as a value, so that it is not reused while it is open or mapped.
+
+    Returns False if it is no longer that value.
+    """
+    # A process that deletes the file holds its lock for a moment only.
     fcntl.flock(descriptor, fcntl.LOCK_SH)
-    # It may have been deleted, and written again as another value, between its being opened and now.
+    # The file may have been deleted and reused for another value since it was opened.
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -35,47 +37,53 @@ def held(descriptor: int, path: Path) -> bool:
 
 
 class BufferPool:
-    """Deleted files of a folder, kept for the next values. Any number of processes may share them."""
+    """The deleted files of a folder, kept for the next values. Many processes may share them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def keep(self, path: Path) -> bool:
-        """Take a value's file away, to be written again; False where it must be unlinked: somebody reads it still, it
-        is small, or there are enough. Raises FileNotFoundError where there is none."""
+        """Take a value's file out of the channel for reuse.
+
+        Returns False if it must be unlinked instead: it is still being read, it is too small, or there are enough spare
+        files. Raises FileNotFoundError if it does not exist.
+        """
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            # Of the open file: by now another, small one may have its name, which its readers do not lock.
+            # This is the size of the open file: by now another, small file may have its name, which is not locked by
+            # its readers.
             size = os.fstat(descriptor).st_size
-            if size < LEAST_BYTES or not self._room_for(size):
+            if size < MIN_BYTES or not self._fits(size):
                 return False
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._put_by(path, descriptor, size)
+            self._add(path, descriptor, size)
         except FileNotFoundError:
             raise
         except OSError:
             return False
         finally:
-            # A process that was forked meanwhile has the descriptor, too.
+            # Unlocked explicitly, because a process that was forked meanwhile has the descriptor, too.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             os.close(descriptor)
         return True
 
-    def _put_by(self, path: Path, descriptor: int, size: int) -> None:
+    def _add(self, path: Path, descriptor: int, size: int) -> None:
         self._folder.mkdir(exist_ok=True)
         name = f"{size}.{secrets.token_hex(8)}"
         taken = path.replace(path.with_name(f".{name}"))
         try:
-            # Else another value has come in its place meanwhile, and is deleted in its stead: who reads it is unknown.
+            # Otherwise another value has replaced it meanwhile and is deleted in its place, since its readers are
+            # unknown.
             if os.path.samestat(os.stat(taken), os.fstat(descriptor)):
-                # Before anybody can take it: the lock of one that is written again would keep its readers away.
+                # Unlocked before another process can take the file: the lock would keep out the readers of its next
+                # value.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
                 taken.rename(self._folder / name)
         finally:
             taken.unlink(missing_ok=True)
 
     def take(self, size: int, path: Path) -> bool:
-        """Give the file that is nearest in size, and not far off, the name ``path``; False where there is none."""
+        """Rename a spare file of about this size to ``path``; return False if there is none."""
         near = [(abs(held_bytes - size), spare) for held_bytes, spare in self._all() if held_bytes <= 2 * size]
         for _, spare in sorted(near):
             try:
@@ -88,17 +96,17 @@ class BufferPool:
         return False
 
     def clear(self) -> bool:
-        """Give their memory back; False where there are none."""
+        """Delete all spare files; return False if there are none."""
         buffer_pool = [spare for _, spare in self._all()]
         for spare in buffer_pool:
             spare.unlink(missing_ok=True)
         return bool(buffer_pool)
 
-    def _room_for(self, size: int) -> bool:
+    def _fits(self, size: int) -> bool:
         kept = sum(held_bytes for held_bytes, _ in self._all())
         system = os.statvfs(self._folder.parent)
-        most = _KEPT_SHARE * system.f_bavail * system.f_frsize
-        return size <= most and (not kept or kept + size <= min(most, _KEPT_BYTES))
+        most = _MAX_FRACTION * system.f_bavail * system.f_frsize
+        return size <= most and (not kept or kept + size <= min(most, _MAX_BYTES))
 
     def _all(self) -> Iterator[tuple[int, Path]]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:

@@ -1,4 +1,4 @@
-"""What every channel does."""
+"""The interface of a channel."""
 
 from __future__ import annotations
 
@@ -18,64 +18,66 @@ class Limits:
     """What a channel can hold."""
 
     value_bytes: int
-    """The largest value."""
+    """Size of the largest value."""
     total_bytes: int | None
-    """All values together; None where the store sets no bound, or none that it tells."""
+    """Size of all values together; None: the store has no limit, or does not report it."""
 
 
 class Channel(Protocol):
-    """Values under keys, written once and whole: a reader sees all of a value or none of it.
+    """A store of values under keys. A reader sees a whole value or none.
 
-    Keys are paths of letters, digits, `.`, `_` and `-`; no part begins with `.`, and no key lies under another.
-    Putting a value again under the same key replaces it whole. A key that is not there is not an error. Safe for many
-    processes, each with a channel that it opened itself, and for many threads of one. Where the store can, it forgets
-    a value some hours after it was put, so that a job that died leaves nothing for ever.
+    Keys are paths of letters, digits, `.`, `_` and `-`; no component begins with `.`, and no key is a prefix path of
+    another. Putting a value under an existing key replaces it atomically. Reading a missing key is not an error. Many
+    processes may use the same store, each with a channel that it opened itself, and many threads may use one channel.
+    If the store supports it, values expire some hours after they were put, so that a job that died leaves nothing
+    permanently.
 
-    Raises ``GeofedError``: ``FRAME_INVALID`` for what is no key, ``LIMIT_EXCEEDED`` for a value above
-    ``limits.value_bytes``, ``DISK_FULL`` where a value finds no room, ``CHANNEL_TIMEOUT`` from ``wait``,
-    ``CHANNEL_UNAVAILABLE`` where the store does not answer for longer than the channel tries,
-    ``UNAUTHENTICATED`` and ``FORBIDDEN`` where it lets nobody in.
+    Raises ``GeofedError``: ``FRAME_INVALID`` for an invalid key, ``LIMIT_EXCEEDED`` for a value above
+    ``limits.value_bytes``, ``DISK_FULL`` if the store is full, ``CHANNEL_TIMEOUT`` from ``wait``,
+    ``CHANNEL_UNAVAILABLE`` if the store does not answer within the channel's timeout, ``UNAUTHENTICATED`` and
+    ``FORBIDDEN`` if it denies access.
     """
 
     @property
     def usage(self) -> Usage:
-        """What was asked of the store through this object so far."""
+        """The requests made through this object so far."""
 
     @property
     def limits(self) -> Limits:
-        """What the store can hold; asks it where only the store knows."""
+        """The limits of the store; may ask the store for them."""
 
     @property
     def in_memory(self) -> bool:
-        """Whether values lie in this machine's memory: a request then takes no longer than the copy of its bytes."""
+        """Whether values are in this machine's memory, so that a request takes no longer than copying its bytes."""
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
-        """Store the pieces, one after the other, as one value."""
+        """Store the concatenated pieces as one value."""
 
     def put_many(self, items: Mapping[str, Sequence[Buffer]]) -> None:
-        """Store several values, side by side where that is faster. Each is whole; all together are not atomic."""
+        """Store several values, concurrently if that is faster. Each value is stored atomically, but not all
+        together."""
 
     def get(self, key: str) -> memoryview | None:
-        """The value, or None where there is none (any more)."""
+        """Return the value, or None if there is none."""
 
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
-        """Each key with its value, once, in the order in which the values come.
+        """Yield each key with its value, once, in the order in which the values arrive.
 
-        The time counts from the call, and what is there when it ends is still given. Raises ``CHANNEL_TIMEOUT``, which
-        names what is missing.
+        The timeout counts from the call; values that exist when it ends are still yielded. Raises ``CHANNEL_TIMEOUT``,
+        which names the missing keys.
         """
 
     def has(self, key: str) -> bool:
-        """Whether the value is there now."""
+        """Return whether the value exists now."""
 
     def delete(self, key: str) -> None:
-        """Forget a value, if it is there."""
+        """Delete a value, if it exists."""
 
     def delete_many(self, keys: Collection[str]) -> None:
-        """Forget several values, in as few requests as the store lets it be."""
+        """Delete several values, in as few requests as possible."""
 
     def delete_tree(self, prefix: str) -> None:
-        """Forget every value whose key begins with ``prefix/``. May have to list; ``delete_many`` does not."""
+        """Delete every value whose key begins with ``prefix/``. May have to list keys; ``delete_many`` does not."""
 
     def close(self) -> None:
-        """Let go of connections and threads. The values stay."""
+        """Close connections and threads. The values stay."""

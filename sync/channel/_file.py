@@ -1,4 +1,4 @@
-"""The embedded channel: files in one folder, in shared memory where the machine has it."""
+"""The embedded channel: files in one folder, in shared memory if the machine has it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from sync.channel._arrivals import Arrivals
-from sync.channel._buffer_pool import LEAST_BYTES, SPARE, BufferPool, held
+from sync.channel._buffer_pool import MIN_BYTES, SPARE_FOLDER, BufferPool, locked
 from sync.channel._contract import Buffer, Limits
-from sync.channel._inotify import Spare
+from sync.channel._inotify import WatchPool
 from sync.channel._keys import checked_key, late
 from sync.channel._meter import Meter, Usage
 from sync.channel._pieces import checked_size, views
@@ -24,25 +24,26 @@ from sync.channel._pieces import checked_size, views
 __all__ = ["FileChannel"]
 
 _TRIES = 100
-_VALUE_BYTES = 1 << 44
+"""Attempts to write or read a file that other processes delete or replace at the same time."""
+_MAX_VALUE_BYTES = 1 << 44
 """The largest file of ext4."""
-_PIECES_AT_ONCE = 512
-"""Below the kernel's limit on buffers for one write."""
+_MAX_BUFFERS = 512
+"""Buffers that are passed to one write; below the kernel's limit."""
 
 
 class FileChannel:
-    """A folder whose files are the values. A value is written beside its place and renamed into it.
+    """A folder whose files are the values. A value is written under a temporary name and renamed.
 
-    A file lives until it is deleted. Whoever gave the folder removes it when the job is over. In shared memory large
-    files are written again when nobody reads them any more (`BufferPool`).
+    A file stays until it is deleted. The process that provided the folder removes it when the job is over. In shared
+    memory, large files are reused once no process reads them any more (`BufferPool`).
     """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._meter, self._watches = Meter(), Spare()
+        self._meter, self._watches = Meter(), WatchPool()
         self._in_memory = _in_memory(self._folder)
-        self._buffer_pool = BufferPool(self._folder / SPARE) if self._in_memory else None
+        self._buffer_pool = BufferPool(self._folder / SPARE_FOLDER) if self._in_memory else None
 
     @property
     def usage(self) -> Usage:
@@ -51,7 +52,7 @@ class FileChannel:
     @property
     def limits(self) -> Limits:
         system = os.statvfs(self._folder)
-        return Limits(value_bytes=_VALUE_BYTES, total_bytes=system.f_blocks * system.f_frsize)
+        return Limits(value_bytes=_MAX_VALUE_BYTES, total_bytes=system.f_blocks * system.f_frsize)
 
     @property
     def in_memory(self) -> bool:
@@ -62,13 +63,13 @@ class FileChannel:
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         path, left = self._path(key), views(pieces)
-        size = checked_size(key, left, _VALUE_BYTES, str(self._folder))
+        size = checked_size(key, left, _MAX_VALUE_BYTES, str(self._folder))
         for tries_left in reversed(range(_TRIES)):
             try:
-                _write_beside(path, left, self._buffer_pool if size >= LEAST_BYTES else None)
+                _write_and_rename(path, left, self._buffer_pool if size >= MIN_BYTES else None)
                 break
             except (FileNotFoundError, FileExistsError):
-                # Somebody deletes the tree around it at this moment; the value is put all the same.
+                # Another process is deleting the folder at this moment; the value is put nevertheless.
                 if not tries_left:
                     raise
             except OSError as error:
@@ -82,7 +83,7 @@ class FileChannel:
         self._meter.count(puts=1, bytes_in=size)
 
     def put_many(self, items: Mapping[str, Sequence[Buffer]]) -> None:
-        # One after the other: the kernel copies as fast as the memory lets it, whatever the number of threads.
+        # Sequential, because copying is limited by the memory, whatever the number of threads.
         for key in items:
             checked_key(key)
         for key, pieces in items.items():
@@ -94,13 +95,13 @@ class FileChannel:
             for _ in range(_TRIES):
                 with path.open("rb") as file:
                     size = os.fstat(file.fileno()).st_size
-                    if self._buffer_pool is not None and size >= LEAST_BYTES:
-                        if not held(file.fileno(), path):
+                    if self._buffer_pool is not None and size >= MIN_BYTES:
+                        if not locked(file.fileno(), path):
                             continue
-                        # It may have been written again before it was held.
+                        # It may have been reused before it was locked.
                         size = os.fstat(file.fileno()).st_size
-                    # The mapping outlives the file's name, so a reader keeps what it read when the value is deleted.
-                    # All of it will be read: to map it now is cheaper than page by page.
+                    # The mapping outlives the file's name, so a reader keeps its value when that is deleted. All of the
+                    # value will be read, and mapping it at once is cheaper than page by page.
                     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                     mapped = mmap.mmap(file.fileno(), size, flags, mmap.PROT_READ) if size else b""
                 self._meter.count(gets=1, bytes_out=size)
@@ -120,7 +121,7 @@ class FileChannel:
             return
         with Arrivals(iter(left), self._watches) as arrivals:
             arrivals.begin()
-            # What came between the first look and the watching.
+            # Files that appeared between the first check and the start of the watch.
             maybe = set(left)
             while True:
                 in_time = time.monotonic() < deadline
@@ -137,7 +138,7 @@ class FileChannel:
                     maybe = set(left)
 
     def _arrived(self, left: dict[Path, str], maybe: set[Path]) -> Iterator[tuple[str, memoryview]]:
-        """Those of the files that are there, which are then no longer left."""
+        """Yield those of the files that exist, and remove them from ``left``."""
         for path in [path for path in left if path in maybe]:
             value = self.get(left[path])
             if value is not None:
@@ -164,7 +165,7 @@ class FileChannel:
     def delete_tree(self, prefix: str) -> None:
         path = self._path(prefix)
         self._meter.count(deletes=1)
-        if self._buffer_pool is not None and not (path / SPARE).exists():
+        if self._buffer_pool is not None and not (path / SPARE_FOLDER).exists():
             for folder, _, names in os.walk(path):
                 for name in names:
                     with contextlib.suppress(OSError):
@@ -176,7 +177,7 @@ class FileChannel:
 
 
 def _in_memory(folder: Path) -> bool:
-    """Whether the folder lies in shared memory (tmpfs)."""
+    """Whether the folder is in shared memory (tmpfs)."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -188,8 +189,8 @@ def _in_memory(folder: Path) -> bool:
     return mounts.get(nearest) in ("tmpfs", "ramfs")
 
 
-def _write_beside(path: Path, pieces: Sequence[memoryview], buffer_pool: BufferPool | None) -> None:
-    """Write a file under a name of its own and rename it into its place."""
+def _write_and_rename(path: Path, pieces: Sequence[memoryview], buffer_pool: BufferPool | None) -> None:
+    """Write a file under a temporary name and rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
@@ -208,7 +209,7 @@ def _write_beside(path: Path, pieces: Sequence[memoryview], buffer_pool: BufferP
 
 def _write_all(descriptor: int, left: list[memoryview]) -> None:
     while left:
-        done = os.writev(descriptor, left[:_PIECES_AT_ONCE])
+        done = os.writev(descriptor, left[:_MAX_BUFFERS])
         while left and done >= left[0].nbytes:
             done -= left.pop(0).nbytes
         if left:

@@ -1,4 +1,4 @@
-"""The kernel's word that a name has come into a folder (inotify(7)), through ctypes."""
+"""Notification of names that appear in folders (inotify(7)), through ctypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Arrival", "Inotify", "Spare"]
+__all__ = ["Arrival", "Inotify", "WatchPool"]
 
 _CREATE, _MOVED_TO = 0x100, 0x80
 _DELETE_SELF, _MOVE_SELF = 0x400, 0x800
@@ -24,15 +24,15 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Arrival:
-    """A name that has come into a watched folder."""
+    """A name that has appeared in a watched folder."""
 
     folder: Path | None
-    """None: something has happened to the watching itself, and all that was watched must be looked at anew."""
+    """None: a watch has ended or events were lost, so everything must be checked again."""
     name: str
 
 
 class Inotify:
-    """A watch over folders. Raises ``OSError`` from the start where the kernel has none, or none to spare."""
+    """An inotify instance. Raises ``OSError`` if the kernel has none, or the limit of instances is reached."""
 
     _descriptor = -1
 
@@ -55,12 +55,12 @@ class Inotify:
         return result
 
     def watch(self, folder: Path) -> None:
-        """Have the names told that come into the folder; it must be there (``FileNotFoundError``)."""
+        """Watch a folder for names that appear in it. Raises ``FileNotFoundError`` if it does not exist."""
         watch = self._checked(self._add(self._descriptor, os.fsencode(folder), _MASK))
         self._folders[watch] = folder
 
     def wait(self, seconds: float) -> list[Arrival]:
-        """What has come since the last call; blocks until something comes, or for so long."""
+        """Return what has appeared since the last call; waits for at most so long."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
         if not poll.poll(max(0.0, seconds) * 1000):
@@ -84,9 +84,9 @@ class Inotify:
                 yield Arrival(None, "")
 
     def forget(self) -> None:
-        """Watch nothing, and know of nothing that has come."""
+        """Remove all watches, and discard pending events."""
         for watch in self._folders:
-            # Fails where the folder has gone, and the watch with it.
+            # This fails if the folder was deleted, and the watch with it.
             self._remove(self._descriptor, watch)
         self._folders.clear()
         with contextlib.suppress(BlockingIOError):
@@ -94,7 +94,7 @@ class Inotify:
                 os.read(self._descriptor, _READ_BYTES)
 
     def close(self) -> None:
-        """Let go of it; the kernel takes some 15 ms for the last."""
+        """Close the instance; the kernel takes about 15 ms for the last one."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -103,17 +103,17 @@ class Inotify:
         self.close()
 
 
-class Spare:
-    """Watches that are not in use, kept because to close one takes long. Thread-safe."""
+class WatchPool:
+    """Unused inotify instances, kept because closing one takes long. Thread-safe."""
 
     def __init__(self) -> None:
         self._spare: list[Inotify] = []
         self._process = os.getpid()
 
     def take(self) -> Inotify | None:
-        """One that watches nothing; None where none is to be had."""
+        """Return an instance without watches, or None if none is available."""
         if self._process != os.getpid():
-            # A forked process shares the events of its parent's watches, and would take them away.
+            # A forked process shares its parent's instances, and would take their events away.
             self.close()
             self._process = os.getpid()
         with contextlib.suppress(IndexError):

@@ -1,4 +1,4 @@
-"""What the use of a store costs. Pure; the figures are list prices, each with where it comes from."""
+"""Costs of using a store. The figures are list prices, each with its source. No side effects."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class RequestPrices:
-    """What a store charges for requests and for bytes moved within its region, in USD. None: not known, never zero."""
+    """Prices of a store for requests and for bytes moved within its region, in USD. None: unknown, never zero."""
 
     source: str
     """Where the figures come from."""
     as_of: str
-    """When the source gave them: ISO date, as exact as it is known."""
+    """Date of the source (ISO), as precise as it is known."""
     confidence: str
     """high: the provider's own page, or several sources agree. low: one source, or an old one."""
     put: float | None
-    """A request that stores."""
+    """One request that stores a value."""
     get: float | None
-    """A request for a value, found or not, or about one."""
+    """One request for a value, found or not, or about one."""
     list: float | None
     delete: float | None
     gb_in: float | None
-    """Per GB (1e9 bytes) put."""
+    """One GB (1e9 bytes) put."""
     gb_out: float | None
-    """Per GB got."""
+    """One GB got."""
 
 
 @dataclass(frozen=True)
 class NodePrice:
-    """What one node of a cache costs while it is held, in USD, whatever is asked of it."""
+    """Price of one node of a cache while it is held, in USD, independent of requests."""
 
     source: str
     as_of: str
@@ -47,9 +47,9 @@ class NodePrice:
 
 
 def cost_usd(usage: Usage, prices: RequestPrices) -> float:
-    """What the requests and bytes cost, without storage and without nodes. Refused requests are not charged.
+    """Return the cost of requests and bytes, without storage and nodes. Refused requests are not charged.
 
-    Raises ``GeofedError("PRICE_UNKNOWN")`` where something was used whose price is not known.
+    Raises ``GeofedError("PRICE_UNKNOWN")`` if the price of something that was used is unknown.
     """
     used = {
         "put": usage.puts,
@@ -69,12 +69,12 @@ def cost_usd(usage: Usage, prices: RequestPrices) -> float:
 
 
 def node_cost_usd(price: NodePrice, held: timedelta, nodes: int = 1) -> float:
-    """What nodes cost that are held for one job alone: an hour that was begun is charged as a whole."""
+    """Return the cost of nodes that are held for one job alone: each started hour is charged in full."""
     return math.ceil(held / timedelta(hours=1)) * nodes * price.hour
 
 
 def _cos(region: str, per_10k: float) -> dict[str, RequestPrices]:
-    # The document names no price for deleting, and none for traffic within the region but that it is free.
+    # The document states no price for deleting, and that traffic within the region is free.
     prices = RequestPrices(
         source=f"Tencent Cloud international, COS price list, {region}",
         as_of="2021",

@@ -1,8 +1,8 @@
 """The channel over a Redis server, 6.2 or newer.
 
-A value is a string under its key. Beside it, a stream of one entry says that it is there: a reader can block on many
-streams at once and takes nothing from other readers, which neither strings nor lists let it do. The value itself is not
-in the stream, since the server would copy it there; a small one is in both, which saves its reader a round trip.
+A value is a string under its key. A stream with one entry, under a second key, announces it: unlike with strings and
+lists, a reader can block on many streams at a time without taking anything from other readers. The value itself is not
+in the stream, because the server would have to copy it; a small value is in both, which saves its reader a round trip.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from sync.channel._contract import Buffer, Limits
 from sync.channel._keys import checked_key, late
 from sync.channel._meter import Meter, Usage
 from sync.channel._pieces import checked_size, cut, views
-from sync.channel._redis_server import LONGEST_BLOCK_SECONDS, Command, Lost, Server
+from sync.channel._redis_server import MAX_BLOCK_SECONDS, Command, ConnectionLost, Server
 
 __all__ = ["RedisChannel"]
 
 _LIFE_SECONDS = 24 * 3600
+"""Default time after which a value expires if it is not read."""
 _PART_BYTES = 512 << 20
-"""What Redis takes as one string (``proto-max-bulk-len``)."""
+"""Largest string in Redis (``proto-max-bulk-len``)."""
 _PARTS = 8
+"""Strings that a value is divided into, at most."""
 _SMALL_BYTES = 1 << 16
-"""Up to here a value is also in the stream: sending it twice takes less time than one more round trip."""
-_KEYS_AT_ONCE = 1000
+"""Values up to this size are also in the stream: sending them twice takes less time than one more round trip."""
+_KEYS_PER_REQUEST = 1000
 _SIGN = ":new"
-"""No key holds a colon."""
+"""Suffix of the stream's key; keys contain no colon."""
 
 
 class RedisChannel:
-    """Values in one Redis server (no cluster: a request may name keys of different slots).
+    """A channel in one Redis server (no cluster: a request may name keys of different slots).
 
     ``redis://[user:password@]host[:port][/database]``, ``rediss://`` (TLS) or ``unix:///path.sock``, with the options
-    ``prefix`` (what all keys begin with; default `geofed`), ``life`` (seconds that a value stays after it was put or
-    last got; default a day) and ``db``.
+    ``prefix`` (prefix of all keys; default `geofed`), ``life`` (seconds after which a value expires since it was put or
+    last read; default a day) and ``db``.
     """
 
     def __init__(
-        self, address: str, *, part_bytes: int = _PART_BYTES, patience_seconds: float = 10.0, parts: int = _PARTS
+        self, address: str, *, part_bytes: int = _PART_BYTES, timeout_seconds: float = 10.0, parts: int = _PARTS
     ) -> None:
         url = parsed(address, ("redis", "rediss", "unix"), ("prefix", "life", "db"))
         prefix = url.options.get("prefix", "geofed")
@@ -49,7 +51,7 @@ class RedisChannel:
         self._life_ms = 1000 * whole(url, "life", _LIFE_SECONDS)
         self._part_bytes, self._parts, self._shown = part_bytes, parts, url.shown
         self._meter = Meter()
-        self._server = Server(url, self._meter, patience_seconds)
+        self._server = Server(url, self._meter, timeout_seconds)
         self._limits: Limits | None = None
 
     @property
@@ -88,12 +90,13 @@ class RedisChannel:
             self._meter.count(puts=strings, bytes_in=size)
 
     def _storing(self, name: str, pieces: list[memoryview], size: int) -> list[Command]:
-        # An empty value is a part as well.
+        # An empty value consists of one part as well.
         parts = list(cut(pieces, self._part_bytes)) or [[]]
         named = zip(self._part_names(name), parts, strict=False)
         commands: list[Command] = [("SET", part, content, "PX", self._life_ms) for part, content in named]
         if size >= self._part_bytes and len(parts) < self._parts:
-            # A reader takes a first part that is full as the sign of more. What an older value had more must go.
+            # A full first part tells a reader that there are more parts, so further parts of an older value must be
+            # deleted.
             commands.append(("UNLINK", *self._part_names(name)[len(parts) :]))
         sign = ("value", pieces) if size <= _SMALL_BYTES else ("large", "")
         commands.append(("XADD", name + _SIGN, "MAXLEN", 1, "*", *sign))
@@ -102,7 +105,7 @@ class RedisChannel:
 
     def get(self, key: str) -> memoryview | None:
         name = self._name(key)
-        # What is read lives on: a job may need for days what it put at its start.
+        # Reading renews the expiry: a job may need for days what it put at its start.
         value, _ = self._server.ask([("GETEX", name, "PX", self._life_ms), ("PEXPIRE", name + _SIGN, self._life_ms)])
         return self._value(name, value)
 
@@ -123,36 +126,36 @@ class RedisChannel:
         return self._wait(names, time.monotonic() + timeout_seconds, timeout_seconds)
 
     def _wait(self, left: dict[str, str], deadline: float, seconds: float) -> Iterator[tuple[str, memoryview]]:
-        patience = self._server.patience()
+        retries = self._server.retries()
         seen: dict[str, bytes] = {}
         while left:
-            block = min(deadline - time.monotonic(), LONGEST_BLOCK_SECONDS)
+            block = min(deadline - time.monotonic(), MAX_BLOCK_SECONDS)
             signs = self._signs(left, seen, block)
             if not signs:
                 if block <= 0:
                     raise late(left.values(), seconds)
-                # Signs whose values had gone are looked at anew, in case that their numbers began again.
+                # Announcements whose values no longer exist are read again, in case their numbers have started again.
                 seen.clear()
             small = {name: value for name, (_, value) in signs.items() if value is not None}
             for name, content in small.items():
                 yield left.pop(name), memoryview(content)
             large = [name for name in signs if name not in small]
             try:
-                with closing(self._server.ask_in_turn([("GET", name) for name in large])) as replies:
+                with closing(self._server.ask_pipelined([("GET", name) for name in large])) as replies:
                     for name, reply in zip(large, replies, strict=True):
                         value = self._value(name, reply)
                         if value is None:
                             seen[name] = signs[name][0]
                         else:
                             yield left.pop(name), value
-                patience.well()
-            except Lost as lost:
-                patience.again(lost)
+                retries.reset()
+            except ConnectionLost as lost:
+                retries.pause(lost)
 
     def _signs(
         self, left: Mapping[str, str], seen: Mapping[str, bytes], block_seconds: float
     ) -> dict[str, tuple[bytes, bytes | None]]:
-        """Which values have come, each with its entry's number and, where it is small, itself."""
+        """Return which values have arrived, each with its entry's number and, if it is small, the value."""
         blocking = ("BLOCK", math.ceil(1000 * block_seconds)) if block_seconds > 0 else ()
         numbers = [seen.get(name, b"0") for name in left]
         (reply,) = self._server.ask([("XREAD", *blocking, "STREAMS", *(name + _SIGN for name in left), *numbers)])
@@ -176,7 +179,7 @@ class RedisChannel:
         self._unlink([self._name(key) for key in keys])
 
     def _unlink(self, names: Sequence[str]) -> None:
-        batches = [names[at : at + _KEYS_AT_ONCE] for at in range(0, len(names), _KEYS_AT_ONCE)]
+        batches = [names[at : at + _KEYS_PER_REQUEST] for at in range(0, len(names), _KEYS_PER_REQUEST)]
         commands: list[Command] = [
             ("UNLINK", *(each for name in batch for each in (*self._part_names(name), name + _SIGN)))
             for batch in batches
@@ -188,8 +191,8 @@ class RedisChannel:
     def delete_tree(self, prefix: str) -> None:
         pattern, cursor = f"{self._name(prefix)}/*", b"0"
         while True:
-            # No key holds a character that means anything in a pattern.
-            ((cursor, found),) = self._server.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", _KEYS_AT_ONCE)])
+            # Keys contain no character with a special meaning in a pattern.
+            ((cursor, found),) = self._server.ask([("SCAN", cursor, "MATCH", pattern, "COUNT", _KEYS_PER_REQUEST)])
             self._meter.count(lists=1)
             if found:
                 self._server.ask([("UNLINK", *found)])

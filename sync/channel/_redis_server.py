@@ -1,4 +1,4 @@
-"""Asks a Redis server, and asks again where the connection was lost."""
+"""Requests to a Redis server, repeated when the connection is lost."""
 
 from __future__ import annotations
 
@@ -27,37 +27,40 @@ from sync.channel._address import Address
 from sync.channel._meter import Meter
 from sync.channel._redis_wire import Argument, InPlaceParser, packed
 
-__all__ = ["LONGEST_BLOCK_SECONDS", "Command", "Lost", "Patience", "Server"]
+__all__ = ["MAX_BLOCK_SECONDS", "Command", "ConnectionLost", "RetryTimer", "Server"]
 
 Command = Sequence[Argument]
 
-LONGEST_BLOCK_SECONDS = 5.0
-"""A blocking request is made anew after this, so that a connection that died without a word is noticed."""
-_SILENCE_SECONDS = 30.0
-_CONNECT_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
+MAX_BLOCK_SECONDS = 5.0
+"""A blocking request is repeated after this time, so that a dead connection is noticed."""
+_SOCKET_TIMEOUT_SECONDS = 30.0
+_CONNECT_TIMEOUT_SECONDS = 5.0
+_MIN_PAUSE_SECONDS = 0.02
+"""Pause before the first retry; it doubles with each retry."""
+_MAX_PAUSE_SECONDS = 1.0
+"""Longest pause between retries."""
 
 _BROKEN = (redis.ConnectionError, redis.TimeoutError, OSError)
 
 
-class Lost(Exception):
-    """The connection broke off, or there was none; the same may go well on another."""
+class ConnectionLost(Exception):
+    """Raised when the connection is lost or cannot be opened; the request may succeed on another one."""
 
 
-class Patience:
-    """How long a server may stay away: pauses that grow, within a bounded time since it was last there."""
+class RetryTimer:
+    """Pauses between retries, and their timeout since the server last answered."""
 
     def __init__(self, seconds: float, shown: str) -> None:
         self._seconds, self._shown = seconds, shown
-        self.well()
+        self.reset()
 
-    def well(self) -> None:
-        """The server is there."""
-        self._pause = _FIRST_PAUSE_SECONDS
+    def reset(self) -> None:
+        """Record that the server has answered."""
+        self._pause = _MIN_PAUSE_SECONDS
         self._since: float | None = None
 
-    def again(self, lost: Lost) -> None:
-        """Pause before the next try. Raises ``GeofedError("CHANNEL_UNAVAILABLE")`` when there shall be none."""
+    def pause(self, lost: ConnectionLost) -> None:
+        """Wait before the next retry. Raises ``GeofedError("CHANNEL_UNAVAILABLE")`` after the timeout."""
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         left = self._since + self._seconds - now
@@ -65,48 +68,49 @@ class Patience:
             text = f"Redis at {self._shown} does not answer: {lost}"
             raise GeofedError("CHANNEL_UNAVAILABLE", text) from None
         time.sleep(min(left, self._pause * random.uniform(0.5, 1.0)))
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        self._pause = min(2 * self._pause, _MAX_PAUSE_SECONDS)
 
 
 class Server:
-    """One Redis server, over a pool of connections that threads share."""
+    """One Redis server, with a pool of connections that threads share."""
 
-    def __init__(self, address: Address, meter: Meter, patience_seconds: float) -> None:
-        self._shown, self._meter, self._patience_seconds = address.shown, meter, patience_seconds
-        kind, place = _place(address)
+    def __init__(self, address: Address, meter: Meter, timeout_seconds: float) -> None:
+        self._shown, self._meter, self._timeout_seconds = address.shown, meter, timeout_seconds
+        kind, endpoint = _endpoint(address)
         self._pool = ConnectionPool(
             connection_class=kind,
             username=address.user,
             password=address.password,
             protocol=2,
             parser_class=InPlaceParser,
-            socket_timeout=_SILENCE_SECONDS,
-            socket_connect_timeout=_CONNECT_SECONDS,
-            # What is tried again is metered, so redis-py must not do it by itself.
+            socket_timeout=_SOCKET_TIMEOUT_SECONDS,
+            socket_connect_timeout=_CONNECT_TIMEOUT_SECONDS,
+            # Retries are metered here, so redis-py must not retry by itself.
             retry=Retry(NoBackoff(), 0),
             driver_info=None,
-            **place,
+            **endpoint,
         )
 
-    def patience(self) -> Patience:
-        return Patience(self._patience_seconds, self._shown)
+    def retries(self) -> RetryTimer:
+        return RetryTimer(self._timeout_seconds, self._shown)
 
     def ask(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands at once; their replies. They may be carried out twice.
+        """Send commands together and return their replies. After a lost connection they are sent again, so they may be
+        executed twice.
 
-        Raises ``GeofedError`` where the server refuses one of them, and ``CHANNEL_UNAVAILABLE``.
+        Raises ``GeofedError`` if the server refuses one of them, or ``CHANNEL_UNAVAILABLE``.
         """
-        patience = self.patience()
+        retries = self.retries()
         while True:
             try:
-                return list(self.ask_in_turn(commands, ahead=len(commands)))
-            except Lost as lost:
-                patience.again(lost)
+                return list(self.ask_pipelined(commands, ahead=len(commands)))
+            except ConnectionLost as lost:
+                retries.pause(lost)
 
-    def ask_in_turn(self, commands: Sequence[Command], *, ahead: int = 2) -> Generator[Any, None, None]:
-        """Replies one after the other, while so many commands are under way. Raises ``Lost`` when the connection is.
+    def ask_pipelined(self, commands: Sequence[Command], *, ahead: int = 2) -> Generator[Any, None, None]:
+        """Yield replies in order, with at most ``ahead`` commands in flight. Raises ``ConnectionLost``.
 
-        Whoever stops early gives the connection up.
+        If the caller stops early, the connection is closed.
         """
         connection: Any = self._connected()
         waiting = 0
@@ -125,7 +129,7 @@ class Server:
                 except ResponseError as error:
                     refused.append(error)
                 waiting -= 1
-                # After a refusal the rest is read, so that the connection can be used on, and given to nobody.
+                # After a refusal the other replies are read and dropped, so that the connection can be used again.
                 if not refused:
                     yield reply
             if refused:
@@ -143,38 +147,38 @@ class Server:
         try:
             return self._pool.get_connection()
         except (AuthenticationError, AuthorizationError):
-            raise self._stranger() from None
+            raise self._unauthenticated() from None
         except InvalidResponse:
-            raise self._no_redis() from None
+            raise self._not_redis() from None
         except ResponseError as error:
-            # The server speaks while the connection is set up: the number of a database that it does not have.
+            # The server answers during the setup of the connection, for instance that the database does not exist.
             raise self._refusal([error]) from None
         except _BROKEN as error:
-            raise Lost(_text(error)) from None
+            raise ConnectionLost(_text(error)) from None
 
     def _try(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except (AuthenticationError, AuthorizationError):
             self._meter.count(failures=1)
-            raise self._stranger() from None
+            raise self._unauthenticated() from None
         except InvalidResponse:
             self._meter.count(failures=1)
-            raise self._no_redis() from None
+            raise self._not_redis() from None
         except _BROKEN as error:
             self._meter.count(failures=1)
-            raise Lost(_text(error)) from None
+            raise ConnectionLost(_text(error)) from None
 
-    def _stranger(self) -> GeofedError:
-        text = f"Redis at {self._shown} does not take this user and password"
+    def _unauthenticated(self) -> GeofedError:
+        text = f"Redis at {self._shown} rejects this user and password"
         return GeofedError("UNAUTHENTICATED", text, hint="correct the channel's address")
 
-    def _no_redis(self) -> GeofedError:
-        text = f"what answers at {self._shown} is no Redis server"
+    def _not_redis(self) -> GeofedError:
+        text = f"the server at {self._shown} is not a Redis server"
         return GeofedError("CHANNEL_UNAVAILABLE", text, hint="correct the channel's address")
 
     def _refusal(self, errors: Sequence[ResponseError]) -> GeofedError:
-        """The first of a server's errors that says why, in words of the catalogue."""
+        """Return the first of the server's errors that states a reason, as an error of the catalogue."""
         error = next((error for error in errors if not isinstance(error, ExecAbortError)), errors[0])
         if isinstance(error, OutOfMemoryError):
             hint = "raise `maxmemory` of the Redis server, or train with fewer workers or a smaller codec"
@@ -188,8 +192,8 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _place(address: Address) -> tuple[type[AbstractConnection], dict[str, Any]]:
-    """The class of a connection, and what it needs to find its server."""
+def _endpoint(address: Address) -> tuple[type[AbstractConnection], dict[str, Any]]:
+    """Return the class of a connection, and its arguments."""
     if address.scheme == "unix":
         return UnixDomainSocketConnection, {"path": address.path, "db": _database(address.options.get("db", "0"))}
     if not address.host:

@@ -1,7 +1,8 @@
-"""Large values to and from Redis without copies: what redis-py sends and reads, done in place.
+"""Large values to and from Redis without copies: replaces parts of redis-py.
 
-redis-py makes the connection, lets itself in and knows the server's errors. Its packer would have a value's pieces
-joined, and its parser gathers a reply from blocks of 64 KiB and copies it twice, which halves the rate of large gets.
+redis-py opens and authenticates the connection and knows the server's errors. But its packer would need a value's
+pieces joined, and its parser collects a reply in blocks of 64 KiB and copies it twice, which halves the rate of large
+gets.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from sync.channel._contract import Buffer
 __all__ = ["Argument", "InPlaceParser", "packed"]
 
 Argument = str | bytes | int | Sequence[memoryview]
-"""Pieces are sent as one argument."""
+"""An argument of a command; a sequence of pieces is sent as one argument."""
 
 _JOIN_BYTES = 1 << 14
-"""Pieces below this are gathered: another system call would cost more than the copy."""
+"""Smaller pieces are joined: another system call would cost more than the copy."""
 _IN_PLACE_BYTES = 1 << 15
+"""Replies from this size are read in place."""
 
 
 def packed(commands: Sequence[Sequence[Argument]]) -> list[Buffer]:
-    """Commands as the buffers to send, one after the other, in the Redis serialisation protocol."""
+    """Return the commands in the Redis serialisation protocol, as consecutive buffers."""
     out: list[Buffer] = []
     small = bytearray()
 
@@ -58,7 +60,7 @@ def _pieces(argument: Argument) -> Sequence[Buffer]:
 
 
 class InPlaceParser(_RESP2Parser):
-    """Reads a large reply from the socket into the memory where it stays; it comes as a memoryview."""
+    """Reads a large reply from the socket into its final buffer, and returns it as a memoryview."""
 
     def on_connect(self, connection: Any) -> None:
         super().on_connect(connection)  # type: ignore[no-untyped-call]

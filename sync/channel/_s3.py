@@ -1,7 +1,7 @@
-"""The channel over an object store that speaks S3.
+"""The channel over an object store with the S3 interface.
 
-The store tells nobody that a key has come, so waiting is asking for the value itself, with pauses that grow: what is
-there is then already got, and nothing is listed.
+The store does not announce new keys, so waiting means to request the value itself, with growing pauses: once it exists
+it is received, and nothing is listed.
 """
 
 from __future__ import annotations
@@ -24,50 +24,60 @@ from sync.channel._contract import Buffer, Limits
 from sync.channel._keys import checked_key, late
 from sync.channel._meter import Meter, Usage
 from sync.channel._pieces import checked_size, cut, joined, views
-from sync.channel._s3_client import client_for, told
+from sync.channel._s3_client import catalogue_errors, client_for
 
 __all__ = ["S3Channel"]
 
 _VALUE_BYTES = 5 << 40
-_MOST_PARTS = 10_000
+_MAX_PARTS = 10_000
+"""Parts of a multipart upload, at most."""
 _PART_BYTES = 16 << 20
-_CUT_BYTES = 64 << 20
-"""From here on parts pay: they take two more requests of some 0.1 s each, against 100 MB/s on one connection."""
+"""Size of a part that is sent or received by one request."""
+_MULTIPART_BYTES = 64 << 20
+"""Values from this size are uploaded in parts: that takes two more requests of about 0.1 s, but one connection carries
+only 100 MB/s."""
 _KEYS_AT_ONCE = 1000
 _PARALLEL = 16
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _PAUSE_FACTOR = 0.02, 1.0, 1.5
-_READS = 4
-"""Tries to read a value whose connection breaks, or that is replaced meanwhile; boto3 repeats only until it begins."""
+_MIN_PAUSE_SECONDS = 0.02
+"""Pause before a missing value is requested again."""
+_MAX_PAUSE_SECONDS = 1.0
+"""Longest such pause."""
+_PAUSE_FACTOR = 1.5
+"""Growth of the pause with each request."""
+_READ_ATTEMPTS = 4
+"""Attempts to read a value whose connection breaks, or that is replaced meanwhile; boto3 retries only until the body
+begins."""
 
 
-class _Again(Exception):
-    """The value came in part only: the connection broke, or it was replaced or deleted meanwhile."""
+class _Interrupted(Exception):
+    """Raised when a value was received only in part: the connection broke, or the value was replaced or deleted
+    meanwhile."""
 
 
 class S3Channel:
-    """Values as objects of one bucket, which must be there.
+    """A channel in one bucket, which must exist.
 
-    ``s3://bucket[/prefix]`` with the options ``endpoint``, ``region``, ``path_style`` (1: the bucket stands in the
-    path) and ``parallel`` (requests at one time; default 16). Credentials come from where boto3 looks for them, never
-    from the address. An object lives until it is deleted, or until the bucket's own life-cycle rule ends it.
+    ``s3://bucket[/prefix]`` with the options ``endpoint``, ``region``, ``path_style`` (1: the bucket is part of the
+    path) and ``parallel`` (concurrent requests; default 16). Credentials are found by boto3, and never part of the
+    address. An object stays until it is deleted, or until the bucket's life-cycle rule deletes it.
     """
 
-    def __init__(self, address: str, *, part_bytes: int = _PART_BYTES, cut_bytes: int = _CUT_BYTES) -> None:
+    def __init__(self, address: str, *, part_bytes: int = _PART_BYTES, multipart_bytes: int = _MULTIPART_BYTES) -> None:
         url = parsed(address, ("s3",), ("endpoint", "region", "path_style", "parallel"))
         if url.user or url.password:
-            text = "credentials do not belong into the channel's address"
+            text = "the channel's address contains credentials"
             raise GeofedError("CONFIG_INVALID", text, hint="give them where boto3 looks: environment, profile, or role")
         if not url.host or url.port is not None:
             raise GeofedError("CONFIG_INVALID", "the channel's address names no bucket: s3://bucket/prefix")
         prefix = url.path.strip("/")
         self._bucket, self._prefix = url.host, f"{checked_key(prefix)}/" if prefix else ""
-        self._shown, self._part_bytes, self._cut_bytes = url.shown, part_bytes, cut_bytes
+        self._shown, self._part_bytes, self._multipart_bytes = url.shown, part_bytes, multipart_bytes
         self._parallel = whole(url, "parallel", _PARALLEL)
         self._meter = Meter()
-        with told(self._shown):
+        with catalogue_errors(self._shown):
             self._client = client_for(url, self._meter, 3 * self._parallel)
-        # Uploads do not stand in the way of downloads. And parts have threads of their own: a value that waited for
-        # its parts in the same ones could wait for ever.
+        # Uploads and downloads have separate threads, so that they don't delay each other. Parts have their own
+        # threads, too: a value that waited for its parts in the same ones could wait forever.
         self._puts = ThreadPoolExecutor(self._parallel, thread_name_prefix="geofed-s3-put")
         self._gets = ThreadPoolExecutor(self._parallel, thread_name_prefix="geofed-s3-get")
         self._parts = ThreadPoolExecutor(self._parallel, thread_name_prefix="geofed-s3-part")
@@ -87,8 +97,8 @@ class S3Channel:
     def put(self, key: str, pieces: Sequence[Buffer]) -> None:
         name, left = self._name(key), views(pieces)
         size = checked_size(key, left, _VALUE_BYTES, self._shown)
-        with told(self._shown):
-            if size < self._cut_bytes:
+        with catalogue_errors(self._shown):
+            if size < self._multipart_bytes:
                 self._client.put_object(**self._object(name), Body=joined(left))
             else:
                 self._put_in_parts(name, left, size)
@@ -99,12 +109,12 @@ class S3Channel:
         at = {**self._object(name), "UploadId": upload}
 
         def send(number: int, part: list[memoryview]) -> dict[str, Any]:
-            # A part becomes bytes only when it is sent, so that no second copy of the whole value comes to be.
+            # A part is joined only when it is sent, so that there is never a second copy of the whole value.
             answer = self._client.upload_part(**at, PartNumber=number, Body=joined(part))
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         try:
-            parts = cut(pieces, max(self._part_bytes, math.ceil(size / _MOST_PARTS)))
+            parts = cut(pieces, max(self._part_bytes, math.ceil(size / _MAX_PARTS)))
             sent = _all(self._parts.submit(send, number, part) for number, part in enumerate(parts, 1))
             self._client.complete_multipart_upload(**at, MultipartUpload={"Parts": sent})
         except BaseException:
@@ -119,27 +129,27 @@ class S3Channel:
 
     def get(self, key: str) -> memoryview | None:
         name = self._name(key)
-        for reads_left in reversed(range(_READS)):
+        for reads_left in reversed(range(_READ_ATTEMPTS)):
             try:
-                with told(self._shown):
+                with catalogue_errors(self._shown):
                     value = self._read(name)
                 break
-            except _Again as error:
+            except _Interrupted as error:
                 if not reads_left:
-                    raise GeofedError("CHANNEL_UNAVAILABLE", f"{key} cannot be read whole: {error}") from error
+                    raise GeofedError("CHANNEL_UNAVAILABLE", f"cannot read {key}: {error}") from error
         if value is not None:
             self._meter.count(bytes_out=value.nbytes)
         return value
 
     def _read(self, name: str) -> memoryview | None:
-        """The value in one request where it is no longer than a part; otherwise the parts side by side."""
+        """Read a value: in one request if it is no larger than a part, otherwise its parts concurrently."""
         try:
             first = self._client.get_object(**self._object(name), Range=f"bytes=0-{self._part_bytes - 1}")
         except botocore.exceptions.ClientError as error:
             if _code(error) == "NoSuchKey":
                 return None
             if _code(error) == "InvalidRange":
-                # There is no first byte: the value is empty.
+                # There is no first byte, so the value is empty.
                 return memoryview(b"")
             raise
         total = int(first.get("ContentRange", "/0").rpartition("/")[2])
@@ -160,7 +170,7 @@ class S3Channel:
             _all(rest)
         except botocore.exceptions.ClientError as error:
             if _code(error) in ("NoSuchKey", "PreconditionFailed"):
-                raise _Again("it was replaced") from None
+                raise _Interrupted("it was replaced") from None
             raise
         return value
 
@@ -169,9 +179,9 @@ class S3Channel:
         return self._wait(wanted, time.monotonic() + timeout_seconds, timeout_seconds)
 
     def _wait(self, keys: list[str], deadline: float, seconds: float) -> Iterator[tuple[str, memoryview]]:
-        """Each key is asked for by itself, so that a long download holds up no other; the last time at the deadline."""
+        """Request each key separately, so that a long download delays no other key; the last time at the deadline."""
         due = [(0.0, key) for key in sorted(keys)]
-        pauses = dict.fromkeys(keys, _FIRST_PAUSE_SECONDS)
+        pauses = dict.fromkeys(keys, _MIN_PAUSE_SECONDS)
         asked: dict[Future[memoryview | None], tuple[str, float]] = {}
         missing: list[str] = []
         try:
@@ -194,16 +204,16 @@ class S3Channel:
                         missing.append(key)
                     else:
                         after = time.monotonic() + pauses[key] * random.uniform(0.75, 1.25)
-                        pauses[key] = min(pauses[key] * _PAUSE_FACTOR, _LONGEST_PAUSE_SECONDS)
+                        pauses[key] = min(pauses[key] * _PAUSE_FACTOR, _MAX_PAUSE_SECONDS)
                         heapq.heappush(due, (min(after, deadline), key))
         finally:
-            _give_up(asked)
+            _cancel_all(asked)
         if missing:
             raise late(missing, seconds)
 
     def has(self, key: str) -> bool:
         try:
-            with told(self._shown):
+            with catalogue_errors(self._shown):
                 self._client.head_object(**self._object(self._name(key)))
         except GeofedError as error:
             if _code(error.__cause__) in ("404", "NoSuchKey"):
@@ -212,7 +222,7 @@ class S3Channel:
         return True
 
     def delete(self, key: str) -> None:
-        with told(self._shown):
+        with catalogue_errors(self._shown):
             self._client.delete_object(**self._object(self._name(key)))
 
     def delete_many(self, keys: Collection[str]) -> None:
@@ -221,7 +231,7 @@ class S3Channel:
     def _delete(self, names: list[str]) -> None:
         for at in range(0, len(names), _KEYS_AT_ONCE):
             objects = [{"Key": name} for name in names[at : at + _KEYS_AT_ONCE]]
-            with told(self._shown):
+            with catalogue_errors(self._shown):
                 answer = self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
             if refused := [error for error in answer.get("Errors", ()) if error.get("Code") != "NoSuchKey"]:
                 first = f"{refused[0].get('Key')}: {refused[0].get('Message')}"
@@ -230,7 +240,7 @@ class S3Channel:
     def delete_tree(self, prefix: str) -> None:
         asked = {"Bucket": self._bucket, "Prefix": f"{self._name(prefix)}/", "MaxKeys": _KEYS_AT_ONCE}
         while True:
-            with told(self._shown):
+            with catalogue_errors(self._shown):
                 page = self._client.list_objects_v2(**asked)
             self._delete([entry["Key"] for entry in page.get("Contents", ())])
             if not page.get("IsTruncated"):
@@ -250,7 +260,7 @@ class S3Channel:
 
 
 def _code(error: BaseException | None) -> str:
-    """The store's own name of an error."""
+    """Return the store's error code."""
     return str(error.response["Error"].get("Code")) if isinstance(error, botocore.exceptions.ClientError) else ""
 
 
@@ -258,22 +268,22 @@ def _body(answer: dict[str, Any]) -> bytes:
     try:
         content: bytes = answer["Body"].read()
     except (botocore.exceptions.HTTPClientError, botocore.exceptions.IncompleteReadError) as error:
-        raise _Again(str(error)) from error
+        raise _Interrupted(str(error)) from error
     return content
 
 
 def _all(futures: Iterable[Future[Any]]) -> list[Any]:
-    """The results of all; the first error when every one has ended, so that none continues unseen."""
+    """Return all results, or raise the first error after all work has ended, so that none continues unnoticed."""
     begun = list(futures)
     concurrent.futures.wait(begun, return_when=concurrent.futures.FIRST_EXCEPTION)
-    _give_up([future for future in begun if not future.done()])
+    _cancel_all([future for future in begun if not future.done()])
     for future in begun:
         if not future.cancelled():
             future.result()
     return [future.result() for future in begun]
 
 
-def _give_up(futures: Iterable[Future[Any]]) -> None:
+def _cancel_all(futures: Iterable[Future[Any]]) -> None:
     for future in futures:
         future.cancel()
     concurrent.futures.wait(list(futures))

@@ -1,4 +1,4 @@
-"""One bucket of an object store, over boto3: where it is, what each request was, and what its errors mean."""
+"""The boto3 client of an object store: its configuration, the metering of its requests, and its errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from geofed_pb.errors import GeofedError
 from sync.channel._address import Address
 from sync.channel._meter import Meter
 
-__all__ = ["client_for", "told"]
+__all__ = ["catalogue_errors", "client_for"]
 
 _TRIES = 6
+"""Attempts of a request, by boto3."""
 _CONNECT_SECONDS, _READ_SECONDS = 5, 30
 _KINDS = {
     "PutObject": "puts",
@@ -35,24 +36,24 @@ _KINDS = {
     "AbortMultipartUpload": "deletes",
     "ListObjectsV2": "lists",
 }
-_NOT_THERE, _REPLACED, _NOTHING_IN_RANGE = 404, 412, 416
-_NEVER_ARRIVED = (
+_NOT_FOUND, _REPLACED, _NOTHING_IN_RANGE = 404, 412, 416
+_NEVER_SENT = (
     botocore.exceptions.EndpointConnectionError,
     botocore.exceptions.ConnectTimeoutError,
     botocore.exceptions.ProxyConnectionError,
     botocore.exceptions.SSLError,
 )
-_STRANGERS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"})
-_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull"})
+_UNAUTHENTICATED_CODES = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken"})
+_FULL_CODES = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "StorageFull"})
 
 
 def client_for(address: Address, meter: Meter, connections: int) -> Any:
-    """A client whose every request is metered, those that it repeats by itself too. Thread-safe."""
+    """Return a client that meters every request, including boto3's own retries. Thread-safe."""
     endpoint = address.options.get("endpoint")
     on_aws = endpoint is None or (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
     options: dict[str, Any] = {}
     if not on_aws:
-        # Other stores do not know the checksums that boto3 sends and expects since 1.36.
+        # Other stores don't support the checksums that boto3 sends and expects since version 1.36.
         options = {"request_checksum_calculation": "when_required", "response_checksum_validation": "when_required"}
     if address.options.get("path_style", "0") not in ("0", "1"):
         raise GeofedError("CONFIG_INVALID", "path_style of the channel's address is 0 or 1")
@@ -73,7 +74,7 @@ def client_for(address: Address, meter: Meter, connections: int) -> Any:
     try:
         client = session.client("s3", endpoint_url=endpoint, region_name=region, config=config)
     except ValueError as error:
-        raise GeofedError("CONFIG_INVALID", f"the channel's endpoint is not one: {error}") from None
+        raise GeofedError("CONFIG_INVALID", f"the channel's endpoint is invalid: {error}") from None
     events = client.meta.events
     events.register("response-received.s3", lambda **facts: meter.count(**{_kind(**facts): 1}) if _came(**facts) else 0)
     if not on_aws:
@@ -83,34 +84,35 @@ def client_for(address: Address, meter: Meter, connections: int) -> Any:
 
 @cache
 def _descriptions() -> Any:
-    """The files that describe the services, read once for a process and those forked from it: 0.4 s for each client."""
+    """Return the loader of the service descriptions, which are read once per process and its forks: 0.4 s per client
+    otherwise."""
     return botocore.session.get_session().get_component("data_loader")
 
 
 def _came(exception: Exception | None, **_: Any) -> bool:
-    """Whether the store got the request."""
-    return not isinstance(exception, _NEVER_ARRIVED)
+    """Whether the store received the request."""
+    return not isinstance(exception, _NEVER_SENT)
 
 
 def _kind(event_name: str, response_dict: dict[str, Any] | None, **_: Any) -> str:
     status = response_dict["status_code"] if response_dict is not None else 0
     kind = _KINDS.get(event_name.rpartition(".")[2], "looks")
-    if kind == "looks" and status == _NOT_THERE:
+    if kind == "looks" and status == _NOT_FOUND:
         return kind
-    if kind == "gets" and status in (_NOT_THERE, _REPLACED):
+    if kind == "gets" and status in (_NOT_FOUND, _REPLACED):
         return "misses"
     return kind if 200 <= status < 300 or (kind == "gets" and status == _NOTHING_IN_RANGE) else "failures"
 
 
 def _with_md5(params: dict[str, Any], **_: Any) -> None:
-    """Give the checksum that boto3 no longer gives and that other stores insist on, Tencent's COS among them."""
+    """Add the checksum that boto3 no longer sends and that some other stores require, such as Tencent's COS."""
     digest = hashlib.md5(params["body"], usedforsecurity=False).digest()
     params["headers"].setdefault("Content-MD5", base64.b64encode(digest).decode())
 
 
 @contextmanager
-def told(shown: str) -> Iterator[None]:
-    """Turns what boto3 raises into errors of the catalogue."""
+def catalogue_errors(shown: str) -> Iterator[None]:
+    """Raise errors of the catalogue instead of boto3's."""
     try:
         yield
     except botocore.exceptions.ClientError as error:
@@ -127,13 +129,13 @@ def _refusal(error: Any, shown: str) -> GeofedError:
     status = error.response["ResponseMetadata"].get("HTTPStatusCode", 0)
     text = f"{shown} refused: {error}"
     if code == "NoSuchBucket":
-        return GeofedError("CONFIG_INVALID", f"{shown}: there is no such bucket", hint="make the bucket first")
-    if code in _STRANGERS or status == 401:
+        return GeofedError("CONFIG_INVALID", f"{shown}: the bucket does not exist", hint="create the bucket first")
+    if code in _UNAUTHENTICATED_CODES or status == 401:
         return GeofedError("UNAUTHENTICATED", text, hint="correct the credentials that boto3 finds")
-    if code in _FULL or status == 507:
-        return GeofedError("DISK_FULL", text, hint="raise the store's quota, or free space in it")
+    if code in _FULL_CODES or status == 507:
+        return GeofedError("DISK_FULL_CODES", text, hint="raise the store's quota, or free space in it")
     if status == 403:
-        # Without the right to list, a store says this for every key that is not there.
+        # Without permission to list, a store returns this for every missing key.
         hint = "the workers need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"
         return GeofedError("FORBIDDEN", text, hint=hint)
     return GeofedError("CHANNEL_UNAVAILABLE", text)

@@ -1,4 +1,4 @@
-"""How an update becomes bytes: a codec is a module of this package, which says all that there is to say of it."""
+"""Codecs: how an update becomes bytes. Each codec is a module of this package."""
 
 from functools import cache
 
@@ -29,21 +29,22 @@ __all__ = [
     "Sparse",
     "Tensors",
     "Ternary",
+    "codec_by_mark",
     "codec_named",
-    "codec_of",
     "codecs",
     "decoded",
     "with_state",
 ]
 
-_MARKS_OF_OTHERS = range(12, MIXED)
+_PLUGIN_MARKS = range(12, MIXED)
+"""Marks that codecs of other packages may have."""
 
 
 def _check(codec: Codec) -> str:
-    if codec.mark not in _MARKS_OF_OTHERS:
-        return f"its mark must be {_MARKS_OF_OTHERS.start} to {_MARKS_OF_OTHERS.stop - 1}, not {codec.mark}"
+    if codec.mark not in _PLUGIN_MARKS:
+        return f"its mark must be {_PLUGIN_MARKS.start} to {_PLUGIN_MARKS.stop - 1}, not {codec.mark}"
     if not 0 < codec.size_factor <= 4 or not codec.bytes_per_second > 0:
-        return f"size_factor {codec.size_factor} or bytes_per_second {codec.bytes_per_second} cannot be"
+        return f"size_factor {codec.size_factor} or bytes_per_second {codec.bytes_per_second} is invalid"
     return ""
 
 
@@ -52,36 +53,38 @@ _REGISTRY: Registry[Codec] = Registry("codec", "sync.codec", "geofed.codecs", _c
 
 @cache
 def codecs(least: Automatic = Automatic.NEVER) -> tuple[str, ...]:
-    """Names of the codecs that a job file may give, or of those among them that ``auto`` may choose; the least lossy
-    first."""
+    """Return the names of the codecs that a job file may give, the least lossy first.
+
+    ``least`` restricts them to those that ``auto`` may choose in this situation.
+    """
     offered = [codec for codec in _REGISTRY.all.values() if codec.offered and codec.automatic >= least]
     return tuple(codec.name for codec in sorted(offered, key=lambda codec: (-codec.size_factor, codec.name)))
 
 
 def codec_named(name: str) -> Codec:
-    """The codec that a plan names; raises ``GeofedError("CONFIG_INVALID")`` for one that is not known."""
+    """Return the codec of that name. Raises ``GeofedError("CONFIG_INVALID")`` if it is unknown."""
     return _REGISTRY.named(name)
 
 
 def with_state(codec: Codec, trained: int, size: int) -> Codec:
-    """What codes ``size`` coordinates of a model of which the first ``trained`` are parameters that gradients train."""
+    """Return the codec for ``size`` coordinates of a model, of which the first ``trained`` are trained by gradients."""
     return Mixed(codec, max(0, trained)) if codec.in_blocks and trained < size else codec
 
 
-def codec_of(mark: int, trained: int | None = None) -> Codec:
-    """The codec that a frame says it was made with; raises ``GeofedError("FRAME_INVALID")``.
+def codec_by_mark(mark: int, trained: int | None = None) -> Codec:
+    """Return the codec with this mark, as a frame states it. Raises ``GeofedError("FRAME_INVALID")`` if it is unknown.
 
-    ``trained``: how many of its coordinates, from the first, are parameters that gradients train.
+    ``trained``: the number of leading coordinates that are trained by gradients.
     """
     by_mark = _by_mark()
     if mark - MIXED in by_mark and trained is not None:
         return Mixed(by_mark[mark - MIXED], max(0, trained))
     if mark not in by_mark:
-        raise GeofedError("FRAME_INVALID", f"an update made with a codec of number {mark}, which is not known here")
+        raise GeofedError("FRAME_INVALID", f"an update has unknown codec number {mark}")
     return by_mark[mark]
 
 
 @cache
 def _by_mark() -> dict[int, Codec]:
-    """Where two of other packages have one mark, the first by name keeps it."""
+    """If two plug-ins have the same mark, the first by name keeps it."""
     return {codec.mark: codec for codec in reversed(_REGISTRY.all.values())}

@@ -1,4 +1,4 @@
-"""Checks and shapes of encoded arrays, as several codecs use them."""
+"""Checks and reshaping of arrays, shared by several codecs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ __all__ = ["in_rows", "powers", "require"]
 
 
 def require(condition: object, what: str) -> None:
+    """Raise ``GeofedError("FRAME_INVALID")`` unless the condition holds."""
     if not condition:
         raise GeofedError("FRAME_INVALID", f"an encoded update is damaged: {what}")
 
 
 def in_rows(vector: Vector, width: int) -> npt.NDArray[np.float32]:
-    """In rows of ``width``, to be read; a copy, the last one filled with zeros, where it is not of whole rows."""
+    """Return a vector in rows of ``width``, read-only for the caller.
+
+    It is a view, or, if the last row is not full, a copy padded with zeros.
+    """
     if vector.size % width == 0:
         return vector.reshape(-1, width)
     rows = -(-vector.size // width)
@@ -27,7 +31,7 @@ def in_rows(vector: Vector, width: int) -> npt.NDArray[np.float32]:
 
 
 def powers(exponents: npt.NDArray[np.generic], least: int, most: int) -> Vector:
-    """Of two; raises ``GeofedError("FRAME_INVALID")`` for exponents beyond ``least`` and ``most``."""
+    """Return powers of two. Raises ``GeofedError("FRAME_INVALID")`` for exponents outside ``least`` to ``most``."""
     whole = exponents.astype(np.int32)
     require(whole.size == 0 or (whole.min() >= least and whole.max() <= most), "a scale is out of range")
     return np.ldexp(np.float32(1), whole).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What every codec does."""
+"""The interface of a codec."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ Tensors = Mapping[str, npt.NDArray[np.generic]]
 
 
 class Automatic(IntEnum):
-    """Where ``codec: auto`` may choose a codec; each includes those before it."""
+    """When ``codec: auto`` may choose a codec; each value includes those before it."""
 
     NEVER = 0
     UNDER_WAY = 1
-    """While the job runs, by the controller of background exchange, where nothing less lossy keeps up."""
+    """While the job runs, by the controller of background exchange, if no less lossy codec keeps up."""
     BACKGROUND = 2
-    """In a plan, too, for background exchange of enough rounds to bring what is held back."""
+    """Also in a plan, for background exchange over enough rounds to send the residual."""
     ALWAYS = 3
 
 
 class Codec(Protocol):
-    """A vector of finite float32, shape (n,), to named arrays and back, and what a planner must know of it.
+    """Encodes a vector of finite float32, shape (n,), as named arrays, and states what a planner must know about it.
 
-    Every lossy codec keeps one promise, by powers of two as scales: ``vector - decode(encode(vector))`` has no
-    rounding error in float32. What is held back is then known exactly, and error feedback loses nothing.
+    Every lossy codec guarantees, by using powers of two as scales, that ``vector - decode(encode(vector))`` has no
+    rounding error in float32. The residual is then known exactly, and error feedback loses nothing.
     """
 
     name: str
-    """As job files and plans give it."""
+    """Name in job files and plans."""
     mark: int
-    """Stands in the frame, 0 to 15; never given to another codec. Those of other packages: 12 to 15."""
+    """Number that identifies the codec in a frame, 0 to 15; never reused for another codec. Plug-ins have 12 to 15."""
     lossy: bool
     size_factor: float = 1.0
-    """Bytes of an encoded update over those in float32; of two codecs the one with the larger is taken for the less
-    lossy."""
+    """Bytes of an encoded update, as a multiple of those in float32. Of two codecs, the one with the larger factor
+    counts as less lossy."""
     bytes_per_second: float = math.inf
-    """float32 bytes that one core encodes and decodes in a second, error feedback included: on the low side."""
+    """float32 bytes per second that one core encodes and decodes, including error feedback; rather underestimated."""
     automatic: Automatic = Automatic.NEVER
     offered: bool = True
-    """Job files may name it."""
+    """Whether job files may name it."""
     in_blocks: bool = False
-    """Coordinates share a scale. What no gradient trains is then sent in float32 beside it (`Mixed`)."""
+    """Whether coordinates share a scale. State that no gradient trains is then sent in float32 (`Mixed`)."""
     last: str = ""
-    """The codec of a region's last update, which nothing follows that could bring what this one holds back; empty:
-    itself."""
+    """Name of the codec of a region's last update, since no later one could send the residual; empty: the same
+    codec."""
     in_place: bool = False
-    """It has a use for memory that is there already: fresh memory can cost more than the arithmetic."""
+    """Whether `decode_into` is faster with an existing buffer: allocating memory can cost more than the arithmetic."""
 
     def encode(self, vector: Vector) -> Tensors:
-        """Named arrays for a frame."""
+        """Encode a vector as named arrays for a frame."""
 
     def encode_into(self, vector: Vector, out: Vector) -> Tensors:
-        """As `encode`, and what that decodes to into ``out``, shape (n,): a codec may know it on the way."""
+        """Encode, and write what the arrays decode to into ``out``, shape (n,); a codec may know it while encoding."""
         tensors = self.encode(vector)
         self.decode_into(tensors, out)
         return tensors
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
-        """The vector of ``size`` elements; raises ``GeofedError("FRAME_INVALID")`` for arrays that are not of one."""
+        """Decode a vector of ``size`` elements. Raises ``GeofedError("FRAME_INVALID")`` if the arrays don't fit."""
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
-        """As `decode`, into ``out``, shape (n,)."""
+        """Decode into ``out``, shape (n,)."""
         out[...] = self.decode(tensors, out.size)

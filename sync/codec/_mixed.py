@@ -1,8 +1,9 @@
-"""Trained parameters in few bits, the state behind them (BatchNorm statistics, counters) as it is.
+"""Codec for models with untrained state: trained parameters in few bits, state (BatchNorm statistics, counters) in
+float32.
 
-A codec with one scale for a block cannot serve tensors of different kinds in it: BatchNorm's counter grows by the
-number of steps, and running variances beside it, which change by tenths, come out rounded to whole numbers, below zero.
-GeoMX (MPQ, docs/source/accelerator.rst) leaves small tensors dense as well.
+A codec with one scale per block does not suit blocks that contain tensors of different kinds: BatchNorm's counter grows
+by the number of steps, and the running variances next to it, which change by tenths, would be rounded to whole numbers,
+below zero. GeoMX (MPQ, docs/source/accelerator.rst) also sends small tensors uncompressed.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import numpy as np
 
 from sync.codec._arrays import require
 from sync.codec._contract import Codec, Tensors
-from sync.codec._slabs import Slab, apart, joined
+from sync.codec._slabs import Slab, join_slabs, slabs_of
 from sync.codec.fp32 import Float32
 from sync.layout import Vector
 
 __all__ = ["MIXED", "Mixed"]
 
 MIXED = 16
-"""What the mark of the bulk's codec is raised by."""
+"""Added to the mark of the codec of the trained parameters."""
 
 
 class Mixed(Codec):
-    """The first ``trained`` coordinates in ``bulk``, those behind them in float32."""
+    """Encodes the first ``trained`` coordinates with the codec ``bulk``, and the others in float32."""
 
     in_place = True
 
@@ -37,13 +38,13 @@ class Mixed(Codec):
         state = self._state.encode(vector[self._trained :])["delta"]
         return {**self._bulk.encode(vector[: self._trained]), "state": state}
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        yield from apart(self._bulk, min(self._trained, size))
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        yield from slabs_of(self._bulk, min(self._trained, size))
         yield slice(min(self._trained, size), size), self._state
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
         *bulk, state = parts
-        return {**joined(self._bulk, bulk), "state": state["delta"]}
+        return {**join_slabs(self._bulk, bulk), "state": state["delta"]}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         out = np.empty(size, np.float32)
@@ -51,7 +52,7 @@ class Mixed(Codec):
         return out
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
-        require("state" in tensors and out.size >= self._trained, "no state")
+        require("state" in tensors and out.size >= self._trained, "the state is missing")
         rest = {name: array for name, array in tensors.items() if name != "state"}
         self._bulk.decode_into(rest, out[: self._trained])
         self._state.decode_into({"delta": tensors["state"]}, out[self._trained :])

@@ -1,4 +1,4 @@
-"""Vectors coded slab by slab, so that what arises on the way stays in the processor's cache."""
+"""Encoding of vectors slab by slab, so that intermediate results stay in the CPU's cache."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ import numpy as np
 from sync.codec._contract import Codec, Tensors
 from sync.layout import Vector
 
-__all__ = ["SLAB", "Slab", "Slabwise", "apart", "decoded", "in_slabs", "joined", "one_behind_the_other"]
+__all__ = ["SLAB", "Slab", "Slabwise", "concatenated", "decoded", "equal_slabs", "join_slabs", "slabs_of"]
 
 SLAB = 1 << 15
-"""Coordinates that are coded together: a multiple of the usual blocks; what arises on the way stays in the cache."""
+"""Coordinates that are encoded together: a multiple of the usual block sizes."""
 Slab = tuple[slice, Codec]
-"""Coordinates, and what codes them."""
+"""A range of coordinates, and the codec that encodes it."""
 
 
 @runtime_checkable
-class Apart(Protocol):
-    """A codec whose vectors can be cut."""
+class Sliceable(Protocol):
+    """A codec that can encode parts of a vector separately."""
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        """Slabs of a vector of ``size``, in order."""
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        """Return the slabs of a vector of ``size``, in order."""
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        """The vector's arrays, of those of its slabs, as these are coded."""
-
-
-def apart(codec: Codec, size: int) -> Iterator[Slab]:
-    """Slabs of a vector of ``size``; a single one for a codec that must see the whole."""
-    return codec.apart(size) if isinstance(codec, Apart) else iter([(slice(0, size), codec)])
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        """Combine the arrays of a vector's slabs into those of the vector."""
 
 
-def joined(codec: Codec, parts: Sequence[Tensors]) -> Tensors:
-    """The vector's arrays, of those of all that it has been cut `apart` into."""
-    if isinstance(codec, Apart):
-        return codec.joined(parts)
+def slabs_of(codec: Codec, size: int) -> Iterator[Slab]:
+    """Return the slabs of a vector of ``size``; a single one if the codec needs the whole vector."""
+    return codec.slabs_of(size) if isinstance(codec, Sliceable) else iter([(slice(0, size), codec)])
+
+
+def join_slabs(codec: Codec, parts: Sequence[Tensors]) -> Tensors:
+    """Combine the arrays of all slabs of `slabs_of` into those of the vector."""
+    if isinstance(codec, Sliceable):
+        return codec.join_slabs(parts)
     (whole,) = parts
     return whole
 
 
 class Slabwise(Codec, Protocol):
-    """A codec whose slabs are all coded alike, and that decodes into memory that is there already."""
+    """A codec that encodes all slabs alike, and decodes into an existing buffer."""
 
     slab: int = SLAB
+    """Coordinates of a slab."""
     in_place: bool = True
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, self.slab)
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        return equal_slabs(self, size, self.slab)
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        return one_behind_the_other(parts)
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        return concatenated(parts)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         out = np.empty(size, np.float32)
@@ -62,25 +63,25 @@ class Slabwise(Codec, Protocol):
 
     @abstractmethod
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
-        """As `decode`, into ``out``."""
+        """Decode into ``out``, shape (n,)."""
 
 
-def decoded(codec: Codec, tensors: Tensors, size: int, room: Vector | None = None) -> Vector:
-    """As `Codec.decode`; in ``room``, where that has the size and the codec has a use for it."""
-    if room is None or room.size != size or not codec.in_place:
+def decoded(codec: Codec, tensors: Tensors, size: int, buffer: Vector | None = None) -> Vector:
+    """Decode a vector of ``size`` elements, into ``buffer`` if it has this size and the codec can use it."""
+    if buffer is None or buffer.size != size or not codec.in_place:
         return codec.decode(tensors, size)
-    codec.decode_into(tensors, room)
-    return room
+    codec.decode_into(tensors, buffer)
+    return buffer
 
 
-def in_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:
-    """Slabs of so many coordinates, the last one shorter, all coded alike; one that is empty where ``size`` is 0."""
+def equal_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:
+    """Return slabs of so many coordinates, the last one shorter, all encoded alike; an empty one if ``size`` is 0."""
     for at in range(0, max(size, 1), slab):
         yield slice(at, min(at + slab, size)), codec
 
 
-def one_behind_the_other(parts: Sequence[Tensors]) -> Tensors:
-    """Arrays of slabs, by name."""
+def concatenated(parts: Sequence[Tensors]) -> Tensors:
+    """Concatenate the slabs' arrays of each name."""
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

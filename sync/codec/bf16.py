@@ -1,4 +1,4 @@
-"""The codec ``bf16``: the upper half of each float32."""
+"""The codec ``bf16``: bfloat16, the upper half of each float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LARGEST_BF16 = np.uint32(0x7F7F0000)
 
 
 class BFloat16(Slabwise):
-    """The upper half of each float32, rounded to nearest even: 16 bits a coordinate."""
+    """The upper half of each float32, rounded to nearest even: 16 bits per coordinate."""
 
     name, mark, lossy = "bf16", 1, True
     size_factor, bytes_per_second = 0.5, 200e6
@@ -24,7 +24,7 @@ class BFloat16(Slabwise):
     def encode(self, vector: Vector) -> Tensors:
         bits = vector.view(np.uint32)
         rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        # What would round up to infinity becomes the largest finite value of its sign.
+        # Values that would round up to infinity become the largest finite value of their sign.
         overflown = (rounded & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
         if overflown.any():
             rounded[overflown] = (bits[overflown] & np.uint32(0x80000000)) | _LARGEST_BF16
@@ -36,7 +36,7 @@ class BFloat16(Slabwise):
             halves is not None and halves.dtype == np.uint16 and halves.shape == out.shape, "not a vector of bfloat16"
         )
         bits = out.view(np.uint32)
-        for part, _ in self.apart(out.size):
+        for part, _ in self.slabs_of(out.size):
             bits[part] = np.asarray(halves)[part]
             bits[part] <<= np.uint32(16)
 

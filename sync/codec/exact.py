@@ -1,4 +1,4 @@
-"""A codec for sums of what others have made."""
+"""The codec ``exact``: lossless, for sums of updates that lossy codecs have encoded."""
 
 from __future__ import annotations
 
@@ -13,45 +13,55 @@ from sync.layout import Vector
 __all__ = ["METHODS", "Exact"]
 
 _BLOCK = 256
-_LEAST, _MOST = -126, 127
+"""Coordinates of a block."""
+_MIN_EXPONENT = -126
+"""Smallest exponent of a scale."""
+_MAX_EXPONENT = 127
+"""Largest exponent of a scale."""
 _NAMES = {1: "int8", 2: "int16", 4: "float32"}
-"""Of the arrays, by the bytes of a coordinate."""
+"""Names of the arrays, by the bytes of a coordinate."""
 _TYPES = {1: np.int8, 2: np.uint16, 4: np.float32}
-"""As frames know them: of two bytes the bits."""
+"""Types of the arrays in a frame, which has uint16 but not int16."""
 
 
 class Exact(Slabwise):
-    """Each block of 256 coordinates in as few bytes as say exactly what it is: none where all are zero, one or two
-    where they are small multiples of a power of two, four otherwise.
+    """Encodes each block of 256 coordinates exactly, in as few bytes per coordinate as possible: none if all are zero,
+    one or two if they are small multiples of a power of two, otherwise four.
 
-    Whatever has been coded in blocks with powers of two as scales is that, and so are sums of a few such: those of
-    ``int8`` take two bytes a coordinate, half of what float32 does.
+    Updates of codecs with powers of two as scales are such multiples, and so are sums of a few of them: sums of
+    ``int8`` take two bytes per coordinate, half of float32.
     """
 
     name, mark, lossy = "exact", 6, False
     size_factor, bytes_per_second, offered = 1.01, 200e6, False
 
     def encode(self, vector: Vector) -> Tensors:
-        return self.joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
+        return self.join_slabs([_encoded(vector[part]) for part, _ in self.slabs_of(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         count = -(-out.size // _BLOCK)
         widths, exponents = tensors.get("widths"), tensors.get("exponents")
-        require(widths is not None and widths.dtype == np.uint8 and widths.shape == (count,), "no widths")
-        require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (count,), "no scales")
-        widths, scales = np.asarray(widths), powers(np.asarray(exponents), _LEAST, _MOST)
-        require(np.isin(widths, (0, *_NAMES)).all(), "a width that there is not")
+        require(
+            widths is not None and widths.dtype == np.uint8 and widths.shape == (count,),
+            "the widths are missing or invalid",
+        )
+        require(
+            exponents is not None and exponents.dtype == np.int8 and exponents.shape == (count,),
+            "the scales are missing or invalid",
+        )
+        widths, scales = np.asarray(widths), powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT)
+        require(np.isin(widths, (0, *_NAMES)).all(), "a width is invalid")
         values: dict[int, npt.NDArray[np.generic]] = {}
         for width, name in _NAMES.items():
             found, due = tensors.get(name), (int(np.count_nonzero(widths == width)), _BLOCK)
             require(
                 found is not None and found.dtype == _TYPES[width] and found.size == due[0] * due[1],
-                f"not as many {name} as are due",
+                f"the number of {name} values is wrong",
             )
             values[width] = np.asarray(found).reshape(due)
         values[2] = values[2].view(np.int16)
         taken = dict.fromkeys(_NAMES, 0)
-        for part, _ in self.apart(out.size):
+        for part, _ in self.slabs_of(out.size):
             rows = slice(part.start // _BLOCK, -(-part.stop // _BLOCK))
             blocks = np.zeros((rows.stop - rows.start, _BLOCK), np.float32)
             for width, found in values.items():
@@ -59,7 +69,7 @@ class Exact(Slabwise):
                 begin = taken[width]
                 taken[width] += len(mine)
                 blocks[mine] = found[begin : taken[width]]
-            # A damaged float32 may be a signalling NaN, or be scaled beyond all others: what comes of it is seen later.
+            # A damaged float32 may be a signalling NaN, or overflow when it is scaled; such values are detected later.
             with np.errstate(invalid="ignore", over="ignore"):
                 blocks *= scales[rows, None]
             out[part] = blocks.reshape(-1)[: part.stop - part.start]
@@ -69,7 +79,7 @@ def _encoded(vector: Vector) -> dict[str, npt.NDArray[np.generic]]:
     blocks = in_rows(vector, _BLOCK)
     largest = np.abs(blocks).max(axis=1, initial=0.0)
     # frexp: largest = m * 2^e with m < 1, so in units of 2^(e - 15) all are below 2^15.
-    exponents = np.clip(np.frexp(largest)[1] - 15, _LEAST, _MOST - 8)
+    exponents = np.clip(np.frexp(largest)[1] - 15, _MIN_EXPONENT, _MAX_EXPONENT - 8)
     scaled = blocks * np.ldexp(np.float32(1), -exponents).astype(np.float32)[:, None]
     two = np.isfinite(largest) & (np.rint(scaled) == scaled).all(axis=1)
     units = scaled[two].astype(np.int16)

@@ -1,4 +1,4 @@
-"""The codec ``fp32``: coordinates as they are."""
+"""The codec ``fp32``: uncompressed float32."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from sync.codec._arrays import require
 from sync.codec._contract import Automatic, Codec, Tensors
-from sync.codec._slabs import SLAB, Slab, in_slabs, one_behind_the_other
+from sync.codec._slabs import SLAB, Slab, concatenated, equal_slabs
 from sync.layout import Vector
 
 __all__ = ["METHODS", "Float32"]
 
 
 class Float32(Codec):
-    """The vector as it is: 32 bits a coordinate."""
+    """The vector unchanged: 32 bits per coordinate."""
 
     name, mark, lossy = "fp32", 0, False
     size_factor, bytes_per_second, automatic = 1.0, math.inf, Automatic.ALWAYS
@@ -24,11 +24,11 @@ class Float32(Codec):
     def encode(self, vector: Vector) -> Tensors:
         return {"delta": vector}
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        return in_slabs(self, size, SLAB)
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        return equal_slabs(self, size, SLAB)
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        return one_behind_the_other(parts)
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        return concatenated(parts)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         delta = tensors.get("delta")

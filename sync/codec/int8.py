@@ -1,4 +1,4 @@
-"""The codec ``int8``: eight bits a coordinate, with a scale for each block."""
+"""The codec ``int8``: eight bits per coordinate, with one scale per block."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ __all__ = ["METHODS", "Int8Blocks"]
 
 
 class Int8Blocks(Slabwise):
-    """Blocks of 256 coordinates with one scale, a power of two: 8.03 bits a coordinate.
+    """Encodes blocks of 256 coordinates with one scale, a power of two: 8.03 bits per coordinate.
 
-    The power of two costs at most one bit of precision against the exact scale, and makes the residual exact.
+    Compared with an exact scale, a power of two costs at most one bit of precision, and makes the residual exact.
     """
 
     name, mark, lossy = "int8", 2, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.251, 300e6, Automatic.ALWAYS, True
     slab = 3 * SLAB
-    """What numpy takes to begin with a slab counts as well: a third faster than in one."""
+    """Longer slabs than usual, because of numpy's overhead per call: a third faster than with the usual ones."""
     _BLOCK = 256
-    _LEAST, _MOST = -126, 120
-    """Exponents of the scale: normal float32, and 127 times it still finite."""
+    _MIN_EXPONENT = -126
+    """Smallest exponent of a scale: normal float32."""
+    _MAX_EXPONENT = 120
+    """Largest exponent of a scale: 127 times the scale is still finite."""
 
     def encode(self, vector: Vector) -> Tensors:
         return self._scaled(vector)[0]
@@ -36,22 +38,24 @@ class Int8Blocks(Slabwise):
         return tensors
 
     def _scaled(self, vector: Vector) -> tuple[Tensors, Vector]:
-        """The arrays, and the scale of each block."""
+        """Return the arrays, and the scale of each block."""
         blocks = in_rows(vector, self._BLOCK)
         largest = np.maximum(blocks.max(axis=1, initial=0.0), -blocks.min(axis=1, initial=0.0))
         # frexp: largest / 127 = m * 2^e with m < 1, so 127 * 2^e holds it.
-        exponents = np.clip(np.frexp(largest / np.float32(127))[1], self._LEAST, self._MOST).astype(np.int8)
-        scale = powers(exponents, self._LEAST, self._MOST)
-        # By a power of two, so that it is the same as dividing; of the least its inverse is still finite.
+        exponents = np.clip(np.frexp(largest / np.float32(127))[1], self._MIN_EXPONENT, self._MAX_EXPONENT).astype(
+            np.int8
+        )
+        scale = powers(exponents, self._MIN_EXPONENT, self._MAX_EXPONENT)
+        # Multiplying by the inverse of a power of two is exact, and the inverse of the smallest scale is still finite.
         scaled = blocks * (1 / scale[:, None])
         np.rint(scaled, out=scaled)
-        if exponents.max(initial=self._LEAST) == self._MOST:
-            # The only ones that may be larger than their scale holds.
+        if exponents.max(initial=self._MIN_EXPONENT) == self._MAX_EXPONENT:
+            # Only blocks with the largest exponent can have values beyond 127 times their scale.
             np.clip(scaled, -127, 127, out=scaled)
         return {"int8": scaled.astype(np.int8).reshape(-1)[: vector.size], "exponents": exponents}, scale
 
     def _put(self, values: npt.NDArray[np.generic], scale: Vector, out: Vector) -> None:
-        """Whole numbers times the scales of their blocks."""
+        """Write the integers times the scales of their blocks into ``out``."""
         whole = out.size // self._BLOCK * self._BLOCK
         out[...] = values
         blocks = out[:whole].reshape(-1, self._BLOCK)
@@ -62,9 +66,12 @@ class Int8Blocks(Slabwise):
         values, exponents = tensors.get("int8"), tensors.get("exponents")
         require(values is not None and values.dtype == np.int8 and values.shape == out.shape, "not a vector of int8")
         rows = -(-out.size // self._BLOCK)
-        require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
-        whole, scale = np.asarray(values), powers(np.asarray(exponents), self._LEAST, self._MOST)
-        for part, _ in self.apart(out.size):
+        require(
+            exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
+            "the scales are missing or invalid",
+        )
+        whole, scale = np.asarray(values), powers(np.asarray(exponents), self._MIN_EXPONENT, self._MAX_EXPONENT)
+        for part, _ in self.slabs_of(out.size):
             self._put(whole[part], scale[part.start // self._BLOCK : -(-part.stop // self._BLOCK)], out[part])
 
 

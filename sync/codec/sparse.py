@@ -1,4 +1,4 @@
-"""Coordinates that are not zero, as they are; for filters that leave few of them."""
+"""The codec ``sparse``: only the coordinates that are not zero, for filters that leave few of them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ __all__ = ["METHODS", "Sparse"]
 
 
 class Sparse(Codec):
-    """Index (u4 as two u2 halves) and float32 value of each coordinate that is not zero: 64 bits for each of those."""
+    """The index (uint32 as two uint16) and the float32 value of each coordinate that is not zero: 64 bits each."""
 
     name, mark, lossy = "sparse", 4, False
     size_factor, bytes_per_second, offered = 2.0, 200e6, False
 
     def encode(self, vector: Vector) -> Tensors:
-        (places,) = np.nonzero(vector)
-        return {"at": places.astype(np.uint32).view(np.uint16), "values": vector[places]}
+        (indices,) = np.nonzero(vector)
+        return {"at": indices.astype(np.uint32).view(np.uint16), "values": vector[indices]}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         at, values = tensors.get("at"), tensors.get("values")
-        require(at is not None and at.dtype == np.uint16 and at.ndim == 1 and at.size % 2 == 0, "no places")
-        places = np.ascontiguousarray(at).view(np.uint32).astype(np.int64)
-        known = values is not None and values.dtype == np.float32 and values.shape == places.shape
-        require(known, "no values")
-        require(places.size == 0 or (places[-1] < size and (np.diff(places) > 0).all()), "places are not in order")
+        require(
+            at is not None and at.dtype == np.uint16 and at.ndim == 1 and at.size % 2 == 0,
+            "the indices are missing or invalid",
+        )
+        indices = np.ascontiguousarray(at).view(np.uint32).astype(np.int64)
+        known = values is not None and values.dtype == np.float32 and values.shape == indices.shape
+        require(known, "the values are missing or invalid")
+        require(indices.size == 0 or (indices[-1] < size and (np.diff(indices) > 0).all()), "indices are not in order")
         out = np.zeros(size, np.float32)
-        out[places] = np.asarray(values)
+        out[indices] = np.asarray(values)
         return out
 
 

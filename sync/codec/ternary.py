@@ -1,5 +1,6 @@
-"""Every coordinate as -1, 0 or 1 times its block's scale (TernGrad, Wen et al. 2017, arXiv 1705.07878), to be used with
-error feedback, which makes up for the bias of rounding to the nearest (Karimireddy et al. 2019, arXiv 1901.09847)."""
+"""The codec ``ternary``: every coordinate is -1, 0 or 1 times its block's scale (TernGrad, Wen et al. 2017, arXiv
+1705.07878). It must be used with error feedback, which compensates for the bias of rounding to nearest (Karimireddy et
+al. 2019, arXiv 1901.09847)."""
 
 from __future__ import annotations
 
@@ -14,48 +15,58 @@ from sync.layout import Vector
 __all__ = ["METHODS", "Ternary"]
 
 _BLOCK = 256
-_LEAST, _MOST = -126, 120
+"""Coordinates of a block."""
+_MIN_EXPONENT = -126
+"""Smallest exponent of a scale."""
+_MAX_EXPONENT = 120
+"""Largest exponent of a scale."""
 _SCALE = 1.2
-"""Of the scale over the root mean square: what loses least of a normally distributed block is 1.22."""
+"""Ratio of the scale to the root mean square; 1.22 would lose least of a normally distributed block."""
 _FIVES = 3**5
-"""Values of a byte that holds five coordinates."""
-_TINY, _HUGE = np.float32(2.0**-80), np.float32(2.0**120)
-"""Sums of squares between these have lost nothing that matters in float32."""
+"""Number of values of a byte that holds five coordinates."""
+_MIN_EXACT = np.float32(2.0**-80)
+_MAX_EXACT = np.float32(2.0**120)
+"""Sums of squares between these bounds have lost no relevant precision in float32."""
 
 
 class Ternary(Slabwise):
-    """Blocks of 256 coordinates with one scale, a power of two; five coordinates in a byte: 1.63 bits a coordinate.
+    """Encodes blocks of 256 coordinates with one scale, a power of two; five coordinates per byte: 1.63 bits per
+    coordinate.
 
-    A slab's bytes hold one coordinate each of its first fifth, its second, and so on, so that fifths are worked on
-    whole. What is nearer to zero than to the scale is not sent, so that what is held back stays exact.
+    Each of a slab's bytes holds one coordinate of the slab's first fifth, one of its second, and so on, so that whole
+    fifths are processed at once. Coordinates that are closer to zero than to the scale are not sent, so that the
+    residual stays exact.
     """
 
     name, mark, lossy = "ternary", 7, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.052, 100e6, Automatic.BACKGROUND, True
     slab = 56 * 5 * _BLOCK
-    """Whole blocks and whole bytes."""
+    """A whole number of blocks and of bytes."""
 
     def encode(self, vector: Vector) -> Tensors:
-        return self.joined([_encoded(vector[part]) for part, _ in self.apart(vector.size)])
+        return self.join_slabs([_encoded(vector[part]) for part, _ in self.slabs_of(vector.size)])
 
     def encode_into(self, vector: Vector, out: Vector) -> Tensors:
-        return self.joined([_encoded(vector[part], out[part]) for part, _ in self.apart(vector.size)])
+        return self.join_slabs([_encoded(vector[part], out[part]) for part, _ in self.slabs_of(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
         fives, rows = -(-out.size // 5), -(-out.size // _BLOCK)
         require(trits is not None and trits.dtype == np.uint8 and trits.shape == (fives,), "not a vector of trits")
-        require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
+        require(
+            exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
+            "the scales are missing or invalid",
+        )
         packed = np.asarray(trits, np.uint8)
         require(packed.size == 0 or packed.max() < _FIVES, "a byte holds more than five trits")
-        scales = powers(np.asarray(exponents), _LEAST, _MOST)
-        for part, _ in self.apart(out.size):
+        scales = powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT)
+        for part, _ in self.slabs_of(out.size):
             trits = _unpacked(packed[part.start // 5 : -(-part.stop // 5)])
             _put(trits, scales[part.start // _BLOCK : -(-part.stop // _BLOCK)], out[part])
 
 
 def _encoded(vector: Vector, out: Vector | None = None) -> Tensors:
-    """A slab's arrays, and what they decode to into ``out``."""
+    """Return a slab's arrays, and write what they decode to into ``out``."""
     size = vector.size
     blocks = in_rows(vector, _BLOCK)
     square = _squares(blocks)
@@ -63,8 +74,8 @@ def _encoded(vector: Vector, out: Vector | None = None) -> Tensors:
     if filled.size:
         filled[-1] = size - _BLOCK * (len(blocks) - 1)
     exact = np.maximum(_SCALE * np.sqrt(square / filled), 2.0**-140)
-    exponents = np.clip(np.rint(np.log2(exact)), _LEAST, _MOST).astype(np.int8)
-    scales = powers(exponents, _LEAST, _MOST)
+    exponents = np.clip(np.rint(np.log2(exact)), _MIN_EXPONENT, _MAX_EXPONENT).astype(np.int8)
+    scales = powers(exponents, _MIN_EXPONENT, _MAX_EXPONENT)
     half = scales[:, None] / 2
     trits = ((blocks >= half).view(np.int8) - (blocks <= -half).view(np.int8)).reshape(-1)[:size]
     if out is not None:
@@ -73,7 +84,7 @@ def _encoded(vector: Vector, out: Vector | None = None) -> Tensors:
 
 
 def _put(trits: npt.NDArray[np.int8], scales: Vector, out: Vector) -> None:
-    """Trits, at least as many as there is room for, times the scales of their blocks."""
+    """Write trits times the scales of their blocks into ``out``; surplus trits are ignored."""
     out[...] = trits[: out.size]
     if out.size % _BLOCK:
         out *= scales.repeat(_BLOCK)[: out.size]
@@ -83,13 +94,13 @@ def _put(trits: npt.NDArray[np.int8], scales: Vector, out: Vector) -> None:
 
 
 def _packed(trits: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
-    """A byte each of the five fifths, of which the last may be shorter."""
+    """Pack one coordinate of each fifth of the vector into a byte; the last fifth may be shorter."""
     if trits.size % 5:
         trits = np.append(trits, np.zeros(-trits.size % 5, np.int8))
     fifths = trits.reshape(5, -1)
     sums = fifths[4].copy()
     for fifth in fifths[3::-1]:
-        # At most 121 on the way, and at least as much below zero.
+        # Intermediate results are between -121 and 121, so int8 holds them.
         sums *= np.int8(3)
         sums += fifth
     packed: npt.NDArray[np.uint8] = sums.view(np.uint8)
@@ -98,7 +109,7 @@ def _packed(trits: npt.NDArray[np.int8]) -> npt.NDArray[np.uint8]:
 
 
 def _unpacked(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
-    """What `_packed` has packed, filled up to a multiple of five."""
+    """Unpack the bytes of `_packed`; the result is padded to a multiple of five."""
     fifths = np.empty((5, packed.size), np.uint8)
     for fifth in fifths[:4]:
         rest = packed // np.uint8(3)
@@ -112,11 +123,11 @@ def _unpacked(packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
 
 
 def _squares(blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Sum of squares of each row, in float64 where float32 does not hold them."""
+    """Return the sum of squares of each row, computed in float64 where float32 is not precise enough."""
     with np.errstate(over="ignore"):
         square = np.einsum("ij,ij->i", blocks, blocks)
     exact: npt.NDArray[np.float64] = square.astype(np.float64)
-    odd = ~((square > _TINY) & (square < _HUGE))
+    odd = ~((square > _MIN_EXACT) & (square < _MAX_EXACT))
     if odd.any():
         exact[odd] = np.einsum("ij,ij->i", blocks[odd], blocks[odd], dtype=np.float64)
     return exact

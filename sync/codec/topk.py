@@ -1,4 +1,5 @@
-"""The largest coordinates of each chunk, with 2-bit values (chunked top-k as in SparseLoCo, arXiv 2508.15706)."""
+"""The codec ``topk``: the largest coordinates of each chunk, with 2-bit values (chunked top-k as in SparseLoCo, arXiv
+2508.15706)."""
 
 from __future__ import annotations
 
@@ -9,24 +10,31 @@ import numpy.typing as npt
 
 from sync.codec._arrays import in_rows, powers, require
 from sync.codec._contract import Automatic, Tensors
-from sync.codec._slabs import Slab, Slabwise, one_behind_the_other
+from sync.codec._slabs import Slab, Slabwise, concatenated
 from sync.layout import Vector
 
 __all__ = ["METHODS", "ChunkedTopK"]
 
-_LEAST, _MOST = -126, 120
-_CHUNK, _KEEP = 4096, 64
+_MIN_EXPONENT = -126
+"""Smallest exponent of a scale."""
+_MAX_EXPONENT = 120
+"""Largest exponent of a scale."""
+_CHUNK = 4096
+"""Coordinates of a chunk."""
+_KEEP = 64
+"""Coordinates that are sent of a chunk, at most."""
 _GROUPS = 256
-"""Of a chunk, each with every 256th coordinate."""
-_TINY = np.float32(2.0**-149)
-"""The least above zero."""
+"""Groups of a chunk; each consists of every 256th coordinate."""
+_SMALLEST = np.float32(2.0**-149)
+"""The smallest positive float32."""
 
 
 class ChunkedTopK(Slabwise):
-    """At most 64 of every 4096 coordinates, as sign and one of two magnitudes: at most 0.22 bits a coordinate.
+    """Encodes at most 64 of every 4096 coordinates, as a sign and one of two magnitudes: at most 0.22 bits per
+    coordinate.
 
-    A chunk's magnitudes are s and 3 s, with s a power of two near half the mean magnitude of its largest
-    coordinates; one that is nearer to zero than to s is not sent. Indices take 12 bits, values 2.
+    A chunk's magnitudes are s and 3 s, where s is a power of two near half the mean magnitude of its largest
+    coordinates. A coordinate that is closer to zero than to s is not sent. Indices take 12 bits, values 2.
     """
 
     name, mark, lossy = "topk", 3, True
@@ -34,26 +42,26 @@ class ChunkedTopK(Slabwise):
     last = "int8"
 
     def encode(self, vector: Vector) -> Tensors:
-        return self.joined([slab.encode(vector[part]) for part, slab in self.apart(vector.size)])
+        return self.join_slabs([slab.encode(vector[part]) for part, slab in self.slabs_of(vector.size)])
 
-    def apart(self, size: int) -> Iterator[Slab]:
-        return _UNPACKED.apart(size)
+    def slabs_of(self, size: int) -> Iterator[Slab]:
+        return _UNPACKED.slabs_of(size)
 
-    def joined(self, parts: Sequence[Tensors]) -> Tensors:
-        loose = one_behind_the_other(parts)
-        places, levels = np.asarray(loose["places"], np.uint16), np.asarray(loose["levels"], np.uint8)
-        return {**loose, "places": _pack12(places), "levels": _pack2(levels)}
+    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        loose = concatenated(parts)
+        indices, levels = np.asarray(loose["places"], np.uint16), np.asarray(loose["levels"], np.uint8)
+        return {**loose, "places": _pack12(indices), "levels": _pack2(levels)}
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         counts = tensors.get("counts")
-        require(counts is not None and counts.dtype == np.uint8, "no counts")
+        require(counts is not None and counts.dtype == np.uint8, "the counts are missing or invalid")
         total = int(np.asarray(counts).sum(dtype=np.int64))
-        places, levels = _unpack12(tensors, "places", total), _unpack2(tensors, "levels", total)
-        _UNPACKED.decode_into({**tensors, "places": places, "levels": levels}, out)
+        indices, levels = _unpack12(tensors, "places", total), _unpack2(tensors, "levels", total)
+        _UNPACKED.decode_into({**tensors, "places": indices, "levels": levels}, out)
 
 
 class _Unpacked(Slabwise):
-    """The same with two bytes for each index, and one for each value."""
+    """The same with two bytes per index, and one per value."""
 
     name, mark, lossy = ChunkedTopK.name, ChunkedTopK.mark, ChunkedTopK.lossy
     size_factor, bytes_per_second = ChunkedTopK.size_factor, ChunkedTopK.bytes_per_second
@@ -71,12 +79,15 @@ class _Unpacked(Slabwise):
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         rows = -(-out.size // _CHUNK)
         counts, exponents = tensors.get("counts"), tensors.get("exponents")
-        require(counts is not None and counts.shape == (rows,), "no counts")
-        require(exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,), "no scales")
+        require(counts is not None and counts.shape == (rows,), "the counts are missing or invalid")
+        require(
+            exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
+            "the scales are missing or invalid",
+        )
         number, levels = np.asarray(counts).astype(np.int64), np.asarray(tensors["levels"], np.uint8)
         at = np.repeat(np.arange(rows, dtype=np.int64) * _CHUNK, number) + np.asarray(tensors["places"], np.int64)
-        require(at.size == 0 or (at[-1] < out.size and (np.diff(at) > 0).all()), "places are not in order")
-        unit = np.repeat(powers(np.asarray(exponents), _LEAST, _MOST), number)
+        require(at.size == 0 or (at[-1] < out.size and (np.diff(at) > 0).all()), "indices are not in order")
+        unit = np.repeat(powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT), number)
         value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
         out[...] = 0.0
         out[at] = np.where(levels & 2, -value, value)
@@ -86,7 +97,7 @@ _UNPACKED = _Unpacked()
 
 
 def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:
-    """A slab's arrays; the coordinates that they name, in order, and what they say of each."""
+    """Return a slab's arrays, the coordinates that they contain, in order, and the value of each."""
     size = np.abs(vector)
     chunks = in_rows(size, _CHUNK)
     rows, at = len(chunks), _candidates(chunks)
@@ -95,8 +106,8 @@ def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:
     filled = np.full(rows, _KEEP)
     filled[-1:] = max(1, min(_KEEP, vector.size - _CHUNK * (rows - 1)))
     mean = largest.sum(axis=1, dtype=np.float64) / filled
-    exponents = np.clip(np.frexp(mean / 2)[1], _LEAST, _MOST).astype(np.int8)
-    unit = powers(exponents, _LEAST, _MOST)
+    exponents = np.clip(np.frexp(mean / 2)[1], _MIN_EXPONENT, _MAX_EXPONENT).astype(np.int8)
+    unit = powers(exponents, _MIN_EXPONENT, _MAX_EXPONENT)
     least = np.maximum(largest[:, 0], unit / 2)
     sent = magnitude >= least[row]
     counts = np.bincount(row[sent], minlength=rows)
@@ -117,16 +128,20 @@ def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:
 
 
 def _candidates(size: Vector) -> npt.NDArray[np.int64]:
-    """Coordinates, in order, among which are the largest of each row, where that has as many that are not zero; hardly
-    more than those, unless many are alike."""
-    # As many groups have one that is as large as this, so as many coordinates are.
+    """Return coordinates, in order, that include the largest ones of each row that are not zero.
+
+    They are hardly more than those, unless many coordinates are equal.
+    """
+    # As many groups as coordinates are to be sent have one that is at least this large, so at least as many coordinates
+    # are.
     least = size.reshape(len(size), _CHUNK // _GROUPS, _GROUPS).max(axis=1)
     least.partition(_GROUPS - _KEEP, axis=1)
-    return np.flatnonzero(size >= np.maximum(least[:, _GROUPS - _KEEP, None], _TINY))
+    return np.flatnonzero(size >= np.maximum(least[:, _GROUPS - _KEEP, None], _SMALLEST))
 
 
 def _largest(row: npt.NDArray[np.int64], magnitude: Vector, rows: int) -> Vector:
-    """The largest of each row, the least of them first, shape (rows, 64); zeros where there are not as many."""
+    """Return the largest magnitudes of each row, the smallest of them first, shape (rows, 64); zeros if there are
+    fewer."""
     count = np.bincount(row, minlength=rows)
     width = max(_KEEP, int(count.max(initial=0)))
     column = np.arange(row.size) - np.repeat(np.cumsum(count) - count, count)
@@ -137,17 +152,18 @@ def _largest(row: npt.NDArray[np.int64], magnitude: Vector, rows: int) -> Vector
 
 
 def _beyond(row: npt.NDArray[np.int64], magnitude: Vector, least: Vector, rows: int) -> npt.NDArray[np.bool_]:
-    """Which of those that are as large as the least that is sent are too many, the last ones of their row."""
+    """Return which coordinates exceed the limit of their row: the last ones of those that equal the smallest magnitude
+    sent."""
     tied, larger = magnitude == least[row], magnitude > least[row]
-    room = _KEEP - np.bincount(row[larger], minlength=rows)
+    free = _KEEP - np.bincount(row[larger], minlength=rows)
     before = np.cumsum(np.bincount(row[tied], minlength=rows))
     number = np.cumsum(tied) - np.append(0, before[:-1])[row]
-    beyond: npt.NDArray[np.bool_] = tied & (number > room[row])
+    beyond: npt.NDArray[np.bool_] = tied & (number > free[row])
     return beyond
 
 
 def _pack12(values: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
-    """Pairs of 12-bit numbers in three bytes each."""
+    """Pack pairs of 12-bit numbers into three bytes each."""
     pairs = np.zeros((-(-values.size // 2), 2), np.uint16)
     pairs.reshape(-1)[: values.size] = values
     first, second = pairs[:, 0], pairs[:, 1]
@@ -159,7 +175,10 @@ def _pack12(values: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint8]:
 def _unpack12(tensors: Tensors, name: str, count: int) -> npt.NDArray[np.uint16]:
     packed = tensors.get(name)
     pairs = -(-count // 2)
-    require(packed is not None and packed.dtype == np.uint8 and packed.shape == (3 * pairs,), "not the places")
+    require(
+        packed is not None and packed.dtype == np.uint8 and packed.shape == (3 * pairs,),
+        "the indices are missing or invalid",
+    )
     bytes_ = np.asarray(packed).reshape(pairs, 3).astype(np.uint16)
     out = np.empty((pairs, 2), np.uint16)
     out[:, 0] = bytes_[:, 0] | (bytes_[:, 1] & 0xF) << 8
@@ -176,7 +195,10 @@ def _pack2(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 def _unpack2(tensors: Tensors, name: str, count: int) -> npt.NDArray[np.uint8]:
     packed = tensors.get(name)
     fours = -(-count // 4)
-    require(packed is not None and packed.dtype == np.uint8 and packed.shape == (fours,), "not the values")
+    require(
+        packed is not None and packed.dtype == np.uint8 and packed.shape == (fours,),
+        "the values are missing or invalid",
+    )
     shifts = np.array([0, 2, 4, 6], np.uint8)
     fields = np.right_shift(np.asarray(packed, np.uint8)[:, None], shifts) & np.uint8(3)
     return np.asarray(fields, np.uint8).reshape(-1)[:count]

@@ -1,4 +1,4 @@
-"""How the workers of one partition merge."""
+"""Collectives: how the workers of one partition merge their gradients, changes or models."""
 
 from sync.collective._contract import Collective, Merged, Settings, Settled, State
 from sync.collective._fold import Fold

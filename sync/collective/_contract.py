@@ -1,4 +1,4 @@
-"""What every collective does."""
+"""The interface of a collective, and its settings."""
 
 from __future__ import annotations
 
@@ -19,65 +19,66 @@ Pattern = Literal["all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k
 
 @dataclass(frozen=True)
 class Settings:
-    """How the workers of a partition merge; the same for all of them."""
+    """Settings of a collective; the same for all workers of a partition."""
 
     pattern: Pattern = "k-reduce"
     chunks: int | None = None
-    """K, in how many chunks the vector is merged, each by one worker; None: 1 for all-reduce, else one a worker. For
-    ``isp`` None means that every worker reads every other's changes (as published)."""
+    """K: number of chunks of the vector, each merged by one worker; None: 1 for all-reduce, otherwise one per worker.
+    For ``isp`` None means that every worker reads every other worker's changes (as published)."""
     groups: int = 1
-    """``k-reduce``: workers merge in so many groups, and owners what the groups have; as many as have K workers each.
-    Means are then rounded once more."""
+    """``k-reduce``: number of groups that merge first; chunk owners then merge the groups' results. Limited by the
+    workers: each group has at least K. Means are then rounded once more."""
     staleness: int = 0
-    """``k-reduce``: workers that own no chunk continue with the mean of so many steps before (FasDL: 1)."""
+    """``k-reduce``: workers that own no chunk continue with the mean of this many steps before (FasDL: 1)."""
     codec: str = "fp32"
-    """What chunks travel in, both ways, with error feedback: fp32, bf16, int8, or fp8 and int4, which are lists of the
-    entries that are not zero, where that is less. Of ``isp``: its lists' values, fp32, bf16, fp8 or int4."""
+    """Codec of chunks in both directions, with error feedback: fp32, bf16, int8; or fp8 and int4, which are sent as
+    lists of the non-zero entries where that is smaller. For ``isp``: the format of its lists' values, fp32, bf16, fp8
+    or int4."""
     trained: int | None = None
-    """How many coordinates, from the first, gradients train; None: all."""
+    """Number of leading coordinates that gradients train; None: all."""
     significance: float = 0.7
-    """``isp``: v of the filter |change / weight| > v / sqrt(t + 1); 0 lets every change through."""
+    """``isp``: v of the filter |change / weight| > v / sqrt(t + 1); 0 passes every change."""
     timeout_seconds: float = 300.0
-    """How long a worker waits for the others in one exchange before it gives up with ``CHANNEL_TIMEOUT``."""
+    """Timeout of a worker that waits for the others in one exchange."""
     in_parts: bool = False
-    """Vectors of means are handed in part by part, the last elements first, as a backward pass gives gradients. The
-    first chunk, which is whole last, is then shorter than the others: nothing hides its way."""
+    """Whether vectors of means are passed part by part, the last elements first, as a backward pass computes gradients.
+    The first chunk, which is complete last, is then shorter than the others, because nothing hides its transfer."""
     asked: ChannelCosts | None = None
-    """The constants of a channel that tells nobody what has come, such as an object store. Whoever waits then looks for
-    one value at once, again when it can be there, and for all others only once it is: looks that find nothing are
-    billed. None: the channel tells."""
+    """Constants of a channel that does not announce new values, such as an object store. A waiting worker then requests
+    one value immediately, again when it is likely to exist, and all others only once it does: requests that find
+    nothing are billed. None: the channel announces new values."""
     faithful: bool = False
-    """As published: one request after the other in one lane, discovery by polling, owners 0 to K-1, for ``isp`` lists
-    of 16 bytes an entry. For comparison only."""
+    """Whether to work as published: one request after the other, discovery by polling, owners 0 to K-1, for ``isp``
+    lists of 16 bytes per entry. For comparison only."""
     poll_seconds: float = 0.1
-    """``faithful``: between two looks into the channel. LambdaML: 0.1; FasDL: 0, a busy loop."""
+    """``faithful``: pause between two polls. LambdaML: 0.1; FasDL: 0, a busy loop."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What one step's vectors became."""
+    """The merged vectors of one step."""
 
     step: int
-    """The step whose vectors these were: with staleness not always the one that is being made."""
+    """The step whose vectors were merged: with staleness not always the current one."""
     vector: Vector
-    """Shape (n,), read-only. Of a mean: the sample-weighted mean. Of changes: the sum of the others' changes."""
+    """Shape (n,), read-only. The sample-weighted mean, or, for changes, the sum of the others' changes."""
     weight: float
-    """Sum of the weights that came together."""
+    """Sum of the merged weights."""
 
 
 @dataclass(frozen=True)
 class Settled:
-    """What is left to do so that all workers hold the same."""
+    """What a worker must do so that all workers hold the same model."""
 
     merged: tuple[Merged, ...]
-    """To be taken up first, in this order."""
+    """Merged vectors to apply first, in this order."""
     model: Vector | None
-    """The model to continue from, shape (n,), read-only; None: the one that taking ``merged`` up has led to."""
+    """The model to continue from, shape (n,), read-only; None: the worker's own, after applying ``merged``."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a collective must not forget between two invocations of its worker; fits a frame of `sync.framing`."""
+    """State of a collective between two invocations of its worker; fits in a frame of `sync.framing`."""
 
     tensors: Mapping[str, npt.NDArray[np.generic]] = field(default_factory=dict)
     facts: Mapping[str, float] = field(default_factory=dict)
@@ -86,37 +87,38 @@ class State:
 class Collective(Protocol):
     """One worker's side of a collective; all workers call it for the same steps in the same order.
 
-    ``shares`` says what is handed in and what comes back:
+    ``shares`` states what is passed and what is returned:
 
-    - ``"mean"``: any vector (gradients, or the model itself); the mean of all takes its place;
-    - ``"changes"``: the worker's own change of its model, already applied; what comes back is to be added.
+    - ``"mean"``: any vector (gradients, or the model itself); the result is the mean of all, which replaces it;
+    - ``"changes"``: the worker's own change of its model, already applied; the result is to be added.
 
-    Not for several threads at once. Raises ``GeofedError``: ``CHANNEL_TIMEOUT`` where a worker does not give its part
-    in time, ``FRAME_INVALID`` for a value that is damaged, or where no worker has a weight above 0. After an error the
-    collective must be closed: whatever was merged, the attempt is over.
+    Not thread-safe. Raises ``GeofedError``: ``CHANNEL_TIMEOUT`` if a worker does not deliver its part in time,
+    ``FRAME_INVALID`` for a damaged value, or if no worker has a weight above 0. After an error the collective must be
+    closed: the attempt is over, whatever was merged.
     """
 
     @property
     def shares(self) -> Literal["mean", "changes"]: ...
 
     def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
-        """Merge one step's vectors, shape (n,), weights in samples; what is there to take up now, oldest first.
+        """Merge one step's vectors, shape (n,), with weights in samples; return the merged vectors to apply now, oldest
+        first.
 
-        That is this step's own, except with staleness. Steps ascend. The vector is the caller's again when this
-        returns. ``model``: what the vector is a change of, for collectives of changes.
+        That is the result of this step, except with staleness. Steps must ascend. The caller may change the vector
+        again when this returns. ``model`` is what the vector is a change of, for collectives of changes.
         """
 
     def settle(self, step: int, model: Vector) -> Settled:
-        """At the end of a WAN round, after ``step``: afterwards all workers hold the same model, bit for bit.
+        """End a WAN round after ``step``: afterwards all workers hold the same model, bit for bit.
 
-        ``model``, shape (n,): what this worker holds; collectives of means do not look at it.
+        ``model``, shape (n,), is the model that this worker holds; collectives of means ignore it.
         """
 
     def state(self) -> State:
-        """What the next invocation of this worker hands to `restore`; between two merges only."""
+        """Return the state for `restore` in the next invocation; between two merges only."""
 
     def restore(self, state: State) -> None:
-        """Continue from what `state` gave; before the first merge only."""
+        """Continue from a state; before the first merge only."""
 
     def close(self) -> None:
-        """End the threads. What lies in the channel stays: the others may still read it."""
+        """End the threads. Values stay in the channel, since other workers may still read them."""

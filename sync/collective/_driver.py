@@ -1,4 +1,4 @@
-"""Runs parts of exchanges over a channel."""
+"""Executes parts of exchanges over a channel."""
 
 from __future__ import annotations
 
@@ -20,46 +20,52 @@ from sync.collective._exchange import Arrived, Event, Fetch, Part, Pieces, Put, 
 __all__ = ["Driver", "Events", "Failed", "InPlace", "OneByOne", "Patience", "Threads"]
 
 _UPLOADS = 2
-"""At once, so that a merged chunk need not wait for the parts before it."""
+"""Concurrent uploads; more than one, so that a merged chunk needn't wait for the parts before it."""
 _DOWNLOADS = 3
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _PAUSE_FACTOR = 0.02, 0.5, 1.5
-_PART_WAITED = 0.05
-"""Of what has been waited: who waits long for one that is away looks less often, as every look is billed."""
-_LOOK_SECONDS = 2.0
-"""How long a wait continues before it looks whether anybody still needs it."""
+"""Concurrent waits for values."""
+_MIN_PAUSE_SECONDS = 0.02
+"""Pause before a missing value is requested again."""
+_MAX_PAUSE_SECONDS = 0.5
+"""Longest such pause, unless the wait is long; see below."""
+_PAUSE_FACTOR = 1.5
+"""Growth of the pause with each request."""
+_PAUSE_FRACTION = 0.05
+"""The longest pause is at least this fraction of the time waited so far, because every request is billed."""
+_CHECK_SECONDS = 2.0
+"""Interval at which a wait checks whether it is still needed."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Something that was asked for went wrong; whoever runs the part raises it."""
+    """A request has failed; the thread that runs the part raises the error."""
 
     error: Exception
 
 
 Events = queue.SimpleQueue[Event | Failed]
 Patience = Callable[[], float]
-"""Seconds that an exchange which begins now may take."""
+"""Returns the timeout in seconds of an exchange that begins now."""
 
 
 class Driver(Protocol):
-    """Runs one part at a time."""
+    """Executes one part at a time."""
 
     def run(self, part: Part[Result], events: Events | None = None) -> Result:
-        """The part's result; ``events``: where events from outside come in, from any thread.
+        """Execute a part and return its result. ``events``: a queue for events from outside, put by any thread.
 
-        Raises what the channel raised, and ``GeofedError("CHANNEL_TIMEOUT")``.
+        Raises the channel's errors, and ``GeofedError("CHANNEL_TIMEOUT")``.
         """
 
     def drain(self) -> None:
-        """Wait until no value is on its way into the channel any more; raises what went wrong with one."""
+        """Wait until all puts have ended; raise the error of one that failed."""
 
     def close(self) -> None: ...
 
 
 class Threads:
-    """Uploads, downloads and deletes continue beside each other. Puts that queue up are sent together."""
+    """Uploads, downloads and deletes run concurrently. Puts that queue up are sent together."""
 
     def __init__(
         self,
@@ -69,9 +75,8 @@ class Threads:
         uploads_at_once: int | None = None,
         waits: int = _DOWNLOADS,
     ) -> None:
-        """``parallel``: looks at once, into a channel that has to be asked; ``uploads_at_once``: each put then goes by
-        itself, in the order given, so many at once; ``waits``: for so many values, or lists of them, apart from each
-        other at once."""
+        """``parallel``: concurrent requests to a channel that does not announce values. ``uploads_at_once``: values are
+        put one by one, in the given order, so many concurrently. ``waits``: concurrent waits for values."""
         self._channel, self._patience = channel, patience
         self._gets = ThreadPoolExecutor(max(1, parallel), thread_name_prefix="look")
         self._each = uploads_at_once is not None
@@ -134,7 +139,7 @@ class Threads:
                 values, self._queued = self._queued, {}
         try:
             self._channel.put_many(values)
-        except Exception as error:  # at a thread's edge: whoever runs the part must hear of it
+        except Exception as error:  # outermost frame of the thread: the part's thread must be notified
             inbox.put(Failed(error))
             raise
         inbox.put(Stored(tuple(values)))
@@ -147,22 +152,22 @@ class Threads:
                     inbox.put(Arrived(key, value))
                 return
             while left and not over.is_set() and not self._closed.is_set() and time.monotonic() < deadline:
-                until = min(deadline, time.monotonic() + _LOOK_SECONDS)
+                until = min(deadline, time.monotonic() + _CHECK_SECONDS)
                 for key, value in _arrivals(self._channel, tuple(left), until):
                     del left[key]
                     inbox.put(Arrived(key, value))
-        except Exception as error:  # noqa: BLE001 - at a thread's edge
+        except Exception as error:  # noqa: BLE001 - outermost frame of the thread
             inbox.put(Failed(error))
 
     def _asked(
         self, request: Fetch, after_seconds: float, over: threading.Event, deadline: float
     ) -> Iterator[tuple[str, memoryview]]:
-        """Look for values when they are likely to be there, and again after pauses that grow."""
+        """Request values when they are likely to exist, and again after growing pauses."""
         first, *others = request.keys
         begun = time.monotonic()
         looked = not request.asked_at_once
         due = [(begun + (after_seconds if looked else 0.0), first)]
-        pauses = dict.fromkeys(request.keys, _FIRST_PAUSE_SECONDS)
+        pauses = dict.fromkeys(request.keys, _MIN_PAUSE_SECONDS)
         looks: dict[Future[memoryview | None], str] = {}
         while (due or looks) and not over.is_set() and not self._closed.is_set():
             now = time.monotonic()
@@ -171,7 +176,7 @@ class Threads:
             while due and due[0][0] <= now:
                 key = heapq.heappop(due)[1]
                 looks[self._gets.submit(self._channel.get, key)] = key
-            pause = min(_LOOK_SECONDS, max(0.0, due[0][0] - now)) if due else _LOOK_SECONDS
+            pause = min(_CHECK_SECONDS, max(0.0, due[0][0] - now)) if due else _CHECK_SECONDS
             if not looks:
                 over.wait(pause)
                 continue
@@ -180,7 +185,7 @@ class Threads:
                 if value is not None:
                     yield key, value
                     if key == first:
-                        # Where it was there at once, this worker is late, and so are the others there.
+                        # If the first existed immediately, this worker is late, and the others exist too.
                         gap = request.asked_gap_seconds if looked else 0.0
                         for number, other in enumerate(others, 1):
                             heapq.heappush(due, (now + number * gap, other))
@@ -189,11 +194,11 @@ class Threads:
                     heapq.heappush(due, (begun + after_seconds, key))
                 else:
                     heapq.heappush(due, (now + pauses[key], key))
-                    longest = max(_LONGEST_PAUSE_SECONDS, _PART_WAITED * (now - begun))
+                    longest = max(_MAX_PAUSE_SECONDS, _PAUSE_FRACTION * (now - begun))
                     pauses[key] = min(pauses[key] * _PAUSE_FACTOR, longest)
 
     def _delete(self, keys: Sequence[str]) -> None:
-        # What cannot be deleted now goes with the attempt's tree; nobody will read it.
+        # What cannot be deleted now is deleted with the attempt's tree; no worker will read it.
         with contextlib.suppress(GeofedError, OSError):
             self._channel.delete_many(keys)
 
@@ -201,9 +206,9 @@ class Threads:
 class InPlace(Threads):
     """For values in this machine's memory: the caller's own thread puts and gets.
 
-    A request is a copy there, which no other thread makes shorter: with W workers on a few cores threads only take the
-    cores from each other. Deletes continue beside. What is handed in part by part comes while others wait, and so does
-    take threads.
+    A request is a copy there, which other threads cannot speed up: with W workers on a few cores, threads only compete
+    for the cores. Deletes still run concurrently. If the vector is passed in parts, these arrive while other values are
+    awaited, so then threads are used.
     """
 
     def run(self, part: Part[Result], events: Events | None = None) -> Result:
@@ -219,14 +224,14 @@ class InPlace(Threads):
                 break
             if self._closed.is_set() or time.monotonic() >= deadline:
                 raise _late(part.awaited, patience)
-            until = min(deadline, time.monotonic() + _LOOK_SECONDS)
+            until = min(deadline, time.monotonic() + _CHECK_SECONDS)
             for key, value in _arrivals(self._channel, tuple(wanted), until):
                 del wanted[key]
                 requests.extend(part.handle(Arrived(key, value)))
                 before = len(wanted)
                 self._take(requests, wanted, part)
                 if len(wanted) > before:
-                    # More to wait for than this wait knows of.
+                    # There are more keys to wait for than this wait knows.
                     break
         self._take(requests, wanted, part)
         return part.result
@@ -253,7 +258,7 @@ def _arrivals(channel: Channel, keys: Sequence[str], until: float) -> Iterator[t
 
 
 def _next(inbox: Events, deadline: float) -> Event | Failed | None:
-    """None: the time is over."""
+    """Return the next event, or None after the deadline."""
     try:
         return inbox.get(timeout=max(0.0, deadline - time.monotonic()))
     except queue.Empty:
@@ -262,14 +267,13 @@ def _next(inbox: Events, deadline: float) -> Event | Failed | None:
 
 def _late(awaited: Sequence[int], seconds: float) -> GeofedError:
     which = f"worker {awaited[0]}" if len(awaited) == 1 else f"workers {', '.join(str(one) for one in awaited)}"
-    return GeofedError("CHANNEL_TIMEOUT", f"what {which} should merge or give has not come within {seconds:.3g} s")
+    return GeofedError("CHANNEL_TIMEOUT", f"timed out after {seconds:.3g} s waiting for values from {which}")
 
 
 class OneByOne:
-    """One request after the other in one lane, as FasDL's, LambdaML's and MLLess's workers make them.
+    """Makes one request after the other, as the workers of FasDL, LambdaML and MLLess do.
 
-    They look for values by listing the bucket; a channel cannot list, so each missing key is looked at. Not for use:
-    it is what the others are measured against.
+    They find values by listing the bucket; a channel cannot list, so each missing key is checked. For comparison only.
     """
 
     def __init__(self, channel: Channel, patience: Patience, poll_seconds: float) -> None:
@@ -303,11 +307,11 @@ class OneByOne:
                     yield key, value
             if missing and not there:
                 if time.monotonic() > deadline:
-                    raise GeofedError("CHANNEL_TIMEOUT", f"{', '.join(missing)} have not come in time")
+                    raise GeofedError("CHANNEL_TIMEOUT", f"timed out waiting for {', '.join(missing)}")
                 time.sleep(self._poll_seconds)
 
     def drain(self) -> None:
-        """Nothing is ever on its way."""
+        """Nothing to wait for: puts are synchronous."""
 
     def close(self) -> None:
-        """Nothing runs beside."""
+        """Nothing to close: there are no threads."""

@@ -1,7 +1,7 @@
-"""What one worker's part in an exchange asks for, and what it hears.
+"""The requests and events of one worker's part in an exchange.
 
-A part is a state machine without threads, clock or sockets: it is started, told of events, and answers each with
-requests. `_driver` runs it over a channel; tests and benchmarks run many of them over a modelled one.
+A part is a state machine without threads, clock or sockets: it is started, receives events, and answers each with
+requests. `_driver` runs it over a channel; tests and benchmarks run many of them over a simulated one.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ Pieces = Sequence[memoryview]
 
 @dataclass(frozen=True)
 class Put:
-    """Store these, in this order if one after the other; `Stored` tells of each."""
+    """Store these values, in this order if sequentially; `Stored` reports each."""
 
     values: Mapping[str, Pieces]
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """Get these once they are there; `Arrived` tells of each."""
+    """Get these values once they exist; `Arrived` reports each."""
 
     keys: tuple[str, ...]
     asked_after_seconds: float | None = None
-    """Of a channel that tells nobody: when the first, if it is not there at once, is likely to be."""
+    """For a channel that does not announce values: when the first, if it does not exist yet, is likely to."""
     asked_gap_seconds: float = 0.0
-    """And how long after it each further one, in order."""
+    """Seconds between it and each further one, in order."""
     asked_at_once: bool = True
-    """Whether to look for the first at once, too: whoever is late finds it there. Otherwise nobody can be so late."""
+    """Whether to request the first one immediately as well, because this worker may be late. If not, it cannot be so
+    late."""
 
 
 @dataclass(frozen=True)
 class Delete:
-    """Forget these; nothing tells of it."""
+    """Delete these values; no event follows."""
 
     keys: tuple[str, ...]
 
@@ -47,18 +48,22 @@ Request = Put | Fetch | Delete
 
 @dataclass(frozen=True)
 class Stored:
+    """Values have been stored."""
+
     keys: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Arrived:
+    """A value has been received."""
+
     key: str
     value: memoryview
 
 
 @dataclass(frozen=True)
 class Given:
-    """The caller has handed in all of a chunk."""
+    """The caller has passed a whole chunk."""
 
     chunk: int
 
@@ -72,18 +77,19 @@ class Part(Protocol[Result]):
     """One worker's part in one exchange."""
 
     def start(self) -> list[Request]:
-        """The first requests."""
+        """Return the first requests."""
 
     def handle(self, event: Event) -> list[Request]:
-        """What follows from an event; raises ``GeofedError("FRAME_INVALID")`` for a value that is damaged."""
+        """Return the requests that follow from an event. Raises ``GeofedError("FRAME_INVALID")`` for a damaged
+        value."""
 
     @property
     def done(self) -> bool:
-        """Whether the result is there. Puts and deletes may still be on their way."""
+        """Whether the result is complete. Puts and deletes may still be under way."""
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """The workers whose values it still waits for, as far as it can tell."""
+        """The workers whose values it still waits for, as far as it knows."""
 
     @property
     def result(self) -> Result: ...

@@ -1,4 +1,4 @@
-"""Sums that are built up as vectors come, and come out with the same bits in whatever order they came."""
+"""Sums that are computed as vectors arrive, with the same bits whatever their order of arrival."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from sync.layout import Vector
 __all__ = ["Fold"]
 
 _BLOCK = 1 << 16
-"""Elements added at a time, so that the products stay in the cache."""
+"""Elements that are added at a time, so that the products stay in the CPU's cache."""
 _AT_ONCE = 3
-"""Vectors that are added in one go: the sums, in float64, are then read and written once for all of them."""
+"""Vectors that are added together: the sums, in float64, are then read and written once for all of them."""
 
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
 class Fold:
-    """sum(w_i * x_i) in float64, by the number of the contributor: a vector that comes early waits for its turn.
+    """Computes sum(w_i * x_i) in float64, in the order of the contributors' numbers: a vector that arrives early waits
+    for its turn.
 
-    `mean` has the bits of `weighted_mean` over the same vectors, and so have chunks of it that are folded apart.
+    `mean` has the same bits as `weighted_mean` of the same vectors, also if chunks of it are computed separately.
     """
 
     def __init__(self, size: int, contributors: Sequence[int], *, weighted: bool = True) -> None:
-        """``weighted``: otherwise weights are only counted, and every vector is added as it is."""
+        """``weighted``: if not, weights are only summed, and vectors are added unscaled."""
         self._weighted, self._size = weighted, size
         self._sums: npt.NDArray[np.float64] | None = None
-        """Of all that had their turn but the last few; None where those are all."""
+        """Sum of the vectors that had their turn, without those in ``_last``; None if there are no others."""
         self._last: list[tuple[Numbers, float]] = []
         self._turns = sorted(contributors)
         self._early: dict[int, tuple[Numbers, float]] = {}
@@ -44,26 +45,27 @@ class Fold:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Contributors that have given nothing yet."""
+        """Contributors whose vector is still missing."""
         return tuple(worker for worker in self._turns if worker not in self._early)
 
     def add(self, contributor: int, vector: Numbers, weight: float) -> None:
-        """Shape (size,), weight from 0, which leaves the vector out; raises ``GeofedError("FRAME_INVALID")``.
+        """Add a contributor's vector, shape (size,), with a weight of at least 0 (0 leaves it out). Raises
+        ``GeofedError("FRAME_INVALID")``.
 
-        The vector must stay as it is until the `sum` or the `mean` is taken.
+        The vector must not change until `sum` or `mean` is called.
         """
         if vector.shape != (self._size,) or not (math.isfinite(weight) and weight >= 0):
             raise GeofedError(
                 "FRAME_INVALID", f"worker {contributor}: shape {vector.shape} or weight {weight} is wrong"
             )
         if contributor not in self._turns or contributor in self._early:
-            raise GeofedError("FRAME_INVALID", f"worker {contributor} has given its part or is none of us")
+            raise GeofedError("FRAME_INVALID", f"worker {contributor} has delivered its part already, or is unknown")
         self._early[contributor] = (vector, weight)
         while self._turns and self._turns[0] in self._early:
             self._take(*self._early.pop(self._turns.pop(0)))
 
     def leave_out(self, contributor: int) -> None:
-        """Continue without a contributor that is lost."""
+        """Continue without a lost contributor."""
         self._turns.remove(contributor)
         while self._turns and self._turns[0] in self._early:
             self._take(*self._early.pop(self._turns.pop(0)))
@@ -77,7 +79,8 @@ class Fold:
         self._last.append((vector, weight))
 
     def _added(self, out: Numbers, divisor: float) -> Any:
-        """All that had their turn, divided, written to an array of shape (size,), which may be that of the sums."""
+        """Write the sum of all vectors that had their turn, divided, to an array of shape (size,), which may be that of
+        the sums."""
         block, term = np.empty(min(_BLOCK, self._size)), np.empty(min(_BLOCK, self._size))
         for start in range(0, self._size, _BLOCK):
             part = slice(start, min(start + _BLOCK, self._size))
@@ -98,14 +101,14 @@ class Fold:
         return out
 
     def sum(self) -> tuple[npt.NDArray[np.float64], float]:
-        """The sums and the weights'; the array is this object's own."""
+        """Return the sum of the vectors and that of the weights; the array belongs to this object."""
         self._require_complete()
         if self._sums is None or self._last:
             self._sums, self._last = self._added(np.empty(self._size) if self._sums is None else self._sums, 1.0), []
         return self._sums, float(sum(self._weights))
 
     def mean(self) -> tuple[Vector, float]:
-        """The weighted mean, rounded once, and the sum of weights; zeros where that is 0."""
+        """Return the weighted mean, rounded once, and the sum of weights; zeros if that is 0."""
         self._require_complete()
         total = float(sum(self._weights))
         mean: Vector = self._added(np.empty(self._size, np.float32), total if total > 0 else 1.0)
@@ -113,4 +116,4 @@ class Fold:
 
     def _require_complete(self) -> None:
         if self._turns:
-            raise RuntimeError(f"{self.missing} have not given their parts")
+            raise RuntimeError(f"parts of workers {self.missing} are missing")

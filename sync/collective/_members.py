@@ -1,4 +1,5 @@
-"""Who does what, derived by every member alone: chunks, their owners, and who follows an owner that is lost."""
+"""The members of a collective and their tasks, which every member derives by itself: chunks, their owners, and the
+successors of lost owners."""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ __all__ = ["Member", "chunk_bounds", "owners", "succession"]
 
 @dataclass(frozen=True)
 class Member:
-    """One worker among those that merge."""
+    """One of the workers that merge."""
 
     worker: int
     """From 0."""
     workers: int
-    """How many there are."""
+    """Number of workers."""
     attempt: int
-    """Fences: what another attempt puts lies under other keys."""
+    """Attempt of the workers; it is part of all keys, so that attempts are separate."""
     lost: tuple[int, ...] = ()
-    """Workers that the partition continues without. All members must know of the same ones: it stands in the keys, so
-    that nothing merged before the loss is merged with anything after it."""
+    """Workers that the partition continues without. All members must know the same ones: they are part of the keys, so
+    that nothing from before the loss is merged with anything after it."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.worker < self.workers or self.worker in self.lost:
@@ -34,14 +35,14 @@ class Member:
 
     @property
     def present(self) -> tuple[int, ...]:
-        """Those that merge, by number."""
+        """The workers that merge, by number."""
         return tuple(worker for worker in range(self.workers) if worker not in self.lost)
 
 
 def chunk_bounds(size: int, chunks: int, align: int = 1, *, half_first: bool = False) -> tuple[slice, ...]:
-    """Where ``size`` elements are cut into ``chunks`` of nearly equal length; ``half_first``: the first of half of it.
+    """Divide ``size`` elements into ``chunks`` of nearly equal length; ``half_first``: the first one has half of it.
 
-    Cuts lie on multiples of ``align``, chunks that would be empty are left out, and there is at least one.
+    Boundaries are multiples of ``align``, empty chunks are left out, and there is at least one chunk.
     """
     if size < 0 or chunks < 1 or align < 1:
         raise GeofedError("CONFIG_INVALID", f"cannot cut {size} elements into {chunks} chunks of multiples of {align}")
@@ -53,10 +54,11 @@ def chunk_bounds(size: int, chunks: int, align: int = 1, *, half_first: bool = F
 
 
 def owners(chunks: int, present: Sequence[int], salt: str) -> tuple[int, ...]:
-    """Which member merges each chunk: the first in rendezvous order (Thaler, Ravishankar 1998) own one each.
+    """Return the owner of each chunk, which merges it: the first members in rendezvous order (Thaler, Ravishankar
+    1998).
 
-    Everybody derives the same from the members and the salt (the attempt). A member that is not an owner can be lost
-    without a change of owners. Raises ``GeofedError("CONFIG_INVALID")`` for more chunks than members.
+    All members derive the same owners from the members and the salt (the attempt). If a member that is not an owner is
+    lost, the owners stay the same. Raises ``GeofedError("CONFIG_INVALID")`` for more chunks than members.
     """
     if not 1 <= chunks <= len(present):
         raise GeofedError("CONFIG_INVALID", f"{chunks} chunks for {len(present)} members")
@@ -64,8 +66,8 @@ def owners(chunks: int, present: Sequence[int], salt: str) -> tuple[int, ...]:
 
 
 def succession(chunk: int, owner: int, present: Collection[int], salt: str) -> tuple[int, ...]:
-    """Who merges a chunk whose owner is lost, one after the other: the owner itself first, then by rendezvous, with
-    another order for every chunk, so that the chunks of several lost owners spread over the others."""
+    """Return who merges a chunk if its owner is lost, in order: the owner itself, then the others in a rendezvous order
+    that differs for every chunk, so that the chunks of several lost owners are distributed over all others."""
     return (owner, *_ranked([worker for worker in present if worker != owner], f"{salt}/{chunk}"))
 
 

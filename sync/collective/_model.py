@@ -1,7 +1,8 @@
-"""What a collective takes and costs, in closed form. Imports nothing: a planner may take it as it is.
+"""Closed-form model of the time and cost of a collective. Has no imports from this package, so that planners can use
+it.
 
-The forms follow FasDL (10.1109/TC.2024.3485202, §1.2 and §1.3 of the notes in its code) for requests that are made one
-after the other, and replace sums by the slower of latency and bandwidth where they are made side by side.
+The formulas follow FasDL (10.1109/TC.2024.3485202, §1.2 and §1.3 of the notes in its code) for sequential requests;
+where requests are concurrent, sums are replaced by the slower of latency and bandwidth.
 """
 
 from __future__ import annotations
@@ -26,70 +27,73 @@ __all__ = [
     "unequal_batches",
 ]
 
-_LATE = 0.1
-"""Workers look so much later than a value is likely to be there; where groups are joined, for two more in a row."""
-_LEAST_GAIN = 0.1
-"""Of time, for which means are rounded once more, and more looks come too early."""
+_LATE_FRACTION = 0.1
+"""Workers request a value later than it is likely to exist, by this fraction of the time; with groups, for two more
+values in sequence."""
+_MIN_GROUP_GAIN = 0.1
+"""Fraction of time that groups must save: they round means once more, and cause more requests that come too early."""
 PATTERNS = ("all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce")
 
 
 @dataclass(frozen=True)
 class ChannelCosts:
-    """One worker's use of a channel: a request takes its latency, then its bytes over the worker's own bandwidth."""
+    """Constants of one worker's use of a channel: a request takes its latency, plus its bytes over the worker's own
+    bandwidth."""
 
     put_seconds: float
     get_seconds: float
     up_bytes_per_second: float
     down_bytes_per_second: float
     poll_seconds: float = 0.0
-    """Between two looks of a worker that waits; 0: it is told."""
+    """Pause between two polls of a waiting worker; 0: the channel announces values."""
     list_seconds: float = 0.0
-    """What a look takes that lists the channel, for the patterns as published."""
+    """Duration of a poll that lists the channel, for the patterns as published."""
     parallel: int = 8
-    """Requests of one worker that may be on their way at once, each way."""
+    """Concurrent requests of one worker, in each direction."""
     put_usd: float = 0.0
     get_usd: float = 0.0
-    """Also of a look that finds nothing."""
+    """Also for a request that finds nothing."""
     list_usd: float = 0.0
     merge_seconds_per_byte: float = 0.0
-    """What adding a part to a sum takes, by the bytes of float32 that it has; 0: not counted."""
+    """Time of adding a part to a sum, per byte of float32; 0: ignored."""
     request_cpu_seconds: float = 0.0
-    """Of a request, what keeps a core of the worker busy; requests side by side do not share that."""
+    """Core time of a request; concurrent requests don't share it."""
     cores: float = 0.0
-    """Of a channel in the memory of one machine: the cores that all workers on it share. Requests and bytes then are
-    work for the cores, nothing continues side by side, and a worker gets slower as more are at work. 0: each worker has
-    its own machine."""
+    """For a channel in the memory of one machine: the cores that all workers on it share. Requests and bytes are then
+    work for the cores, nothing runs concurrently, and a worker gets slower as more workers are active. 0: each worker
+    has its own machine."""
     jitter: float = 0.0
-    """Standard deviation of the latency's logarithm. Whoever waits for many requests waits for the slowest of them."""
+    """Standard deviation of the logarithm of the latency. A worker that waits for many requests waits for the
+    slowest."""
 
 
 @dataclass(frozen=True)
 class Merge:
-    """One merge of W workers' vectors."""
+    """One merge of the vectors of W workers."""
 
     pattern: str
-    """One of `PATTERNS`, or ``isp``, or ``server-reduce``: every worker puts its vector, the region's parameter server
-    gets and adds them all, puts the mean, and every worker gets that."""
+    """One of `PATTERNS`, ``isp``, or ``server-reduce``: every worker puts its vector, the region's parameter server
+    gets and adds them all and puts the mean, which every worker gets."""
     workers: int
     size_bytes: float
-    """S: one vector as it travels. Of ``isp``: one worker's list."""
+    """S: encoded size of one vector; for ``isp``: of one worker's list."""
     chunks: int | None = None
-    """K; None: 1 for all-reduce, else a chunk for each worker. ``isp``: None for lists from all to all."""
+    """K; None: 1 for all-reduce, otherwise one chunk per worker. ``isp``: None if every worker reads every list."""
     faithful: bool = False
-    """One request after the other, and discovery by listing."""
+    """Whether requests are sequential, and values are found by listing."""
     groups: int = 1
     """As in `Settings`."""
     merged_bytes: float | None = None
-    """Of the whole merged vector, where that differs from ``size_bytes``. ``isp``: the union of all lists."""
+    """Encoded size of the merged vector, if it differs from ``size_bytes``. ``isp``: of the union of all lists."""
 
     @property
     def in_groups(self) -> int:
-        """Groups, within their bounds."""
+        """Number of groups, within its limits."""
         return max(1, min(self.groups, self.workers // self.owners))
 
     @property
     def owners(self) -> int:
-        """K within its bounds."""
+        """K, within its limits."""
         if self.pattern == "all-reduce":
             return 1
         return max(1, min(self.workers, self.chunks or self.workers))
@@ -97,37 +101,37 @@ class Merge:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one merge. Requests are those of all workers."""
+    """The estimate of one merge. Requests are those of all workers."""
 
     seconds: float
-    """Until the last worker has the merged vector, all having begun together."""
+    """Time until the last worker has the merged vector, if all begin together."""
     puts: int
     gets: int
     polls: float
-    """Looks that find nothing; of ``faithful`` patterns all lists."""
+    """Requests that find nothing; for ``faithful`` patterns all lists."""
     up_bytes: float
-    """Of the worker that moves most; a parameter server is none."""
+    """Bytes of the worker that transfers most; a parameter server does not count."""
     down_bytes: float
     requests_usd: float
 
     def usd(self, workers: int, usd_per_worker_second: float) -> float:
-        """Requests, and the workers' time while they merge."""
+        """Return the cost of the requests, and of the workers' time while they merge."""
         return self.requests_usd + workers * usd_per_worker_second * self.seconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `choose` takes."""
+    """The result of `choose`."""
 
     merge: Merge
     estimate: Estimate
     usd: float
 
 
-def estimate(merge: Merge, costs: ChannelCosts, *, late: float = _LATE) -> Estimate:
-    """Time, requests and bytes of one merge; zeros for a worker alone.
+def estimate(merge: Merge, costs: ChannelCosts, *, late: float = _LATE_FRACTION) -> Estimate:
+    """Estimate time, requests and bytes of one merge; zeros for a single worker.
 
-    ``late``: how much later than a value is likely to be there workers look for it, as a part of that time.
+    ``late``: workers request a value later than it is likely to exist, by this fraction of the time.
     """
     workers = merge.workers
     if workers < 2:
@@ -138,14 +142,14 @@ def estimate(merge: Merge, costs: ChannelCosts, *, late: float = _LATE) -> Estim
         return _at_server(merge, costs)
     chunks, groups = merge.owners, merge.in_groups
     group = -(-workers // groups)
-    """Workers of the largest."""
+    """Workers of the largest group."""
     part, merged = merge.size_bytes / chunks, (merge.merged_bytes or merge.size_bytes) / chunks
     uploads = chunks if chunks * groups < workers else chunks - 1
-    """Of the slowest worker: one that merges no chunk, where there are such."""
+    """Uploads of the slowest worker: one that merges no chunk, if there is any."""
     others = chunks if chunks < workers else chunks - 1
     """Merged chunks that the slowest worker reads."""
     read = chunks * (workers - 1)
-    # As published there is one request after the other, whose latenesses even out.
+    # As published, requests are sequential, and their variations average out.
     even = replace(costs, jitter=0.0) if merge.faithful else costs
     giving, reading = _at_work(even, workers, uploads * workers), _at_work(even, chunks, read)
     storing, pulling = _at_work(even, chunks, chunks), _at_work(even, workers, read)
@@ -164,7 +168,7 @@ def estimate(merge: Merge, costs: ChannelCosts, *, late: float = _LATE) -> Estim
             first = giving.put_seconds + part / costs.up_bytes_per_second
             last = reading.get_seconds + part / costs.down_bytes_per_second
             collected = look + max(given + last, first + all_parts)
-        # The only merged chunk is the vector: where it lies in memory it is not copied.
+        # The only merged chunk is the vector, which is not copied if it is in memory.
         pulled = pulling.get_seconds if costs.cores and chunks == 1 else _gets(max(1, others), merged, pulling)
     collected += _adding(group, part, reading)
     if groups > 1:
@@ -174,12 +178,12 @@ def estimate(merge: Merge, costs: ChannelCosts, *, late: float = _LATE) -> Estim
     puts, gets = chunks * workers, 2 * chunks * (workers - 1)
     waited = (workers - chunks) * (collected + up_one - given) + chunks * (look + up_one)
     pause = costs.list_seconds + costs.poll_seconds
-    # As published, a worker lists at least twice in a merge, however soon it finds what it looks for.
+    # As published, a worker lists at least twice in a merge, however soon it finds a value.
     least = 2 * chunks + (workers - chunks) if merge.faithful else 0
     every = pause if merge.faithful else costs.poll_seconds
     polls = least + (waited / every if every > 0 else 0.0)
     if not merge.faithful:
-        # Workers look when a value is likely to be there: about once too early in each of their waits.
+        # Workers request a value when it is likely to exist: about once too early in each of their waits.
         polls = min(polls, workers * (2.0 if groups == 1 else 3.0))
     usd = puts * costs.put_usd + gets * costs.get_usd + polls * (costs.list_usd if merge.faithful else costs.get_usd)
     down = (group - 1 + groups - 1) * part + (chunks - 1) * merged
@@ -200,7 +204,7 @@ def _all_to_all(merge: Merge, costs: ChannelCosts) -> Estimate:
 
 
 def _at_server(merge: Merge, costs: ChannelCosts) -> Estimate:
-    """As if the server saw the channel as a worker does."""
+    """Estimate ``server-reduce``, as if the server used the channel like a worker."""
     workers, size = merge.workers, merge.size_bytes
     merged = merge.merged_bytes or size
     all_, reading, storing = _at_work(costs, workers, workers), _at_work(costs, 1, workers), _at_work(costs, 1, 1)
@@ -215,11 +219,11 @@ def _at_server(merge: Merge, costs: ChannelCosts) -> Estimate:
 
 
 def _at_work(costs: ChannelCosts, active: int, requests: int) -> ChannelCosts:
-    """The constants while so many workers are at work at once; latencies of the latest of so many requests."""
+    """Return the constants while so many workers are active, with the latency of the slowest of so many requests."""
     slower = max(1.0, active / costs.cores) if costs.cores else 1.0
     if requests < 1:
         return costs
-    # Blom's approximation of the largest of n normal ones.
+    # Blom's approximation of the largest of n normal values.
     late = math.exp(costs.jitter * NormalDist().inv_cdf((requests - 0.375) / (requests + 0.25)))
     if slower == late == 1.0:
         return costs
@@ -235,7 +239,8 @@ def _at_work(costs: ChannelCosts, active: int, requests: int) -> ChannelCosts:
 
 
 def _adding(workers: int, part_bytes: float, costs: ChannelCosts) -> float:
-    """Seconds of an owner's sums that nothing hides: parts are added while others are on their way, the last is not."""
+    """Return the seconds of an owner's additions that nothing hides: parts are added while others are being received,
+    except for the last."""
     return costs.merge_seconds_per_byte * part_bytes * (workers if costs.cores else 2)
 
 
@@ -248,19 +253,20 @@ def _gets(requests: int, size_bytes: float, costs: ChannelCosts) -> float:
 
 
 def _lane(requests: int, latency: float, size_bytes: float, bytes_per_second: float, costs: ChannelCosts) -> float:
-    """Seconds of so many requests of one size side by side over one link."""
+    """Return the seconds of so many concurrent requests of one size over one link."""
     if requests < 1:
         return 0.0
     one = size_bytes / bytes_per_second
     if costs.cores:
         return requests * (latency + one)
     turns = math.ceil(requests / max(1, costs.parallel))
-    # The first comes after its latency; from then on they come as fast as link and core let them.
+    # The first arrives after its latency; the others follow as fast as link and core allow.
     return max(latency + requests * max(one, costs.request_cpu_seconds), turns * (latency + one))
 
 
 def least_seconds(workers: int, size_bytes: float, costs: ChannelCosts) -> float:
-    """The bound: through a store that computes nothing, W workers must each move 2 S (W - 1) / W down, or S up."""
+    """Return the lower bound: through a store that does not compute, each of W workers must download 2 S (W - 1) / W,
+    or upload S."""
     if workers < 2:
         return 0.0
     down = 2 * size_bytes * (workers - 1) / workers / costs.down_bytes_per_second
@@ -270,11 +276,11 @@ def least_seconds(workers: int, size_bytes: float, costs: ChannelCosts) -> float
 def best_chunks(
     workers: int, size_bytes: float, costs: ChannelCosts, *, usd_per_worker_second: float | None = None
 ) -> int:
-    """K-REDUCE's best K for requests one after the other: T(K) = const + K P + Q / K, so K = sqrt(Q / P).
+    """Return the best K of K-REDUCE for sequential requests: T(K) = const + K P + Q / K, so K = sqrt(Q / P).
 
     With a price of time it is the cheapest K: every chunk costs W puts and 2 (W - 1) gets. It is the better of the two
-    whole numbers around the optimum. Compared with them are K = 1 and 2, as K = 1 reads one merged chunk where the form
-    says none, and K = W, where every worker keeps its part of its own chunk.
+    integers around the optimum, compared with K = 1 and 2, as K = 1 reads one merged chunk where the formula has none,
+    and with K = W, where every worker keeps its part of its own chunk.
     """
     latency = costs.put_seconds + costs.get_seconds
     bytes_term = size_bytes * (1 / costs.up_bytes_per_second + (workers - 2) / costs.down_bytes_per_second)
@@ -286,12 +292,12 @@ def best_chunks(
     candidates = {max(1, min(workers, k)) for k in (1, 2, math.floor(around), math.ceil(around), workers)}
 
     def worth(chunks: int) -> float:
-        # No looks: they depend on who waits for whom, hardly on K.
-        told = ChannelCosts(
+        # Polls are ignored: they depend on who waits for whom, hardly on K.
+        costs_without_polls = ChannelCosts(
             costs.put_seconds, costs.get_seconds, costs.up_bytes_per_second, costs.down_bytes_per_second,
             put_usd=costs.put_usd, get_usd=costs.get_usd,
         )  # fmt: skip
-        one = estimate(Merge("k-reduce", workers, size_bytes, chunks, faithful=True), told)
+        one = estimate(Merge("k-reduce", workers, size_bytes, chunks, faithful=True), costs_without_polls)
         return one.seconds if usd_per_worker_second is None else one.usd(workers, usd_per_worker_second)
 
     return min(sorted(candidates), key=worth)
@@ -307,10 +313,11 @@ def choose(
     slack: float = 0.0,
     patterns: Sequence[str] = PATTERNS,
 ) -> Choice:
-    """The pattern and K that take least time, or cost least; of two that are equal the one that is better otherwise.
+    """Return the pattern and K that take the least time, or cost least; of two equal ones, the one that is better
+    otherwise.
 
-    ``patterns``: among which; ``server-reduce`` may be one of them.
-    ``slack``: what may be so much worse (0.05: a twentieth) is as good, and the other measure decides.
+    ``patterns``: the patterns to choose from; may include ``server-reduce``. ``slack``: choices that are worse by at
+    most this fraction (0.05: 5 %) count as equal, and the other measure decides.
     """
     evaluated: list[Choice] = []
     for pattern in patterns:
@@ -328,17 +335,18 @@ def choose(
 
 
 def best_groups(merge: Merge, costs: ChannelCosts) -> int:
-    """In how many groups a K-REDUCE of this K is made, where that is faster and worth it; the requests are the same.
+    """Return the number of groups for a K-REDUCE with this K, if groups are sufficiently faster; the requests are the
+    same.
 
-    An owner reads W / G parts and then G - 1: least for G = sqrt(W). With more groups than W / K it would wait for its
-    own uploads, of K chunks, instead.
+    An owner reads W / G parts and then G - 1: least for G = sqrt(W). With more than W / K groups it would wait for its
+    own uploads of K chunks instead.
     """
     workers, owners = merge.workers, merge.owners
     if costs.cores or 2 * owners > workers:
         return 1
     groups = min(workers // owners, round(workers / max(owners, math.sqrt(workers))))
     alone, grouped = (estimate(replace(merge, groups=count), costs).seconds for count in (1, groups))
-    return groups if grouped < (1 - _LEAST_GAIN) * alone else 1
+    return groups if grouped < (1 - _MIN_GROUP_GAIN) * alone else 1
 
 
 def _seconds(choice: Choice) -> float:
@@ -352,11 +360,12 @@ def _usd(choice: Choice) -> float:
 def unequal_batches(
     batch: int, chunks: int, workers: int, *, aggregation_seconds: float, seconds_per_sample: float, most: int
 ) -> int:
-    """The batch of a worker that owns no chunk, such that it computes as long as an owner computes and aggregates.
+    """Return the batch of a worker that owns no chunk, such that it computes as long as an owner computes and
+    aggregates.
 
-    FasDL's A = min(round((T_agg + T_train(B)) (M + m) / a - b), floor((most - B K) / (W - K))), whose first term is
-    B + T_agg / (seconds per sample). ``batch``: B, an owner's; ``most``: the largest global batch. At least B, where
-    the global batch has room for it, and at least 1; B where every worker owns a chunk.
+    FasDL's A = min(round((T_agg + T_train(B)) (M + m) / a - b), floor((most - B K) / (W - K))), whose first term is B +
+    T_agg / (seconds per sample). ``batch``: B, an owner's; ``most``: the largest global batch. At least B if the global
+    batch allows it, and at least 1; B if every worker owns a chunk.
     """
     if chunks >= workers:
         return batch

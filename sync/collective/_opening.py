@@ -1,4 +1,4 @@
-"""The collective that a plan names."""
+"""Creation of the collective that a plan names."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def open_collective(
     size: int,
     patience: Callable[[], float] | None = None,
 ) -> Collective:
-    """A worker's side of the collective for vectors of ``size`` elements.
+    """Create a worker's side of the collective for vectors of ``size`` elements.
 
-    ``place``: what its keys begin with, the same for all workers of the partition; whoever starts a new attempt deletes
-    ``place/<attempt>`` of the old one. ``patience``: how many seconds an exchange that begins now may take; None:
-    always ``settings.timeout_seconds``. Raises ``GeofedError("CONFIG_INVALID")`` for settings that do not fit together.
+    ``place`` is the prefix of all keys, the same for all workers of the partition; whoever starts a new attempt must
+    delete ``place/<attempt>`` of the old one. ``patience`` returns the timeout in seconds of an exchange that begins
+    now; None: always ``settings.timeout_seconds``. Raises ``GeofedError("CONFIG_INVALID")`` for inconsistent settings.
     """
     check(settings, member.workers)
     if settings.pattern == "isp":
@@ -37,15 +37,15 @@ def open_collective(
 
 
 def check(settings: Settings, workers: int) -> None:
-    """Raise ``GeofedError("CONFIG_INVALID")`` for settings that do not fit together."""
+    """Raise ``GeofedError("CONFIG_INVALID")`` for inconsistent settings."""
     if settings.pattern not in ("all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"):
         raise GeofedError("CONFIG_INVALID", f"unknown collective {settings.pattern!r}")
     codecs = _CODECS.get(settings.pattern, ("fp32", "bf16", "int8", "fp8", "int4"))
     if settings.codec not in codecs:
-        text = f"{settings.pattern} does not send in {settings.codec!r}"
+        text = f"{settings.pattern} does not support codec {settings.codec!r}"
         raise GeofedError("CONFIG_INVALID", text, hint=f"known: {', '.join(codecs)}")
     if settings.chunks is not None and settings.pattern not in ("k-reduce", "isp"):
-        raise GeofedError("CONFIG_INVALID", f"{settings.pattern} takes no number of chunks")
+        raise GeofedError("CONFIG_INVALID", f"{settings.pattern} does not accept a number of chunks")
     if settings.chunks is not None and not 1 <= settings.chunks <= workers:
         raise GeofedError("CONFIG_INVALID", f"{settings.chunks} chunks for {workers} workers")
     if settings.groups < 1 or (settings.groups > 1 and (settings.pattern != "k-reduce" or settings.staleness)):

@@ -1,10 +1,10 @@
-"""Where the entries of a list lie, in few bits: whichever of three forms is the shortest for the places at hand.
+"""Compact encoding of the positions of a list's entries: the shortest of three forms.
 
-- *Ranks*, as Elias (1974) and Fano (1971) write them: of n places in a row of ascending numbers, the low bits as they
-  are and the high bits in unary, 2 + log2(size / n) bits an entry. For entries that lie apart.
-- *Groups*: the same of the groups of eight coordinates that hold an entry, and a bit for each coordinate of those. Rows
-  of an embedding lie together: their places then take little more than a bit an entry.
-- *Bits*: one for each coordinate.
+- *Ranks*, as in Elias (1974) and Fano (1971): of n ascending positions, the low bits are stored directly and the high
+  bits in unary, 2 + log2(size / n) bits per entry. For scattered entries.
+- *Groups*: the same for the groups of eight coordinates that contain an entry, and one bit per coordinate of those.
+  Rows of an embedding are contiguous: their positions then take little more than one bit per entry.
+- *Bits*: one bit per coordinate.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _COUNT = np.dtype("<u4")
 
 
 def pack_places(size: int, places: Places) -> Bytes:
-    """Places, which ascend, below ``size``, as bytes, the form first; shape (count,)."""
+    """Encode ascending positions below ``size`` as bytes; the first byte is the form. Shape (count,)."""
     if _ranks_bits(size, places.size) <= places.size + 8 * _COUNT.itemsize:
-        # Nothing is shorter than a bit for each entry.
+        # No other form is shorter than one bit per entry.
         return np.concatenate([_byte(_RANKS), _pack_ranks(size, places)])
-    there = np.zeros(size, np.bool_)
-    there[places] = True
-    bits = np.packbits(there)
+    occupied = np.zeros(size, np.bool_)
+    occupied[places] = True
+    bits = np.packbits(occupied)
     (groups,) = np.nonzero(bits)
     in_groups = 8 * (groups.size + _COUNT.itemsize) + _ranks_bits(bits.size, groups.size)
     least = min(_ranks_bits(size, places.size), in_groups, 8 * bits.size)
@@ -42,31 +42,32 @@ def pack_places(size: int, places: Places) -> Bytes:
 
 
 def unpack_places(size: int, count: int, packed: Bytes) -> tuple[Places, int]:
-    """What `pack_places` was given, and how many bytes that took, of bytes that may continue behind.
+    """Decode the positions of `pack_places`; return them, and the number of bytes that they took, which others may
+    follow.
 
     Raises ``GeofedError("FRAME_INVALID")``.
     """
-    require(packed.size > 0 and 0 <= count <= size, "no places, or more than there are")
+    require(packed.size > 0 and 0 <= count <= size, "the number of positions is invalid")
     form, rest = int(packed[0]), packed[1:]
     if form == _RANKS:
         places, used = _unpack_ranks(size, count, rest)
         return places, 1 + used
-    require(form in (_GROUPS, _BITS), f"places in a form of number {form}, which is not known here")
+    require(form in (_GROUPS, _BITS), f"unknown form {form} of positions")
     bits = np.zeros(-(-size // 8), np.uint8)
     if form == _BITS:
         require(rest.size >= bits.size, "too few places")
         bits, used = rest[: bits.size], bits.size
     else:
-        require(rest.size >= _COUNT.itemsize, "no groups")
+        require(rest.size >= _COUNT.itemsize, "the groups are missing")
         number = int(rest[: _COUNT.itemsize].view(_COUNT)[0])
         require(number <= min(count, bits.size), "more groups than entries")
         groups, used = _unpack_ranks(bits.size, number, rest[_COUNT.itemsize :])
         used += _COUNT.itemsize
-        require(rest.size >= used + number, "groups without their coordinates")
+        require(rest.size >= used + number, "the coordinates of groups are missing")
         bits[groups] = rest[used : used + number]
         used += number
     (places,) = np.nonzero(np.unpackbits(bits))
-    require(places.size == count and (count == 0 or places[-1] < size), "there are not as many places as values")
+    require(places.size == count and (count == 0 or places[-1] < size), "the number of positions is wrong")
     return places, 1 + used
 
 
@@ -75,7 +76,7 @@ def _byte(number: int) -> Bytes:
 
 
 def _low_bits(size: int, count: int) -> int:
-    """How many bits of each place are written as they are."""
+    """Return the number of low bits of each position that are stored directly."""
     return max(0, (size // count).bit_length() - 1) if count else max(0, size.bit_length())
 
 
@@ -98,10 +99,10 @@ def _unpack_ranks(size: int, count: int, packed: Bytes) -> tuple[Places, int]:
     lows, highs = -(-count * low // 8), -(-((size >> low) + count + 1) // 8)
     require(packed.size >= lows + highs, "too few places")
     (marks,) = np.nonzero(np.unpackbits(packed[lows : lows + highs]))
-    require(marks.size == count, "there are not as many places as values")
+    require(marks.size == count, "the number of positions is wrong")
     places = (marks - np.arange(count)) << low
     if low:
         bits = np.unpackbits(packed[:lows], count=count * low).reshape(count, low)
         places |= bits.astype(np.int64) @ (1 << np.arange(low, dtype=np.int64))
-    require(count == 0 or (places[-1] < size and (np.diff(places) > 0).all()), "places are not in order")
+    require(count == 0 or (places[-1] < size and (np.diff(places) > 0).all()), "positions are not in order")
     return places, lows + highs

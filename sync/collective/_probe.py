@@ -1,4 +1,4 @@
-"""Measures the constants of a channel from where a worker stands."""
+"""Measurement of a channel's constants, from a worker's position."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ __all__ = ["probe"]
 
 _SMALL_BYTES = 1 << 10
 _SMALL = 8
-"""Small requests each way, which tell the latency and how much it varies."""
-_AT_ONCE = 4
+"""Small requests in each direction, which measure the latency and its variation."""
+_CONCURRENT = 4
+"""Small requests that are made concurrently."""
 
 
 def probe(
     channel: Channel, place: str, *, large_bytes: int = 4 << 20, repeats: int = 3, cores: float = 0.0
 ) -> ChannelCosts:
-    """Latency and bandwidth each way from puts and gets of two sizes, and how late a waiting worker is told.
+    """Measure latency and bandwidth in each direction with puts and gets of two sizes, and the delay of a waiting
+    worker.
 
-    Also what a request and the adding of parts take of a core. ``cores``: as in `ChannelCosts`, of a channel that is
-    `in_memory`; measure while no worker is at work. Medians; takes 8 small requests each way, some side by side, and
-    2 * ``repeats`` others, and leaves nothing under ``place``. Prices are not measured: they stay 0.
+    Also measures the core time of a request and of adding parts. ``cores``: as in `ChannelCosts`, for a channel that is
+    `in_memory`; measure while no worker is active. The results are medians. It takes 8 small requests in each
+    direction, some of them concurrently, and 2 * ``repeats`` others, and leaves no values under ``place``. Prices are
+    not measured: they stay 0.
     """
     small, large = memoryview(bytes(_SMALL_BYTES)), memoryview(bytes(large_bytes))
     keys = [f"{place}/small.{number}" for number in range(_SMALL)]
     large_keys = [f"{place}/large.{number}" for number in range(repeats)]
     late_keys = [f"{place}/late.{number}" for number in range(repeats)]
     try:
-        # The first requests make the connections.
-        with ThreadPoolExecutor(1 if cores else _AT_ONCE) as threads:
-            list(threads.map(lambda key: channel.put(key, [small]), keys[:_AT_ONCE]))
+        # The first requests open the connections.
+        with ThreadPoolExecutor(1 if cores else _CONCURRENT) as threads:
+            list(threads.map(lambda key: channel.put(key, [small]), keys[:_CONCURRENT]))
             put_times = list(threads.map(lambda key: _timed(channel.put, key, [small]), keys))
             get_times = list(threads.map(lambda key: _timed(_read, channel, key), keys))
         put_small, get_small = (statistics.median(took for took, _ in times) for times in (put_times, get_times))
@@ -55,7 +58,7 @@ def probe(
         get_seconds=max(0.0, get_small - _SMALL_BYTES / down),
         up_bytes_per_second=up,
         down_bytes_per_second=down,
-        # A value comes, on average, in the middle between two looks.
+        # On average, a value appears in the middle between two polls.
         poll_seconds=2 * late,
         parallel=1 if cores else 8,
         merge_seconds_per_byte=statistics.median(_adding(large_bytes) for _ in range(repeats)),
@@ -66,13 +69,14 @@ def probe(
 
 
 def _spread(times: Sequence[float]) -> float:
-    """Standard deviation of the logarithm, by its middle half: a single one that is very late counts little."""
+    """Return the standard deviation of the logarithm, estimated from the quartiles, so that a single outlier counts
+    little."""
     first, _, third = statistics.quantiles((math.log(max(1e-9, took)) for took in times), n=4)
     return (third - first) / 1.349
 
 
 def _adding(size_bytes: int) -> float:
-    """Seconds for each byte of a part that is added to others."""
+    """Return the seconds per byte of adding a part."""
     vectors = [np.ones(size_bytes // 4, np.float32) for _ in range(3)]
     fold = Fold(size_bytes // 4, range(len(vectors)))
     begun = time.perf_counter()
@@ -83,30 +87,30 @@ def _adding(size_bytes: int) -> float:
 
 
 def _timed(work: Callable[..., object], *arguments: object) -> tuple[float, float]:
-    """Seconds, and seconds of a core."""
+    """Return the elapsed seconds, and the core's seconds."""
     begun, busy = time.perf_counter(), time.thread_time()
     work(*arguments)
     return time.perf_counter() - begun, time.thread_time() - busy
 
 
 def _read(channel: Channel, key: str) -> bytes:
-    # Copied, as a value in shared memory is not read before that.
+    # The copy is needed because a value in shared memory is not read before.
     return bytes(channel.get(key) or b"")
 
 
 def _lateness(channel: Channel, key: str, get_seconds: float) -> float:
-    """Seconds from when a value is there to when a worker that waits begins to get it."""
-    told: list[float] = []
+    """Return the seconds from the existence of a value until a waiting worker begins to get it."""
+    noticed: list[float] = []
 
     def wait() -> None:
         for _ in channel.wait([key], 30.0):
-            told.append(time.perf_counter())
+            noticed.append(time.perf_counter())
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    # Long enough for pauses between looks to have grown to what they are in a merge.
+    # Long enough for the pauses between polls to grow as they do in a merge.
     time.sleep(0.2)
     channel.put(key, [bytes(_SMALL_BYTES)])
-    there = time.perf_counter()
+    stored = time.perf_counter()
     waiting.join()
-    return max(0.0, told[0] - there - get_seconds) if told else 0.0
+    return max(0.0, noticed[0] - stored - get_seconds) if noticed else 0.0

@@ -1,14 +1,15 @@
-"""Reduction through a channel: chunks go to their owners, each owner merges its chunk once, all read the merged bytes.
+"""Reduction through a channel: chunks are sent to their owners, each owner merges its chunk once, and all workers read
+the same merged bytes.
 
-One scheme serves four published ones. With one chunk it is LambdaML's AllReduce, with a chunk for every worker its
-ScatterReduce (arXiv 2105.07806 §4.3); where the upload of further chunks overlaps the download of others' parts of
-the own one, FuncPipe's pipelined scatter-reduce (10.1145/3570607 §4); with K chunks for W workers, FasDL's K-REDUCE
-(10.1109/TC.2024.3485202). Ours is K-REDUCE in groups: workers of each of G groups merge the chunks of their group, and
-owners what the groups have. It makes the same requests, and an owner reads less: (2 K + G - 3) / K of a vector, instead
-of (W + K - 2) / K, as in the reductions by halves of Rabenseifner (2004).
+One scheme covers four published ones. With one chunk it is LambdaML's AllReduce, with one chunk per worker its
+ScatterReduce (arXiv 2105.07806 §4.3). If the upload of further chunks overlaps the download of others' parts of the own
+chunk, it is FuncPipe's pipelined scatter-reduce (10.1145/3570607 §4). With K chunks for W workers it is FasDL's
+K-REDUCE (10.1109/TC.2024.3485202). geofed's is K-REDUCE in groups: in each of G groups, workers merge the chunks of the
+group, and owners merge the groups' results. It makes the same requests, and an owner reads less: (2 K + G - 3) / K of a
+vector, instead of (W + K - 2) / K, similar to the recursive halving of Rabenseifner (2004).
 
-Who deletes what: an owner deletes the parts it has merged, once the merged chunk is stored, and its own merged chunks
-of steps that everybody has left behind.
+An owner deletes the parts it has merged once the merged chunk is stored, and its own merged chunks of steps that all
+workers have finished.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pull:
         self._after = plan.merged_after() if plan.merges is None else plan.stored_after()
         if plan.merges is not None and plan.own is None:
             self._after = (plan.stored_after() or 0.0) + (plan.owned_after() or 0.0)
-        # They come together, but not faster than the link carries them.
+        # The chunks appear together, but not faster than the link carries them.
         self._gap = 0.0 if plan.asked is None else plan.chunk_bytes / plan.asked.down_bytes_per_second
         self._vectors: dict[int, Vector] = {}
         self._size = plan.size
@@ -53,12 +54,12 @@ class Pull:
         return [Fetch(tuple(self._missing), self._after, self._gap)] if self._missing else []
 
     def all_but(self, key: str) -> list[Request]:
-        """Get them as they come, but for one; of a channel that tells."""
+        """Request all but one as they arrive, from a channel that announces values."""
         keys = tuple(missing for missing in self._missing if missing != key)
         return [Fetch(keys)] if keys else []
 
     def one(self, key: str, after_seconds: float | None) -> list[Request]:
-        """Get one of them, which will not be there before that."""
+        """Request one of them, which will not exist before that."""
         return [Fetch((key,), after_seconds, asked_at_once=False)] if key in self._missing else []
 
     def handle(self, event: Event) -> list[Request]:
@@ -70,13 +71,13 @@ class Pull:
         return []
 
     def place(self, key: str, values: Vector, weight: float) -> None:
-        """Take up a merged chunk."""
+        """Store a merged chunk in the result."""
         step, chunk = self._missing.pop(key)
         if len(self._bounds) == 1:
-            # It is the vector; a view, that its reader need not copy it.
+            # The chunk is the whole vector; a view avoids a copy.
             self._vectors[step] = values[:]
         else:
-            # Made when the first comes: a page is then touched once, when it is written.
+            # Allocated when the first chunk arrives: each page is then touched once, when it is written.
             if step not in self._vectors:
                 self._vectors[step] = np.empty(self._size, np.float32)
             self._vectors[step][self._bounds[chunk]] = values
@@ -113,13 +114,13 @@ class Reduce:
         whole: bool = True,
         joint: Callable[[int, Fold], tuple[Tensors, float]] | None = None,
     ) -> None:
-        """``whole``: all of the vector is there; otherwise `Given` tells of each chunk. ``joint``: what is made of a
-        chunk that a group has, with the sum of its weights; where there are several."""
+        """``whole``: all of the vector is available; otherwise `Given` reports each chunk. ``joint`` encodes a group's
+        result of a chunk, and returns the sum of its weights; needed if there are several groups."""
         self._joint_of = joint
         self._plan, self._call, self._arithmetic, self._vector = plan, call, arithmetic, vector
         self._whole = whole
         self._awaited = 0 if whole else len(plan.bounds)
-        """Chunks that the caller has not handed in."""
+        """Number of chunks that the caller has not passed yet."""
         self._where = call.where(call.step)
         self._pull = Pull(plan, call, arithmetic)
         self._own, self._owns = plan.merges, plan.own is not None
@@ -127,14 +128,14 @@ class Reduce:
         self._uploads = {plan.part_key(self._where, chunk, me): chunk for chunk in plan.order if chunk != self._own}
         self._unstored = set(self._uploads)
         self._ahead_bytes = 0.0
-        """Handed in chunk by chunk, and not stored yet."""
+        """Bytes of chunks that were passed one by one and are not stored yet."""
         self._parts: dict[str, int] = {}
         self._joint: dict[str, int] = {}
-        """What the other groups have of the chunk that this worker owns."""
+        """Keys of the other groups' results of the chunk that this worker owns."""
         if self._own is not None:
             helpers = plan.helpers(self._own) if self._owns else ()
             self._fold = arithmetic.fold(self._own, self._length(self._own), (*group, *helpers))
-            # Begun with those that upload this chunk first.
+            # Begin with the workers that upload this chunk first.
             givers = sorted((plan.turn(self._own, worker), worker) for worker in group if worker != me)
             self._parts = {plan.part_key(self._where, self._own, worker): worker for _, worker in givers}
             self._joint = {plan.joint_key(self._where, self._own, worker): worker for worker in helpers}
@@ -159,12 +160,13 @@ class Reduce:
                 requests += self._fetch_parts()
             requests += self._fetch_joint()
         if stale:
-            # It is there by now, or nearly.
+            # It exists by now, or nearly.
             requests += self._fetch_merged()
         return requests + self._merge_if_complete()
 
     def _start_in_parts(self, stale: bool) -> list[Request]:
-        """Nothing of this worker's is there yet. What others give and merge comes as they get on with theirs."""
+        """Return the first requests while this worker has no chunk yet; values of other workers are read as they
+        arrive."""
         if stale:
             return self._fetch_merged()
         if not self._streams or self._plan.asked is not None:
@@ -173,7 +175,7 @@ class Reduce:
 
     @property
     def _streams(self) -> bool:
-        """Whether each chunk goes its way by itself, while others are still computed."""
+        """Whether each chunk is sent separately, while others are still being computed."""
         return not self._whole and self._plan.overlapped
 
     def handle(self, event: Event) -> list[Request]:
@@ -192,7 +194,8 @@ class Reduce:
 
     @property
     def done(self) -> bool:
-        # What a stale worker uploads may continue beside its next step; a merged chunk that is not stored is nobody's.
+        # A stale worker's uploads may continue during its next step; but no worker can read a merged chunk before it is
+        # stored.
         return self._pull.done and self._merged_stored and not self._awaited
 
     @property
@@ -238,7 +241,7 @@ class Reduce:
             for chunk in stored:
                 self._ahead_bytes -= self._plan.bytes_of(chunk)
                 if self._plan.asked is not None:
-                    # So is, or nearly, every other worker's part of it.
+                    # Every other worker's part of it is stored too, or nearly.
                     merged = self._plan.merged_key(self._where, chunk)
                     requests += self._pull.one(merged, self._plan.owner_takes(chunk))
             return requests
@@ -246,7 +249,7 @@ class Reduce:
             return requests
         if self._own is not None:
             return requests if self._plan.overlapped else [*requests, *self._fetch_parts()]
-        # Before its own parts are stored nothing can be merged, and looking for it would cost requests.
+        # Before its own parts are stored nothing can be merged, and requests for it would only cost money.
         return [*requests, *self._fetch_merged()]
 
     def _fetch_parts(self) -> list[Request]:
@@ -255,22 +258,23 @@ class Reduce:
         self._collecting = True
         after, gap, asked = self._plan.stored_after(), 0.0, self._plan.asked
         if asked is not None and self._streams:
-            # The others have given this chunk at about the same time, and had as much to upload before.
+            # The other workers have passed this chunk at about the same time, and had as much to upload before it.
             assert self._own is not None
             after = self._plan.given_after(self._ahead_bytes + self._plan.bytes_of(self._own))
             return [Fetch(tuple(self._parts), after, asked_at_once=False)]
         if asked is not None and self._plan.overlapped:
-            # All have uploaded all their chunks when the last part comes.
+            # When the last part arrives, all workers have uploaded all their chunks.
             gap = self._plan.chunk_bytes * len(self._plan.bounds) / len(self._parts) / asked.up_bytes_per_second
         elif asked is not None:
-            # The others have put theirs while this worker did.
+            # The other workers have put theirs while this worker did.
             after = 0.0
         return [Fetch(tuple(self._parts), after, gap)]
 
     def _fetch_joint(self) -> list[Request]:
-        """What other groups have is there about when this worker has what its own group has."""
-        told = self._plan.asked is None
-        if not self._joint or self._joining or not (told or set(self._fold.missing) <= set(self._joint.values())):
+        """Request the other groups' results, which exist at about the time when this worker has its own group's
+        parts."""
+        announced = self._plan.asked is None
+        if not self._joint or self._joining or not (announced or set(self._fold.missing) <= set(self._joint.values())):
             return []
         self._joining = True
         return [Fetch(tuple(self._joint), self._plan.stored_after())]
@@ -301,5 +305,5 @@ def _framed(tensors: Mapping[str, framing.Array], weight: float) -> Sequence[mem
 
 def weight_of(frame: framing.Frame) -> float:
     if "weight" not in frame.facts:
-        raise GeofedError("FRAME_INVALID", "a part without a weight")
+        raise GeofedError("FRAME_INVALID", "a part has no weight")
     return frame.facts["weight"]

@@ -26,19 +26,20 @@ from sync.layout import Vector
 __all__ = ["Buckets", "Reducing", "driver_of", "plan_of", "with_weight"]
 
 _ALIGN = 256
-"""Chunks begin on multiples of a codec's block, and of a cache line."""
-_LEAST_PARTS = 3
-"""Of one chunk nothing leaves before all is there; of two, one worker would have to read most of both."""
+"""Chunks begin at multiples of this: of a codec's block, and of a cache line."""
+_MIN_CHUNKS_IN_PARTS = 3
+"""Fewest chunks for which passing a vector in parts is worth it: one chunk cannot be sent before all of it is complete,
+and of two, one worker would have to read most of both."""
 _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.004, "fp8": 1.0, "int4": 0.516}
-"""Of a vector without zeros."""
+"""Encoded bytes per element, of a vector without zeros."""
 
 
 def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
-    """Chunks and owners of a vector of ``size`` elements; the same for all members."""
+    """Return the plan for a vector of ``size`` elements; the same for all members. ``place``: prefix of all keys."""
     present = member.present
     chunks = 1 if settings.pattern == "all-reduce" else min(settings.chunks or len(present), len(present))
-    half_first = settings.in_parts and chunks >= _LEAST_PARTS
-    # Small vectors are cut finer than the alignment, so that there is a chunk for each.
+    half_first = settings.in_parts and chunks >= _MIN_CHUNKS_IN_PARTS
+    # Small vectors are divided more finely than the alignment, so that there are enough chunks.
     least = _ALIGN * (2 * chunks - 1 if half_first else chunks)
     bounds = chunk_bounds(size, chunks, _ALIGN if size >= least else 1, half_first=half_first)
     groups = _groups(present, len(bounds), settings, str(member.attempt))
@@ -50,7 +51,7 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
 
 
 def _groups(present: Sequence[int], chunks: int, settings: Settings, salt: str) -> tuple[tuple[int, ...], ...]:
-    """Those who merge a chunk first, in the order of the chunks; then the rest, in turn."""
+    """Return the groups; in each, the workers that merge a chunk come first, in the order of the chunks."""
     count = max(1, min(settings.groups, len(present) // chunks))
     merging = tuple(present[:chunks]) if settings.faithful else owners(chunks * count, present, salt)
     rest = [worker for worker in present if worker not in merging]
@@ -58,6 +59,7 @@ def _groups(present: Sequence[int], chunks: int, settings: Settings, salt: str) 
 
 
 def driver_of(channel: Channel, settings: Settings, patience: Patience | None, plan: Plan | None = None) -> Driver:
+    """Return the driver for a channel and a plan."""
     patience = patience or (lambda: settings.timeout_seconds)
     if settings.faithful:
         return OneByOne(channel, patience, settings.poll_seconds)
@@ -66,14 +68,15 @@ def driver_of(channel: Channel, settings: Settings, patience: Patience | None, p
     looks = 1 if settings.asked is None else settings.asked.parallel
     if plan is None:
         return Threads(channel, patience, looks)
-    # Of chunks that go their ways each by itself, each is waited for by itself.
+    # Chunks that are sent separately are also awaited separately.
     return Threads(channel, patience, looks, plan.uploads_at_once, waits=2 + len(plan.bounds))
 
 
 class Buckets:
-    """One exchange whose vector is handed in part by part, while the rest is still being computed.
+    """One exchange whose vector is passed part by part, while the rest is still being computed.
 
-    A chunk leaves as soon as all of it is there. The backward pass gives the last layers first: any order will do.
+    A chunk is sent as soon as it is complete. Parts may be passed in any order; a backward pass computes the last
+    layers first.
     """
 
     def __init__(self, plan: Plan, vector: Vector, events: Events, merged: Future[tuple[Merged, ...]]) -> None:
@@ -82,7 +85,7 @@ class Buckets:
         self._stops = np.array([chunk.stop for chunk in plan.bounds])
 
     def give(self, start: int, values: Vector) -> None:
-        """Hand in the elements from ``start`` on; each element of the vector once. They are copied."""
+        """Pass the elements from ``start`` on, which are copied; each element of the vector exactly once."""
         stop = start + values.size
         if not 0 <= start <= stop <= self._vector.size:
             raise GeofedError("FRAME_INVALID", f"elements {start} to {stop} of a vector of {self._vector.size}")
@@ -92,24 +95,25 @@ class Buckets:
             part = min(stop, self._plan.bounds[chunk].stop) - start
             self._left[chunk] -= part
             if self._left[chunk] < 0:
-                raise GeofedError("FRAME_INVALID", f"elements of chunk {chunk} were handed in twice")
+                raise GeofedError("FRAME_INVALID", f"elements of chunk {chunk} were passed twice")
             if self._left[chunk] == 0:
                 self._events.put(Given(chunk))
             start, chunk = start + part, chunk + 1
 
     def result(self) -> tuple[Merged, ...]:
-        """What `Collective.merge` returns; raises what it raises, and ``FRAME_INVALID`` where elements are missing."""
+        """Return the result, as `Collective.merge` does; raises the same errors, and ``FRAME_INVALID`` if elements are
+        missing."""
         if any(self._left):
-            raise GeofedError("FRAME_INVALID", f"{sum(self._left)} elements have not been handed in")
+            raise GeofedError("FRAME_INVALID", f"{sum(self._left)} elements are missing")
         return self._merged.result()
 
 
 class Reducing:
-    """The mean, merged in chunks by their owners.
+    """Computes the mean; each chunk is merged by its owner.
 
-    With staleness a worker without a chunk takes up the mean of some merges before, and the rest when it settles; the
-    order of means that workers take up is the same for all, so that with a deterministic optimiser all end up with the
-    same bits. Its first steps take up nothing.
+    With staleness, a worker without a chunk applies the mean of some merges before, and the remaining ones when it
+    settles. All workers apply the means in the same order, so that with a deterministic optimiser all have the same
+    bits in the end. In its first steps such a worker applies nothing.
     """
 
     shares: Literal["mean"] = "mean"
@@ -123,7 +127,7 @@ class Reducing:
         size: int,
         patience: Patience | None = None,
     ) -> None:
-        """``patience``: as in `open_collective`."""
+        """``place`` and ``patience``: as in `open_collective`."""
         self._settings, self._member, self._size, self._place = settings, member, size, place
         self.plan = plan_of(member, size, settings, place)
         """Chunks and owners."""
@@ -131,41 +135,42 @@ class Reducing:
         self._driver = driver_of(channel, settings, patience, self.plan)
         self._lag = settings.staleness if self.plan.own is None else 0
         self._pending: deque[int] = deque()
-        """Merges that this worker has given its part of and not taken up."""
+        """Steps that this worker has contributed to, but whose mean it has not applied."""
         self._published: deque[int] = deque()
-        """Merged chunks of this owner that are in the channel."""
+        """Steps whose merged chunks of this owner are in the channel."""
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="buckets")
         self._open: Events | None = None
-        """Where the buckets of the exchange that runs come in."""
+        """Queue of events for the current exchange, if its vector is passed in parts."""
         self._copy: Vector | None = None
-        """What is on its way, of a vector that is the caller's again or came in parts."""
+        """Copy of the vector of the current exchange, if the caller may change it or passes it in parts."""
 
     @property
     def in_parts(self) -> bool:
-        """Whether `begin` is worth its while: chunks leave, and come back merged, before the last one is there."""
-        return self._settings.in_parts and len(self.plan.bounds) >= _LEAST_PARTS
+        """Whether `begin` is useful: chunks are sent, and received merged, before the last one is complete."""
+        return self._settings.in_parts and len(self.plan.bounds) >= _MIN_CHUNKS_IN_PARTS
 
     def merge(self, step: int, vector: Vector, weight: float, model: Vector | None = None) -> tuple[Merged, ...]:
         if vector.shape != (self._size,) or vector.dtype != np.float32:
             raise GeofedError("FRAME_INVALID", f"{vector.dtype} of shape {vector.shape} for {self._size} elements")
         if self._lag:
-            # Its upload continues while the caller writes the next one.
+            # The upload continues while the caller computes the next vector.
             self._driver.drain()
-            room = self._room()
-            room[:] = vector
-            vector = room
+            buffer = self._buffer()
+            buffer[:] = vector
+            vector = buffer
         return self._run(step, vector, weight, None)
 
     def begin(self, step: int, weight: float) -> Buckets:
-        """`merge` of a vector that is handed in part by part; nothing else may be called until its result is there."""
+        """Begin a merge whose vector is passed in parts. No other method may be called before the result is
+        complete."""
         self._driver.drain()
-        vector, events = self._room(), queue.SimpleQueue[Event | Failed]()
+        vector, events = self._buffer(), queue.SimpleQueue[Event | Failed]()
         if self._size == 0:
             events.put(Given(0))
         self._open = events
         return Buckets(self.plan, vector, events, self._beside.submit(self._run, step, vector, weight, events))
 
-    def _room(self) -> Vector:
+    def _buffer(self) -> Vector:
         if self._copy is None:
             self._copy = np.empty(self._size, np.float32)
         return self._copy
@@ -174,7 +179,7 @@ class Reducing:
         return Settled(with_weight(self._driver.run(self.settling(step))), None)
 
     def settling(self, step: int) -> Pull:
-        """What `settle` runs."""
+        """Return the part that `settle` executes."""
         call = Call("g", step, 0.0, tuple(self._pending))
         self._pending.clear()
         return Pull(self.plan, call, self._arithmetic)
@@ -192,12 +197,12 @@ class Reducing:
             steps.extend(sorted(int(step) for name, step in state.facts.items() if name.startswith(f"{kind}.")))
 
     def without(self, lost: Sequence[int]) -> None:
-        """Continue without workers that are lost, from the merge that did not come about; make that merge again.
+        """Continue without lost workers, from the merge that failed, which must be repeated.
 
-        Somebody must have told all that are left the same. They are then all in the same merge: one that anybody has
-        finished, all can finish, since its merged chunks are in the channel. What was put for the broken one lies under
-        other keys, so nothing counts twice. Raises ``GeofedError("CONFIG_INVALID")`` with staleness, where a worker is
-        several merges behind.
+        All remaining workers must be notified of the same loss. They are then all in the same merge: if one of them has
+        finished it, all can, since its merged chunks are in the channel. Values of the failed merge have other keys, so
+        nothing counts twice. Raises ``GeofedError("CONFIG_INVALID")`` with staleness, where a worker is several merges
+        behind.
         """
         if self._settings.staleness:
             raise GeofedError("CONFIG_INVALID", "with staleness the workers of an attempt cannot continue without one")
@@ -209,12 +214,12 @@ class Reducing:
             self._arithmetic.hold(held)
         self._lag = 0
         self._pending.clear()
-        # They lie under the old keys, and go with the attempt's tree.
+        # They have the old keys, and are deleted with the attempt's tree.
         self._published.clear()
 
     def close(self) -> None:
         if self._open is not None:
-            self._open.put(Failed(GeofedError("INTERNAL", "the collective was closed while it merged")))
+            self._open.put(Failed(GeofedError("INTERNAL", "the collective was closed during a merge")))
         self._beside.shutdown(wait=True)
         self._driver.close()
 
@@ -232,15 +237,15 @@ class Reducing:
         return with_weight(self._driver.run(self.part(step, vector, weight, whole=events is None), events))
 
     def part(self, step: int, vector: Vector, weight: float, *, whole: bool = True) -> Reduce:
-        """What `merge` runs, for whoever has a driver of their own; there must be several workers."""
+        """Return the part that `merge` executes, for callers with their own driver; there must be several workers."""
         self._arithmetic.begin()
         self._pending.append(step)
         wanted = [self._pending.popleft() for _ in range(len(self._pending) - self._lag)]
         expired: list[int] = []
         if self.plan.own is not None:
             self._published.append(step)
-            # All who give their part of this step have taken up what is `staleness` + 1 merges old. One more is kept
-            # for a worker that makes its last step again after its invocation was cut short.
+            # A worker that delivers its part of this step has applied the mean of `staleness` + 1 merges before. One
+            # more is kept for a worker that repeats its last step after an interrupted invocation.
             expired = [self._published.popleft() for _ in range(len(self._published) - 2 - self._settings.staleness)]
         call = Call("g", step, weight, tuple(wanted), tuple(expired))
         return Reduce(self.plan, call, self._arithmetic, vector, whole=whole, joint=self._arithmetic.joint)
@@ -254,7 +259,7 @@ def _await_all(events: Events, chunks: int) -> None:
 
 
 def with_weight(merged: tuple[Merged, ...]) -> tuple[Merged, ...]:
-    """What was merged; raises ``GeofedError("FRAME_INVALID")`` where nobody had a weight."""
+    """Return what was merged. Raises ``GeofedError("FRAME_INVALID")`` if no worker has a weight above 0."""
     if any(one.weight <= 0 for one in merged):
         raise GeofedError("FRAME_INVALID", f"no worker has a weight above 0 in step {merged[0].step}")
     return merged

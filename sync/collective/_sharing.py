@@ -1,8 +1,8 @@
-"""ISP, collectives of changes: each worker applies its own change at once and shares what of it is significant.
+"""ISP, a collective of changes: each worker applies its own change immediately, and shares the significant part of it.
 
-As published (MLLess, 10.1145/3464298.3494884 §3) every worker reads every other's list: W - 1 lists a step. With
-chunks, coordinate ranges have owners as in K-REDUCE: an owner adds the lists of its range up once, and all read the
-union, at most as many entries as the vector has, however many workers there are.
+As published (MLLess, 10.1145/3464298.3494884 §3) every worker reads every other's list: W - 1 lists per step. With
+chunks, coordinate ranges have owners as in K-REDUCE: an owner adds up the lists of its range once, and all workers read
+the union, which has at most as many entries as the vector, however many workers there are.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["Sharing"]
 
 
 class _Ranges:
-    """Changes merged by ranges: sums of lists.
+    """Merges changes by ranges: sums of lists.
 
-    The union of the lists is what all read, so it is filtered as well, by the published rule: an owner holds back sums
-    that are not significant of its own model. Workers send what is significant at v / P: it reaches one owner only, and
-    what P of them keep to themselves then adds up to no more than what one owner holds back. A worker continues with
-    its own change until the owner publishes a sum that holds it.
+    All workers read the union of the lists, so it is filtered as well, by the published rule: an owner holds back sums
+    that are not significant relative to its own model. Workers send what is significant at v / P: it is sent to one
+    owner only, and what P workers hold back then adds up to no more than what one owner holds back. A worker continues
+    with its own change until the owner publishes a sum that contains it.
     """
 
     def __init__(self, plan: Plan, held: SignificanceFilter, codec: ListCodec, significance: float) -> None:
@@ -47,11 +47,11 @@ class _Ranges:
         self.model: Vector = np.zeros(plan.size, np.float32)
         self.step = 0
         self.sent: Vector = np.zeros(plan.size, np.float32)
-        """What of this worker's changes the owners are told in this step."""
+        """The changes that this worker sends to the owners in this step, shape (n,)."""
         self.unpublished = np.zeros(plan.size)
-        """What of this worker's changes owners were told and have not published, shape (n,)."""
+        """This worker's changes that owners have received and not published, shape (n,)."""
         self.withheld = np.zeros(0 if plan.own is None else plan.bounds[plan.own].stop - plan.bounds[plan.own].start)
-        """Of the own range: sums of what was told, not published."""
+        """Sums of changes in the own range that were received and not published."""
 
     def part(self, chunk: int, values: Vector) -> Tensors:
         part = self._plan.bounds[chunk]
@@ -74,7 +74,8 @@ class _Ranges:
         whole = self.withheld.astype(np.float32)
         chosen = significant(whole, self.model[self._plan.bounds[chunk]], self._significance, self.step)
         if self._significance == 0:
-            # What coding rounds away would be significant for ever: it waits until a worker tells of the coordinate.
+            # What the encoding rounds away would always be significant, so it waits until a worker sends a change of
+            # the coordinate.
             chosen &= sums != 0
         (places,) = np.nonzero(chosen)
         tensors, read = self._codec.encode_entries(whole.size, places, whole[places])
@@ -87,9 +88,9 @@ class _Ranges:
         return self._codec.decode(tensors, size)
 
     def others(self, published: Vector) -> Vector:
-        """Without this worker's own changes, which it has applied; shape (n,)."""
-        (told,) = np.nonzero(self.sent != 0)
-        self.unpublished[told] += self.sent[told]
+        """Return a published sum without this worker's own changes, which it has applied already; shape (n,)."""
+        (own,) = np.nonzero(self.sent != 0)
+        self.unpublished[own] += self.sent[own]
         (places,) = np.nonzero(published != 0)
         change = np.zeros(published.size, np.float32)
         change[places] = published[places] - self.unpublished[places]
@@ -97,7 +98,8 @@ class _Ranges:
         return change
 
     def settle(self) -> npt.NDArray[np.float64] | None:
-        """What the own range of the own model lacks of what owners were told; from now on, it has it."""
+        """Return the changes that owners received and that the own range of this worker's model lacks; they count as
+        applied then."""
         lacking = None
         if self._plan.own is not None:
             lacking = self.withheld - self.unpublished[self._plan.bounds[self._plan.own]]
@@ -107,9 +109,9 @@ class _Ranges:
 
 
 class _Models:
-    """One model out of many that differ by what each has held back.
+    """Merges models that differ by what each worker has held back.
 
-    An owner adds to its range of its own model what the others have held back of theirs; what gradients do not train is
+    An owner adds to its range of its own model what the others have held back; state that gradients do not train is
     averaged.
     """
 
@@ -151,18 +153,18 @@ class _Models:
         return self._dense.decode(tensors, size)
 
     def _head(self, chunk: int) -> int:
-        """How many elements of the chunk gradients train."""
+        """Return the number of the chunk's elements that gradients train."""
         part = self._plan.bounds[chunk]
         return min(max(0, self._trained - int(part.start)), int(part.stop - part.start))
 
 
 class AllToAll:
-    """One worker's part in an exchange in which each reads each other's list."""
+    """One worker's part in an exchange in which each worker reads every other's list."""
 
     def __init__(self, plan: Plan, call: Call, codec: Codec, tensors: Tensors) -> None:
         member = plan.member
         where = call.where(call.step)
-        # A list is short: of a put, only the latency counts.
+        # A list is short, so only the latency of a put counts.
         self._after = None if plan.asked is None else 1.1 * plan.asked.put_seconds
         self._own_key = plan.part_key(where, 0, member.worker)
         self._put = Put({self._own_key: framing.encode(tensors, {"weight": call.weight})})
@@ -181,7 +183,7 @@ class AllToAll:
         frame = framing.decode(event.value)
         values = self._codec.decode(frame.tensors, self._size)
         self._fold.add(self._missing.pop(event.key), values, weight_of(frame))
-        # Who has given its list of this step has read all those of the one before.
+        # A worker that has put its list of this step has read all those of the step before.
         return [Delete(self._expired)] if self._fold.complete and self._expired else []
 
     @property
@@ -199,7 +201,8 @@ class AllToAll:
 
 
 class Sharing:
-    """ISP. Steps are numbered from 1. What gradients do not train is left to each worker, and averaged on settling."""
+    """ISP. Steps are numbered from 1. State that gradients do not train stays with each worker, and is averaged when
+    they settle."""
 
     shares: Literal["changes"] = "changes"
 
@@ -212,7 +215,7 @@ class Sharing:
         size: int,
         patience: Callable[[], float] | None = None,
     ) -> None:
-        """``patience``: as in `open_collective`."""
+        """``place`` and ``patience``: as in `open_collective`."""
         self._member, self._size = member, size
         self._trained = size if settings.trained is None else min(size, settings.trained)
         self._plan = plan_of(member, size, settings, place)
@@ -221,7 +224,7 @@ class Sharing:
         by_ranges = not self._all_to_all and not settings.faithful
         of_a_list = settings.significance / (len(member.present) if by_ranges else 1)
         self._held = SignificanceFilter(size, of_a_list)
-        # As published nothing is held back twice.
+        # As published, nothing is held back twice.
         self._ranges = _Ranges(self._plan, self._held, self._codec, settings.significance if by_ranges else 0.0)
         self._given: deque[int] = deque()
         """Steps whose lists or merged ranges of this worker are in the channel."""
@@ -240,7 +243,7 @@ class Sharing:
         return self.merged(self._driver.run(self.part(step, vector, weight, model)))
 
     def part(self, step: int, vector: Vector, weight: float, model: Vector) -> Reduce | AllToAll:
-        """What `merge` runs; `merged` makes the result of it."""
+        """Return the part that `merge` executes; `merged` converts its result."""
         change = vector
         if self._trained < self._size:
             change = vector.copy()
@@ -256,7 +259,7 @@ class Sharing:
         return Reduce(self._plan, Call("g", step, weight, (step,), expired), self._ranges, change)
 
     def merged(self, merged: tuple[Merged, ...]) -> tuple[Merged, ...]:
-        """Without this worker's own changes, which it has applied."""
+        """Return the result of `part` without this worker's own changes, which it has applied already."""
         if self._all_to_all:
             return merged
         return tuple(Merged(one.step, _read_only(self._ranges.others(one.vector)), one.weight) for one in merged)
@@ -269,7 +272,7 @@ class Sharing:
         return Settled((), self._driver.run(self.settling(step, model))[0].vector)
 
     def settling(self, step: int, model: Vector) -> Reduce:
-        """What `settle` runs."""
+        """Return the part that `settle` executes."""
         self._settled.append(step)
         expired = tuple(self._settled.popleft() for _ in range(len(self._settled) - 2))
         models = _Models(self._plan, self._held, self._trained, self._ranges.settle())

@@ -1,6 +1,7 @@
-"""The values of a list, in 32, 16, 8 or 4 bits.
+"""Encoding of the values of a list, in 32, 16, 8 or 4 bits.
 
-What is read is always a small multiple of a power of two, or the value itself, so that what is lost is known exactly.
+A decoded value is always a small multiple of a power of two, or the value itself, so that the residual is known
+exactly.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ _LARGEST = np.finfo(np.float32).max
 
 
 class Values(Protocol):
-    """Float32 values, shape (n,), to bytes and back."""
+    """Converts float32 values, shape (n,), to bytes and back."""
 
     lossy: bool
 
     def pack(self, values: Vector) -> Bytes: ...
 
     def unpack(self, packed: Bytes, count: int) -> Vector:
-        """Bytes of the length that ``nbytes`` tells."""
+        """Decode bytes, whose number is ``nbytes(count)``."""
 
     def nbytes(self, count: int) -> int:
-        """Of so many values."""
+        """Return the number of bytes of so many values."""
 
 
 class _Float32:
@@ -62,9 +63,10 @@ class _BFloat16:
 
 
 class Float8:
-    """Sign, exponent of four bits and three further bits of each value: one part in 16, within a factor of 2^15.
+    """Encodes each value as a sign, a 4-bit exponent and three further bits: a precision of 1/16, within a range of
+    2^15.
 
-    Exponents count down from the largest of the list; what is smaller than its 2^15th part becomes zero.
+    Exponents count down from the largest one of the list; values smaller than its 2^-15th part become zero.
     """
 
     lossy = True
@@ -75,7 +77,7 @@ class Float8:
         carried = sixteenths == 16
         sixteenths[carried] = 8
         exponents[carried] += 1
-        # Of 2^128 there is no float32.
+        # float32 cannot represent 2^128.
         sixteenths[exponents > 128] = 15
         exponents = np.minimum(exponents, 128)
         top = int(exponents.max(initial=-200, where=values != 0))
@@ -86,7 +88,7 @@ class Float8:
 
     def unpack(self, packed: Bytes, count: int) -> Vector:
         largest = int(np.frombuffer(packed[:2].tobytes(), "<i2")[0])
-        require(-200 <= largest <= 128, "an exponent that is none")
+        require(-200 <= largest <= 128, "an exponent is invalid")
         low = np.arange(128)
         table = np.ldexp((8 + (low & 7)) / 16, (low >> 3) - 15 + largest).astype(np.float32)
         table[0] = 0.0
@@ -97,15 +99,17 @@ class Float8:
 
 
 class Int4:
-    """Whole multiples, from -7 to 7, of a power of two for every 64 values: 4.13 bits a value.
+    """Encodes values as multiples, from -7 to 7, of a power of two for every 64 values: 4.13 bits per value.
 
-    What is below half of that power becomes zero: a value is told where it counts beside its neighbours.
+    Values below half of that power become zero: a value is sent if it is relevant compared with its neighbours.
     """
 
     lossy = True
     _BLOCK = 64
-    _LEAST, _MOST = -128, 125
-    """Of 7.5 times 2^126 there is no float32."""
+    _MIN_EXPONENT = -128
+    """Smallest exponent of the power of two."""
+    _MAX_EXPONENT = 125
+    """Largest exponent: float32 cannot represent 7.5 times 2^126."""
 
     def pack(self, values: Vector) -> Bytes:
         blocks = -(-values.size // self._BLOCK)
@@ -113,8 +117,8 @@ class Int4:
         np.copysign(np.fmin(np.abs(values), _LARGEST), values, out=row[: values.size])
         whole = row.reshape(blocks, self._BLOCK)
         _, exponents = np.frexp(np.abs(whole).max(axis=1) / np.float32(7.5))
-        # So the largest is told as 4 to 7.
-        steps = np.clip(exponents, self._LEAST, self._MOST).astype(np.int8)
+        # The largest value then becomes 4 to 7.
+        steps = np.clip(exponents, self._MIN_EXPONENT, self._MAX_EXPONENT).astype(np.int8)
         codes = np.clip(np.rint(np.ldexp(whole, -steps.astype(np.int32)[:, None])), -7, 7).astype(np.int8).reshape(-1)
         nibbles = (codes[: 2 * -(-values.size // 2)] & 15).astype(np.uint8)
         return np.concatenate([steps.view(np.uint8), nibbles[::2] << 4 | nibbles[1::2]])
@@ -122,11 +126,11 @@ class Int4:
     def unpack(self, packed: Bytes, count: int) -> Vector:
         blocks = -(-count // self._BLOCK)
         steps, pairs = packed[:blocks].view(np.int8), packed[blocks:]
-        require(blocks == 0 or int(steps.max()) <= self._MOST, "a power of two that is none")
+        require(blocks == 0 or int(steps.max()) <= self._MAX_EXPONENT, "a power of two is invalid")
         codes = np.empty(2 * pairs.size, np.int8)
         codes[::2], codes[1::2] = pairs >> 4, pairs & 15
         codes[codes > 7] -= 16
-        require(not (codes == -8).any(), "a multiple that is none")
+        require(not (codes == -8).any(), "a multiple is invalid")
         scales = np.ldexp(np.float32(1), steps.astype(np.int32)).astype(np.float32)
         return np.asarray(codes[:count] * np.repeat(scales, self._BLOCK)[:count], np.float32)
 
@@ -135,4 +139,4 @@ class Int4:
 
 
 FORMS: dict[str, Values] = {"fp32": _Float32(), "bf16": _BFloat16(), "fp8": Float8(), "int4": Int4()}
-"""By the name that a job gives."""
+"""The formats, by their names in job files."""

@@ -1,4 +1,4 @@
-"""Models that are larger than one function: stages of layers, run as a pipeline over a channel."""
+"""Pipelines: models that are larger than one function run as stages of consecutive layers, over a channel."""
 
 from sync.pipeline._contract import Loss, Taken, model_input
 from sync.pipeline._layers import Layers

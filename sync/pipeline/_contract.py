@@ -1,8 +1,8 @@
-"""How a task's loss meets a model that is not here as a whole.
+"""Use of a task's loss with a model that is divided into stages.
 
-A task's ``loss(model, batch)`` calls ``model(x)`` once and makes the loss of what comes back. In the first stage it is
-given a model that takes x away and ends the call there; in the last stage one that does not look at x, and answers with
-what the last layers make of the activations that have come. So the task need not know of stages.
+A task's ``loss(model, batch)`` calls ``model(x)`` once and computes the loss from the result. In the first stage it is
+given a model that captures x and ends the call; in the last stage, a model that ignores x and returns the last layers'
+output for the received activations. So the task needn't know about stages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sync.pipeline._shape import Position
 __all__ = ["Answering", "Coding", "Loss", "Taken", "model_input"]
 
 Loss = Callable[[nn.Module, Any], Any]
-"""``(model, batch)`` to a tensor of one element: the mean over the batch's samples."""
+"""Computes the mean loss over the batch's samples, a tensor of one element, from ``(model, batch)``."""
 
 
 class Coding(Protocol):
@@ -35,11 +35,11 @@ class Coding(Protocol):
 
 
 class Taken(BaseException):
-    """Ends a loss in the first stage. Not an Exception: job code may catch those."""
+    """Raised to end a loss in the first stage. Not an Exception, because job code may catch those."""
 
 
 class _Taking(nn.Module):
-    """Takes what the model is called with."""
+    """Captures the argument with which the model is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +48,14 @@ class _Taking(nn.Module):
     def forward(self, *given: Any) -> Any:
         if len(given) != 1:
             text = f"the task calls the model with {len(given)} arguments; a model in stages takes one"
-            raise GeofedError("TASK_INVALID", text, hint="hand over one tensor, or a tuple of tensors")
+            raise GeofedError("TASK_INVALID", text, hint="pass one tensor, or a tuple of tensors")
         self.given = given[0]
         raise Taken
 
 
 def model_input(loss: Loss, batch: Any, *, training: bool = True) -> Any:
-    """What ``loss`` calls the model with for this batch; raises ``GeofedError("TASK_INVALID")`` if it does not."""
+    """Return the argument with which ``loss`` calls the model for a batch. Raises ``GeofedError("TASK_INVALID")`` if it
+    does not."""
     model = _Taking().train(training)
     try:
         loss(model, batch)
@@ -64,7 +65,7 @@ def model_input(loss: Loss, batch: Any, *, training: bool = True) -> Any:
 
 
 class Answering(nn.Module):
-    """Stands for the whole model in the last stage."""
+    """Replaces the whole model in the last stage."""
 
     def __init__(self, answer: Callable[[], Any]) -> None:
         super().__init__()

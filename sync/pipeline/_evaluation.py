@@ -1,4 +1,4 @@
-"""A model in stages is evaluated: forward only, batch after batch."""
+"""Evaluation of a model in stages: forward passes only, batch after batch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ __all__ = ["Metrics", "evaluate"]
 Metrics = Callable[[nn.Module, Iterable[Any]], dict[str, float]]
 
 _WINDOW = 8
-"""Batches: a stage is at most two windows ahead of the next one, so that the channel holds no whole test set."""
+"""Batches of a window; a stage is at most two windows ahead of the next one, so that the channel never holds a whole
+test set."""
 _COUNT = "count"
-"""Fact of a frame: how many there are."""
+"""Fact of a frame: the number of batches."""
 
 
 class _Hop:
-    """What one stage receives from the one before it, and sends to the one after it."""
+    """Receives from the previous stage, and sends to the next one."""
 
     def __init__(self, runner: Coding, lanes: Lanes, place: str) -> None:
         self._runner, self._lanes, self._place = runner, lanes, place
 
     def receive(self, number: int) -> tuple[Carried | None, int]:
-        """The activations of a batch, and how many batches there are; with none, nothing comes but that."""
+        """Receive the activations of a batch, and the number of batches; if that is 0, there are no activations."""
         key = self._key("a", self._runner.position.stage, number)
         self._lanes.expect((key,))
         value, facts = self._runner.decoded(self._lanes.take(key))
@@ -64,19 +65,19 @@ def evaluate(
     count: int,
     metrics: Metrics,
 ) -> dict[str, float]:
-    """This stage's part; see `StageRunner.evaluate`."""
+    """Execute this stage's part of an evaluation; see `StageRunner.evaluate`."""
     stage.layers.eval()
     hop = _Hop(runner, lanes, place)
-    told: dict[str, float] = {}
+    found: dict[str, float] = {}
     failed: GeofedError | None = None
     with torch.no_grad():
         if runner.is_first and runner.is_last:
-            told = metrics(stage.layers, batches) if count else {}
+            found = metrics(stage.layers, batches) if count else {}
         elif runner.is_first:
             _begin(hop, stage, batches, count, metrics)
         elif runner.is_last:
             try:
-                told = _end(hop, stage, batches, count, metrics)
+                found = _end(hop, stage, batches, count, metrics)
             except GeofedError as error:
                 if error.code != "TASK_FAILED":
                     raise
@@ -87,7 +88,7 @@ def evaluate(
     lanes.drain()
     if failed is not None:
         raise failed
-    return told
+    return found
 
 
 def _begin(hop: _Hop, stage: Stage, batches: Iterable[Any], count: int, metrics: Metrics) -> None:
@@ -132,17 +133,17 @@ def _end(hop: _Hop, stage: Stage, batches: Iterable[Any], count: int, metrics: M
         return {}
 
     def take_the_rest() -> None:
-        """What was not asked for must be taken all the same: the stage before waits for that."""
+        """Receive the remaining activations: the previous stage waits until they are taken."""
         nonlocal received
         while received < count:
             received += 1
             hop.receive(received - 1)
 
     try:
-        told = metrics(Answering(answer).eval(), one_by_one())
+        found = metrics(Answering(answer).eval(), one_by_one())
     except GeofedError as error:
         if error.code == "TASK_FAILED":
             take_the_rest()
         raise
     take_the_rest()
-    return told
+    return found

@@ -1,7 +1,7 @@
-"""What a stage sends and receives continues beside its computing: an upload lane and a download lane over a channel.
+"""Lanes: a stage's uploads and downloads, concurrent with its computing.
 
-The three lanes of FuncPipe's functions (section 3.1 of the paper): computing, uploading and downloading overlap, and
-receives are queued ahead of what needs them.
+As in FuncPipe (section 3.1 of the paper), computing, uploading and downloading overlap, and receives are queued before
+their values are needed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from sync.framing import Buffer
 
 __all__ = ["Lanes"]
 
-_LOOK_SECONDS = 0.5
-"""How long a wait continues before it looks whether anybody still needs it."""
-_DELETED_AT_ONCE = 16
+_CHECK_SECONDS = 0.5
+"""Interval at which a wait checks whether it is still needed."""
+_DELETE_BATCH = 16
+"""Keys that are deleted together."""
 
 _Pieces = Sequence[Buffer]
 
 
 class Lanes:
-    """For one compute thread. After an error, which any call may raise, it can only be closed."""
+    """The lanes of one computing thread. After an error, which any call may raise, they can only be closed."""
 
     def __init__(self, channel: Channel, timeout_seconds: float) -> None:
-        """``timeout_seconds``: how long `take` waits before it raises ``GeofedError("CHANNEL_TIMEOUT")``."""
+        """``timeout_seconds``: timeout of `take`, which then raises ``GeofedError("CHANNEL_TIMEOUT")``."""
         self._channel, self._timeout = channel, timeout_seconds
         self._outgoing: queue.SimpleQueue[tuple[str, _Pieces] | None] = queue.SimpleQueue()
         self._wanted: queue.SimpleQueue[tuple[str, ...] | None] = queue.SimpleQueue()
@@ -39,11 +40,11 @@ class Lanes:
         self._error: Exception | None = None
         self._closed = threading.Event()
         self._consumed: list[str] = []
-        self._doomed: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()
+        self._to_delete: queue.SimpleQueue[list[str] | None] = queue.SimpleQueue()
         self.waited_seconds = 0.0
-        """Spent by the compute thread in `take`."""
+        """Total time that the computing thread has spent in `take`."""
         self.taken_bytes = 0
-        """Of all values that were taken."""
+        """Total size of the values that were taken."""
         self._threads = [
             threading.Thread(target=self._guarded, args=(lane,), name=name, daemon=True)
             for name, lane in (("upload", self._upload), ("download", self._download), ("delete", self._delete))
@@ -52,19 +53,19 @@ class Lanes:
             thread.start()
 
     def expect(self, keys: Collection[str]) -> None:
-        """Have these downloaded as they come; the ones expected before come first. Each must be taken."""
+        """Download these values as they arrive, after those expected before. Each must be taken."""
         if keys:
             self._wanted.put(tuple(keys))
 
     def take(self, key: str, *, keep: bool = False) -> memoryview:
-        """The value of an expected key, which is deleted from the channel with the next batch; ``keep``: it is not."""
+        """Return the value of an expected key, which is then deleted from the channel with others, unless ``keep``."""
         begun = time.monotonic()
         with self._changed:
-            there = self._changed.wait_for(lambda: key in self._arrived or self._error, self._timeout)
+            arrived = self._changed.wait_for(lambda: key in self._arrived or self._error, self._timeout)
             self.waited_seconds += time.monotonic() - begun
             self._check()
-            if not there:
-                raise GeofedError("CHANNEL_TIMEOUT", f"{key} has not come within {self._timeout:g} s")
+            if not arrived:
+                raise GeofedError("CHANNEL_TIMEOUT", f"timed out after {self._timeout:g} s waiting for {key}")
             value = self._arrived.pop(key)
         self.taken_bytes += value.nbytes
         if not keep:
@@ -72,22 +73,22 @@ class Lanes:
         return value
 
     def send(self, key: str, pieces: _Pieces) -> None:
-        """Have a value uploaded; what the pieces view must not change any more."""
+        """Upload a value; the memory of its pieces must not change any more."""
         with self._changed:
             self._check()
             self._unsent += 1
         self._outgoing.put((key, pieces))
 
     def drop(self, key: str) -> None:
-        """Have a key deleted, together with others."""
+        """Delete a key, together with others."""
         self._consumed.append(key)
-        if len(self._consumed) >= _DELETED_AT_ONCE:
+        if len(self._consumed) >= _DELETE_BATCH:
             self.flush()
 
     def flush(self) -> None:
         """Have all that is consumed deleted now."""
         if self._consumed:
-            self._doomed.put(self._consumed)
+            self._to_delete.put(self._consumed)
             self._consumed = []
 
     def drain(self) -> None:
@@ -102,7 +103,7 @@ class Lanes:
         """End the threads; what was not sent is lost, what was not taken stays in the channel."""
         self._closed.set()
         self.flush()
-        for lane in (self._outgoing, self._wanted, self._doomed):
+        for lane in (self._outgoing, self._wanted, self._to_delete):
             lane.put(None)
         for thread in self._threads:
             thread.join()
@@ -114,7 +115,7 @@ class Lanes:
     def _guarded(self, lane: object) -> None:
         try:
             lane()  # type: ignore[operator]
-        except Exception as error:  # noqa: BLE001 - at a thread's edge: the compute thread must hear of it
+        except Exception as error:  # noqa: BLE001 - outermost frame of the thread: the computing thread must be notified
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
@@ -125,7 +126,7 @@ class Lanes:
             with contextlib.suppress(queue.Empty):
                 while (more := self._outgoing.get_nowait()) is not None:
                     waiting[more[0]] = more[1]
-                # The end was asked for.
+                # The end of the lane was requested.
                 self._outgoing.put(None)
             count = len(waiting)
             if count == 1:
@@ -141,7 +142,7 @@ class Lanes:
             left = dict.fromkeys(keys)
             while left and not self._closed.is_set():
                 try:
-                    for key, value in self._channel.wait(tuple(left), _LOOK_SECONDS):
+                    for key, value in self._channel.wait(tuple(left), _CHECK_SECONDS):
                         del left[key]
                         with self._changed:
                             self._arrived[key] = value
@@ -153,7 +154,7 @@ class Lanes:
                         raise
 
     def _delete(self) -> None:
-        while (keys := self._doomed.get()) is not None:
-            # What cannot be deleted now goes with the attempt's tree; nobody will read it.
+        while (keys := self._to_delete.get()) is not None:
+            # What cannot be deleted now is deleted with the attempt's tree; no worker will read it.
             with contextlib.suppress(GeofedError, OSError):
                 self._channel.delete_many(keys)

@@ -1,4 +1,4 @@
-"""The layers of a model, each of which can be made without the others."""
+"""The layers of a model, each of which can be created without the others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DECLARE = "define layers(config) in the task module: a list of functions withou
 class Layers:
     """A model as a chain of layers: the output of one is the input of the next.
 
-    Each layer's parameters follow from the seed and the layer's number alone, so any worker that makes a layer makes
-    the same one. Raises ``GeofedError("TASK_INVALID")``, which says what to do, for a model that cannot be made layer
-    by layer, and lets through what job code raises.
+    Each layer's initial parameters are determined by the seed and the layer's number alone, so that every worker
+    creates the same layer. Raises ``GeofedError("TASK_INVALID")``, with a hint, for a model that cannot be created
+    layer by layer. Exceptions of job code are passed on.
     """
 
     def __init__(self, make: Sequence[Callable[[], nn.Module]], names: Sequence[str], seed: int) -> None:
@@ -32,16 +32,17 @@ class Layers:
 
     @classmethod
     def declared(cls, factories: Sequence[Callable[[], nn.Module]], seed: int) -> Layers:
-        """Of functions, each of which makes one layer, with its values."""
+        """Create from functions, each of which returns one initialised layer."""
         made = list(factories)
         odd = next((number for number, factory in enumerate(made) if not callable(factory)), None)
         if odd is not None:
-            raise GeofedError("TASK_INVALID", f"layer {odd} of layers(config) is no function", hint=_DECLARE)
+            raise GeofedError("TASK_INVALID", f"layer {odd} of layers(config) is not a function", hint=_DECLARE)
         return cls(made, [str(number) for number in range(len(made))], seed)
 
     @classmethod
     def of(cls, build: Callable[[], nn.Module], seed: int) -> Layers:
-        """Of a function that makes an ``nn.Sequential``; it is called without memory for any parameter.
+        """Create from a function that returns an ``nn.Sequential``, which is called without allocating memory for
+        parameters.
 
         A layer's values are then set by the ``reset_parameters`` of its modules.
         """
@@ -62,7 +63,7 @@ class Layers:
         return len(self._make)
 
     def make(self, number: int) -> nn.Module:
-        """One layer with its initial values, on the CPU."""
+        """Create one layer with its initial values, on the CPU."""
         seed_all(self._seed, number)
         layer = self._make[number]()
         if not isinstance(layer, nn.Module):
@@ -71,13 +72,13 @@ class Layers:
         return layer
 
     def stage(self, first: int, last: int) -> nn.Sequential:
-        """Some consecutive layers, both ends included, with the names that the whole model has for them."""
+        """Create consecutive layers, both ends inclusive, with their names in the whole model."""
         return nn.Sequential(OrderedDict((self.names[at], self.make(at)) for at in range(first, last + 1)))
 
     def shell(self) -> nn.Sequential:
-        """The whole model without values: it takes no memory, and shows what each tensor is called and how long it is.
+        """Create the whole model without values: it takes no memory, and shows the name and size of each tensor.
 
-        A function that insists on making real tensors is called with room for its one layer.
+        A factory that must create real tensors needs memory for its one layer.
         """
         shell: OrderedDict[str, nn.Module] = OrderedDict()
         for number, name in enumerate(self.names):
@@ -90,7 +91,8 @@ class Layers:
 
 
 def _refuse_shared(whole: nn.Sequential) -> None:
-    """What two places share would become two things."""
+    """Raise ``GeofedError("TASK_INVALID")`` if layers share a parameter, which would become two parameters in two
+    stages."""
     seen: dict[int, str] = {}
     for name, tensor in whole.named_parameters(remove_duplicate=False):
         if id(tensor) in seen:
@@ -100,7 +102,7 @@ def _refuse_shared(whole: nn.Sequential) -> None:
 
 
 def _initialiser(name: str, shell: nn.Module) -> Callable[[], nn.Module]:
-    """Makes a layer out of its shell; the shell itself stays what it is."""
+    """Return a function that creates an initialised copy of a layer without values."""
 
     def make() -> nn.Module:
         if torch.get_default_device().type == "meta":
@@ -125,7 +127,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _spoil(layer: nn.Module) -> None:
-    """Mark every value as not set, so that one which stays so is seen."""
+    """Mark every value as not set, so that values which remain unset are detected."""
     with torch.no_grad():
         for tensor in (*layer.parameters(), *layer.buffers()):
             if tensor.is_floating_point() or tensor.is_complex():
@@ -140,6 +142,6 @@ def _spoilt(tensor: torch.Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
     if tensor.dtype is torch.bool:
-        # There is no third value: nothing says whether it was set.
+        # Booleans have no third value to mark them as not set.
         return True
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())

@@ -1,7 +1,7 @@
-"""What each layer of a model takes: memory and time, measured with one layer in memory at a time.
+"""Measurement of the memory and time of each layer of a model, with one layer in memory at a time.
 
-The planner of pipelines needs these numbers (FuncPipe, section 4.3 of the paper's profiler: parameters, activations,
-outputs, and times that are linear in the micro-batch).
+The planner of pipelines needs these numbers (FuncPipe, section 4.3 of the paper: parameters, activations, outputs, and
+times that are linear in the micro-batch).
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from sync.pipeline._layers import Layers
 __all__ = ["LayerMeasure", "measure_layers"]
 
 _ROUNDS = 5
-"""Of which the first is not counted: it takes memory and makes plans."""
-_FORGOTTEN_BYTES = 64 << 20
-"""Written before each pass that is timed. In a pipeline other layers run in between, and other workers, so that a
-layer's parameters and gradients are not in the processor's caches when it is its turn."""
-_LOOKS, _AT_ONCE_SECONDS = 10, 0.001
-"""At two clocks, until both were seen within so many seconds."""
+"""Passes per measurement; the first one is not counted, because it allocates memory and plans kernels."""
+_CACHE_FLUSH_BYTES = 64 << 20
+"""Bytes written before each timed pass, to empty the CPU's caches: in a pipeline other layers and other workers run in
+between, so that a layer's parameters and gradients are not in the caches."""
+_CLOCK_ATTEMPTS = 10
+"""Attempts to read two clocks at the same time."""
+_SIMULTANEOUS_SECONDS = 0.001
+"""Readings within this time count as simultaneous."""
 
 
 @dataclass(frozen=True)
 class LayerMeasure:
-    """One layer. A micro-batch of ``n`` samples takes ``alpha + beta * n`` seconds."""
+    """Measurements of one layer. A micro-batch of ``n`` samples takes ``alpha + beta * n`` seconds."""
 
     name: str
-    """As the whole model calls it."""
+    """Name in the whole model."""
     kind: str
-    """The module's class, for people."""
+    """The module's class, for messages."""
     parameter_bytes: int
-    """Of what gradients train."""
+    """Size of the parameters that gradients train."""
     state_bytes: int
-    """Of what they do not: frozen parameters and buffers."""
+    """Size of all other state: frozen parameters and buffers."""
     activation_bytes: float
-    """Per sample: what the forward pass keeps for the backward pass. The layer's input counts here, unless the layer
-    before has kept it as its output; so the sum over layers is what a stage keeps."""
+    """Per sample: what the forward pass stores for the backward pass. The layer's input is included unless the previous
+    layer has stored it as its output, so the sum over layers is what a stage stores."""
     output_bytes: float
     """Per sample."""
     forward_alpha_seconds: float
@@ -59,18 +61,18 @@ class LayerMeasure:
     backward_beta_seconds: float
     """Per sample."""
     update_seconds: float = 0.0
-    """Of the optimiser's step; 0: not measured."""
+    """Duration of the optimiser's step; 0: not measured."""
     optimizer_bytes: int = 0
-    """What the optimiser keeps of it; 0: nothing, or not measured."""
+    """Size of the optimiser's state; 0: none, or not measured."""
     make_seconds: float = 0.0
-    """Until its parameters have their first values."""
+    """Time to create the layer and initialise its parameters."""
 
     def forward_seconds(self, samples: int) -> float:
-        """Of a micro-batch."""
+        """Return the duration of the forward pass of a micro-batch."""
         return self.forward_alpha_seconds + self.forward_beta_seconds * samples
 
     def backward_seconds(self, samples: int) -> float:
-        """Of a micro-batch."""
+        """Return the duration of the backward pass of a micro-batch."""
         return self.backward_alpha_seconds + self.backward_beta_seconds * samples
 
 
@@ -82,18 +84,17 @@ def measure_layers(
     rounds: int = _ROUNDS,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> list[LayerMeasure]:
-    """Measure every layer on this machine, where the batch is; layers are made, measured and let go of one after the
+    """Measure every layer on this machine, on the batch's device; layers are created, measured and freed one after the
     other.
 
-    ``layers``: a model's, or functions that make one each. ``batch``: what the first layer is given, a tensor or a
-    tuple of tensors whose first dimension counts samples; at least as many as the largest of ``micro_batches``, for
-    which times are taken (median of ``rounds`` - 1) and fitted. What this thread waits for a core, while others use
-    them, does not count, where the system tells. Backward passes add to gradients that are there, as all
-    but the first of a step do. ``optimizer``: the task's, whose step is then measured, too. The threads are those that
-    torch is set to.
+    ``layers``: a model's, or functions that create one each. ``batch``: the first layer's input, a tensor or a tuple of
+    tensors whose first dimension counts samples; at least as many as the largest of ``micro_batches``, for which times
+    are measured (median of ``rounds`` - 1) and fitted. The time that this thread waits for a core, while others use
+    them, is subtracted if the system reports it. Backward passes add to existing gradients, as all but the first of a
+    step do. ``optimizer``: the task's, whose step is then measured, too. torch's current number of threads is used.
 
-    Raises ``GeofedError``: ``CONFIG_INVALID`` for micro-batches that the batch does not hold, ``TASK_INVALID`` for
-    layers that cannot be made or that pass on something else than tensors.
+    Raises ``GeofedError``: ``CONFIG_INVALID`` for micro-batches that are larger than the batch, ``TASK_INVALID`` for
+    layers that cannot be created or that pass on anything but tensors.
     """
     chain = layers if isinstance(layers, Layers) else Layers.declared(layers, seed=0)
     sizes = sorted(set(micro_batches))
@@ -102,11 +103,11 @@ def measure_layers(
         raise GeofedError("CONFIG_INVALID", f"micro-batches of {sizes} samples cannot be cut out of the batch")
     carried = like(batch, tuple(one[: sizes[-1]] for one in given))
     kept: set[int] = set()
-    forget = partial(torch.zeros(_FORGOTTEN_BYTES, dtype=torch.uint8, device=given[0].device).fill_, 1)
+    flush_caches = partial(torch.zeros(_CACHE_FLUSH_BYTES, dtype=torch.uint8, device=given[0].device).fill_, 1)
     measures = []
     for number, name in enumerate(chain.names):
         make = partial(chain.make, number)
-        measure, carried, kept = _measure(make, name, carried, kept, sizes, rounds, optimizer, forget)
+        measure, carried, kept = _measure(make, name, carried, kept, sizes, rounds, optimizer, flush_caches)
         measures.append(measure)
     return measures
 
@@ -119,9 +120,9 @@ def _measure(
     sizes: Sequence[int],
     rounds: int,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
-    forget: Callable[[], object],
+    flush_caches: Callable[[], object],
 ) -> tuple[LayerMeasure, Carried, set[int]]:
-    """Also what the layer passes on, and which memory of it the layer has kept itself."""
+    """Measure one layer; also return its output, and the memory of the output that the layer itself has stored."""
     where = as_tuple(given, "the batch")[0].device
     timer = _Timer(where)
     layer = make().to(where).train()
@@ -131,7 +132,8 @@ def _measure(
     saved: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> None:
-        # Nothing is kept: a tensor that its own graph holds through a hook would never be freed. Nobody goes back here.
+        # The hook returns None: a tensor that its own graph holds through a hook would never be freed. There is no
+        # backward pass here.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage.nbytes()
@@ -143,13 +145,13 @@ def _measure(
     activations = sum(size for at, size in saved.items() if at not in kept_before)
     forward, backward = [], []
     for size in sizes:
-        times = [_timed(layer, given, size, forget) for _ in range(rounds)][1 if rounds > 1 else 0 :]
-        forward.append(statistics.median(there for there, _ in times))
+        times = [_timed(layer, given, size, flush_caches) for _ in range(rounds)][1 if rounds > 1 else 0 :]
+        forward.append(statistics.median(ahead for ahead, _ in times))
         backward.append(statistics.median(back for _, back in times))
     ahead, back = _line(sizes, forward), _line(sizes, backward)
     trained = [one for one in layer.parameters() if one.requires_grad]
     rest = [*(one for one in layer.parameters() if not one.requires_grad), *layer.buffers()]
-    update, kept_by_it = (0.0, 0) if optimizer is None else _updating(layer, optimizer, rounds, forget)
+    update, kept_by_it = (0.0, 0) if optimizer is None else _updating(layer, optimizer, rounds, flush_caches)
     measure = LayerMeasure(
         name=name,
         kind=type(layer).__name__,
@@ -168,37 +170,38 @@ def _measure(
     return measure, like(output, tuple(one.detach() for one in outputs)), held
 
 
-def _timed(layer: nn.Module, given: Carried, samples: int, forget: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of one forward and one backward pass."""
+def _timed(layer: nn.Module, given: Carried, samples: int, flush_caches: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of one forward and one backward pass."""
     inputs = requiring(tuple(one[:samples] for one in as_tuple(given, "the batch")))
     where = inputs[0].device
-    forget()
+    flush_caches()
     timer = _Timer(where)
     outputs = as_tuple(layer(like(given, inputs)), "the output")
-    there = timer.seconds
+    forward_seconds = timer.seconds
     asking = [one for one in outputs if one.requires_grad]
     if not asking:
-        return there, 0.0
+        return forward_seconds, 0.0
     gradients = [torch.ones_like(one) for one in asking]
-    forget()
+    flush_caches()
     timer = _Timer(where)
     torch.autograd.backward(asking, gradients)
-    return there, timer.seconds
+    return forward_seconds, timer.seconds
 
 
 def _updating(
     layer: nn.Module,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     rounds: int,
-    forget: Callable[[], object],
+    flush_caches: Callable[[], object],
 ) -> tuple[float, int]:
-    """Seconds of a step over the layer's parameters, and bytes of the state, which the first one makes."""
+    """Return the seconds of a step over the layer's parameters, and the size of the state, which the first step
+    creates."""
     parameters = [one for one in layer.parameters() if one.requires_grad]
     if not parameters:
         return 0.0, 0
     stepping, times = optimizer(iter(parameters)), []
     for _ in range(rounds):
-        forget()
+        flush_caches()
         timer = _Timer(parameters[0].device)
         stepping.step()
         times.append(timer.seconds)
@@ -207,38 +210,38 @@ def _updating(
 
 
 class _Timer:
-    """Seconds since it was made, less those in which this thread could have run and had no core.
+    """Measures the seconds since its creation, without those in which this thread was ready to run but had no core.
 
-    Others that share the machine while a profile is made are not the model's; a plan counts by itself what stages that
-    share cores wait for each other.
+    Other processes on the machine during the measurement are not part of the model; a plan accounts separately for
+    stages that share cores.
     """
 
     def __init__(self, where: torch.device) -> None:
         finish(where)
         self._where = where
-        _, self._waited, self._begun = _looked()
+        _, self._waited, self._begun = _read_clocks()
 
     @property
     def seconds(self) -> float:
         finish(self._where)
-        ended, waited, _ = _looked()
+        ended, waited, _ = _read_clocks()
         return max(0.0, ended - self._begun - (waited - self._waited))
 
 
-def _looked() -> tuple[float, float, float]:
-    """What `_waited_seconds` tells, between two looks at the clock that come one right after the other: what this
-    thread waits between them would count in the one, and not in the other."""
+def _read_clocks() -> tuple[float, float, float]:
+    """Return `_waited_seconds` and the clock's readings before and after it, close to each other: time that this thread
+    waits in between would count in one and not in the other."""
     before, waited, after = time.perf_counter(), _waited_seconds(), time.perf_counter()
-    for _ in range(_LOOKS - 1):
-        if after - before < _AT_ONCE_SECONDS:
+    for _ in range(_CLOCK_ATTEMPTS - 1):
+        if after - before < _SIMULTANEOUS_SECONDS:
             break
         before, waited, after = time.perf_counter(), _waited_seconds(), time.perf_counter()
     return before, waited, after
 
 
 def _waited_seconds() -> float:
-    """For a core, by this thread since it began; 0 where the system does not tell, or where a quota holds it back:
-    that does so in every run."""
+    """Return the seconds that this thread has waited for a core since it began. 0 if the system does not report them,
+    or if a CPU quota is set, which delays every run alike."""
     if _quota():
         return 0.0
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -248,7 +251,7 @@ def _waited_seconds() -> float:
 
 @cache
 def _quota() -> bool:
-    """Whether the process's control group may use cores for a part of the time only."""
+    """Whether the process's control group has a CPU quota."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -260,7 +263,7 @@ def _quota() -> bool:
 
 
 def _line(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, float]:
-    """Constant and slope, both at least 0, that fit best in relative terms."""
+    """Return the constant and the slope, both at least 0, with the best relative fit."""
     if len(sizes) == 1:
         return 0.0, seconds[0] / sizes[0]
     x, y = np.array(sizes, float), np.maximum(np.array(seconds), 1e-9)

@@ -1,4 +1,4 @@
-"""Gradients of the replicas of one stage become one, while the backward pass still runs."""
+"""Merging of the gradients of one stage's replicas, during the backward pass."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sync.layout import Vector
 __all__ = ["GroupMerge"]
 
 
-_LEAST_CHUNK = 1024
-"""Elements of an owner's chunk below which a request takes longer than it can save."""
+_MIN_CHUNK_ELEMENTS = 1024
+"""Smallest chunk of an owner: for a smaller one, a request takes longer than it can save."""
 
 
 class _Handed:
-    """`Buckets` of several vectors, as of one."""
+    """The `Buckets` of several consecutive vectors, used as those of one."""
 
     def __init__(self, starts: Sequence[int], buckets: Sequence[Buckets]) -> None:
         self._each, self._stops = list(zip(starts, buckets, strict=True)), [*starts[1:], None]
@@ -35,12 +35,12 @@ class _Handed:
                 buckets.give(max(start, begin) - begin, part)
 
     def result(self) -> tuple[Merged, ...]:
-        """One for each vector, in order."""
+        """Return the result of each vector, in order."""
         return tuple(one for _, buckets in self._each for one in buckets.result())
 
 
 class _Apart:
-    """Collectives of one step's means, each of its own coordinates, as one. They settle nothing."""
+    """Several collectives of means, each for its own coordinates, used as one. `settle` is not supported."""
 
     def __init__(self, starts: Sequence[int], collectives: Sequence[Any]) -> None:
         self._starts, self._collectives = starts, collectives
@@ -73,14 +73,15 @@ class _Apart:
 
 
 class GroupMerge:
-    """One replica's side. The mean is weighted by the replicas' samples; each group has a place of its own.
+    """One replica's side of the merge. The mean is weighted by the replicas' samples; each group has its own key
+    prefix.
 
-    With ``overlap`` gradients leave while the last backward pass of a step gives them (`GradientMerge`). Without, all
-    leave when the pass is over, as FuncPipe has it.
+    With ``overlap``, gradients are sent as the last backward pass of a step computes them (`GradientMerge`). Without,
+    all are sent after the pass, as in FuncPipe.
 
-    What the first layers give comes when the pass ends. Were it a chunk or two of all, whoever owns these would read
-    them from all others while the other links are idle. So it is a vector of its own, of which every replica owns as
-    much, but for channels whose requests count.
+    The gradients of the first layers are computed at the end of the pass. If they were only one or two chunks of all,
+    the owners of these would read them from all other replicas while the other links are idle. So they are a separate
+    vector, of which every replica owns an equal part, except on channels whose requests are billed.
     """
 
     def __init__(
@@ -105,16 +106,17 @@ class GroupMerge:
             self._merge = GradientMerge(flat, collective, overlap=overlap)
         self._weight, self._step = 0.0, 0
         self.exposed_seconds = 0.0
-        """Spent waiting in `finish`, in all steps."""
+        """Total time spent waiting in `finish`."""
 
     def arm(self, step: int, weight: float) -> None:
-        """The next backward pass is the last of the step, after all of its forward passes. ``weight``: samples."""
+        """Announce that the next backward pass is the last of the step, after all its forward passes. ``weight``:
+        samples."""
         self._step, self._weight = step, weight
         if self._merge is not None:
             self._merge.arm(step, weight)
 
     def finish(self) -> None:
-        """Wait for the mean, and put it where the gradients are."""
+        """Wait for the mean, and write it into the gradients."""
         if self._merge is None:
             return
         begun = time.monotonic()
@@ -141,15 +143,15 @@ def _leaves_apart(settings: Settings) -> bool:
 
 
 def _clipped(settings: Settings, start: int, stop: int) -> Settings:
-    """For some of the coordinates."""
+    """Return the settings for a range of the coordinates."""
     return replace(settings, trained=None if settings.trained is None else max(0, min(settings.trained, stop) - start))
 
 
 def _comes_last(flat: FlatModel, degree: int) -> int:
-    """Coordinates, from the first on, that the backward pass gives at its end: those of the first layer, and so many
-    parameters more that they are a chunk of the whole; 0: too few to be merged apart, or all."""
+    """Return the number of leading coordinates that the backward pass computes last: those of the first layer, and
+    enough further parameters to make a chunk of the whole; 0: too few, or all."""
     trained = [one.numel() for one in flat.module.parameters() if one.requires_grad]
     first = next(iter(flat.module.children()), flat.module)
     least = max(sum(one.numel() for one in first.parameters() if one.requires_grad), flat.layout.size / degree)
     last = next((total for total in itertools.accumulate(trained) if total >= least), 0)
-    return last if min(last, flat.layout.size - last) >= degree * _LEAST_CHUNK else 0
+    return last if min(last, flat.layout.size - last) >= degree * _MIN_CHUNK_ELEMENTS else 0

@@ -1,4 +1,4 @@
-"""What a message from one stage to another takes besides its bytes, measured over the lanes that stages use."""
+"""Measurement of the overhead of a message between stages, over the lanes that stages use."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from sync.pipeline._lanes import Lanes
 
 __all__ = ["MessageMeasure", "measure_messages"]
 
-_MESSAGES, _NOT_COUNTED = 24, 4
-"""The first ones make connections and folders."""
-_FORGOTTEN_BYTES = 64 << 20
-"""Written before each message, as before each layer that is measured: in a pipeline layers have computed since the last
-one, so that it finds nothing of its own in the processor's caches."""
-_LONGEST_SECONDS = 5.0
-"""After which no other one is sent: a distant store answers slowly."""
+_MESSAGES = 24
+"""Messages that are sent."""
+_NOT_COUNTED = 4
+"""The first messages are not counted: they open connections and create folders."""
+_CACHE_FLUSH_BYTES = 64 << 20
+"""Bytes written before each message, to empty the CPU's caches: in a pipeline, layers have computed since the last
+message."""
+_MAX_SECONDS = 5.0
+"""No further message is sent after this time, because a distant store may answer slowly."""
 _TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class MessageMeasure:
-    """One short message, from the thread that computes in one stage to that of another."""
+    """The overhead of one short message between the computing threads of two stages."""
 
     seconds: float
-    """Until the other stage can begin: framing, the put, the notice, the get, and the changes of thread. Median."""
+    """Time until the other stage can begin: framing, put, notification, get, and thread switches. Median."""
     core_seconds: float
-    """What both sides together keep cores busy, deleting it included. Mean."""
+    """Core time of both sides together, including the deletion. Mean."""
 
 
 def measure_messages(channel: Channel, place: str) -> MessageMeasure:
-    """Send messages under ``place``, one after the other, and leave nothing there; both sides are in this process.
+    """Send messages under the key prefix ``place``, one after the other, and delete them; both sides are in this
+    process.
 
-    Raises what the channel raises, and ``GeofedError("CHANNEL_TIMEOUT")`` for a message that does not come.
+    Raises the channel's errors, and ``GeofedError("CHANNEL_TIMEOUT")`` for a message that does not arrive.
     """
     sender, receiver = Lanes(channel, _TIMEOUT_SECONDS), Lanes(channel, _TIMEOUT_SECONDS)
     keys = [f"{place}/{number}" for number in range(_MESSAGES)]
     value, device = torch.zeros(8), torch.device("cpu")
     # NumPy fills with this thread alone, whatever torch's number of threads.
-    other = np.zeros(_FORGOTTEN_BYTES, np.uint8)
-    took, busy, ends = list[float](), 0.0, time.monotonic() + _LONGEST_SECONDS
+    other = np.zeros(_CACHE_FLUSH_BYTES, np.uint8)
+    took, busy, ends = list[float](), 0.0, time.monotonic() + _MAX_SECONDS
     try:
         receiver.expect(keys)
         for number, key in enumerate(keys):
@@ -56,7 +59,7 @@ def measure_messages(channel: Channel, place: str) -> MessageMeasure:
             busy += time.thread_time() - own
             begun = time.monotonic()
             sender.send(key, encoded(value, "fp32"))
-            # Who receives does not hear of what fails in sending.
+            # The receiver does not notice errors of sending.
             sender.drain()
             decoded(receiver.take(key), device)
             took.append(time.monotonic() - begun)

@@ -1,9 +1,9 @@
-"""In which order a stage does its part of a step, as pure functions; no clock, no tensors.
+"""The order of a stage's passes in a step. Pure functions; no clock, no tensors.
 
-A step's samples are cut into micro-batches. Each runs forward through all stages and then backward through them. GPipe
-(Huang et al. 2019, section 2.2) makes all forwards first and the backwards in reverse; 1F1B (PipeDream, Narayanan et
-al. 2019, section 3.2; flushed at the end of a step as in Megatron-LM, 2021, section 2.2) makes each backward as soon as
-it can, so that a stage keeps the activations of fewer micro-batches.
+A step's samples are divided into micro-batches. Each runs forward through all stages and then backward through them.
+GPipe (Huang et al. 2019, section 2.2) does all forward passes first and then the backward passes in reverse order. 1F1B
+(PipeDream, Narayanan et al. 2019, section 3.2; flushed at the end of a step as in Megatron-LM, 2021, section 2.2) does
+each backward pass as soon as possible, so that a stage stores the activations of fewer micro-batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Order = Literal["gpipe", "1f1b"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One micro-batch through one stage, one way."""
+    """The pass of one micro-batch through one stage."""
 
     kind: Kind
     micro_batch: int
@@ -29,7 +29,7 @@ class Operation:
 
 
 def operations(order: str, stage: int, stages: int, micro_batches: int) -> tuple[Operation, ...]:
-    """What a stage does in a step, one after the other; raises ``GeofedError("CONFIG_INVALID")``."""
+    """Return a stage's passes in a step, in order. Raises ``GeofedError("CONFIG_INVALID")``."""
     if not 0 <= stage < stages or micro_batches < 1:
         raise GeofedError("CONFIG_INVALID", f"stage {stage} of {stages} with {micro_batches} micro-batches")
     forwards = [Operation("forward", number) for number in range(micro_batches)]
@@ -46,7 +46,7 @@ def operations(order: str, stage: int, stages: int, micro_batches: int) -> tuple
 
 
 def live_micro_batches(order: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Of how many micro-batches a stage keeps activations at the most."""
+    """Return the largest number of micro-batches whose activations a stage stores at the same time."""
     live = most = 0
     for operation in operations(order, stage, stages, micro_batches):
         live += 1 if operation.kind == "forward" else -1
@@ -55,7 +55,7 @@ def live_micro_batches(order: str, stage: int, stages: int, micro_batches: int) 
 
 
 def dependencies(operation: Operation, stage: int, stages: int) -> tuple[tuple[int, Operation], ...]:
-    """What must be done before, each with its stage."""
+    """Return the passes that must be done before, each with its stage."""
     number = operation.micro_batch
     if operation.kind == "forward":
         return ((stage - 1, operation),) if stage else ()

@@ -1,8 +1,8 @@
-"""A stage makes steps anew, alone, from what the stages beside it had sent for them.
+"""Replay: one stage repeats steps without the other stages, from the values that these had sent for them.
 
-What crosses a cut lies in the channel, since functions cannot reach each other. Left there, it is a log: with the state
-that a stage had before some step, the activations and gradients that came into it since, and the samples, which follow
-from the step, all that the stage did can be done again, and no other stage is needed for it.
+Values between stages are stored in the channel, since functions cannot connect to each other. If they stay there, they
+form a log: from the state of a stage before a step, the activations and gradients that it received since, and the
+samples, which are determined by the step, all its computations can be repeated without any other stage.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ __all__ = ["Logged", "logged_keys", "replay", "value_key"]
 
 @dataclass(frozen=True)
 class Logged:
-    """Where an attempt's stages have sent their values, and how its pipeline was shaped."""
+    """The values that an attempt's stages have sent, and the shape of its pipeline."""
 
     place: str
-    """Of its keys."""
+    """Prefix of its keys."""
     shape: Pipeline
-    """With the replicas that it had."""
+    """Shape of the pipeline, with its number of replicas."""
     samples: tuple[int, ...]
-    """Of each replica in a step."""
+    """Samples of each replica in a step."""
 
 
 def value_key(place: str, step: int, kind: str, into: int, replica: int, number: int) -> str:
-    """``kind``: "a" for activations, "g" for gradients; ``into``: the stage that they are for; ``number``: the
-    micro-batch. Each replica of a stage has a tree of its own, since where a channel is a folder, whoever waits for a
-    value hears of all that comes beside it."""
+    """Return the key of a value between stages.
+
+    ``kind``: "a" for activations, "g" for gradients; ``into``: the stage that they are for; ``number``: the
+    micro-batch. Each replica of a stage has its own key prefix: if a channel is a folder, a waiting process is notified
+    of everything that appears in the same folder.
+    """
     return f"{place}/s{into}-{replica}/{step}-{kind}{number}"
 
 
 def logged_keys(logged: Logged, stage: int, step: int) -> list[str]:
-    """Of all that comes into a stage in a step, for all of its replicas."""
+    """Return the keys of all values that a stage receives in a step, for all its replicas."""
     return [key for replica in range(logged.shape.degree) for _, key in _received(logged, stage, step, replica) if key]
 
 
@@ -60,7 +63,7 @@ def replay(
     seed: tuple[int, ...],
     computing: Callable[[str], AbstractContextManager[None]],
 ) -> float:
-    """See `StageRunner.replay`; returns the seconds of computing."""
+    """Replay a step, see `StageRunner.replay`; return the computing time in seconds."""
     number, whole, seconds = runner.position.stage, sum(logged.samples), 0.0
     lanes.expect(logged_keys(logged, number, step))
     # Replicas begin a step with the same running statistics, and end it with the mean of theirs.
@@ -81,7 +84,7 @@ def replay(
                     stage.forward(operation.micro_batch, given, batch)
             else:
                 came = () if given is None else as_tuple(given, "the gradient of a stage's output")
-                # They are of the mean over the replica's samples.
+                # The gradients are those of the mean over the replica's samples.
                 back = tuple(one * (samples / whole) for one in came)
                 with computing("the backward pass"):
                     stage.backward(operation.micro_batch, back, sizes[operation.micro_batch] / whole)
@@ -95,7 +98,7 @@ def replay(
 
 
 def _received(logged: Logged, stage: int, step: int, replica: int) -> list[tuple[Operation, str]]:
-    """What a replica of a stage does in a step, and the key that it needs first; "": none."""
+    """Return the passes of a replica in a step, each with the key that it needs first ("": none)."""
     shape, last = logged.shape, len(logged.shape.stages) - 1
     if not 0 <= stage <= last:
         raise GeofedError("CONFIG_INVALID", f"stage {stage} of {last + 1}")

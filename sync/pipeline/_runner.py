@@ -1,4 +1,4 @@
-"""One worker of a pipeline: runs its stage's part of each step."""
+"""One worker of a pipeline: executes its stage's part of each step."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class StepDone:
-    """What a step was, for this worker."""
+    """Measurements of one step of this worker."""
 
     loss: float | None
     """Mean over this replica's samples; None in all stages but the last."""
     compute_seconds: float
-    """In the layers and the loss."""
+    """Computing time in the layers and the loss."""
     waited_seconds: float
-    """For activations and gradients of other stages."""
+    """Time spent waiting for activations and gradients of other stages."""
     exposed_seconds: float
-    """For the merge of gradients, after the last backward pass."""
+    """Time spent waiting for the merge of gradients after the last backward pass."""
 
 
 class StageRunner:
-    """Runs one stage for one replica. Afterwards the stage's parameters hold the step's merged gradients: those that a
-    single process would have computed from all samples at once, but for rounding.
+    """Runs one stage for one replica. After a step, the stage's parameters hold the step's merged gradients: those that
+    a single process would have computed from all samples, except for rounding.
 
-    All workers of the pipeline run the same steps. Keys follow from ``place``, which names the attempt, the step, the
-    micro-batch, the stage and the replica. Raises what the channel raises, and ``GeofedError``: ``CHANNEL_TIMEOUT``
-    where another stage does not give its part in time, ``TASK_INVALID`` for a loss that does not fit. After an error
-    the runner must be closed.
+    All workers of the pipeline run the same steps. Keys begin with ``place``, which identifies the attempt, and name
+    the step, the micro-batch, the stage and the replica. Raises the channel's errors, and ``GeofedError``:
+    ``CHANNEL_TIMEOUT`` if another stage does not deliver its part in time, ``TASK_INVALID`` for an invalid loss. After
+    an error the runner must be closed.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class StageRunner:
         logs: bool = False,
         computing: Callable[[str], AbstractContextManager[None]] = lambda doing: nullcontext(),
     ) -> None:
-        """``layers``: this stage's only, and ``device`` where they are. ``codec``: of activations and their gradients,
-        "fp32" (as they are) or "bf16". ``seed``: what layers draw at random follows from it, the replica, the step and
-        the micro-batch. ``logs``: what comes stays in the channel, for a `replay`; deleting it is the caller's
-        (`logged_keys`). ``computing``: entered wherever layers run, with what they do, for whoever tells of their
-        errors in another way."""
+        """``layers``: those of this stage only, on ``device``. ``codec``: of activations and their gradients, "fp32"
+        (unchanged) or "bf16". ``seed``: together with the replica, the step and the micro-batch it determines the
+        layers' random numbers. ``logs``: received values stay in the channel for a `replay`; the caller must delete
+        them (`logged_keys`). ``computing``: returns a context manager that is entered wherever layers run, given what
+        they do; it can report their errors in its own way."""
         self.shape, self.position = shape, shape.position(worker)
         stage, count = self.position.stage, len(shape.stages)
         self.is_first, self.is_last = stage == 0, stage == count - 1
@@ -94,11 +94,11 @@ class StageRunner:
         self._expected = 0
         """The step whose receives are queued."""
         self.loss: float | None = None
-        """Of the step's samples, once nothing is left to compute; None in all stages but the last."""
+        """Loss of the step's samples, once all passes are computed; None in all stages but the last."""
 
     @property
     def reads_data(self) -> bool:
-        """Whether this worker needs the samples: the first stage what goes in, the last what should come out."""
+        """Whether this worker needs the samples: the first stage needs the inputs, the last one the targets."""
         return self.is_first or self.is_last
 
     def step(
@@ -110,10 +110,13 @@ class StageRunner:
         before_last: Callable[[], None] = lambda: None,
         then: int | None = None,
     ) -> StepDone:
-        """Make one step's gradients. ``samples``: of this replica. ``micro_batches``: those, cut by
-        ``shape.sizes(samples)``, where this worker `reads_data`; else none. ``before_last``: called once nothing is
-        left to compute, before this stage lets the ones before it come to their end. ``then``: samples of the step
-        after this one, whose receives are then queued; it must be what this runner does next."""
+        """Compute one step's gradients.
+
+        ``samples``: of this replica. ``micro_batches``: these samples, divided by ``shape.sizes(samples)``, if this
+        worker `reads_data`, else empty. ``before_last``: called when all passes are computed, before the last gradient
+        is sent to the previous stage. ``then``: samples of the following step, whose receives are then queued; it must
+        be the next call.
+        """
         sizes = self.shape.sizes(samples)
         order = operations(self.shape.order, self.position.stage, len(self.shape.stages), len(sizes))
         waited, exposed = self._lanes.waited_seconds, self._merge.exposed_seconds
@@ -141,11 +144,11 @@ class StageRunner:
         )
 
     def replay(self, logged: Logged, step: int, parts: Sequence[Sequence[Any]]) -> StepDone:
-        """Make a step's gradients anew from what other stages have sent in an attempt that is over: of all replicas
-        together, without any of them. Nothing is sent and nothing merged.
+        """Compute a step's gradients again from the values that other stages sent in an earlier attempt: those of all
+        replicas together, without any of them. Nothing is sent or merged.
 
-        ``parts``: by replica of that attempt, its micro-batches, where this worker `reads_data`; else none. The loss is
-        the mean over the samples of all replicas.
+        ``parts``: the micro-batches of each replica of that attempt, if this worker `reads_data`, else empty. The loss
+        is the mean over the samples of all replicas.
         """
         waited = self._lanes.waited_seconds
         seconds = replay(self, self._stage, self._lanes, logged, step, parts, self._seed, self._computing)
@@ -154,14 +157,14 @@ class StageRunner:
 
     @property
     def taken_bytes(self) -> int:
-        """What has come from other stages so far."""
+        """Bytes received from other stages so far."""
         return self._lanes.taken_bytes
 
     def evaluate(self, tag: str, batches: Iterable[Any], count: int, metrics: Metrics) -> dict[str, float]:
-        """Metrics of ``count`` batches, forward only; empty in all stages but the last.
+        """Return the metrics of ``count`` batches, with forward passes only; empty in all stages but the last.
 
-        ``tag``: no other evaluation of the attempt has it. ``metrics``: the task's, which calls the model once for
-        every batch. Stages between the first and the last need neither.
+        ``tag`` must be unique among the evaluations of the attempt. ``metrics`` is the task's function, which calls the
+        model once per batch. Stages between the first and the last need neither batches nor metrics.
         """
         self._lanes.drain()
         return evaluate(self, self._stage, self._lanes, f"{self._place}/{tag}", batches, count, metrics)
@@ -171,7 +174,7 @@ class StageRunner:
         self._lanes.drain()
 
     def close(self) -> None:
-        """End the threads; the merge is the caller's to close."""
+        """End the threads; the caller must close the merge."""
         self._lanes.close()
 
     def encoded(self, value: Carried | None, facts: dict[str, float] | None = None) -> list[memoryview]:
@@ -182,7 +185,7 @@ class StageRunner:
 
     @contextmanager
     def _computing(self, doing: str) -> Iterator[None]:
-        """Around all that layers do, replays included: at its end it has been computed, or what went wrong is told."""
+        """Enter ``computing`` around all computations of layers, replays included, and wait until they are complete."""
         with self._told(doing):
             yield
             finish(self._device)

@@ -1,4 +1,4 @@
-"""How a model is cut into stages, and which worker has which place."""
+"""The shape of a pipeline: how the model is divided into stages, and the position of each worker."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ __all__ = ["Pipeline", "Position"]
 
 @dataclass(frozen=True)
 class Position:
-    """A worker's place."""
+    """The position of a worker."""
 
     stage: int
     """From 0."""
     replica: int
-    """Among the workers of its stage, from 0."""
+    """Number among the workers of its stage, from 0."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages of consecutive layers, each run by as many workers; the same for all of them.
+    """Stages of consecutive layers, each run by the same number of workers.
 
-    Raises ``GeofedError("CONFIG_INVALID")`` for stages that leave out or repeat a layer.
+    Raises ``GeofedError("CONFIG_INVALID")`` for stages that omit or repeat a layer.
     """
 
     stages: tuple[tuple[int, int], ...]
-    """First and last layer of each, counted from 0, both included."""
+    """First and last layer of each stage, counted from 0, both inclusive."""
     degree: int = 1
-    """Replicas of each stage; they share out the samples of a step, and merge their gradients."""
+    """Replicas of each stage, which divide the samples of a step among themselves and merge their gradients."""
     micro_batch: int = 1
-    """Samples; the last one of a step may have fewer."""
+    """Samples of a micro-batch; the last one of a step may have fewer."""
     order: str = "1f1b"
-    """Or "gpipe"."""
+    """Order of a step's passes: "1f1b" or "gpipe"."""
     rematerialise: tuple[bool, ...] = ()
-    """By stage: whether it keeps only its inputs, and makes its activations again before each backward. Empty: none."""
+    """By stage: whether it stores only its inputs, and computes its activations again before each backward pass. Empty:
+    no stage does."""
 
     def __post_init__(self) -> None:
         follows = 0
@@ -46,7 +47,7 @@ class Pipeline:
         if not self.stages or self.degree < 1 or self.micro_batch < 1 or self.order not in ("gpipe", "1f1b"):
             raise GeofedError("CONFIG_INVALID", f"not a pipeline: {self}")
         if self.rematerialise and len(self.rematerialise) != len(self.stages):
-            text = f"rematerialise speaks of {len(self.rematerialise)} stages, there are {len(self.stages)}"
+            text = f"rematerialise has {len(self.rematerialise)} entries for {len(self.stages)} stages"
             raise GeofedError("CONFIG_INVALID", text)
 
     @property
@@ -58,13 +59,13 @@ class Pipeline:
         return self.stages[-1][1] + 1
 
     def position(self, worker: int) -> Position:
-        """Of a worker by its number: ``stage * degree + replica``."""
+        """Return the position of a worker, whose number is ``stage * degree + replica``."""
         if not 0 <= worker < self.workers:
             raise GeofedError("CONFIG_INVALID", f"worker {worker} of {self.workers}")
         return Position(*divmod(worker, self.degree))
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """Of the micro-batches that a replica's samples of a step are cut into."""
+        """Return the sizes of the micro-batches into which a replica's samples of a step are divided."""
         whole, rest = divmod(samples, self.micro_batch)
         return (self.micro_batch,) * whole + ((rest,) if rest else ())
 

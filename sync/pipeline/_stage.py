@@ -1,4 +1,4 @@
-"""The computing of one stage: micro-batches through its layers, there and back."""
+"""The computation of one stage: forward and backward passes of micro-batches through its layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Stage"]
 
 @dataclass
 class _Arrived:
-    """What a micro-batch came with, and the gradients of that."""
+    """The received activations of a micro-batch, and their gradients."""
 
     value: Carried
     gradients: tuple[torch.Tensor | None, ...] = ()
@@ -31,22 +31,22 @@ class _Live:
     arrived: _Arrived | None
     """None in the first stage."""
     batch: Any
-    """In the first and in the last stage."""
+    """The batch, in the first and in the last stage."""
     output: Carried | None
-    """With its graph; None where it will be made again."""
+    """The output with its graph; None if it will be computed again."""
 
 
 class _Gate(torch.autograd.Function):
-    """Where activations enter a stage's graph: what comes back through it are the gradients to send on.
+    """The entry of received activations into a stage's graph: its backward pass yields the gradients to send.
 
-    Not leaves, since a layer may work in place on what it is given.
+    They are not leaves of the graph, because a layer may modify its input in place.
     """
 
     @staticmethod
     def forward(ctx: Any, root: torch.Tensor, arrived: _Arrived, again: bool) -> tuple[torch.Tensor, ...]:
         ctx.arrived = arrived
         tensors = as_tuple(arrived.value, "what the stage before passes on")
-        # Other objects than those that came: these will hold on to the graph, and the graph to what came.
+        # These are other objects than those received: they hold the graph, and the graph holds the received ones.
         passed = tuple(one.clone() if again else one.detach() for one in tensors)
         ctx.mark_non_differentiable(*(one for one in passed if not one.is_floating_point()))
         return passed
@@ -58,32 +58,36 @@ class _Gate(torch.autograd.Function):
 
 
 class Stage:
-    """Layers of one stage and the micro-batches on their way through them. Not for several threads."""
+    """The layers of one stage, and the micro-batches that are in it. Not thread-safe."""
 
     def __init__(
         self, layers: nn.Sequential, loss: Loss, *, first_layer: int, is_first: bool, is_last: bool, rematerialise: bool
     ) -> None:
-        """``first_layer``: its number in the whole model; ``loss``: of the first and of the last stage."""
+        """``first_layer``: its number in the whole model; ``loss``: used in the first and in the last stage."""
         self.layers, self._loss, self._first_layer = layers, loss, first_layer
         self.is_first, self.is_last, self._again = is_first, is_last, rematerialise
         self._live: dict[int, _Live] = {}
         self._draws: tuple[int, ...] = ()
         self._number = 0
-        """Of the micro-batch that runs."""
+        """Number of the current micro-batch."""
         for at, layer in enumerate(layers, first_layer):
             layer.register_forward_pre_hook(lambda module, _, at=at: self._seed(module, at))
         self.loss_sum = 0.0
-        """Of the open step, in the last stage: the mean over the samples so far, by their shares."""
+        """Loss of the current step, in the last stage: the sum over the micro-batches so far, weighted by their
+        shares."""
 
     @property
     def live(self) -> int:
-        """Micro-batches between their forward and their backward pass."""
+        """Number of micro-batches between their forward and their backward pass."""
         return len(self._live)
 
     def begin(self, draws: tuple[int, ...], *, add: bool = False) -> None:
-        """Begin a step; what layers draw at random follows from these numbers, the micro-batch and the layer alone, so
-        that it is the same for every cut and order, and when a layer runs again. ``add``: to the gradients and the loss
-        that are there, as another replica's part of the same step."""
+        """Begin a step.
+
+        ``draws``: together with the micro-batch and the layer, these numbers alone determine the layers' random
+        numbers, so that they are the same for every division into stages and every order, and when a layer runs again.
+        ``add``: add to the existing gradients and loss, as another replica's part of the same step.
+        """
         self._live.clear()
         self._draws = draws
         self.layers.train()
@@ -92,10 +96,11 @@ class Stage:
             self.layers.zero_grad(set_to_none=True)
 
     def forward(self, number: int, given: Carried | None, batch: Any) -> Carried | None:
-        """One micro-batch; what to pass on, None in the last stage. ``given``: None in the first."""
+        """Run one micro-batch forward; return the value to pass on, None in the last stage. ``given`` is None in the
+        first stage."""
         arrived = None if self.is_first else _Arrived(_there(given))
         if self.is_first and not self.is_last:
-            # From here on only what the model is called with counts.
+            # From here on only the model's argument is needed.
             reseed(*self._draws, number, -1)
             batch = model_input(self._loss, batch)
         self._live[number] = live = _Live(arrived, batch, None)
@@ -103,22 +108,24 @@ class Stage:
             live.output = self._through(number, live)
             return None if self.is_last else _apart(live.output)
         if self.is_last:
-            # Its loss is made together with the gradients; with GPipe running statistics then count in that order.
+            # The loss is computed together with the gradients; with GPipe, running statistics are then updated in that
+            # order.
             return None
         with torch.no_grad():
             return self._through(number, live)
 
     def backward(self, number: int, gradients: tuple[torch.Tensor, ...], share: float) -> tuple[torch.Tensor, ...]:
-        """Back through one micro-batch; gradients to pass on, none in the first stage.
+        """Run one micro-batch backward; return the gradients to pass on, none in the first stage.
 
-        ``share``: of the step's samples, those of this micro-batch. ``gradients``: of those of the output's tensors
-        that hold floating-point numbers; none in the last stage.
+        ``share``: this micro-batch's fraction of the step's samples. ``gradients``: those of the output's
+        floating-point tensors; none in the last stage.
         """
         live = self._live.pop(number)
         output, counted = live.output, {}
         if output is None:
             if not self.is_last:
-                # Running statistics have counted this micro-batch already, and will count it again.
+                # Running statistics include this micro-batch already, and computing its activations again would include
+                # it twice.
                 counted = {name: buffer.clone() for name, buffer in self.layers.named_buffers()}
             output = self._through(number, live)
         if self.is_last:
@@ -132,12 +139,12 @@ class Stage:
         return () if live.arrived is None else _filled(live.arrived)
 
     def evaluate(self, value: Carried) -> Carried:
-        """Forward only, as it is when a model is used; whoever calls sees to it that no graph is made."""
+        """Run forward only, as when a model is used. The caller must ensure that no graph is recorded."""
         out: Carried = self.layers(value)
         return out
 
     def _through(self, number: int, live: _Live) -> Carried:
-        """The stage's output, or, in the last stage, the loss."""
+        """Return the stage's output, or the loss in the last stage."""
         self._number = number
         if live.arrived is not None:
             root = torch.zeros((), requires_grad=True)
@@ -150,7 +157,7 @@ class Stage:
             return loss
         value = live.batch
         if self._again:
-            value = like(value, tuple(one.clone() for one in as_tuple(value, "what the task hands to the model")))
+            value = like(value, tuple(one.clone() for one in as_tuple(value, "what the task passes to the model")))
         return self._run(value)
 
     def _value(self, value: Carried, batch: Any) -> torch.Tensor:
@@ -173,12 +180,12 @@ class Stage:
 
 def _there(given: Carried | None) -> Carried:
     if given is None:
-        raise GeofedError("INTERNAL", "a micro-batch came without activations")
+        raise GeofedError("INTERNAL", "a micro-batch has no activations")
     return given
 
 
 def _apart(value: Carried) -> Carried:
-    """Without its graph."""
+    """Return the value without its graph."""
     return like(value, tuple(one.detach() for one in as_tuple(value, "the output of a stage")))
 
 
@@ -190,7 +197,7 @@ def _back_through(output: Carried, gradients: tuple[torch.Tensor, ...]) -> None:
 
 
 def _filled(arrived: _Arrived) -> tuple[torch.Tensor, ...]:
-    """Gradients of what floats; zero for what the loss does not depend on."""
+    """Return the gradients of the floating-point tensors; zeros if the loss does not depend on a tensor."""
     tensors = as_tuple(arrived.value, "what the stage before passes on")
     gradients = arrived.gradients or (None,) * len(tensors)
     return tuple(

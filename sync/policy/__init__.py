@@ -1,5 +1,4 @@
-"""How updates between regions become the next model: a WAN policy is a module of this package, which says all that
-there is to say of it."""
+"""WAN policies: how updates between regions become the next model. Each policy is a module of this package."""
 
 from collections.abc import Mapping
 
@@ -24,35 +23,35 @@ __all__ = [
     "Policy",
     "StateAveraged",
     "WanPolicy",
-    "made",
+    "make_policy",
     "policies",
     "policy_named",
 ]
 
 DEFAULT = "ma"
-"""What `auto` is."""
+"""The policy that ``auto`` stands for."""
 
 
 def _check(policy: WanPolicy) -> str:
-    return "" if isinstance(policy, WanPolicy) else f"it is a {type(policy).__name__}, no WanPolicy"
+    return "" if isinstance(policy, WanPolicy) else f"it is a {type(policy).__name__}, not a WanPolicy"
 
 
 _REGISTRY: Registry[WanPolicy] = Registry("WAN policy", "sync.policy", "geofed.wan_policies", _check)
 
 
 def policies() -> tuple[str, ...]:
-    """Names of all, sorted."""
+    """Return the names of all WAN policies, sorted."""
     return tuple(sorted(_REGISTRY.all))
 
 
 def policy_named(name: str) -> WanPolicy:
-    """Raises ``GeofedError("CONFIG_INVALID")`` for one that is not known."""
+    """Return the WAN policy of that name. Raises ``GeofedError("CONFIG_INVALID")`` if there is none."""
     return _REGISTRY.named(name)
 
 
-def made(name: str, settings: Mapping[str, float]) -> Policy:
-    """A policy with these settings of its own; raises ``GeofedError("CONFIG_INVALID")`` for a name or setting that
-    cannot be."""
+def make_policy(name: str, settings: Mapping[str, float]) -> Policy:
+    """Create a policy with these settings of its own. Raises ``GeofedError("CONFIG_INVALID")`` if the name or a setting
+    is unknown or invalid."""
     policy = policy_named(name)
     if unknown := sorted(set(settings) - set(policy.settings)):
         known = ", ".join(policy.settings) or "none"

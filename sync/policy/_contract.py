@@ -1,4 +1,4 @@
-"""What a WAN policy decides, and what a planner must know of it; pure, without sockets."""
+"""The interface of a WAN policy, and what a planner must know about one. No sockets, no side effects."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ class Contribution:
 
     region: str
     weight: float
-    """Samples behind it."""
+    """Samples that the update was computed from."""
     delta: Vector
-    """Model after the round's local steps minus the model before them, shape (n,)."""
+    """The model after the round's local steps minus the model before them, shape (n,)."""
     staleness: int = 0
-    """Rounds that the receiving region has completed since the last one of its own that the sender had seen."""
+    """Rounds that the receiving region has completed since its last update that the sender had seen."""
     drift: Vector | None = None
-    """How far the receiving region's model has moved in that time, shape (n,); None where nobody asks for it."""
+    """Change of the receiving region's model in that time, shape (n,); None if no policy uses it."""
     rounds: int = 1
-    """Rounds whose changes it sums up."""
+    """Number of rounds whose changes it sums up."""
     whole: bool = False
-    """The delta is the model itself: of a region that trains alone."""
+    """Whether ``delta`` is the model itself, from a region that trains alone."""
 
 
 @dataclass(frozen=True)
 class Outer:
-    """What a policy makes of the updates that it was given."""
+    """The result of a merge."""
 
     model: Vector
     memory: Mapping[str, Vector] = field(default_factory=dict)
-    """What it must remember until the next time; stored with the model, in one piece."""
+    """State of the policy for the next merge; stored atomically with the model."""
 
 
 class Policy(Protocol):
-    """How updates become the next model.
+    """Merges updates into the next model.
 
-    With synchronous exchange every region computes the same for itself, so it must depend neither on the order of the
-    contributions nor on the machine: elementwise float32 and float64 operations only, bit for bit the same everywhere.
+    With synchronous exchange every region computes the same merge by itself. So the result must depend neither on the
+    order of the contributions nor on the machine: only elementwise float32 and float64 operations are allowed, which
+    give the same bits everywhere.
     """
 
     @property
@@ -52,7 +53,7 @@ class Policy(Protocol):
 
     @property
     def keeps_own(self) -> bool:
-        """Whether a region that trains alone continues from where it has ended each round."""
+        """Whether a region that trains alone continues from the model with which it ended the round."""
 
     def merge(
         self,
@@ -61,31 +62,31 @@ class Policy(Protocol):
         memory: Mapping[str, Vector],
         total: float | None = None,
     ) -> Outer:
-        """The next model; ``memory`` is what the time before left, empty in the first.
+        """Return the next model, shape (n,). ``memory`` is the state that the last merge returned, empty at first.
 
-        ``total``: the samples that a round of the whole federation has, where only some of its updates are here; None:
-        they are all here.
+        ``total`` is the weight of a whole round of all regions, if only some of its updates are merged; None: all of
+        them are.
         """
 
 
 @dataclass(frozen=True)
 class WanPolicy:
-    """A policy as job files name it: how it is made, and what a planner must know of it."""
+    """A WAN policy as a job file names it: how to create it, and what a planner must know about it."""
 
     name: str
     make: Callable[..., Policy]
-    """Takes its settings by name; raises ``GeofedError("CONFIG_INVALID")`` for one that cannot be."""
+    """Creates the policy from its settings by name. Raises ``GeofedError("CONFIG_INVALID")`` for an invalid one."""
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Its own, as `wan.outer` gives them, with their defaults."""
+    """Its own settings, as `wan.outer` gives them, with their defaults."""
     interval_steps: int | None = None
-    """Local steps of a round where the job file says nothing; None: the planner's default."""
+    """Local steps of a round if the job file gives no interval; None: the planner's default."""
     every_step: bool = False
-    """It exchanges after each step, and has no other interval."""
+    """Whether it exchanges after each step, and allows no other interval."""
     adapts_interval: bool = False
-    """In the background, a longer interval may be taken while the job runs, where links don't keep up."""
+    """Whether the interval may be lengthened while the job runs, if links don't keep up; with background exchange."""
     synchronous: bool = False
-    """It has a meaning only where every region waits for all."""
+    """Whether it works only with synchronous exchange."""
     on_arrival: bool = False
-    """Updates are summed up as they come, in the background, instead of being averaged over a round."""
+    """Whether updates are added as they arrive, in the background, instead of being averaged over a round."""
     significance: float = 0.0
-    """First threshold of Gaia's filter on what is sent (`wan.significance`); 0: there is no filter."""
+    """Initial threshold of Gaia's filter of what is sent (`wan.significance`); 0: no filter."""

@@ -1,4 +1,4 @@
-"""What may be done about an update that was made from a model which is not the receiver's any more."""
+"""Treatments of stale updates: those made from an older model than the receiver's."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from sync.policy._contract import Contribution, Outer, Policy
 __all__ = ["Damped", "DelayCompensated"]
 
 _DECAY = np.float32(0.95)
-"""Of the mean square of updates, as DC-ASGD's adaptive form has it."""
+"""Decay of the running mean square of updates, as in DC-ASGD's adaptive form."""
 _EPSILON = np.float32(1e-7)
+"""Added to the mean square before the division."""
 
 
 class Damped:
     """Divides an update by 1 + its staleness (staleness-aware ASGD, Zhang et al. 2016, arXiv 1511.05950).
 
-    The staleness that every update has is not counted: over a WAN the sender has always missed at least one round.
-    What is taken away is lost: the sum of all changes is not preserved.
+    One round of staleness is not counted, because every update has it: over a WAN the sender has always missed at least
+    one round. What an update loses by the division is lost: the sum of all changes is not preserved.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -40,10 +41,11 @@ class Damped:
 
 
 class DelayCompensated:
-    """DC-ASGD, the adaptive form (Zheng et al. 2017, arXiv 1609.08326, algorithm 2), on model changes.
+    """Delay compensation on model changes: the adaptive form of DC-ASGD (Zheng et al. 2017, arXiv 1609.08326, algorithm
+    2).
 
-    With d = -lr g the compensated gradient g + lambda g g drift becomes d - strength * d * d * drift / rms(d), the
-    learning rate cancelling against the adaptive lambda = strength / rms(g).
+    With d = -lr g the compensated gradient g + lambda g g drift becomes d - strength * d * d * drift / rms(d): the
+    learning rate cancels against the adaptive lambda = strength / rms(g).
     """
 
     _SQUARE = "square"

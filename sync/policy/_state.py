@@ -1,4 +1,4 @@
-"""What is not trained by gradients must not be treated as if it were."""
+"""Averaging of model state that gradients do not train."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ __all__ = ["StateAveraged"]
 
 
 class StateAveraged:
-    """A policy for the trainable head of the vector; the state behind it (BatchNorm statistics, counters) is averaged.
+    """Applies a policy to the trained coordinates, and averages the state behind them (BatchNorm statistics, counters).
 
-    Regions' changes of a running variance do not add up, and an outer momentum carries it on below zero.
+    Changes of a running variance must not be added up over the regions, and the momentum of an outer optimiser would
+    carry it below zero.
     """
 
     def __init__(self, policy: Policy, trainable: int) -> None:

@@ -12,11 +12,11 @@ __all__ = ["METHODS", "GradientSum"]
 
 
 class GradientSum:
-    """base + sum of the deltas: every region's steps are made in every region, as they arrive.
+    """base + sum of the deltas: every region's steps are applied in every region, as they arrive.
 
-    An update is what f local steps have changed (for plain SGD: -lr times their accumulated gradient), so any local
-    optimiser is preconditioned once, where the gradient arose. f = 1 is `asgd`, f > 1 `asgd-ga`. With n regions the
-    model makes n times as many steps as a region: the learning rate must suit that.
+    An update is the change of f local steps (for plain SGD: -lr times their accumulated gradient), so any local
+    optimiser is applied once, where the gradient was computed. f = 1 is `asgd`, f > 1 `asgd-ga`. With n regions the
+    model makes n times as many steps as one region; the learning rate must suit that.
     """
 
     averages = False

@@ -8,6 +8,6 @@ from sync.policy.asgd import GradientSum
 __all__ = ["METHODS"]
 
 _ACCUMULATED_STEPS = 4
-"""The smaller of the accumulation frequencies of Cloudless-Training."""
+"""The smaller of the two accumulation frequencies that Cloudless-Training evaluates."""
 
 METHODS = (WanPolicy("asgd-ga", GradientSum, interval_steps=_ACCUMULATED_STEPS, on_arrival=True),)

@@ -1,4 +1,4 @@
-"""The WAN policy ``asp``: `asgd` of what Gaia's filter lets through (Hsieh et al., NSDI 2017, section 4.1)."""
+"""The WAN policy ``asp``: `asgd` of the changes that Gaia's filter passes (Hsieh et al., NSDI 2017, section 4.1)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sync.policy.asgd import GradientSum
 __all__ = ["METHODS"]
 
 _FIRST_THRESHOLD = 0.01
-"""Gaia's initial threshold, a share of the coordinate: as in the paper."""
+"""Gaia's initial threshold, as in the paper: a change is sent if it exceeds this fraction of the coordinate."""
 
 METHODS = (
     WanPolicy("asp", GradientSum, interval_steps=1, every_step=True, on_arrival=True, significance=_FIRST_THRESHOLD),

@@ -1,4 +1,4 @@
-"""The WAN policy ``bsp``: the mean of all regions' models after every step (bulk-synchronous parallel)."""
+"""The WAN policy ``bsp``: averages all regions' models after every step (bulk-synchronous parallel)."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ __all__ = ["METHODS", "DiLoCo"]
 class DiLoCo:
     """With d the mean of the deltas: v = momentum * v + d; model = base + lr * (d + momentum * v).
 
-    With lr 1 and momentum 0 it is model averaging. It pays over many rounds of many local steps; in the first rounds
-    the momentum is not yet what it will be. Exchanged in the background, d is the region's own fresh term and those
-    remote ones that have arrived (eager updates, arXiv 2502.12996); what a term adds to the model in the end does not
-    depend on when it came, since the filter is linear.
+    With lr 1 and momentum 0 it is model averaging. It pays off with many rounds of many local steps; in the first
+    rounds the momentum still builds up. With background exchange, d is the region's own fresh term and the remote terms
+    that have arrived (eager updates, arXiv 2502.12996). What a term finally adds to the model does not depend on when
+    it arrived, since the filter is linear.
     """
 
     averages = True

@@ -13,10 +13,10 @@ __all__ = ["METHODS", "ModelAverage", "mean_delta"]
 
 
 def mean_delta(contributions: Sequence[Contribution], total: float | None) -> Vector:
-    """Sample-weighted mean of the deltas, summed in the order of the regions' names.
+    """Return the sample-weighted mean of the deltas, summed in the order of the regions' names.
 
-    Where some are missing (``total`` is known), each counts as much as it would if all were here, so that it makes no
-    difference in the end which of them came together.
+    If some updates are missing (``total`` is known), each counts as much as if all were present, so that in the end it
+    makes no difference which of them were merged together.
     """
     ordered = sorted(contributions, key=lambda contribution: contribution.region)
     deltas = [c.delta for c in ordered]

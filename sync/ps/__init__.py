@@ -1,1 +1,2 @@
-"""The parameter server: holds a partition's model, merges its workers, exchanges with the other regions."""
+"""The parameter server of a partition: it holds the model, merges its workers' steps, and exchanges updates with the
+other regions."""

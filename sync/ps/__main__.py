@@ -40,11 +40,13 @@ from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of
 
 _PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: signal to receive when the parent process ends."""
 _STOP_GRACE_SECONDS = 2.0
+"""How long calls under way may take when the server stops."""
 
 
 async def serve(config: PsConfig) -> None:
-    """Run one partition's parameter server until it is told to stop."""
+    """Run a partition's parameter server until it is stopped. Raises ``GeofedError`` if it fails."""
     settings, _ = ExchangeSettings.of(config.wan_settings)
     background = bool(settings.background) and len(config.regions) > 1
     setup = Setup(
@@ -54,7 +56,7 @@ async def serve(config: PsConfig) -> None:
         rounds=config.rounds,
         steps_per_round=config.steps_per_round,
         evaluate_every=config.evaluate_every,
-        # A region alone has nothing to wait for.
+        # If there is only one region, there is nothing to exchange in the background.
         background=background,
         quorum=int(settings.quorum),
         lead=int(settings.lead),
@@ -92,7 +94,7 @@ async def serve(config: PsConfig) -> None:
     await exchange.start()
     links.start()
     if engine.machine.state_lost:
-        rejoining = asyncio.create_task(rejoin(engine, config, identity), name="the way back into the job")
+        rejoining = asyncio.create_task(rejoin(engine, config, identity), name="rejoin the job")
         rejoining.add_done_callback(functools.partial(_rejoined, engine))
     write_durably(config.ready_file, [json.dumps(ports).encode()])
     loop = asyncio.get_running_loop()
@@ -112,12 +114,14 @@ async def serve(config: PsConfig) -> None:
 def _rejoined(engine: Engine, task: asyncio.Task[None]) -> None:
     error = None if task.cancelled() else task.exception()
     if error is not None:
-        told = error if isinstance(error, GeofedError) else GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
-        engine.fail(told)
+        failure = (
+            error if isinstance(error, GeofedError) else GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
+        )
+        engine.fail(failure)
 
 
 def _identity(config: PsConfig) -> Tls:
-    """As it is in the files now: the agent renews the certificate while we run."""
+    """Read the TLS identity from its files: the agent renews the certificate while this process runs."""
     return Tls(
         read_pem(config.ca_file, "the federation's certificate authority"),
         read_pem(config.certificate_file, "the region's certificate"),
@@ -127,13 +131,13 @@ def _identity(config: PsConfig) -> Tls:
 
 @contextlib.contextmanager
 def _only_one(state_dir: Path) -> Iterator[None]:
-    """Two servers on one state would give the same round two updates."""
+    """Lock the state folder: two servers with the same state would make two updates of the same round."""
     state_dir.mkdir(parents=True, exist_ok=True)
     with (state_dir / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise GeofedError("ILLEGAL_STATE", f"a parameter server runs on {state_dir} already") from None
+            raise GeofedError("ILLEGAL_STATE", f"a parameter server is already running on {state_dir}") from None
         yield
 
 
@@ -146,10 +150,10 @@ def _open_bulk(service: ExchangeService, config: PsConfig, identity: Callable[[]
 
 
 def _keep_memory() -> None:
-    """Have freed memory used again instead of given back.
+    """Configure malloc so that freed memory is used again instead of being returned to the system.
 
-    Every merge takes and frees arrays of the model's size. Mapped anew each time, as glibc does with large ones, their
-    pages are cleared and faulted in again, which costs up to five times what is done with them.
+    Every merge allocates and frees arrays of the model's size. glibc maps large arrays anew each time, and clearing and
+    faulting in their pages takes up to five times as long as the computation on them.
     """
     mmap_max, trim_threshold, arena_max, top_pad = -4, -1, -8, -2  # names of malloc.h
     with contextlib.suppress(OSError, AttributeError):
@@ -182,14 +186,14 @@ def main() -> int:
         with _only_one(config.state_dir):
             asyncio.run(serve(config))
     except GeofedError as error:
-        return _told(error)
+        return _print_error(error)
     except Exception as error:
-        logging.getLogger("geofed.ps").exception("the parameter server broke")
-        return _told(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
+        logging.getLogger("geofed.ps").exception("the parameter server failed")
+        return _print_error(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
     return 0
 
 
-def _told(error: GeofedError) -> int:
+def _print_error(error: GeofedError) -> int:
     print(f"error[{error.code}]: {error.message}\nhint: {error.hint}", file=sys.stderr)
     return int(error.exit)
 

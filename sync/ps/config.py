@@ -1,4 +1,4 @@
-"""What a parameter-server process is started with: one JSON file, readable by its user only."""
+"""Configuration of a parameter-server process: one JSON file, readable by its user only."""
 
 from __future__ import annotations
 
@@ -27,39 +27,42 @@ class PsConfig(BaseModel):
     evaluate_every: int = Field(ge=0)
     wan_policy: str
     wan_settings: dict[str, float] = {}
-    """Of the policy and the exchange."""
+    """Settings of the WAN policy and of the exchange."""
     shares: dict[str, float] = {}
-    """What each region contributes to the mean where not all updates come together; their sum is 1. Empty: equal."""
+    """Each region's weight in the mean where updates are merged as they arrive; the sum is 1. Empty: all the same."""
     neighbours: tuple[tuple[str, str], ...] = ()
     """Pairs of regions that exchange directly; empty: all do."""
     part_elements: int = Field(default=0, ge=0)
-    """The workers hold stages of the model: what they read is put in parts of so many elements. 0: they hold all."""
+    """Size of the parts, in elements, in which vectors are put into the channel if the workers hold stages of the
+    model; 0: each worker holds the whole model."""
     codec: str = "fp32"
-    """Of our updates; each update says in its frame which one it was made with."""
+    """Codec of our updates; each update states in its frame which codec encoded it."""
     channel: str
     channel_address: str
     state_dir: Path
     initial_model: Path | None = None
-    """A safetensors file that the job begins with, in the region whose first model counts; none: the workers' own."""
+    """A safetensors file with the model that the job begins with, for the region that provides the initial model; None:
+    the workers initialise it."""
     begun: bool = False
-    """The partition has run before: a state folder without a model is one that was lost."""
+    """Whether the partition has run before: if so, a state folder without a model means that the state was lost."""
     worker_listen: str
     exchange_listen: str
     bulk_port: int | None = Field(default=0, ge=0, le=65535)
-    """Beside the exchange port, for large updates; 0: the system chooses, None: they go through the exchange port."""
+    """Port for bulk streams; 0: chosen by the system; None: large updates use the exchange port."""
     ready_file: Path
-    """Written once all ports listen: {"worker": port, "exchange": port, "bulk": port}, the last one if there is any."""
+    """File that is written once all ports listen: {"worker": port, "exchange": port, "bulk": port}, the last one only
+    if there is one."""
     token_key: str
     """Key that the agent signs the workers' tokens with."""
     ca_file: Path
     certificate_file: Path
     key_file: Path
     stall_seconds: float = 30.0
-    """A transfer fails after this long without progress; it is then tried again from its offset."""
+    """Timeout of a transfer without progress; it is then resumed."""
 
 
 def read_config(path: Path) -> PsConfig:
-    """Read the file; raises ``GeofedError("CONFIG_INVALID")``."""
+    """Read the configuration. Raises ``GeofedError("CONFIG_INVALID")``."""
     try:
         return PsConfig.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:

@@ -1,4 +1,5 @@
-"""The controller at work: what a round measured goes in, codec and interval of the next rounds come out."""
+"""Applies the WAN controller: passes it the measurements of each round, and keeps the codec and the interval that it
+chooses."""
 
 from __future__ import annotations
 
@@ -10,38 +11,43 @@ from sync.wan import Bounds, ExchangeSettings, LinkSample, Observation, initial,
 
 __all__ = ["Controller"]
 
-_LONGEST = 16
-"""Times the planned interval."""
-_LEAST_ROUNDS = 16
-"""That a lengthened interval must leave of the job."""
-_TOLD = 20
-"""Decisions that are kept for those who ask."""
+_MAX_INTERVAL_FACTOR = 16
+"""Longest interval, as a multiple of the planned one."""
+_MIN_ROUNDS = 16
+"""Rounds that the job must still have with the longest interval."""
+_KEPT_DECISIONS = 20
+"""Latest decisions that are kept to be reported."""
 
 
 class Controller:
-    """One region's controller, and what it has decided."""
+    """The WAN controller of one region, and its latest decisions."""
 
     def __init__(self, exchange: ExchangeSettings, codec: str, interval_steps: int, steps: int) -> None:
-        longest = max(interval_steps, min(_LONGEST * interval_steps, steps // _LEAST_ROUNDS))
+        longest = max(interval_steps, min(_MAX_INTERVAL_FACTOR * interval_steps, steps // _MIN_ROUNDS))
         known = codecs(Automatic.UNDER_WAY)
         choices = known if exchange.choose_codec and codec in known else (codec,)
         self._bounds = Bounds(interval_steps, longest if exchange.choose_interval else interval_steps, choices, 1)
         self._state = initial(self._bounds, codec)
         self.active = bool(exchange.background) and bool(exchange.choose_codec or exchange.choose_interval)
-        self.decisions: deque[str] = deque(maxlen=_TOLD)
+        self.decisions: deque[str] = deque(maxlen=_KEPT_DECISIONS)
 
     @property
     def codec(self) -> str:
+        """Name of the codec to use now."""
         return self._state.setting.codec
 
     @property
     def interval_steps(self) -> int:
+        """Steps between two exchanges."""
         return self._state.setting.interval_steps
 
     def round_over(
         self, sequence: int, step_seconds: float, model_bytes: int, links: Mapping[str, LinkSample], coding: float
     ) -> None:
-        """Take in a round; ``coding``: float32 bytes that the last update's codec took in a second, 0: not known."""
+        """Pass the measurements of a round to the controller.
+
+        ``coding`` is the rate, in float32 bytes per second, at which the last update was encoded; 0: not known.
+        """
         if not self.active or not links or step_seconds <= 0:
             return
         speeds = {self.codec: coding} if coding else {}

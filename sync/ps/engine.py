@@ -1,7 +1,7 @@
-"""The thin shell around the machine: carries out its actions and feeds it what follows from them.
+"""Connects the state machine with the world: executes its actions and feeds their results back as events.
 
-One event at a time, on the event loop; what needs a disk or many floating-point operations runs in one worker
-thread, in the order in which the machine asked for it, and comes back as an event.
+Events are handled one at a time, on the event loop. Actions that use the disk or need many floating-point operations
+run in one thread, in order, and their results return as events.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from sync.ps.core.events import (
 from sync.ps.core.machine import Machine, Setup
 from sync.ps.core.membership import Pace, Punctuality, Spared
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.execution.executor import ActionExecutor, Framed, merged_key, step_back
+from sync.ps.execution.executor import ActionExecutor, FramedUpdate, lower_priority, merged_key
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
@@ -78,12 +78,12 @@ class Engine:
         self.executor, self.storage, self.channel = executor, executor.storage, executor.channel
         exchange = exchange or ExchangeSettings()
         self._grace_seconds = exchange.grace_seconds
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=step_back)
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=lower_priority)
         self.machine = _machine_of(executor, executor.setup)
         setup = executor.setup
         self.controller = Controller(exchange, executor.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
-        """What the links to the peers have carried of late."""
+        """Returns measurements of the links to the peers."""
         self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SPARED_SECONDS), Pace()
         self._cadence = Cadence()
         self._pausing: StartPause | None = None
@@ -94,27 +94,31 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Condition()
         self.version = 0
+        """Number that increases with every change; see `changed_since`."""
         self.on_ship: Callable[[Ship], None] = lambda _: None
-        self.on_reproduced: Callable[[Framed], None] = lambda _: None
-        """Told of the first model as our own workers make it."""
+        self.on_reproduced: Callable[[FramedUpdate], None] = lambda _: None
+        """Called with the initial model's update if our own workers have initialised the model."""
         self.wan_wait_seconds = 0.0
+        """Total time that the partition has waited for other regions."""
         self._exchange_since: float | None = None
         self.failed: GeofedError | None = None
+        """Error that ended the server."""
         self.broken = asyncio.Event()
+        """Set once `failed` is."""
 
     async def take_over(self, install: Callable[[], None]) -> None:
-        """Continue from a state that was not here when the process started; ``install`` makes it durable."""
+        """Continue from another region's state; ``install`` makes it durable here."""
         loop, before = asyncio.get_running_loop(), self.machine
         await loop.run_in_executor(self._disk, install)
         machine = await loop.run_in_executor(self._disk, _machine_of, self.executor, before.setup)
         self.machine, ledger = machine, before.ledger
         peers = tuple(ledger.peers.values())
-        self.have_calls_again()
-        ways = ledger.neighbours, 0, ledger.routes, ledger.former
-        self.feed(Configured(before.epoch, before.attempt, peers, *ways))
+        self.retry_calls()
+        routes = ledger.neighbours, 0, ledger.routes, ledger.former
+        self.feed(Configured(before.epoch, before.attempt, peers, *routes))
 
-    def have_calls_again(self) -> None:
-        """Workers that wait for an answer are told to ask anew."""
+    def retry_calls(self) -> None:
+        """Answer all waiting workers' calls with "pending", so that the workers call again."""
         for future in self._calls.values():
             if not future.done():
                 future.set_result(None)
@@ -122,9 +126,10 @@ class Engine:
     # Events in
 
     def feed(self, event: Event) -> None:
-        """Give the machine an event and carry out what it answers."""
+        """Pass an event to the state machine and execute the actions that it returns."""
         now = time.monotonic()
-        if isinstance(event, Stored | Prepared) and event.manifest.sequence >= FIRST:  # the start is nobody's pace
+        # Round 0 says nothing about a region's pace.
+        if isinstance(event, Stored | Prepared) and event.manifest.sequence >= FIRST:
             self._punctuality.came(event.manifest.region, now)
         if isinstance(event, Stored):
             self._cadence.came(event.manifest.region, event.manifest.sequence, now)
@@ -133,25 +138,26 @@ class Engine:
             self.machine.round_seconds = self._cadence.next_round(now, beside)
         actions = self.machine.handle(event)
         self._cadence.held_up(now, self.machine.held_up)
-        # Nobody late is waited for any more; a merge that waited as well is made before that.
+        # A round begins, so late regions are no longer waited for; a merge that waited for them comes before that.
         if any(isinstance(action, Log | StartPause) for action in actions):
             self._spared.end(now)
             self._wait_no_more()
         for action in actions:
             self._carry_out(action)
         if isinstance(event, Stored) and self._pausing is not None and self._pausing.slower:
-            self._pause(self._pausing)  # it may have ended its round sooner
+            # The region may have ended its round earlier than expected.
+            self._pause(self._pausing)
         self._watch_exchange()
         self.notify()
 
-    async def ask(self, make: Callable[[int], Event], patience_seconds: float) -> Answer | None:
-        """Feed a worker's call; its answer, or None if there is none within the worker's patience: it asks again."""
+    async def ask(self, make: Callable[[int], Event], timeout_seconds: float) -> Answer | None:
+        """Feed a worker's call and return its answer, or None after the timeout; the worker then calls again."""
         call, self._next_call = self._next_call, self._next_call + 1
         future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
             self.feed(make(call))
-            async with asyncio.timeout(patience_seconds):
+            async with asyncio.timeout(timeout_seconds):
                 return await future
         except TimeoutError:
             return None
@@ -161,13 +167,13 @@ class Engine:
                 self.feed(CallGone(call))
 
     async def changed_since(self, version: int) -> int:
-        """Wait until something has happened after ``version``; returns the present version."""
+        """Wait until something has changed since ``version``; return the current version."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version != version)
             return self.version
 
     def notify(self) -> None:
-        """Wake those who watch: something has changed."""
+        """Record a change, and wake all that wait for one."""
         self.version += 1
         self._start(self._wake())
 
@@ -293,8 +299,8 @@ class Engine:
         try:
             loop = asyncio.get_running_loop()
             first = await loop.run_in_executor(self._disk, self.executor.reproduced, action)
-        except Exception as error:  # noqa: BLE001 - the thread's edge: nothing depends on it, the model comes then
-            _log.warning("the first model has to come, since our workers' own cannot be read: %s", error)
+        except Exception as error:  # noqa: BLE001 - this is only an optimisation: without it the model is received
+            _log.warning("cannot read our own workers' initial model; it will be received instead: %s", error)
             return
         if first is not None:
             self.on_reproduced(first)
@@ -306,7 +312,7 @@ class Engine:
         except GeofedError as error:
             self.fail(error)
             return
-        except Exception as error:  # noqa: BLE001 - the thread's edge: what it broke on must be told, not lost
+        except Exception as error:  # noqa: BLE001 - outermost frame of the action: the error must be reported
             _log.exception("%s failed", type(action).__name__)
             self.fail(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
             return
@@ -316,7 +322,7 @@ class Engine:
                 self._steer(event.apply.sequence)
 
     def _steer(self, sequence: int) -> None:
-        """Let the controller see the round, and do as it says from the next one on."""
+        """Pass a round's measurements to the controller, and apply its choice from the next round on."""
         machine, layout = self.machine, self.storage.layout
         if not self.controller.active or not isinstance(machine, Background) or layout is None:
             return
@@ -326,7 +332,7 @@ class Engine:
         self.executor.codec_wanted = codec_named(self.controller.codec)
 
     def fail(self, error: GeofedError) -> None:
-        """Nothing durable is touched any more; the process tells why and ends."""
+        """Record an error that ends the server. Nothing durable is changed after it."""
         _log.error("%s", error)
         self.failed = self.failed or error
         self.broken.set()
@@ -336,14 +342,15 @@ class Engine:
         self.notify()
 
     async def keep_layout(self, layout: Layout) -> None:
+        """Store the layout of the model, unless one is stored already."""
         await asyncio.get_running_loop().run_in_executor(self._disk, self.storage.keep_layout, layout)
 
     async def model(self) -> Vector | None:
-        """A copy of the model as of now; None: not even the first is there."""
+        """Return a copy of the current model, shape (n,), or None before the first merge."""
         return await asyncio.get_running_loop().run_in_executor(self._disk, self.executor.copy_of_model)
 
     async def close(self) -> None:
-        """Let what was begun end, then stop the thread."""
+        """Wait until all actions under way have ended, then stop the thread."""
         while pending := [task for task in self._tasks if not task.done()]:
             await asyncio.wait(pending)
         self._disk.shutdown()

@@ -1,4 +1,5 @@
-"""Between parameter servers: the senders to all peers, and what comes from them (mutual TLS, exchange port)."""
+"""The exchange between parameter servers: senders to all peers, and the service that peers call (exchange port, mutual
+TLS)."""
 
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from sync.ps.core.actions import Ship
 from sync.ps.core.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
-from sync.ps.execution.executor import Framed
-from sync.ps.rejoin import answer_of
+from sync.ps.execution.executor import FramedUpdate
+from sync.ps.rejoin import rejoin_reply
 from sync.transfer.arrival import Tickets
-from sync.transfer.intake import LARGEST_UPDATE_BYTES, Intake
+from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
 from sync.transfer.manifest import Manifest, Peer, Verdict
-from sync.transfer.peer_sender import Notices, PeerSender
+from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.transfer.wire import manifest_of
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
@@ -44,14 +45,14 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Links:
-    """The senders to all peers, and what has come from them."""
+    """The senders to all peers, and the counters of what has been received."""
 
     def __init__(self, engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
         self._engine, self._config, self._identity = engine, config, identity
         self.peer_senders: dict[str, PeerSender] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.received_bytes: dict[str, int] = {}
-        """Of updates, by the region that sent them here."""
+        """Bytes of updates received, by the region that sent them."""
         self._counting = threading.Lock()
         self._closing = False
         self.bulk: BulkPort | None = None
@@ -60,11 +61,12 @@ class Links:
         engine.links = self._samples
 
     def ship(self, action: Ship) -> None:
+        """Pass the updates for a peer to its sender."""
         self._peer_sender(action.peer.region).ship(action.peer, action.manifests)
 
     def start(self) -> None:
-        """Watch for peers that have become known."""
-        task = asyncio.create_task(self._watch_peers(), name="the watch for peers")
+        """Create senders for peers as they become known."""
+        task = asyncio.create_task(self._watch_peers(), name="watching for peers")
         task.add_done_callback(self._peer_sender_ended)
         self._tasks.append(task)
 
@@ -72,12 +74,13 @@ class Links:
         version = -1
         while True:
             version = await self._engine.changed_since(version)
-            self.meet(_peers_of(self._engine))
+            self.set_peers(_peers_of(self._engine))
 
-    def meet(self, peers: Iterable[Peer]) -> None:
-        """Know of peers although there is nothing to send yet: one that cannot reach us must be called for."""
+    def set_peers(self, peers: Iterable[Peer]) -> None:
+        """Create a sender for each peer even if there is nothing to send yet: a peer that cannot connect to this region
+        must be called."""
         for peer in peers:
-            self._peer_sender(peer.region).meet(peer)
+            self._peer_sender(peer.region).set_peer(peer)
 
     def _peer_sender(self, region: str) -> PeerSender:
         peer_sender = self.peer_senders.get(region)
@@ -92,21 +95,21 @@ class Links:
                 self._engine.notify,
                 self._collect,
                 lambda: self.bulk.port if self.bulk else 0,
-                Notices(
+                SenderCallbacks(
                     lambda peer, manifest: self._engine.feed(Tried(peer, manifest)),
                     lambda peer: self._engine.feed(Unreached(peer)),
                     lambda peer, origin, sequence: self._engine.feed(PeerHas(peer, sequence, origin)),
                     lambda manifest: self._engine.feed(SumGone(manifest)),
                 ),
             )
-            for name, work in (("sender to", peer_sender.run()), ("calls from", peer_sender.collect())):
+            for name, work in (("sender to", peer_sender.run()), ("Collect call to", peer_sender.collect())):
                 task = asyncio.create_task(work, name=f"{name} {region}")
                 task.add_done_callback(self._peer_sender_ended)
                 self._tasks.append(task)
         return peer_sender
 
     def _samples(self) -> dict[str, LinkSample]:
-        """What the controller sees of the links; small updates do not tell how fast one is."""
+        """Return the measurements of the links for the controller. Small updates don't measure a link's rate."""
         return {
             region: LinkSample(
                 peer_sender.meter.mbps if peer_sender.meter.streams else None,
@@ -120,32 +123,33 @@ class Links:
         self._engine.feed(PeerHas(peer, manifest.sequence, manifest.region))
 
     def _collect(self, region: str, address: tuple[str, int], streams: int) -> None:
-        """A peer that cannot reach us has something for us: dial it."""
+        """Open streams to a peer that cannot connect to this region and has an update for it."""
         if self.bulk is not None:
             self.bulk.collect(address, region, streams, self.tickets.issue(region, None))
 
-    def adopt(self, region: str, ticket: bytes, line: ssl.SSLSocket) -> None:
-        """A peer has dialled, so that we can send to it."""
-        self._peer_sender(region).adopt(ticket, line)
+    def adopt(self, region: str, ticket: bytes, connection: ssl.SSLSocket) -> None:
+        """Use a stream that a peer has opened, to send to it."""
+        self._peer_sender(region).adopt(ticket, connection)
 
     def calls_to(self, region: str) -> AsyncIterator[sync_pb2.CollectCall]:
-        """What a peer that collects from us is to be told."""
+        """Yield requests to open streams, for a peer's Collect call."""
         return self._peer_sender(region).calls()
 
     def count_received(self, region: str, count: int) -> None:
-        """Called by any thread."""
+        """Count bytes received from a region. Called by any thread."""
         with self._counting:
             self.received_bytes[region] = self.received_bytes.get(region, 0) + count
 
     def _peer_sender_ended(self, task: asyncio.Task[None]) -> None:
-        """A sender works for ever; should it break, the process must not continue without it."""
+        """Fail the server if a sender ends: it should run until it is closed."""
         if self._closing:
             return
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        _log.error("%s broke", task.get_name(), exc_info=error)
+        _log.error("%s failed", task.get_name(), exc_info=error)
         self._engine.fail(GeofedError("INTERNAL", f"{task.get_name()}: {type(error).__name__}: {error}"))
 
     async def close(self) -> None:
+        """Stop all senders, and close all streams."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -157,123 +161,125 @@ class Links:
 
 
 def _peers_of(engine: Engine) -> list[Peer]:
-    """The peers that the machine knows."""
+    """Return the peers that the state machine knows."""
     return list(engine.machine.ledger.peers.values())
 
 
 class ExchangeService(Intake):
-    """Parameter server → parameter server."""
+    """Serves the parameter servers of the other regions."""
 
     def __init__(self, engine: Engine, config: PsConfig, links: Links) -> None:
         super().__init__(config.job, links.tickets)
         self._engine, self._config, self._links = engine, config, links
-        self._first: Framed | None = None
-        """The model that all begin with, as our own workers make it, until that is here."""
-        self._first_is_here = False
+        self._first: FramedUpdate | None = None
+        """Our own copy of the initial model's update, until that update is stored."""
+        self._first_is_stored = False
         engine.on_reproduced = self._reproduced
 
-    # What is let in
+    # Admission
 
     def admit(self, caller: str | None, job: str | None = None) -> str:
         config = self._config
         if caller is None or caller not in config.regions or caller == config.region:
-            raise GeofedError("FORBIDDEN", f"{caller} is no peer of {config.region} in this job")
+            raise GeofedError("FORBIDDEN", f"{caller} is not a peer of {config.region} in this job")
         if job is not None and job != config.job:
             raise GeofedError("FORBIDDEN", f"this parameter server does not run {job}")
         return caller
 
     def check(self, proto: sync_pb2.UpdateManifest, caller: str | None) -> Manifest:
-        """A peer sends its own updates and passes on those of other members; never ours, never a stranger's."""
+        """Return the manifest of an offer. A peer may send its own updates and pass on those of the job's other
+        regions, but not ours."""
         config = self._config
         self.admit(caller)
         if proto.region not in config.regions or proto.region == config.region:
             raise GeofedError("FORBIDDEN", f"{caller} may not send updates of {proto.region}")
-        if not 0 < proto.total_bytes <= LARGEST_UPDATE_BYTES:
-            raise GeofedError("LIMIT_EXCEEDED", f"an update of {proto.total_bytes} bytes")
+        if not 0 < proto.total_bytes <= MAX_UPDATE_BYTES:
+            text = f"an update of {proto.total_bytes} bytes exceeds the limit of {MAX_UPDATE_BYTES}"
+            raise GeofedError("LIMIT_EXCEEDED", text)
         if not (math.isfinite(proto.weight) and proto.weight >= 0 and _DIGEST.fullmatch(proto.digest)):
-            raise GeofedError("FRAME_INVALID", "an update whose weight or digest is none")
+            raise GeofedError("FRAME_INVALID", "an update has an invalid weight or digest")
         if proto.first and not 0 < proto.first <= proto.sequence:
-            raise GeofedError("FRAME_INVALID", f"an update of the rounds {proto.first} to {proto.sequence}")
+            raise GeofedError("FRAME_INVALID", f"an update claims to sum up rounds {proto.first} to {proto.sequence}")
         manifest = manifest_of(proto)
         return replace(manifest, seen=tuple(one for one in manifest.seen if one[0] in config.regions))
 
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
         return self._engine.machine.verdict(manifest, via) if job == self._config.job else Verdict.LATER
 
-    def place_of(self, manifest: Manifest) -> Path:
+    def path_for(self, manifest: Manifest) -> Path:
         return self._engine.storage.update_path(manifest.region, manifest.sequence, manifest.first)
 
-    def at_hand(self, manifest: Manifest) -> Sequence[memoryview] | None:
-        """The first model, where our own workers have made the same, bit for bit."""
+    def local_copy(self, manifest: Manifest) -> Sequence[memoryview] | None:
+        """Return the initial model if our own workers have initialised the same one, bit for bit."""
         ours = self._first
         if ours is None or manifest.sequence != 0:
             return None
         return ours.pieces if (ours.digest, ours.total_bytes) == (manifest.digest, manifest.total_bytes) else None
 
-    def _reproduced(self, first: Framed) -> None:
-        if self._engine.machine.sequence == NO_MODEL and not self._first_is_here:
+    def _reproduced(self, first: FramedUpdate) -> None:
+        if self._engine.machine.sequence == NO_MODEL and not self._first_is_stored:
             self._first = first
-            self.supply_all()
+            self.take_local_copies()
 
     def next_of(self, region: str) -> int:
         return self._engine.machine.ledger.newest(region) + 1
 
     def stored(self, manifest: Manifest) -> None:
         if manifest.sequence == 0:
-            self._first, self._first_is_here = None, True
+            self._first, self._first_is_stored = None, True
         self._engine.feed(Stored(manifest))
 
     def count_received(self, caller: str, count: int) -> None:
         self._links.count_received(caller, count)
 
-    def adopt(self, caller: str, ticket: bytes, line: ssl.SSLSocket) -> None:
-        self._links.adopt(caller, ticket, line)
+    def adopt(self, caller: str, ticket: bytes, connection: ssl.SSLSocket) -> None:
+        self._links.adopt(caller, ticket, connection)
 
     def open_bulk(self, host: str, port: int, identity: Callable[[], Tls]) -> int:
         found = super().open_bulk(host, port, identity)
         self._links.bulk = self.bulk
         return found
 
-    # To a region that has lost its state
+    # For a region that has lost its state
 
     @answering
     async def Rejoin(self, request: sync_pb2.RejoinRequest, context: _Context) -> sync_pb2.RejoinReply:
         caller = self.admit(peer_common_name(context), request.job)
         self._engine.feed(StateLost(caller))
         layout = self._engine.storage.layout
-        return answer_of(self._engine.machine, request.job, "" if layout is None else layout.to_json())
+        return rejoin_reply(self._engine.machine, request.job, "" if layout is None else layout.to_json())
 
     @streaming
     async def Fetch(self, request: sync_pb2.FetchRequest, context: _Context) -> AsyncIterator[common_pb2.BlobChunk]:
         self.admit(peer_common_name(context), request.job)
         storage, digest = self._engine.storage, ""
         if request.region not in self._config.regions and not request.checkpoint:
-            raise GeofedError("FORBIDDEN", f"{request.region} is no region of this job")
+            raise GeofedError("FORBIDDEN", f"{request.region} is not a region of this job")
         path: Path | None = storage.update_path(request.region, request.sequence)
         if request.checkpoint:
             if self._engine.machine.setup.background:
-                # Its file is written again when the next one is made.
+                # The file is overwritten by a later checkpoint.
                 raise GeofedError(
                     "MODEL_NOT_FOUND",
-                    "in the background no region begins from another's checkpoint",
-                    hint="ask for its updates",
+                    "checkpoints are not shared with background exchange",
+                    hint="fetch updates instead",
                 )
             path = storage.newest_checkpoint()
             digest = f"sha256:{path.stem.rpartition('-')[2]}" if path is not None else ""
         try:
             if path is None:
                 raise FileNotFoundError
-            # Once it is open, it may be forgotten meanwhile.
+            # Once the file is open, it may be deleted without harm.
             file = path.open("rb")
         except FileNotFoundError:
-            raise GeofedError("MODEL_NOT_FOUND", "there is none any more", hint="ask again") from None
+            raise GeofedError("MODEL_NOT_FOUND", "no longer stored", hint="call Rejoin again") from None
         with file:
             total, offset = os.fstat(file.fileno()).st_size, 0
             while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
                 yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=data)
                 offset += len(data)
 
-    # To a region that cannot be reached from here
+    # For a region that cannot be reached from here
 
     @streaming
     async def Collect(self, request: sync_pb2.CollectRequest, context: _Context) -> AsyncIterator[sync_pb2.CollectCall]:

@@ -1,19 +1,21 @@
-"""The way back into a running job for a region whose state is lost.
+"""How a region whose state is lost rejoins its running job.
 
-Nothing may be begun before all other regions have answered, since each of them may be the only one that has an update
-of ours: an update that a region makes anew, under a number that it has used, would part the models. Every other region
-thereby also learns that we have nothing of what we were known to have (`StateLost`), and offers what it keeps again.
+The region must not begin before all other regions have answered, since any of them may be the only one that has one of
+its updates: if it made another update with a number that it has used already, the regions' models would differ. By
+being asked, every other region also learns that this region has none of the updates that it had acknowledged
+(`StateLost`), and offers again what it keeps.
 
-Why that is all, where regions exchange synchronously. Let R be the last round that any of them has merged. Round R's
-model is the same everywhere, so that one region's checkpoint is what ours was or would have become. Nobody has merged
-round R + 1, and a region keeps the updates of round R until it has made the next one (`Ledger.forgettable`, margin 1).
-So its own update of round R + 1 is at each region that has made it, and is offered again. Our own ones that somebody
-may lack are of rounds R and R + 1: whoever has them tells us, and we offer them as before the loss. If we had sent that
-of R + 1 to anybody, it is taken up as it was; if to nobody, the round's steps are made again, and no step is lost. A
-region that passes updates on takes those of round R, too, for whoever still is without them.
+This is sufficient with synchronous exchange. Let R be the last round that any region has merged. The model after round
+R is the same everywhere, so any region's checkpoint of it can replace ours. No region has merged round R + 1, and a
+region keeps the updates of round R until it has merged the next one (`Ledger.forgettable`, margin 1). So each region's
+own update of round R + 1, if it has made one, is still there and is offered again. Our own updates that a region may
+lack are of rounds R and R + 1: the regions that have them report them, and we offer them again. If any region has our
+update of R + 1, we use that one; if no region has it, our workers repeat the round's steps, and no step is lost. A
+region that passes on updates also fetches those of round R, for regions that still lack them.
 
-Where regions have neighbours for good, it is those who are asked: what others have of ours has come through them, and
-they keep what is not of a round before their last one. (Then R is the last round that any of them has merged.)
+Where the pairs of neighbours never change, only the neighbours are asked: whatever other regions have of ours has come
+through them, and they keep all updates but those of rounds before their last one. (R is then the last round that any of
+them has merged.)
 """
 
 from __future__ import annotations
@@ -37,31 +39,33 @@ from sync.ps.core.events import Configured
 from sync.ps.core.machine import Machine
 from sync.ps.engine import Engine
 from sync.transfer.manifest import Manifest
-from sync.transfer.wire import line_to, manifest_of, manifest_to_proto
+from sync.transfer.wire import manifest_of, manifest_to_proto, open_channel
 from sync.transport.sockets import Tls
 
-__all__ = ["Answers", "Way", "answer_of", "rejoin", "way_back"]
+__all__ = ["Answers", "RejoinPlan", "rejoin", "rejoin_plan", "rejoin_reply"]
 
 _log = logging.getLogger("geofed.ps")
-_AGAIN_SECONDS = 1.0
-_ANSWER_SECONDS = 20.0
+_RETRY_SECONDS = 1.0
+"""Pause before the other regions are asked again."""
+_CALL_TIMEOUT_SECONDS = 20.0
+"""Timeout of a Rejoin call."""
 
 Answers = Mapping[str, sync_pb2.RejoinReply]
-"""By region."""
+"""Each region's reply."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """Where to continue from."""
+class RejoinPlan:
+    """What a region fetches to rejoin the job."""
 
     furthest: str
-    """The region whose checkpoint is taken; empty: nothing is lost, since nobody has anything of ours."""
+    """The region whose checkpoint is fetched; empty: nothing is lost, since no region has an update of ours."""
     updates: tuple[tuple[str, Manifest], ...] = ()
-    """Those that others may lack, each with a region that has it."""
+    """Updates that other regions may lack, each with a region that has it."""
 
 
-def answer_of(machine: Machine, job: str, layout_json: str) -> sync_pb2.RejoinReply:
-    """What a region answers one that has lost its state."""
+def rejoin_reply(machine: Machine, job: str, layout_json: str) -> sync_pb2.RejoinReply:
+    """Return the reply to a region that has lost its state."""
     kept = [manifest for _, manifest in sorted(machine.ledger.kept.items())]
     return sync_pb2.RejoinReply(
         merges=machine.sequence + 1,
@@ -71,114 +75,116 @@ def answer_of(machine: Machine, job: str, layout_json: str) -> sync_pb2.RejoinRe
     )
 
 
-def way_back(machine: Machine, answers: Answers) -> Way | None:
-    """What the answers of all that were asked lead to; None: ask again.
+def rejoin_plan(machine: Machine, answers: Answers) -> RejoinPlan | None:
+    """Decide from the replies what to fetch; None: ask again.
 
-    Raises ``GeofedError("STATE_INVALID")`` where there is no way back.
+    Raises ``GeofedError("STATE_INVALID")`` if the state cannot be restored.
     """
     if not answers or all(answer.state_lost for answer in answers.values()):
         lost = "every region's state is lost" if answers else "the state is lost, and no other region has the model"
         raise GeofedError("STATE_INVALID", lost, hint="cancel the job and run it again")
-    if not set(machine.ledger.near()) >= set(answers):
-        # The others were asked as well: those that we exchange with have lost their state, too, and come back first.
+    if not set(machine.ledger.regions_to_ask()) >= set(answers):
+        # All regions were asked because our neighbours have lost their state too; they must rejoin first.
         return None
     furthest = max(answers, key=lambda region: (answers[region].merges, region))
-    wanted = _wanted(machine, answers, furthest)
+    wanted = _updates_to_fetch(machine, answers, furthest)
     if not answers[furthest].merges and not wanted:
-        return Way("")
+        return RejoinPlan("")
     if machine.setup.background:
-        if _all_is_kept(machine, answers):
-            return Way("")
-        text = "the region's state is lost, and with background exchange there is no way back into the job"
+        if _nothing_is_lost(machine, answers):
+            return RejoinPlan("")
+        text = "the region's state is lost, and with background exchange it cannot be restored from other regions"
         raise GeofedError("STATE_INVALID", text, hint="cancel the job and run it again")
-    return Way(furthest, tuple(wanted)) if answers[furthest].merges else None
+    return RejoinPlan(furthest, tuple(wanted)) if answers[furthest].merges else None
 
 
 async def rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
-    """Ask all other regions, and continue from what the furthest has; waits until all have answered.
+    """Ask the other regions, waiting until all have replied, and continue from the state of the most advanced one.
 
-    Raises ``GeofedError("STATE_INVALID")`` where there is no way back: where no other region has a model that is not
-    lost, and where the others train in the background and have, or had, something of this region. There a region's
-    place in its data, and what it held back, are known to nobody else.
+    Raises ``GeofedError("STATE_INVALID")`` if the state cannot be restored: if no other region has a model, or if the
+    regions exchange in the background and another one has, or had, an update of this region. In that case only this
+    region knew its position in its data and its residual.
     """
     while True:
         version = engine.version
         machine = engine.machine
         if set(machine.setup.others) <= set(machine.ledger.peers):
             with contextlib.suppress(grpc.RpcError):
-                if await _came_back(engine, config, identity):
+                if await _try_rejoin(engine, config, identity):
                     return
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(_RETRY_SECONDS)
         else:
             await engine.changed_since(version)
 
 
-async def _came_back(engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> bool:
-    """True once there is nothing more to do; False where somebody's answer did not hold."""
+async def _try_rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> bool:
+    """Ask once, and restore the state if possible. Return False if the other regions must be asked again."""
     machine = engine.machine
-    near, peers = machine.ledger.near(), machine.ledger.peers
-    lines = {region: line_to(peers[region], identity()) for region in machine.setup.others}
+    near, peers = machine.ledger.regions_to_ask(), machine.ledger.peers
+    channels = {region: open_channel(peers[region], identity()) for region in machine.setup.others}
     try:
-        stubs = {region: sync_pb2_grpc.ExchangeStub(line) for region, line in lines.items()}
-        answers = await _asked(config.job, {region: stubs[region] for region in near})
+        stubs = {region: sync_pb2_grpc.ExchangeStub(channel) for region, channel in channels.items()}
+        answers = await _ask_all(config.job, {region: stubs[region] for region in near})
         if all(answer.state_lost for answer in answers.values()):
-            answers = await _asked(config.job, stubs)
-        way = way_back(machine, answers)
-        if way is None:
+            answers = await _ask_all(config.job, stubs)
+        plan = rejoin_plan(machine, answers)
+        if plan is None:
             return False
-        if not way.furthest:
-            _go_on_fresh(engine)
+        if not plan.furthest:
+            _start_fresh(engine)
             return True
-        return await _took_over(engine, config.job, way, answers[way.furthest], stubs)
+        return await _take_over(engine, config.job, plan, answers[plan.furthest], stubs)
     finally:
-        for line in lines.values():
-            await line.close(None)
+        for channel in channels.values():
+            await channel.close(None)
 
 
-async def _asked(job: str, stubs: Mapping[str, sync_pb2_grpc.ExchangeStub]) -> Answers:
+async def _ask_all(job: str, stubs: Mapping[str, sync_pb2_grpc.ExchangeStub]) -> Answers:
     request = sync_pb2.RejoinRequest(job=job)
-    calls = [stub.Rejoin(request, timeout=_ANSWER_SECONDS) for stub in stubs.values()]
+    calls = [stub.Rejoin(request, timeout=_CALL_TIMEOUT_SECONDS) for stub in stubs.values()]
     return dict(zip(stubs, await asyncio.gather(*calls), strict=True))
 
 
-async def _took_over(
+async def _take_over(
     engine: Engine,
     job: str,
-    way: Way,
+    plan: RejoinPlan,
     answer: sync_pb2.RejoinReply,
     stubs: Mapping[str, sync_pb2_grpc.ExchangeStub],
 ) -> bool:
-    """False where the others have continued meanwhile."""
+    """Fetch checkpoint and updates, and continue from them. Return False if the other regions have continued
+    meanwhile."""
     try:
-        updates = [(m, (await _fetch(stubs[region], _update(job, m)))[0]) for region, m in way.updates]
+        updates = [(m, (await _fetch(stubs[region], _update(job, m)))[0]) for region, m in plan.updates]
         newest = sync_pb2.FetchRequest(job=job, checkpoint=True)
-        checkpoint, digest = await _fetch(stubs[way.furthest], newest)
+        checkpoint, digest = await _fetch(stubs[plan.furthest], newest)
     except grpc.RpcError as error:
         if error_of(error).code != "MODEL_NOT_FOUND":
             raise
-        # It was forgotten while we asked: the others have continued meanwhile, from what they had of ours.
+        # The other regions have deleted it meanwhile: they have continued with what they had of ours.
         return False
     damaged = any(framing.digest_of([data]) != manifest.digest for manifest, data in updates)
     if damaged or framing.decode(checkpoint).facts["sequence"] != answer.merges - 1:
-        # Or it has continued meanwhile: what it had when it answered belongs to the model of then.
+        # Either the data are damaged, or the region has continued since its reply, to another model than the reply
+        # describes.
         return False
     layout = Layout.from_json(answer.layout_json)
-    _log.warning("the state was lost; %s's is taken, %d bytes", way.furthest, len(checkpoint))
+    _log.warning("the state was lost; restored it from %s (%d bytes)", plan.furthest, len(checkpoint))
     await engine.take_over(lambda: engine.storage.take_over(checkpoint, digest, layout, updates))
     return True
 
 
-def _go_on_fresh(engine: Engine) -> None:
-    """Nobody has begun: neither had we."""
+def _start_fresh(engine: Engine) -> None:
+    """Begin the job: no other region has begun, so no state is lost."""
     machine = engine.machine
     engine.storage.mark()
     machine.state_lost = False
     engine.feed(Configured(machine.epoch, machine.attempt, ()))
-    engine.have_calls_again()
+    engine.retry_calls()
 
 
-def _wanted(machine: Machine, answers: Answers, furthest: str) -> list[tuple[str, Manifest]]:
-    """Updates that others may lack: ours, and where we pass others' on, theirs."""
+def _updates_to_fetch(machine: Machine, answers: Answers, furthest: str) -> list[tuple[str, Manifest]]:
+    """Return the updates to fetch, each with a region that has it: our own, and if we pass on others', theirs."""
     found: dict[tuple[str, int], tuple[str, Manifest]] = {}
     for region, answer in answers.items():
         for proto in answer.kept:
@@ -192,11 +198,13 @@ def _passes_on(machine: Machine) -> bool:
     return bool(machine.ledger.neighbours) or machine.setup.rerouted
 
 
-def _all_is_kept(machine: Machine, answers: Answers) -> bool:
-    """Whether nothing is lost although others have begun: of ours nobody has anything, and of theirs all is kept.
+def _nothing_is_lost(machine: Machine, answers: Answers) -> bool:
+    """Whether nothing is lost although other regions have begun: none has an update of ours, and each still keeps all
+    of its own.
 
-    The last update of a region that is merged is kept (`Ledger.forgettable`, margin 1). So one of whose updates none is
-    kept has none in the model, and of the others' nothing is forgotten where the first is there still.
+    A region keeps its last merged update (`Ledger.forgettable`, margin 1). So if it keeps none of a region's updates,
+    its model contains none of them; and if it still keeps a region's first update, it has deleted none of that
+    region's.
     """
     setup = machine.setup
     for region, answer in answers.items():
@@ -215,11 +223,11 @@ def _update(job: str, manifest: Manifest) -> sync_pb2.FetchRequest:
 
 
 async def _fetch(stub: sync_pb2_grpc.ExchangeStub, request: sync_pb2.FetchRequest) -> tuple[bytes, str]:
-    """A whole file, and the digest that was told of it; raises grpc.RpcError where the other side breaks off."""
+    """Fetch a whole file, and the digest that was sent with it. Raises grpc.RpcError if the peer aborts."""
     data, digest = bytearray(), ""
     async for chunk in stub.Fetch(request):
         if chunk.offset != len(data):
-            raise GeofedError("FRAME_INVALID", "a piece of another region's state is missing")
+            raise GeofedError("FRAME_INVALID", "part of another region's state is missing")
         data += chunk.data
         digest = chunk.digest
     return bytes(data), digest

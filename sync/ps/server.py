@@ -27,19 +27,19 @@ __all__ = ["AdminService", "WorkerService"]
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
-PATIENCE_SECONDS = 15.0
-"""How long a worker's call waits for its answer before it is told to ask again."""
+CALL_TIMEOUT_SECONDS = 15.0
+"""How long a worker's call waiting for its answer before it is answered "pending", and the worker calls again."""
 WATCH_INTERVAL_SECONDS = 0.25
-"""At most one status in this time."""
+"""Shortest interval between two statuses of a Watch call."""
 
 
 class WorkerService(worker_pb2_grpc.WorkerPortServicer):
-    """Worker → parameter server of its own region."""
+    """Serves the workers of the region."""
 
     def __init__(self, engine: Engine, config: PsConfig) -> None:
         self._engine, self._config = engine, config
 
-    def _who(self, context: _Context) -> WorkerIdentity:
+    def _authenticate(self, context: _Context) -> WorkerIdentity:
         config = self._config
         identity = verify(context.invocation_metadata() or (), config.token_key, config.job, config.region)
         if not 0 <= identity.worker < identity.workers:
@@ -48,20 +48,20 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
             raise self._engine.failed
         machine = self._engine.machine
         if identity.attempt >= machine.attempt and identity.workers != machine.setup.workers:
-            # The agent tells how many there are with every token, so that no step is merged of too few.
+            # Every token states the number of workers, so that no step is merged from too few of them.
             self._engine.feed(Configured(0, identity.attempt, (), workers=identity.workers))
         return identity
 
     @answering
     async def Attach(self, request: worker_pb2.AttachRequest, context: _Context) -> worker_pb2.AttachReply:
-        who = self._who(context)
+        who = self._authenticate(context)
         layout = Layout.from_json(request.layout_json)
         if self._engine.storage.layout is None and who.attempt >= self._engine.machine.attempt:
             await self._engine.keep_layout(layout)
         known = self._engine.storage.layout
         differs = "" if known is None else layout.difference(known)
         answer = await self._engine.ask(
-            lambda call: Attached(call, who.worker, who.attempt, request.initial_key, differs), PATIENCE_SECONDS
+            lambda call: Attached(call, who.worker, who.attempt, request.initial_key, differs), CALL_TIMEOUT_SECONDS
         )
         if not isinstance(answer, AttachAnswer):
             return worker_pb2.AttachReply(pending=True)
@@ -80,24 +80,24 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Reduce(self, request: worker_pb2.ReduceRequest, context: _Context) -> worker_pb2.ReduceReply:
-        who = self._who(context)
+        who = self._authenticate(context)
         key = merged_key(who.attempt, request.step)
         if who.attempt == self._engine.machine.attempt and self._engine.channel.has(key):
-            # Merged by an earlier life of this process: a worker that missed the answer gets it now.
+            # An earlier process merged it, and the worker missed the answer.
             return worker_pb2.ReduceReply(merged_key=key)
 
         def arrived(call: int) -> Event:
             values = (request.step, request.key, request.samples, request.loss)
             return ReduceArrived(call, who.worker, who.attempt, *values)
 
-        answer = await self._engine.ask(arrived, PATIENCE_SECONDS)
+        answer = await self._engine.ask(arrived, CALL_TIMEOUT_SECONDS)
         if not isinstance(answer, ReduceAnswer):
             return worker_pb2.ReduceReply(pending=True)
         return worker_pb2.ReduceReply(merged_key=answer.key, samples=answer.samples)
 
     @answering
     async def Stepped(self, request: worker_pb2.SteppedRequest, context: _Context) -> worker_pb2.SteppedReply:
-        who, present = self._who(context), self._engine.machine.attempt
+        who, present = self._authenticate(context), self._engine.machine.attempt
         if who.attempt < present:
             raise GeofedError("FENCED", f"attempt {present} has taken over from {who.attempt}")
         self._engine.feed(Stepped(request.step, request.loss))
@@ -105,7 +105,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Boundary(self, request: worker_pb2.BoundaryRequest, context: _Context) -> worker_pb2.BoundaryReply:
-        who = self._who(context)
+        who = self._authenticate(context)
 
         def arrived(call: int) -> Event:
             return BoundaryArrived(
@@ -123,7 +123,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
                 group=request.group,
             )
 
-        answer = await self._engine.ask(arrived, PATIENCE_SECONDS)
+        answer = await self._engine.ask(arrived, CALL_TIMEOUT_SECONDS)
         if not isinstance(answer, BoundaryAnswer):
             return worker_pb2.BoundaryReply(pending=True)
         return worker_pb2.BoundaryReply(
@@ -138,16 +138,16 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Evaluated(self, request: worker_pb2.EvaluatedRequest, context: _Context) -> worker_pb2.EvaluatedReply:
-        who = self._who(context)
+        who = self._authenticate(context)
         values = (request.round, request.samples, dict(request.metrics), request.error)
         answer = await self._engine.ask(
-            lambda call: Evaluated(call, who.worker, who.attempt, *values), PATIENCE_SECONDS
+            lambda call: Evaluated(call, who.worker, who.attempt, *values), CALL_TIMEOUT_SECONDS
         )
         return worker_pb2.EvaluatedReply(pending=answer is None)
 
 
 class AdminService(sync_pb2_grpc.PsAdminServicer):
-    """Agent → its own parameter server."""
+    """Serves the region's agent."""
 
     def __init__(self, engine: Engine, config: PsConfig, links: Links) -> None:
         self._engine, self._config, self._links = engine, config, links
@@ -156,7 +156,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
     def _check(self, context: _Context) -> None:
         caller = peer_common_name(context)
         if caller != self._config.region:
-            raise GeofedError("FORBIDDEN", f"{caller} does not own this parameter server")
+            raise GeofedError("FORBIDDEN", f"{caller} is not the region of this parameter server")
 
     @answering
     async def Configure(self, request: sync_pb2.PsConfig, context: _Context) -> sync_pb2.PsStatus:
@@ -242,12 +242,12 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             links_down=sorted(region for region, peer_sender in peer_senders.items() if not peer_sender.meter.up),
         )
 
-    def _condition(self, waits: str) -> str:
-        """What is waited for, and why it may be long in coming."""
-        notes = [waits] if waits else []
+    def _condition(self, waiting: str) -> str:
+        """Return what the server is waiting for, and which links may delay it."""
+        notes = [waiting] if waiting else []
         for region, peer_sender in sorted(self._links.peer_senders.items()):
             if not peer_sender.meter.up:
-                notes.append(f"the way to {region} is down: {peer_sender.meter.fault}")
-            elif peer_sender.meter.slow_way:
-                notes.append(f"large updates to {region} take a slower way: {peer_sender.meter.slow_way}")
+                notes.append(f"link to {region} is down: {peer_sender.meter.fault}")
+            elif peer_sender.meter.slow_path:
+                notes.append(f"large updates to {region} take a slower path: {peer_sender.meter.slow_path}")
         return "; ".join(notes)

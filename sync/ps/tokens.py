@@ -1,7 +1,7 @@
 """The workers' tokens: signed by the region's agent, bound to (job, partition, worker, attempt), short-lived.
 
-Who signs and who verifies run on one machine, and measure a token's life by its monotonic clock: the wall clock may be
-set meanwhile.
+The agent and the parameter server run on the same machine. They measure a token's lifetime by the machine's monotonic
+clock, because the wall clock may be changed meanwhile.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ import jwt
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["LONGEST_LIFE", "WorkerIdentity", "new_key", "sign", "verify"]
+__all__ = ["MAX_TOKEN_LIFETIME", "WorkerIdentity", "new_key", "sign", "verify"]
 
-LONGEST_LIFE = timedelta(minutes=15)
+MAX_TOKEN_LIFETIME = timedelta(minutes=15)
+"""Longest lifetime of a token; a token that claims more is refused."""
 _AUDIENCE = "geofed-worker"
 
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Who a token speaks for."""
+    """The worker that a token identifies."""
 
     job: str
     region: str
     worker: int
     attempt: int
     workers: int
-    """Of the attempt."""
+    """Number of workers of the attempt."""
 
 
 def new_key() -> str:
-    """A key for one partition's tokens."""
+    """Return a new key for one partition's tokens."""
     return secrets.token_hex(32)
 
 
 def sign(identity: WorkerIdentity, key: str, life: timedelta) -> str:
-    """A token that is good for ``life``, at most ``LONGEST_LIFE``."""
+    """Return a token that is valid for ``life``, at most ``MAX_TOKEN_LIFETIME``."""
     claims = {
         "aud": _AUDIENCE,
         "job": identity.job,
@@ -48,13 +49,14 @@ def sign(identity: WorkerIdentity, key: str, life: timedelta) -> str:
         "worker": identity.worker,
         "attempt": identity.attempt,
         "workers": identity.workers,
-        "ends": time.monotonic() + min(life, LONGEST_LIFE).total_seconds(),
+        "ends": time.monotonic() + min(life, MAX_TOKEN_LIFETIME).total_seconds(),
     }
     return jwt.encode(claims, key, algorithm="HS256")
 
 
 def verify(metadata: Iterable[tuple[str, str | bytes]], key: str, job: str, region: str) -> WorkerIdentity:
-    """Who calls; raises ``GeofedError("UNAUTHENTICATED")`` unless the token is good for this partition."""
+    """Return the worker that calls. Raises ``GeofedError("UNAUTHENTICATED")`` if the token is missing, invalid or
+    expired, and ``GeofedError("FORBIDDEN")`` if it is for another partition."""
     bearer = next((str(value) for name, value in metadata if name == "authorization"), "")
     if not bearer.startswith("Bearer "):
         raise GeofedError("UNAUTHENTICATED", "a worker's call carries no token")
@@ -64,10 +66,10 @@ def verify(metadata: Iterable[tuple[str, str | bytes]], key: str, job: str, regi
         numbers = (int(claims[name]) for name in ("worker", "attempt", "workers"))
         identity = WorkerIdentity(claims["job"], claims["region"], *numbers)
     except (jwt.InvalidTokenError, KeyError, ValueError) as error:
-        raise GeofedError("UNAUTHENTICATED", f"a worker's token is not good: {error}") from None
-    if not 0 < left <= LONGEST_LIFE.total_seconds():
-        # The machine may have started again since.
-        raise GeofedError("UNAUTHENTICATED", "a worker's token is not good: it has expired")
+        raise GeofedError("UNAUTHENTICATED", f"a worker's token is invalid: {error}") from None
+    if not 0 < left <= MAX_TOKEN_LIFETIME.total_seconds():
+        # A negative or too long rest means that the machine has rebooted since the token was signed.
+        raise GeofedError("UNAUTHENTICATED", "a worker's token has expired")
     if (identity.job, identity.region) != (job, region):
         raise GeofedError("FORBIDDEN", f"a token of {identity.job}/{identity.region} is used for {job}/{region}")
     return identity

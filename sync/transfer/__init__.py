@@ -1,2 +1,2 @@
-"""Updates and files between sites: offered, sent in resumable pieces, verified, durable before they are
-acknowledged."""
+"""Updates and files between sites: they are offered, sent in resumable pieces, verified, and acknowledged once
+durable."""

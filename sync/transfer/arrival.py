@@ -1,4 +1,4 @@
-"""Another region's update while it arrives, until it is durable."""
+"""Updates that are being received from other regions, until they are durable."""
 
 from __future__ import annotations
 
@@ -12,48 +12,52 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.durable import disk_full_is_told, write_durably
+from sync.durable import disk_full_as_error, write_durably
 from sync.transfer.manifest import Manifest
-from sync.transport.landing import Landing
+from sync.transport.partial_file import PartialFile
 
 __all__ = ["Arrival", "Key", "Tickets", "key_of"]
 
 _FILL_BYTES = 4 << 20
-_MOST_TICKETS = 64
-"""Outstanding for one peer; the oldest is given up."""
+"""Bytes that are written, hashed and flushed in one piece when an update is copied from this region's own."""
+_MAX_TICKETS = 64
+"""Valid tickets of one peer; issuing another one invalidates the oldest."""
 
 Key = tuple[str, int, str]
-"""Of an update: region, sequence, digest."""
+"""Identifies an update: region, sequence, digest."""
 
 
 def key_of(manifest: Manifest) -> Key:
+    """Return the key of a manifest's update."""
     return manifest.region, manifest.sequence, manifest.digest
 
 
 class Tickets:
-    """What lets a peer send over bulk streams; each is bound to one update, at the latest by its first use."""
+    """Tickets that authorise a peer to send over bulk streams. Each is bound to one update, at the latest by its first
+    use."""
 
     def __init__(self) -> None:
         self._issued: dict[str, OrderedDict[bytes, Key | None]] = {}
 
     def issue(self, caller: str, key: Key | None) -> bytes:
-        """A ticket for an update; without a key, for the one that is offered with it first."""
+        """Return a new ticket for an update; without a key, it is bound to the first update that is offered with it."""
         issued = self._issued.setdefault(caller, OrderedDict())
         ticket = secrets.token_bytes(16)
         issued[ticket] = key
-        while len(issued) > _MOST_TICKETS:
+        while len(issued) > _MAX_TICKETS:
             issued.popitem(last=False)
         return ticket
 
     def redeem(self, caller: str, ticket: bytes, key: Key) -> None:
-        """Raises ``GeofedError("FORBIDDEN")`` where the ticket is not the caller's, or is another update's."""
+        """Check a ticket and bind it to an update. Raises ``GeofedError("FORBIDDEN")`` if it was not issued to the
+        caller, or is bound to another update."""
         issued = self._issued.get(caller, OrderedDict())
         if ticket not in issued or issued[ticket] not in (None, key):
             raise GeofedError("FORBIDDEN", f"{caller} has no such ticket for update {key[1]} of {key[0]}")
         issued[ticket] = key
 
-    def spent(self, key: Key) -> None:
-        """The update is here: its tickets are good for nothing more."""
+    def revoke(self, key: Key) -> None:
+        """Invalidate the tickets of an update, because it has been received."""
         for issued in self._issued.values():
             for ticket in [ticket for ticket, bound in issued.items() if bound == key]:
                 del issued[ticket]
@@ -61,59 +65,64 @@ class Tickets:
 
 @dataclass
 class Arrival:
-    """An update on its way in, over whichever streams bring parts of it."""
+    """An update that is being received, over one or several streams."""
 
     manifest: Manifest
     frame: Path
-    """Where it is to be, once it is durable."""
+    """Path that the file gets once it is durable."""
     stream: int = 0
-    """Of the gRPC streams that bring it the newest one counts."""
+    """Number of the newest gRPC stream that sends it; chunks of older streams are refused."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     filling: asyncio.Future[None] | None = None
-    """Takes it from what is here already, or has tried to."""
+    """Copies it from this region's own data, or has tried to; see `fill`."""
 
     def __post_init__(self) -> None:
         self.frame.parent.mkdir(parents=True, exist_ok=True)
-        mark = self.manifest.digest.removeprefix("sha256:")[:16]
-        self._part = self.frame.with_name(f"{self.manifest.sequence}.{mark}.part")
-        self.landing = Landing(self._part, self.manifest.total_bytes)
+        digest = self.manifest.digest.removeprefix("sha256:")[:16]
+        self._part = self.frame.with_name(f"{self.manifest.sequence}.{digest}.part")
+        self.file = PartialFile(self._part, self.manifest.total_bytes)
 
     def append(self, offset: int, data: bytes) -> None:
-        """Write a chunk; raises ``GeofedError``."""
+        """Write a chunk. Raises ``GeofedError`` if it exceeds the update's size, the update is complete, or the disk is
+        full."""
         if offset + len(data) > self.manifest.total_bytes:
-            raise GeofedError("FRAME_INVALID", f"a chunk up to {offset + len(data)} of {self.manifest.total_bytes}")
-        self.landing.write(offset, data)
-        self.landing.keep_record()
+            raise GeofedError(
+                "FRAME_INVALID", f"a chunk ends at {offset + len(data)} of {self.manifest.total_bytes} bytes"
+            )
+        self.file.write(offset, data)
+        self.file.write_record()
 
     def fill(self, pieces: Iterable[memoryview]) -> None:
-        """Write all of it, from what is here already, unless others complete it meanwhile."""
+        """Write the whole update from this region's own copy. Stops if a peer's streams complete it first."""
         at = 0
         for piece in pieces:
             for begin in range(0, len(piece), _FILL_BYTES):
                 part = piece[begin : begin + _FILL_BYTES]
                 try:
-                    self.landing.write(at, part)
+                    self.file.write(at, part)
                 except GeofedError as error:
                     if error.code != "FENCED":
                         raise
                     return
-                # Hashed and flushed on the way, so that those who bring it wait for its end only shortly.
-                self.landing.settle()
+                # Hash and flush continuously, so that little is left to do when the update is complete.
+                self.file.hash_and_flush()
                 at += len(part)
 
     def complete(self) -> None:
-        """Verify the bytes and make them durable; damaged ones are dropped and must be sent again."""
-        landing, manifest = self.landing, self.manifest
-        landing.seal()
-        with disk_full_is_told(self._part):
-            if landing.digest() != manifest.digest:
-                landing.discard()
+        """Verify the update and make it durable. Raises ``GeofedError("DIGEST_MISMATCH")`` if it is damaged, and
+        discards it then, so that it must be sent again."""
+        file, manifest = self.file, self.manifest
+        file.seal()
+        with disk_full_as_error(self._part):
+            if file.digest() != manifest.digest:
+                file.discard()
                 text = f"update {manifest.sequence} of {manifest.region} was damaged"
                 raise GeofedError("DIGEST_MISMATCH", text)
-            landing.flush()
+            file.flush()
         if self._part.exists():
-            # Else an earlier try came this far, and found no room for the manifest.
+            # If it does not exist, an earlier call renamed it and then failed to write the manifest, for lack of disk
+            # space.
             os.replace(self._part, self.frame)
         write_durably(self.frame.with_suffix(".json"), [json.dumps(asdict(manifest)).encode()])
-        landing.forget_record()
-        landing.close()
+        file.delete_record()
+        file.close()

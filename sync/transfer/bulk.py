@@ -1,4 +1,4 @@
-"""A sender's bulk streams: when they are dialled, by whom, how many, and what is sent over them."""
+"""The bulk streams of a sender: who opens them and when, how many there are, and what is sent over them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,32 @@ from concurrent.futures import ThreadPoolExecutor
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
 from sync.transfer.manifest import Peer
-from sync.transport.run import Content
-from sync.transport.sender import Carried, Outbound, Parcel
+from sync.transport.outgoing import Content
+from sync.transport.sender import OutboundStreams, OutgoingUpdate, TransferResult
 from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello
-from sync.transport.streams import StreamCount
+from sync.transport.stream_count import StreamCount
 
-__all__ = ["BulkWay", "Unreached"]
+__all__ = ["BulkConnection", "Unreached"]
 
 _log = logging.getLogger("geofed.ps.bulk")
 _DIAL_SECONDS = 2.5
-"""Before the kernel's third SYN: a new try finds a healed link sooner."""
-_DIALLED_SECONDS = 2.0
-"""For a peer that was called to dial: the call may be lost in a cut that is over, and then the direct way is there."""
+"""Timeout of opening a stream. It ends before the kernel's third SYN, because a new attempt finds out sooner that a
+broken link works again."""
+_WAIT_FOR_PEER_SECONDS = 2.0
+"""Timeout for a peer that was asked to open streams. The request may be lost while the link was broken; by now the link
+may work again, and the peer be reachable directly."""
 _QUIET_SECONDS = 5.0
-"""Without any progress on the way: new streams may get through where the old ones wait for their timers."""
+"""Time without any progress after which streams are given up: new ones may get through while the old ones wait for the
+kernel's retransmission timers."""
 
 
 class Unreached(OSError):
-    """No bulk stream could be opened."""
+    """Raised when no bulk stream could be opened."""
 
 
-class BulkWay:
-    """The bulk streams to one peer. One update at a time."""
+class BulkConnection:
+    """The bulk streams to one peer. Sends one update at a time."""
 
     def __init__(
         self,
@@ -47,94 +50,96 @@ class BulkWay:
         self._stall_seconds = stall_seconds
         self._peer: Peer | None = None
         self._port, self._ticket = 0, b""
-        self._outbound = Outbound(count_sent)
+        self._outbound = OutboundStreams(count_sent)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bulk-send")
         self._calls: asyncio.Queue[sync_pb2.CollectCall | None] | None = None
         self.streams = StreamCount()
-        self.by_collecting = False
-        """The last large update went over streams that the peer had dialled."""
+        self.peer_dials = False
+        """Whether the last large update was sent over streams that the peer opened."""
         self.mbps, self.used_streams = 0.0, 0
+        """Payload rate in Mbit/s, and number of streams, of the last update."""
 
     @property
-    def knows_the_way(self) -> bool:
-        """There is a port to dial and a ticket to show."""
+    def can_dial(self) -> bool:
+        """Whether the peer's bulk port and a ticket are known."""
         return bool(self._port and self._ticket)
 
     @property
-    def is_collected(self) -> bool:
-        """The peer holds a call open, to be told when to dial."""
+    def can_call_peer(self) -> bool:
+        """Whether the peer holds a call open over which it can be asked to open streams."""
         return self._calls is not None and bool(self._bulk_port())
 
     @property
     def rtt_seconds(self) -> float:
-        """The shortest round trip that the kernel has seen; 0: not known yet."""
+        """Shortest round-trip time that the kernel has measured, in seconds; 0: not known yet."""
         return self._outbound.rtt_seconds
 
-    def meet(self, peer: Peer) -> None:
+    def set_peer(self, peer: Peer) -> None:
+        """Set the peer. A new address is used from the next update on."""
         if self._peer is not None and self._peer.address != peer.address:
             self._port = 0
-            self.by_collecting = False
+            self.peer_dials = False
         self._peer = peer
 
     def learn(self, reply: sync_pb2.OfferReply) -> None:
-        """Where the peer takes bulk streams, and what lets us in."""
+        """Remember the peer's bulk port and the ticket from its reply to an offer."""
         self._port, self._ticket = reply.bulk_port, reply.ticket or self._ticket
 
     async def send(
         self, proto: sync_pb2.UpdateManifest, view: Content, have: tuple[tuple[int, int], ...]
     ) -> sync_pb2.OfferReply:
-        """Send what the peer lacks over streams that we dial.
+        """Send what the peer lacks over streams that this side opens, and return the peer's last reply.
 
-        Raises ``Unreached`` where none could be opened, another OSError where all have broken, ``GeofedError`` for
-        what the peer says and for a stall.
+        ``have`` are the (begin, end) ranges that the peer has. Raises ``Unreached`` if no stream could be opened,
+        another OSError if all streams broke, and ``GeofedError`` for an error that the peer reports and for a stall.
         """
-        return await self._carry(Parcel(proto, view, self._ticket, have), self._dial)
+        return await self._carry(OutgoingUpdate(proto, view, self._ticket, have), self._dial)
 
     async def send_collected(self, proto: sync_pb2.UpdateManifest, view: Content) -> sync_pb2.OfferReply:
-        """The same over streams that the peer dials when we call for them."""
+        """Send what the peer lacks over streams that the peer opens on request; raises like `send`."""
         calls = self._calls
         if calls is None:
-            raise Unreached("the peer does not collect")
-        if not self.by_collecting:
+            raise Unreached("the peer has no call open to be asked for streams")
+        if not self.peer_dials:
             self._outbound.drop()
             self._ticket = b""
-        self.by_collecting = True
+        self.peer_dials = True
         if not self._outbound.warm:
             calls.put_nowait(sync_pb2.CollectCall(bulk_port=self._bulk_port(), streams=self.streams.count))
         await self._until_dialled()
         try:
-            return await self._carry(Parcel(proto, view, self._ticket, None), None)
+            return await self._carry(OutgoingUpdate(proto, view, self._ticket, None), None)
         except BaseException:
-            self.by_collecting = False
+            self.peer_dials = False
             raise
 
     async def _until_dialled(self) -> None:
         try:
-            async with asyncio.timeout(min(_DIALLED_SECONDS, self._stall_seconds)):
-                while not self._outbound.warm:  # noqa: ASYNC110 - a thread brings them
+            async with asyncio.timeout(min(_WAIT_FOR_PEER_SECONDS, self._stall_seconds)):
+                while not self._outbound.warm:  # noqa: ASYNC110 - a thread opens them
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            self.by_collecting = False
-            raise Unreached("the peer was called, and has not dialled") from None
+            self.peer_dials = False
+            raise Unreached("the peer was asked to open streams and did not") from None
 
-    async def _carry(self, parcel: Parcel, dialler: Callable[[], ssl.SSLSocket] | None) -> sync_pb2.OfferReply:
+    async def _carry(self, update: OutgoingUpdate, dialler: Callable[[], ssl.SSLSocket] | None) -> sync_pb2.OfferReply:
         quiet = min(_QUIET_SECONDS, self._stall_seconds)
         try:
-            carried: Carried = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._outbound.carry, parcel, self.streams, dialler, quiet, self._stall_seconds
+            carried: TransferResult = await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._outbound.carry, update, self.streams, dialler, quiet, self._stall_seconds
             )
         except asyncio.CancelledError:
             self._outbound.abort()
             raise
         except GeofedError as error:
             if error.code == "FORBIDDEN":
-                # The ticket is worth nothing any more: the peer has been started anew.
+                # The ticket is no longer valid: the peer has restarted.
                 self._ticket = b""
             raise
         self._measure(carried)
         return carried.reply
 
-    def _measure(self, carried: Carried) -> None:
+    def _measure(self, carried: TransferResult) -> None:
         self.used_streams = carried.streams
         durable = carried.reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE
         if not (durable and carried.payload_bytes and carried.all_sent):
@@ -142,29 +147,29 @@ class BulkWay:
         self.mbps = carried.payload_bytes * 8 / 1e6 / max(carried.seconds, 1e-6)
         self._outbound.mbps = max(self.mbps, self._outbound.mbps * 0.8)
         if not carried.cold:
-            self.streams.measured(self.mbps, carried.seconds, carried.streams)
+            self.streams.add_goodput(self.mbps, carried.seconds, carried.streams)
 
     def _dial(self) -> ssl.SSLSocket:
-        """Runs in a thread."""
+        """Open a stream to the peer's bulk port; runs in a thread. Raises ``Unreached``."""
         peer = self._peer
         if peer is None:
             raise Unreached("no peer is known")
         address = (peer.address.rpartition(":")[0].strip("[]"), self._port)
         try:
-            line = dial(address, peer.region, self._identity(), _DIAL_SECONDS)
+            connection = dial(address, peer.region, self._identity(), _DIAL_SECONDS)
             try:
-                line.sendall(hello(self._job, collects=False))
+                connection.sendall(hello(self._job, collects=False))
             except OSError:
-                line.close()
+                connection.close()
                 raise
         except OSError as error:
             raise Unreached(f"{address[0]}:{address[1]}: {error}") from error
-        return line
+        return connection
 
-    # The peer dials
+    # Streams that the peer opens
 
     async def calls(self) -> AsyncIterator[sync_pb2.CollectCall]:
-        """What the peer is to dial, as long as it listens; a newer listener takes the place of this one."""
+        """Yield requests to open streams, for the peer that holds this call open. A newer call ends an older one."""
         if self._calls is not None:
             self._calls.put_nowait(None)
         mine = self._calls = asyncio.Queue()
@@ -175,15 +180,16 @@ class BulkWay:
             if self._calls is mine:
                 self._calls = None
 
-    def adopt(self, ticket: bytes, line: ssl.SSLSocket) -> None:
-        if self.by_collecting:
+    def adopt(self, ticket: bytes, connection: ssl.SSLSocket) -> None:
+        """Use a stream that the peer has opened, or close it if none was requested."""
+        if self.peer_dials:
             self._ticket = ticket
-            self._outbound.adopt(line)
+            self._outbound.adopt(connection)
         else:
-            line.close()
+            connection.close()
 
     async def close(self) -> None:
-        """Close all streams, and let go of those who collect."""
+        """Close all streams, and end the peer's open call."""
         if self._calls is not None:
             self._calls.put_nowait(None)
         self._outbound.abort()

@@ -1,4 +1,4 @@
-"""A sender's way through a peer's exchange port: offers, and updates that go as one stream of a gRPC connection."""
+"""A sender's gRPC connection to a peer's exchange port: it carries offers, and updates in a single stream."""
 
 from __future__ import annotations
 
@@ -17,87 +17,92 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.transfer.manifest import Peer
-from sync.transfer.wire import line_to
+from sync.transfer.wire import open_channel
+from sync.transport.outgoing import Content
 from sync.transport.ranges import Ranges, pieces
-from sync.transport.run import Content
 from sync.transport.sockets import Tls
 
-__all__ = ["DirectWay", "GivenUp", "LinkMeter"]
+__all__ = ["ConnectionReplaced", "DirectConnection", "LinkMeter"]
 
-_SURELY_SLOW_SECONDS = 5.0
-"""An update that takes longer tells something of a link that has carried none before."""
-_OVERDUE_SECONDS, _OVERDUE_TIMES = 1.0, 4.0
-"""A transfer is overdue after these seconds and this multiple of what it should take."""
-_DIAL_AGAIN_TIMES = 2.0
-"""Of when it is overdue, a connection that shows no progress is given up for a new one: after several cuts the kernel
-may wait for 10 s and more before it sends anything anew. Each time that this happens in a row it is twice as long, for
-the link may only have become slower."""
+_SLOW_SECONDS = 5.0
+"""After this time an unfinished first update bounds the rate of a link that has carried none before."""
+_MIN_OVERDUE_SECONDS = 1.0
+"""A transfer is not overdue before this time."""
+_OVERDUE_FACTOR = 4.0
+"""A transfer is overdue after this multiple of the time that it should take."""
+_RECONNECT_FACTOR = 2.0
+"""A connection without progress is replaced after this multiple of the time after which its transfer is overdue: after
+several interruptions of a link the kernel may wait 10 s and more before it retransmits. The time doubles each time that
+this happens in a row, because the link may only have become slower."""
 _LAST_CHANCE_SECONDS = 0.1
+"""An old connection may still make progress for this long after the new one is open."""
 
 
 @dataclass
 class LinkMeter:
-    """What one directed link has carried, counted where it is written."""
+    """What one link has carried in one direction."""
 
     sent_bytes: int = 0
-    """Chunks and offers, those sent again included."""
+    """Bytes of chunks and offers, including those sent again."""
     payload_bytes: int = 0
-    """Of updates that are durable at the peer."""
+    """Bytes of updates that are durable at the peer."""
     rtt_ms: float = 0.0
-    """Of the kernel for the bulk streams, else at most this: what the last offer, or a quicker update since, took."""
+    """Round-trip time: the kernel's for bulk streams, otherwise the duration of the last offer, or of a shorter
+    transfer since."""
     mbps: float = 0.0
-    """Payload rate of the last update."""
+    """Payload rate of the last update in Mbit/s."""
     streams: int = 0
-    """That carried the last update; 0: it went through the exchange port."""
+    """Bulk streams that carried the last update; 0: it was sent through the exchange port."""
     failures: int = 0
     up: bool = True
-    """Whether the last attempt to speak to the peer succeeded, if it was not given up early."""
+    """Whether the last attempt to reach the peer succeeded; a connection that was replaced early does not count."""
     fault: str = ""
-    """Why the last attempt did not succeed, where ``up`` is false."""
-    slow_way: str = ""
-    """Why large updates take a slower way than they could; empty: they do not."""
+    """Why the last attempt failed, if ``up`` is false."""
+    slow_path: str = ""
+    """Why large updates take a slower path than bulk streams that this side opens; empty: they do not."""
 
 
-class GivenUp(GeofedError):
-    """A connection was given up sooner than a link may stand still, since a new one stands."""
+class ConnectionReplaced(GeofedError):
+    """Raised when a stalled connection is abandoned before the stall timeout, because a new one is open."""
 
 
-class DirectWay:
-    """The connection to one peer's exchange port, and how long what is on its way there may take."""
+class DirectConnection:
+    """The connection to one peer's exchange port, and the timeouts of transfers to that peer."""
 
     def __init__(self, identity: Callable[[], Tls], stall_seconds: float, meter: LinkMeter) -> None:
-        """``meter``: of the link; what goes this way is counted there."""
+        """``meter`` counts what is sent here."""
         self._identity, self._stall_seconds, self._meter = identity, stall_seconds, meter
         self._peer: Peer | None = None
         self.reached = False
-        """The peer has answered over a connection that we dialled, and nothing has failed there since."""
+        """Whether the peer has answered on this connection, and nothing has failed there since."""
         self._channel: grpc.aio.Channel | None = None
-        self._shown: tuple[str, Tls] | None = None
-        """Address and identity that the channel was opened with."""
-        self._beside: grpc.aio.Channel | None = None
-        """Stands already, and takes the channel's place, which has just been given up."""
+        self._opened_with: tuple[str, Tls] | None = None
+        """Address and TLS identity that the connection was opened with."""
+        self._replacement: grpc.aio.Channel | None = None
+        """An open connection that is to replace the current one, which has stalled."""
         self._dialling = asyncio.Lock()
         self._carrying: tuple[float, int] | None = None
-        """When the transfer under way began, and its bytes."""
-        self._given_up = 0
-        """Connections in a row."""
-        self._given_up_mbps = math.inf
-        """The most that the last of them can have carried."""
+        """When the current transfer began (monotonic clock), and its bytes."""
+        self._stalls_in_row = 0
+        """Number of connections in a row that stalled and were replaced."""
+        self._stalled_mbps = math.inf
+        """Upper bound of the rate, in Mbit/s, at which the last stalled connection can have carried bytes."""
 
-    def meet(self, peer: Peer) -> None:
-        """A new address is used from the next try on."""
+    def set_peer(self, peer: Peer) -> None:
+        """Set the peer. A new address is used from the next attempt on."""
         self._peer = peer
 
     def require_peer(self) -> Peer:
+        """Return the peer. Raises ``GeofedError("INTERNAL")`` if none is known."""
         if self._peer is None:
             raise GeofedError("INTERNAL", "a sender without a peer")
         return self._peer
 
-    # How long it may take
+    # Timeouts
 
     @contextlib.contextmanager
     def carrying(self, total_bytes: int) -> Iterator[None]:
-        """A transfer continues, by whatever way."""
+        """Mark a transfer as being under way, over this connection or over bulk streams."""
         self._carrying = time.monotonic(), total_bytes
         try:
             yield
@@ -106,71 +111,74 @@ class DirectWay:
 
     @property
     def mbps(self) -> float:
-        """Payload rate of the last update; less where the one on its way has taken longer than that rate explains."""
+        """Payload rate of the last update in Mbit/s; less if the current transfer already takes longer than that rate
+        explains."""
         begun, total = self._carrying or (math.inf, 0)
         seconds = time.monotonic() - begun
-        last = min(self._meter.mbps, self._given_up_mbps)
-        if seconds <= 0 or (not last and seconds < _SURELY_SLOW_SECONDS):
+        last = min(self._meter.mbps, self._stalled_mbps)
+        if seconds <= 0 or (not last and seconds < _SLOW_SECONDS):
             return last
         at_most = total * 8 / 1e6 / seconds
         return min(last or at_most, at_most)
 
     def overdue_seconds(self, total_bytes: int) -> float:
-        """After which a transfer of so many bytes is overdue; the link must have carried something."""
+        """Return after how many seconds a transfer of so many bytes is overdue. The rate of the link must be known."""
         usual = total_bytes * 8 / 1e6 / self._meter.mbps + 2 * self._meter.rtt_ms / 1e3
-        return max(_OVERDUE_SECONDS, _OVERDUE_TIMES * usual)
+        return max(_MIN_OVERDUE_SECONDS, _OVERDUE_FACTOR * usual)
 
     def quiet_seconds(self) -> float:
-        """How long what goes this way may show no progress."""
+        """Return for how many seconds the current transfer may make no progress before a new connection is opened."""
         if not self._meter.mbps or self._carrying is None:
             return self._stall_seconds
-        dialled = _DIAL_AGAIN_TIMES * self.overdue_seconds(self._carrying[1])
-        return min(dialled * 2.0**self._given_up, self._stall_seconds)
+        limit = _RECONNECT_FACTOR * self.overdue_seconds(self._carrying[1])
+        return min(limit * 2.0**self._stalls_in_row, self._stall_seconds)
 
     def arrived(self) -> None:
-        """Something has become durable at the peer."""
-        self._given_up, self._given_up_mbps = 0, math.inf
+        """Record that an update has become durable at the peer."""
+        self._stalls_in_row, self._stalled_mbps = 0, math.inf
 
-    def note_given_up(self) -> None:
-        """What is being carried has met `GivenUp`."""
+    def note_stall(self) -> None:
+        """Record that the connection of the current transfer stalled and is to be replaced."""
         begun, total = self._carrying or (math.inf, 0)
-        self._given_up, self._given_up_mbps = self._given_up + 1, total * 8 / 1e6 / (time.monotonic() - begun)
+        self._stalls_in_row, self._stalled_mbps = self._stalls_in_row + 1, total * 8 / 1e6 / (time.monotonic() - begun)
 
-    # What is said and sent
+    # Requests
 
     async def offer(self, proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
-        """Offer an update; the answer's round trip is the link's."""
+        """Offer an update and return the peer's reply. Measures the round-trip time of the link."""
         stub = await self.stub()
         for again in (False, True):
             dials = self._channel is None or self._channel.get_state() is not grpc.ChannelConnectivity.READY
             begun = time.monotonic()
-            reply = await self._unless_given_up(stub.Offer(proto, timeout=self._stall_seconds), _Progress())
+            reply = await self._watched(stub.Offer(proto, timeout=self._stall_seconds), _Progress())
             self._meter.sent_bytes += proto.ByteSize()
             found = reply.verdict == sync_pb2.OfferReply.VERDICT_HAVE and not again
-            if not dials and not self._given_up and not found:
-                # Of what was given up some may still be on its way, and the answer comes behind it. What the peer has
-                # found at hand it may have made durable first.
+            if not dials and not self._stalls_in_row and not found:
+                # The reply is delayed by bytes that are still in transit on a replaced connection, and by a peer that
+                # first makes its own copy of the update durable.
                 self._meter.rtt_ms = (time.monotonic() - begun) * 1e3
             if self._meter.rtt_ms:
                 break
-            # Of small updates perhaps no other is ever offered, and this one's answer had to wait for the dialling.
+            # This reply had to wait for the connection, so the offer is repeated once to measure the round trip: small
+            # updates may never be offered again.
         self._meter.up = self.reached = True
         return reply
 
     async def send(
         self, proto: sync_pb2.UpdateManifest, view: Content, have: tuple[tuple[int, int], ...]
     ) -> sync_pb2.OfferReply:
-        """Send what the peer lacks of an update; returns once it is durable there, or refused.
+        """Send what the peer lacks of an update; return the peer's reply once the update is durable there, or refused.
 
-        Raises what gRPC does, ``GeofedError("TRANSFER_STALLED")``, and ``GivenUp`` where a new connection stands.
+        Raises gRPC's errors, ``GeofedError("TRANSFER_STALLED")``, and ``ConnectionReplaced`` if a new connection is
+        open.
         """
         progress = _Progress()
         missing = Ranges(have).missing(0, proto.total_bytes)
         begun = time.monotonic()
         call = (await self.stub()).Send(self._chunks(view, proto, missing, progress))
-        reply = await self._unless_given_up(call, progress)
+        reply = await self._watched(call, progress)
         seconds, lacked = time.monotonic() - begun, sum(end - begin for begin, end in missing)
-        if progress.sent_bytes >= lacked:  # else the peer has found the rest elsewhere
+        if progress.sent_bytes >= lacked:  # else the peer got the rest elsewhere, and the duration says nothing
             self._meter.rtt_ms = min(self._meter.rtt_ms, seconds * 1e3)
             self._meter.mbps = lacked * 8 / 1e6 / max(seconds, 1e-6)
         self._meter.streams = 0
@@ -178,33 +186,34 @@ class DirectWay:
         return reply
 
     async def stub(self) -> sync_pb2_grpc.ExchangeStub:
-        """Of the connection that stands, or of a new one."""
-        shown = self.require_peer().address, self._identity()
-        if self._channel is None or self._shown != shown:
+        """Return the stub of the current connection, or of a new one if address or identity have changed."""
+        current = self.require_peer().address, self._identity()
+        if self._channel is None or self._opened_with != current:
             await self.close()
-            self._channel, self._shown = line_to(self.require_peer(), shown[1]), shown
+            self._channel, self._opened_with = open_channel(self.require_peer(), current[1]), current
         return sync_pb2_grpc.ExchangeStub(self._channel)
 
     @property
-    def stands_anew(self) -> bool:
-        """There is a new connection beside the one that was given up."""
-        return self._beside is not None
+    def has_replacement(self) -> bool:
+        """Whether a new connection is open that is to replace the current, stalled one."""
+        return self._replacement is not None
 
-    async def change_channel(self) -> None:
-        """Take the new connection, if there is one, in place of the present one."""
-        gone, self._channel, self._beside = self._channel, self._beside, None
-        if gone is not None:
-            await gone.close(None)
+    async def use_replacement(self) -> None:
+        """Close the current connection, and use the replacement if there is one."""
+        old, self._channel, self._replacement = self._channel, self._replacement, None
+        if old is not None:
+            await old.close(None)
 
     async def close(self) -> None:
-        gone, self._channel, self._beside = (self._channel, self._beside), None, None
-        for one in gone:
-            if one is not None:
-                await one.close(None)
+        """Close all connections."""
+        channels, self._channel, self._replacement = (self._channel, self._replacement), None, None
+        for channel in channels:
+            if channel is not None:
+                await channel.close(None)
 
-    async def _unless_given_up(self, call: Any, progress: _Progress) -> sync_pb2.OfferReply:
-        """What the peer answers; raises as `_give_up` does where that comes first."""
-        watch = asyncio.ensure_future(self._give_up(progress))
+    async def _watched(self, call: Any, progress: _Progress) -> sync_pb2.OfferReply:
+        """Return the peer's reply to a call, unless `_watch` raises first."""
+        watch = asyncio.ensure_future(self._watch(progress))
         try:
             await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
@@ -215,9 +224,9 @@ class DirectWay:
             watch.cancel()
             call.cancel()
 
-    async def _give_up(self, progress: _Progress) -> None:
-        """Raises ``GeofedError("TRANSFER_STALLED")`` after ``stall`` seconds without progress, and ``GivenUp`` sooner
-        where a new connection came about in the meantime, which is then this way's."""
+    async def _watch(self, progress: _Progress) -> None:
+        """Raise ``GeofedError("TRANSFER_STALLED")`` after the stall timeout without progress, or ``ConnectionReplaced``
+        earlier if a new connection could be opened; that is then the replacement."""
         quiet = self.quiet_seconds()
         while True:
             await progress.stalled(quiet)
@@ -227,15 +236,15 @@ class DirectWay:
                 raise GeofedError("TRANSFER_STALLED", f"no progress for {self._stall_seconds:.0f} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left), self._dialling:
-                    unused: grpc.aio.Channel | None = (fresh := line_to(self.require_peer(), self._identity()))
+                    unused: grpc.aio.Channel | None = (fresh := open_channel(self.require_peer(), self._identity()))
                     try:
                         await fresh.channel_ready()
-                        # The link may have come to itself this moment, and what is on its way with it.
+                        # The link may have recovered at this moment, and the old connection with it.
                         await asyncio.sleep(max(_LAST_CHANCE_SECONDS, 2 * self._meter.rtt_ms / 1e3))
                         if progress.last == seen:
-                            # Of a train each update may come to this.
-                            unused, self._beside = self._beside, fresh
-                            raise GivenUp("TRANSFER_STALLED", f"no progress for {quiet:.0f} s")
+                            # Each of several concurrent updates may replace the connection.
+                            unused, self._replacement = self._replacement, fresh
+                            raise ConnectionReplaced("TRANSFER_STALLED", f"no progress for {quiet:.0f} s")
                     finally:
                         if unused is not None:
                             await unused.close(None)
@@ -250,24 +259,25 @@ class DirectWay:
         head: sync_pb2.UpdateManifest | None = proto
         for offset, length in list(pieces(missing, CHUNK_BYTES)) or [(0, 0)]:
             yield sync_pb2.UpdateChunk(manifest=head, offset=offset, data=bytes(view[offset : offset + length]))
-            # The stream takes the next chunk only when the one before has left: flow control is the progress.
+            # Flow control paces this: the stream takes the next chunk only when the previous one has left.
             self._meter.sent_bytes += length
             progress.made(length)
             head = None
 
 
 class _Progress:
-    """Tells a slow transfer from a dead one."""
+    """Tracks progress, to distinguish a slow transfer from a dead one."""
 
     def __init__(self) -> None:
         self.last = time.monotonic()
         self.sent_bytes = 0
 
     def made(self, sent_bytes: int) -> None:
+        """Record progress."""
         self.last = time.monotonic()
         self.sent_bytes += sent_bytes
 
     async def stalled(self, seconds: float) -> None:
-        """Returns once nothing has moved for that long."""
+        """Return once there has been no progress for that long."""
         while (left := self.last + seconds - time.monotonic()) > 0:  # noqa: ASYNC110 - time passing is the event
             await asyncio.sleep(left)

@@ -1,5 +1,5 @@
-"""What is taken from other regions, over gRPC and over bulk streams: resumed where it broke off, verified, and made
-durable before it is acknowledged."""
+"""The receiving side of transfers between regions, over gRPC and over bulk streams: transfers resume where they were
+interrupted, are verified, and are made durable before they are acknowledged."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from geofed_pb.rpc import answering, peer_common_name
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.transfer.arrival import Arrival, Tickets, key_of
 from sync.transfer.manifest import Manifest, Verdict
-from sync.transport.landing import Landing
+from sync.transport.partial_file import PartialFile
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
 
-__all__ = ["LARGEST_UPDATE_BYTES", "Intake"]
+__all__ = ["MAX_UPDATE_BYTES", "Intake"]
 
 _log = logging.getLogger("geofed.ps")
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Result = TypeVar("_Result")
 
-LARGEST_UPDATE_BYTES = 64 << 30
+MAX_UPDATE_BYTES = 64 << 30
+"""Largest update that is accepted."""
 _VERDICTS = {
     Verdict.WANT: sync_pb2.OfferReply.VERDICT_WANT,
     Verdict.HAVE: sync_pb2.OfferReply.VERDICT_HAVE,
@@ -38,8 +39,8 @@ _VERDICTS = {
 
 
 class Intake(sync_pb2_grpc.ExchangeServicer):
-    """The receiving side of the exchange. Whom it lets in, what is wanted, where that goes and what then follows, a
-    subclass says."""
+    """The receiving side of the exchange. Subclasses decide which callers are admitted, which updates are wanted, where
+    they are stored, and what follows."""
 
     def __init__(self, job: str, tickets: Tickets) -> None:
         self._job, self._tickets = job, tickets
@@ -47,45 +48,45 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         self._incoming: dict[tuple[str, int], Arrival] = {}
         self._completing: set[asyncio.Future[None]] = set()
 
-    # What a subclass says
+    # To be implemented by subclasses
 
     def admit(self, caller: str | None, job: str | None = None) -> str:
-        """The caller, or ``GeofedError("FORBIDDEN")``."""
+        """Return the caller. Raises ``GeofedError("FORBIDDEN")`` if it may not send here, or not for this job."""
         raise NotImplementedError
 
     def check(self, proto: sync_pb2.UpdateManifest, caller: str | None) -> Manifest:
-        """What is offered, if the caller may offer it; else ``GeofedError``."""
+        """Return the manifest of an offer. Raises ``GeofedError`` if it is invalid, or the caller may not offer it."""
         raise NotImplementedError
 
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
-        """Whether it is wanted."""
+        """Return whether an update is wanted. ``via`` is the region that offers it."""
         raise NotImplementedError
 
-    def place_of(self, manifest: Manifest) -> Path:
-        """Where it is to be, once it is durable."""
+    def path_for(self, manifest: Manifest) -> Path:
+        """Return the path that an update's file gets once it is durable."""
         raise NotImplementedError
 
-    def at_hand(self, manifest: Manifest) -> Sequence[memoryview] | None:
-        """All its bytes, one piece after the other, where they need not come; None: they are not here."""
+    def local_copy(self, manifest: Manifest) -> Sequence[memoryview] | None:
+        """Return the bytes of an update, as consecutive pieces, if this region has them anyway; else None."""
         return None
 
     def next_of(self, region: str) -> int:
-        """The first of a region's updates that is not here; 0: that is not told."""
+        """Return the sequence of the first missing update of a region; 0: not reported."""
         return 0
 
     def stored(self, manifest: Manifest) -> None:
-        """It is durable."""
+        """Called once an update is durable."""
         raise NotImplementedError
 
     def count_received(self, caller: str, count: int) -> None:
-        """So many bytes have come. Called by any thread."""
+        """Count bytes received from a caller. Called by any thread."""
         raise NotImplementedError
 
-    def adopt(self, caller: str, ticket: bytes, line: ssl.SSLSocket) -> None:
-        """A peer has dialled to collect."""
-        raise GeofedError("FORBIDDEN", f"there is nothing here for {caller} to collect")
+    def adopt(self, caller: str, ticket: bytes, connection: ssl.SSLSocket) -> None:
+        """Take a stream that a peer has opened to receive updates over it."""
+        raise GeofedError("FORBIDDEN", f"this side sends nothing to {caller}")
 
-    # Answers
+    # Replies
 
     def _answer(self, job: str, manifest: Manifest, caller: str) -> sync_pb2.OfferReply:
         verdict = self.judge(job, manifest, caller)
@@ -93,9 +94,9 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         if self.bulk is not None:
             reply.bulk_port = self.bulk.port
         if verdict is Verdict.WANT:
-            landing = self._arrival(manifest).landing
-            reply.have_bytes = landing.prefix
-            reply.have.extend(sync_pb2.Range(begin=begin, end=end) for begin, end in landing.have)
+            file = self._arrival(manifest).file
+            reply.have_bytes = file.prefix
+            reply.have.extend(sync_pb2.Range(begin=begin, end=end) for begin, end in file.have)
             reply.ticket = self._tickets.issue(caller, key_of(manifest))
         elif verdict is Verdict.HAVE:
             self._incoming.pop((manifest.region, manifest.sequence), None)
@@ -109,21 +110,21 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         key = (manifest.region, manifest.sequence)
         arrival = self._incoming.get(key)
         if arrival is None or arrival.manifest.digest != manifest.digest:
-            arrival = self._incoming[key] = Arrival(manifest, self.place_of(manifest))
+            arrival = self._incoming[key] = Arrival(manifest, self.path_for(manifest))
         elif manifest.epoch > arrival.manifest.epoch:
-            # The same bytes; under the older epoch nobody would take them any more.
+            # The bytes are the same, but an update of the older epoch would be refused.
             arrival.manifest = manifest
         return arrival
 
-    # What need not come
+    # Updates that this region has a copy of
 
-    async def supply(self, job: str, manifest: Manifest, caller: str) -> None:
-        """Take an update from what is at hand, if it is wanted and all of it is."""
-        if self.judge(job, manifest, caller) is not Verdict.WANT or (pieces := self.at_hand(manifest)) is None:
+    async def take_local_copy(self, job: str, manifest: Manifest, caller: str) -> None:
+        """Store this region's own copy of an update, if the update is wanted and there is a copy."""
+        if self.judge(job, manifest, caller) is not Verdict.WANT or (pieces := self.local_copy(manifest)) is None:
             return
         arrival = self._arrival(manifest)
         if arrival.filling is None:
-            # Whoever asks may hang up, and several may ask at once.
+            # The work is shared by concurrent callers, and continues when a caller disconnects.
             arrival.filling = asyncio.ensure_future(self._filled(job, arrival, pieces, caller))
             self._keep(arrival.filling)
         await asyncio.shield(arrival.filling)
@@ -133,15 +134,15 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
             await asyncio.to_thread(arrival.fill, pieces)
             await self._complete(job, arrival, caller)
         except (GeofedError, OSError) as error:
-            _log.warning("what is at hand cannot be kept, so it has to come: %s", error)
+            _log.warning("cannot store this region's copy of an update; it will be received instead: %s", error)
 
-    def supply_all(self) -> None:
-        """Something new is at hand: take what is on its way in from there."""
-        self._keep(asyncio.ensure_future(self._supply_all()))
+    def take_local_copies(self) -> None:
+        """Complete updates that are being received from a copy that has become available."""
+        self._keep(asyncio.ensure_future(self._take_local_copies()))
 
-    async def _supply_all(self) -> None:
+    async def _take_local_copies(self) -> None:
         for arrival in list(self._incoming.values()):
-            await self.supply(self._job, arrival.manifest, arrival.manifest.region)
+            await self.take_local_copy(self._job, arrival.manifest, arrival.manifest.region)
 
     # Over gRPC
 
@@ -149,7 +150,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     async def Offer(self, request: sync_pb2.UpdateManifest, context: _Context) -> sync_pb2.OfferReply:
         caller = peer_common_name(context) or ""
         manifest = self.check(request, caller)
-        await self.supply(request.job, manifest, caller)
+        await self.take_local_copy(request.job, manifest, caller)
         return self._answer(request.job, manifest, caller)
 
     @answering
@@ -167,19 +168,19 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
                 stream = arrival.stream
             async with arrival.writing:
                 if arrival.stream != stream:
-                    raise GeofedError("FENCED", "another stream brings this update now")
+                    raise GeofedError("FENCED", "a newer stream sends this update")
                 if self.judge(job, manifest, caller) is not Verdict.WANT:
                     break
                 await asyncio.to_thread(arrival.append, chunk.offset, chunk.data)
             self.count_received(caller, len(chunk.data))
         if arrival is None or manifest is None:
-            raise GeofedError("FRAME_INVALID", "a stream without a manifest")
-        if arrival.landing.whole:
+            raise GeofedError("FRAME_INVALID", "the stream has no manifest")
+        if arrival.file.whole:
             await self._complete(job, arrival, caller)
         return self._answer(job, manifest, caller)
 
     async def _complete(self, job: str, arrival: Arrival, caller: str) -> None:
-        """Make a whole update durable and tell of it, also when the one who sent it hangs up meanwhile."""
+        """Make a complete update durable and report it, even if the sender disconnects meanwhile."""
         work = asyncio.ensure_future(self._completed(job, arrival, caller))
         self._keep(work)
         await asyncio.shield(work)
@@ -192,46 +193,51 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         manifest = arrival.manifest
         async with arrival.writing:
             # Another stream may have completed it while this one waited.
-            if self.judge(job, manifest, caller) is Verdict.WANT and arrival.landing.whole:
+            if self.judge(job, manifest, caller) is Verdict.WANT and arrival.file.whole:
                 await asyncio.to_thread(arrival.complete)
                 self._incoming.pop((manifest.region, manifest.sequence), None)
-                self._tickets.spent(key_of(manifest))
+                self._tickets.revoke(key_of(manifest))
                 self.stored(manifest)
 
     # Over bulk streams
 
     def open_bulk(self, host: str, port: int, identity: Callable[[], Tls]) -> int:
-        """Listen for bulk streams; returns the port. Raises OSError where it is taken."""
-        self.bulk = BulkPort(host, port, self._job, identity, _Desk(self, asyncio.get_running_loop()))
+        """Listen for bulk streams; return the port. Raises OSError if the port is in use."""
+        self.bulk = BulkPort(host, port, self._job, identity, _BulkHandler(self, asyncio.get_running_loop()))
         self.bulk.start()
         return self.bulk.port
 
-    async def offer_bulk(self, caller: str, offer: sync_pb2.BulkOffer) -> tuple[sync_pb2.OfferReply, Landing | None]:
+    async def offer_bulk(
+        self, caller: str, offer: sync_pb2.BulkOffer
+    ) -> tuple[sync_pb2.OfferReply, PartialFile | None]:
+        """Answer an offer on a bulk stream: the reply, and the file to write to if the update is wanted."""
         proto = offer.manifest
         manifest = self.check(proto, caller)
-        await self.supply(proto.job, manifest, caller)
+        await self.take_local_copy(proto.job, manifest, caller)
         if self.judge(proto.job, manifest, caller) is not Verdict.WANT:
             return self._answer(proto.job, manifest, caller), None
         self._tickets.redeem(caller, offer.ticket, key_of(manifest))
         arrival = self._arrival(manifest)
-        if arrival.landing.whole:
-            # All bytes came in an earlier try that could not make them durable.
+        if arrival.file.whole:
+            # All bytes were received in an earlier attempt that could not make them durable.
             await self._complete(proto.job, arrival, caller)
-        return self._answer(proto.job, manifest, caller), arrival.landing
+        return self._answer(proto.job, manifest, caller), arrival.file
 
     async def landed_bulk(self, caller: str, offer: sync_pb2.BulkOffer) -> sync_pb2.OfferReply:
+        """Make an update durable whose bytes have all been received, and return the reply."""
         proto = offer.manifest
         manifest = self.check(proto, caller)
         if self.judge(proto.job, manifest, caller) is Verdict.WANT:
             await self._complete(proto.job, self._arrival(manifest), caller)
         return self._answer(proto.job, manifest, caller)
 
-    async def adopt_bulk(self, caller: str, greeting: sync_pb2.BulkHello, line: ssl.SSLSocket) -> None:
-        self.adopt(caller, greeting.ticket, line)
+    async def adopt_bulk(self, caller: str, greeting: sync_pb2.BulkHello, connection: ssl.SSLSocket) -> None:
+        """Pass on a stream that a peer has opened to receive updates over it."""
+        self.adopt(caller, greeting.ticket, connection)
 
 
-class _Desk:
-    """Takes the bulk streams' questions from their threads to the event loop."""
+class _BulkHandler:
+    """Forwards the calls of the bulk streams' threads to the event loop."""
 
     def __init__(self, intake: Intake, loop: asyncio.AbstractEventLoop) -> None:
         self._intake, self._loop = intake, loop
@@ -247,10 +253,10 @@ class _Desk:
     def greeted(self, caller: str, greeting: sync_pb2.BulkHello) -> None:
         self._intake.admit(caller, greeting.job)
 
-    def adopted(self, caller: str, greeting: sync_pb2.BulkHello, line: ssl.SSLSocket) -> None:
-        self._ask(self._intake.adopt_bulk(caller, greeting, line))
+    def adopted(self, caller: str, greeting: sync_pb2.BulkHello, connection: ssl.SSLSocket) -> None:
+        self._ask(self._intake.adopt_bulk(caller, greeting, connection))
 
-    def offered(self, caller: str, offer: sync_pb2.BulkOffer) -> tuple[sync_pb2.OfferReply, Landing | None]:
+    def offered(self, caller: str, offer: sync_pb2.BulkOffer) -> tuple[sync_pb2.OfferReply, PartialFile | None]:
         return self._ask(self._intake.offer_bulk(caller, offer))
 
     def received(self, caller: str, count: int) -> None:

@@ -1,4 +1,4 @@
-"""How a server of this region listens: its port, and TLS that follows the renewal of its certificate."""
+"""Listening ports of a region's servers, with TLS that follows the renewal of the certificate."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ __all__ = ["credentials", "listen"]
 
 
 def credentials(identity: Callable[[], Tls], *, mutual: bool) -> grpc.ServerCredentials:
-    """TLS that shows the renewed certificate to everyone who connects after the renewal."""
-    shown: list[Tls] = []
+    """Return server credentials that use a renewed certificate for all connections made after the renewal.
+
+    ``mutual``: clients must show a certificate of the same CA.
+    """
+    current: list[Tls] = []
 
     def load() -> grpc.ServerCertificateConfiguration:
-        shown[:] = [identity()]
-        pair = (shown[0].key_pem, shown[0].certificate_pem)
-        return grpc.ssl_server_certificate_configuration([pair], shown[0].ca_pem if mutual else None)
+        current[:] = [identity()]
+        pair = (current[0].key_pem, current[0].certificate_pem)
+        return grpc.ssl_server_certificate_configuration([pair], current[0].ca_pem if mutual else None)
 
     def fetch() -> grpc.ServerCertificateConfiguration | None:
-        return load() if identity() != shown[0] else None
+        return load() if identity() != current[0] else None
 
-    # The stubs leave out that None means "as before".
+    # The type stubs don't know that None means "unchanged".
     return grpc.dynamic_ssl_server_credentials(load(), fetch, require_client_authentication=mutual)  # type: ignore[arg-type]
 
 
-def listen(server: grpc.aio.Server, address: str, shown: grpc.ServerCredentials) -> int:
-    """Returns the port; raises ``GeofedError("PORT_IN_USE")``."""
+def listen(server: grpc.aio.Server, address: str, current: grpc.ServerCredentials) -> int:
+    """Listen on an address; return the port. Raises ``GeofedError("PORT_IN_USE")`` if it is in use."""
     try:
-        return server.add_secure_port(address, shown)
+        return server.add_secure_port(address, current)
     except RuntimeError:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None

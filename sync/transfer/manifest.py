@@ -1,4 +1,4 @@
-"""What parameter servers tell each other of their updates."""
+"""Manifests of updates, peers, and replies to offers."""
 
 from __future__ import annotations
 
@@ -19,36 +19,38 @@ class Manifest:
     region: str
     epoch: int
     sequence: int
-    """The region's WAN round; 0 is the model that the job begins with."""
+    """The region's WAN round; 0 is the initial model."""
     digest: str
     total_bytes: int
     weight: float
-    """Samples behind it."""
+    """Samples that the update was computed from."""
     seen: tuple[tuple[str, int], ...] = ()
-    """The last round of every other region that was in the model when this one was made, sorted; unseen: left out."""
+    """The last round of every other region that was in the model that this update was made from, sorted; regions
+    without one are left out."""
     last: bool = False
-    """The region makes no more."""
+    """Whether it is the region's last update."""
     stretch: int = 1
-    """Times the planned interval that the region would have the rounds to come last."""
+    """Multiple of the planned interval that the region wants its coming rounds to last."""
     settled: int = 0
-    """Every region has the region's updates before this sequence, as far as it knew when it sent this one."""
+    """All regions have the region's updates before this sequence, as far as the region knew when it sent this one."""
     ends: int = 0
-    """Where the job ends before its plan: the last round of all regions, or, with background exchange, of this one."""
+    """If the job ends before its planned end: the last round of all regions, or, with background exchange, of this one;
+    else 0."""
     first: int = 0
-    """The first of the rounds whose changes it sums up, up to its sequence; 0: it is that of one round."""
+    """The first round of a sum of updates, whose last round is ``sequence``; 0: the update is of one round."""
     takes_sums: bool = False
-    """Its region understands updates that sum up several rounds."""
+    """Whether its region accepts sums of updates."""
     round_seconds: float = 0.0
-    """What the round took the region, without what it was held up for others; 0: it does not say."""
+    """Duration of the round in the region, without the time that it waited for other regions; 0: not reported."""
 
     @property
     def begins(self) -> int:
-        """The first round that it is of."""
+        """The first round that it covers."""
         return self.first or self.sequence
 
     @property
     def rounds(self) -> int:
-        """How many rounds it is of."""
+        """Number of rounds that it covers."""
         return self.sequence - self.begins + 1
 
     @property
@@ -67,7 +69,7 @@ class Peer:
 
 
 class Verdict(Enum):
-    """What a parameter server says of an update that a peer offers."""
+    """Reply to the offer of an update."""
 
     WANT = "send it"
     HAVE = "it is durable here, or was applied already"

@@ -1,4 +1,4 @@
-"""How servers of two regions address each other, and say what an update is."""
+"""Connections between servers of two regions, and the protobuf form of a manifest."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from geofed_pb.v1 import sync_pb2
 from sync.transfer.manifest import Manifest, Peer
 from sync.transport.sockets import Tls
 
-__all__ = ["line_to", "manifest_of", "manifest_to_proto"]
+__all__ = ["manifest_of", "manifest_to_proto", "open_channel"]
 
-_LONGEST_STRETCH = 64
+_MAX_STRETCH = 64
+"""Largest stretch that is accepted from a peer."""
 
 
 def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
+    """Return the protobuf message of a manifest."""
     return sync_pb2.UpdateManifest(
         job=job,
         region=manifest.region,
@@ -37,7 +39,7 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
 
 
 def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
-    """What `manifest_to_proto` was made from; the stretch is bounded, whatever it says."""
+    """Return the manifest in a protobuf message of a peer. Limits its stretch and ignores an invalid duration."""
     return Manifest(
         proto.region,
         proto.epoch,
@@ -47,7 +49,7 @@ def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
         proto.weight,
         tuple(sorted(proto.seen.items())),
         proto.last,
-        min(max(proto.stretch, 1), _LONGEST_STRETCH),
+        min(max(proto.stretch, 1), _MAX_STRETCH),
         proto.settled,
         proto.ends,
         proto.first,
@@ -56,7 +58,7 @@ def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
     )
 
 
-def line_to(peer: Peer, tls: Tls) -> grpc.aio.Channel:
+def open_channel(peer: Peer, tls: Tls) -> grpc.aio.Channel:
     """Open a channel to a peer's exchange port."""
     return channel(
         peer.address,

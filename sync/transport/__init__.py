@@ -1,1 +1,1 @@
-"""Large updates between parameter servers: parallel TLS streams that resume at the byte."""
+"""Transfer of large updates between parameter servers over parallel, resumable TLS streams."""

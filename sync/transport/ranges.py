@@ -1,4 +1,4 @@
-"""Which bytes of a file are there: a sorted list of ranges without overlaps."""
+"""Sets of byte ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Ranges", "pieces"]
 
 
 class Ranges:
-    """A set of bytes, kept as half-open ranges; ranges that touch are one."""
+    """A set of bytes, stored as sorted half-open ranges that neither overlap nor touch."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._begins: list[int] = []
@@ -22,15 +22,16 @@ class Ranges:
 
     @property
     def total(self) -> int:
-        """Bytes in the set."""
+        """Number of bytes in the set."""
         return sum(self._ends) - sum(self._begins)
 
     @property
     def prefix(self) -> int:
-        """Bytes from 0 on without a hole."""
+        """Number of bytes from the start without a gap."""
         return self._ends[0] if self._begins and self._begins[0] == 0 else 0
 
     def add(self, begin: int, end: int) -> None:
+        """Add a range."""
         if begin >= end:
             return
         first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
@@ -39,13 +40,14 @@ class Ranges:
         self._begins[first:last], self._ends[first:last] = [begin], [end]
 
     def remove(self, begin: int, end: int) -> None:
+        """Remove a range."""
         kept = []
         for first, last in self:
             kept += [(first, min(last, begin)), (max(first, end), last)]
-        self.__init__(kept)  # type: ignore[misc]  # the same set, built anew
+        self.__init__(kept)  # type: ignore[misc]  # rebuilds the same set
 
     def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """The parts of a range that are not in the set."""
+        """Return the parts of a range that are not in the set."""
         found, at = [], begin
         for first, last in self:
             if first >= end:

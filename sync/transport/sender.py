@@ -1,4 +1,4 @@
-"""The sending side of bulk streams: one thread carries one update over all of a link's streams."""
+"""The sending side of bulk streams: one thread sends an update over all streams of a link."""
 
 from __future__ import annotations
 
@@ -15,47 +15,50 @@ from dataclasses import dataclass
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.transport.run import Content, Run
-from sync.transport.sockets import buffer_bytes, kernel_view, tune, unacknowledged_bytes
+from sync.transport.outgoing import Content, Transfer
+from sync.transport.sockets import buffer_bytes, tcp_info, tune, unacknowledged_bytes
 from sync.transport.stream import Stream, StreamEnded
-from sync.transport.streams import Look, StreamCount
+from sync.transport.stream_count import KernelStatistics, StreamCount
 
-__all__ = ["Carried", "Outbound", "Parcel"]
+__all__ = ["OutboundStreams", "OutgoingUpdate", "TransferResult"]
 
-_LOOK_SECONDS = 0.25
-_MOST_DIALLING = 16
+_POLL_SECONDS = 0.25
+"""Interval at which TCP statistics are read and stalls are checked."""
+_MAX_DIALLERS = 16
+"""Streams that are opened concurrently."""
 _REDIALS = 4
+"""Broken streams that are replaced during one update."""
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """An update to carry."""
+class OutgoingUpdate:
+    """An update to send."""
 
     manifest: sync_pb2.UpdateManifest
     view: Content
-    """All its bytes."""
+    """The bytes of the update."""
     ticket: bytes
     have: tuple[tuple[int, int], ...] | None
-    """What the peer has of it; None: ask before anything is sent."""
+    """The (begin, end) ranges that the peer has; None: ask before anything is sent."""
 
 
 @dataclass(frozen=True)
-class Carried:
-    """How it went."""
+class TransferResult:
+    """The result of sending an update."""
 
     reply: sync_pb2.OfferReply
     seconds: float
     payload_bytes: int
-    """What the peer lacked."""
+    """Bytes that the peer lacked."""
     all_sent: bool
-    """All of that; else it has found the rest elsewhere."""
+    """Whether all of them were sent; if not, the peer got the rest elsewhere."""
     streams: int
     cold: bool
-    """A stream was opened for it."""
+    """Whether a stream was opened for the update."""
 
 
-class Outbound:
-    """The warm streams to one peer. One update at a time; `adopt` and `abort` may be called by any thread."""
+class OutboundStreams:
+    """The open streams to one peer. Sends one update at a time; `adopt` and `abort` may be called by any thread."""
 
     def __init__(self, count_sent: Callable[[int], None]) -> None:
         self._count_sent = count_sent
@@ -64,34 +67,35 @@ class Outbound:
         self._dialling = 0
         self._tag = 0
         self._aborted = False
-        self._dialler = ThreadPoolExecutor(_MOST_DIALLING, thread_name_prefix="bulk-dial")
+        self._dialler = ThreadPoolExecutor(_MAX_DIALLERS, thread_name_prefix="bulk-dial")
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._lock = threading.Lock()
         self.mbps, self.rtt_seconds = 0.0, 0.0
-        """Of the updates so far; they size the buffers and chunks."""
+        """Rate of the updates so far in Mbit/s, and round-trip time; they determine the sizes of buffers and chunks."""
 
     @property
     def warm(self) -> int:
-        """Streams that are open, those that the peer has dialled for us included."""
+        """Number of open streams, including those that the peer has opened."""
         return len(self._warm) + self._coming.qsize()
 
     @property
     def bandwidth_delay_bytes(self) -> float:
+        """Bytes that the link has in flight at full rate; 0: not known yet."""
         return self.mbps / 8 * 1e6 * self.rtt_seconds
 
-    def adopt(self, line: ssl.SSLSocket) -> None:
-        """Take over a stream that the peer has dialled."""
-        self._coming.put(line)
+    def adopt(self, connection: ssl.SSLSocket) -> None:
+        """Use a stream that the peer has opened."""
+        self._coming.put(connection)
         self._wake()
 
     def abort(self) -> None:
-        """Let the update under way fail, and carry no other."""
+        """Make the current update fail, and send no other."""
         self._aborted = True
         self._wake()
 
     def close(self) -> None:
-        """Close all streams; nothing may be under way."""
+        """Close all streams. No update may be under way."""
         self.abort()
         self._dialler.shutdown(wait=True, cancel_futures=True)
         self._take_coming()
@@ -106,34 +110,36 @@ class Outbound:
 
     def carry(
         self,
-        parcel: Parcel,
+        update: OutgoingUpdate,
         count: StreamCount,
         dial: Callable[[], ssl.SSLSocket] | None,
         quiet_seconds: float,
         stall_seconds: float,
-    ) -> Carried:
-        """Send what the peer lacks; returns its last word on the update.
+    ) -> TransferResult:
+        """Send what the peer lacks; return the peer's last reply and measurements.
 
-        `count` learns from what the kernel sees, and may want more streams while the update is under way.
-        Without `dial` the streams are those that the peer dials. Raises ``GeofedError("TRANSFER_STALLED")`` after
-        `quiet_seconds` without progress on the way (`stall_seconds` once all is there and only its being made durable
-        is waited for), another one that the peer has told, or OSError when the last stream has broken.
+        ``count`` learns from the kernel's TCP statistics, and may ask for more streams while the update is under way.
+        Without ``dial`` only streams that the peer opens are used. Raises ``GeofedError("TRANSFER_STALLED")`` after
+        ``quiet_seconds`` without progress (``stall_seconds`` once the peer has all bytes and only makes them durable),
+        the ``GeofedError`` that the peer reports, or OSError when the last stream has broken.
         """
         self._tag = (self._tag + 1) & 0xFFFFFFFF
         self._take_coming()
         while len(self._warm) > count.count and dial is not None:
             self._warm.pop().close()
-        run = Run(parcel.manifest, parcel.view, parcel.ticket, parcel.have, self._tag, self.bandwidth_delay_bytes)
-        run.streams = count.count
+        transfer = Transfer(
+            update.manifest, update.view, update.ticket, update.have, self._tag, self.bandwidth_delay_bytes
+        )
+        transfer.streams = count.count
         begun = time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
             for stream in list(self._warm):
-                self._attach(stream, run, selector)
-            run.cold = self._top_up(run.streams - len(self._warm), dial)
+                self._attach(stream, transfer, selector)
+            transfer.cold = self._top_up(transfer.streams - len(self._warm), dial)
             try:
-                self._pump(run, selector, count, dial, _Patience(quiet_seconds, stall_seconds))
-                self._look(run, count, None)
+                self._pump(transfer, selector, count, dial, _StallDetector(quiet_seconds, stall_seconds))
+                self._read_statistics(transfer, count, None)
             except BaseException:
                 self._drop_all()
                 raise
@@ -142,85 +148,87 @@ class Outbound:
         for stream in list(self._warm):
             if stream.busy:
                 self._discard(stream)
-        assert run.reply is not None
-        return Carried(run.reply, seconds, run.lacked, run.all_sent, used, run.cold)
+        assert transfer.reply is not None
+        return TransferResult(transfer.reply, seconds, transfer.lacked, transfer.all_sent, used, transfer.cold)
 
     # The loop
 
     def _pump(
         self,
-        run: Run,
+        transfer: Transfer,
         selector: selectors.BaseSelector,
         count: StreamCount,
         dial: Callable[[], ssl.SSLSocket] | None,
-        patience: _Patience,
+        stall: _StallDetector,
     ) -> None:
         redials, error = _REDIALS, OSError("no stream could be opened")
-        looked = time.monotonic()
-        while run.reply is None:
-            for key, events in selector.select(_LOOK_SECONDS):
+        read_at = time.monotonic()
+        while transfer.reply is None:
+            for key, events in selector.select(_POLL_SECONDS):
                 stream = key.data
                 if stream is None:
-                    error = self._welcome_coming(run, selector) or error
+                    error = self._welcome_coming(transfer, selector) or error
                     continue
                 try:
-                    self._serve(stream, run, events)
+                    self._serve(stream, transfer, events)
                 except (OSError, StreamEnded) as broken:
                     error = broken if isinstance(broken, OSError) else OSError(str(broken))
-                    selector.unregister(stream.line)
+                    selector.unregister(stream.connection)
                     self._discard(stream)
-                    self._ask_again(run, stream)
+                    self._ask_again(transfer, stream)
                     if dial is not None and redials and self._warm:
                         redials -= 1
                         self._dial(dial)
             for stream in self._warm:
-                # An answer on one stream can give all of them work.
-                if stream.watched != (interest := stream.interest(run)):
-                    selector.modify(stream.line, interest, stream)
+                # A reply on one stream can give all streams work.
+                if stream.watched != (interest := stream.interest(transfer)):
+                    selector.modify(stream.connection, interest, stream)
                     stream.watched = interest
             if self._aborted:
                 raise GeofedError("UNAVAILABLE", "the parameter server is stopping")
-            if not self._warm and not self._dialling and (dial is not None or run.started):
-                # What the peer has is another now, if a stream was there: the caller must ask before it sends again.
-                raise OSError(f"all streams have broken: {error}") if run.started else error
-            patience.look(self._marks(run), last=run.waits_for_the_end)
-            if time.monotonic() - looked >= _LOOK_SECONDS:
-                looked = time.monotonic()
-                self._look(run, count, dial)
+            if not self._warm and not self._dialling and (dial is not None or transfer.started):
+                # What the peer has may have changed if there was a stream: the caller must ask before it sends again.
+                raise OSError(f"all streams have broken: {error}") if transfer.started else error
+            stall.check(self._marks(transfer), last=transfer.waits_for_the_end)
+            if time.monotonic() - read_at >= _POLL_SECONDS:
+                read_at = time.monotonic()
+                self._read_statistics(transfer, count, dial)
 
-    def _look(self, run: Run, count: StreamCount, dial: Callable[[], ssl.SSLSocket] | None) -> None:
-        """Let the count of streams learn from what the kernel has seen, and open those that it wants more of."""
-        look, wanted = Look(), buffer_bytes(self.bandwidth_delay_bytes, run.streams)
+    def _read_statistics(
+        self, transfer: Transfer, count: StreamCount, dial: Callable[[], ssl.SSLSocket] | None
+    ) -> None:
+        """Pass the kernel's TCP statistics to `StreamCount`, and open more streams if it asks for them."""
+        period, wanted = KernelStatistics(), buffer_bytes(self.bandwidth_delay_bytes, transfer.streams)
         for stream in self._warm:
-            view = kernel_view(stream.line)
+            view = tcp_info(stream.connection)
             if view is not None and stream.seen is not None:
-                look.add(stream.seen, view, wanted)
+                period.add(stream.seen, view, wanted)
             stream.seen = view
         self._note_rtt()
         if self.rtt_seconds:
-            count.path(self.rtt_seconds)
-        count.saw(look)
-        if dial is not None and run.has_work and count.count > run.streams:
-            run.cold = self._top_up(count.count - run.streams, dial)
-            run.streams = count.count
+            count.set_rtt(self.rtt_seconds)
+        count.observe(period)
+        if dial is not None and transfer.has_work and count.count > transfer.streams:
+            transfer.cold = self._top_up(count.count - transfer.streams, dial)
+            transfer.streams = count.count
 
-    def _serve(self, stream: Stream, run: Run, events: int) -> None:
+    def _serve(self, stream: Stream, transfer: Transfer, events: int) -> None:
         if events & selectors.EVENT_READ:
-            stream.receive(run)
-        if events & selectors.EVENT_WRITE and run.reply is None:
-            stream.push(run, self._count_sent)
+            stream.receive(transfer)
+        if events & selectors.EVENT_WRITE and transfer.reply is None:
+            stream.push(transfer, self._count_sent)
 
-    def _ask_again(self, run: Run, dead: Stream) -> None:
-        """What was in flight on a broken stream may have arrived: another stream asks before it is sent again."""
-        run.lose(dead)
+    def _ask_again(self, transfer: Transfer, dead: Stream) -> None:
+        """Ask the peer, over another stream, which of the bytes have arrived that were in flight on a broken one."""
+        transfer.lose(dead)
         if self._warm:
-            self._warm[0].offer(run)
+            self._warm[0].offer(transfer)
 
-    def _marks(self, run: Run) -> tuple[int, ...]:
-        """Changes while anything moves, be it only inside the kernel."""
-        return (run.moved, len(self._warm), *(unacknowledged_bytes(stream.line) for stream in self._warm))
+    def _marks(self, transfer: Transfer) -> tuple[int, ...]:
+        """Return numbers that change whenever there is progress, be it only inside the kernel."""
+        return (transfer.moved, len(self._warm), *(unacknowledged_bytes(stream.connection) for stream in self._warm))
 
-    # Streams come and go
+    # Opening and closing streams
 
     def _top_up(self, lacking: int, dial: Callable[[], ssl.SSLSocket] | None) -> bool:
         if dial is not None:
@@ -239,13 +247,13 @@ class Outbound:
         self._dialling += 1
         self._dialler.submit(work)
 
-    def _welcome_coming(self, run: Run, selector: selectors.BaseSelector) -> OSError | None:
+    def _welcome_coming(self, transfer: Transfer, selector: selectors.BaseSelector) -> OSError | None:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(1 << 10)
         known = len(self._warm)
         error = self._take_coming()
         for stream in self._warm[known:]:
-            self._attach(stream, run, selector)
+            self._attach(stream, transfer, selector)
         return error
 
     def _take_coming(self) -> OSError | None:
@@ -261,20 +269,21 @@ class Outbound:
                 self._warm.append(Stream(coming))
             self._dialling = max(0, self._dialling - 1)
 
-    def _attach(self, stream: Stream, run: Run, selector: selectors.BaseSelector) -> None:
-        stream.seen = kernel_view(stream.line)
+    def _attach(self, stream: Stream, transfer: Transfer, selector: selectors.BaseSelector) -> None:
+        stream.seen = tcp_info(stream.connection)
         self._note_rtt()
         with contextlib.suppress(OSError):
-            share = self.mbps / 8 * 1e6 / max(1, run.streams)
-            tune(stream.line, buffer_bytes(self.bandwidth_delay_bytes, max(1, run.streams)), share)
-        stream.offer(run)
-        stream.watched = stream.interest(run)
-        selector.register(stream.line, stream.watched, stream)
+            share = self.mbps / 8 * 1e6 / max(1, transfer.streams)
+            tune(stream.connection, buffer_bytes(self.bandwidth_delay_bytes, max(1, transfer.streams)), share)
+        stream.offer(transfer)
+        stream.watched = stream.interest(transfer)
+        selector.register(stream.connection, stream.watched, stream)
 
     def _note_rtt(self) -> None:
-        """A stream that was opened while others filled the link has never seen the path's own round trip."""
+        """Update the round-trip time. The minimum over the streams counts, since a stream that was opened while others
+        filled the link has measured the queue as well."""
         self.rtt_seconds = min(
-            (stream.seen.least_rtt_seconds for stream in self._warm if stream.seen is not None),
+            (stream.seen.min_rtt_seconds for stream in self._warm if stream.seen is not None),
             default=self.rtt_seconds,
         )
 
@@ -291,15 +300,17 @@ class Outbound:
             self._waker.send(b"!")
 
 
-class _Patience:
-    """Tells a slow transfer from a dead one."""
+class _StallDetector:
+    """Raises an error when a transfer makes no progress."""
 
     def __init__(self, quiet_seconds: float, stall_seconds: float) -> None:
         self._quiet, self._stall = quiet_seconds, stall_seconds
         self._marks: tuple[int, ...] = ()
         self._since = time.monotonic()
 
-    def look(self, marks: tuple[int, ...], *, last: bool) -> None:
+    def check(self, marks: tuple[int, ...], *, last: bool) -> None:
+        """Compare the marks of progress with the last ones. Raises ``GeofedError("TRANSFER_STALLED")`` after too long
+        without a change."""
         now = time.monotonic()
         if marks != self._marks:
             self._marks, self._since = marks, now

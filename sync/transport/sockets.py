@@ -1,4 +1,5 @@
-"""TLS sockets between parameter servers: identities, buffers for long fat links, and what the kernel knows of them."""
+"""TLS sockets between parameter servers: identities, socket buffers for links with a large bandwidth-delay product, and
+the kernel's TCP statistics."""
 
 from __future__ import annotations
 
@@ -18,31 +19,42 @@ from typing import Any
 from geofed_pb.rpc import region_name
 
 __all__ = [
-    "KernelView",
+    "TcpInfo",
     "Tls",
+    "accept_tls",
     "buffer_bytes",
     "common_name",
     "dial",
-    "kernel_view",
     "listen",
+    "tcp_info",
     "tune",
     "unacknowledged_bytes",
-    "welcome",
 ]
 
 _KEEPALIVE_SECONDS = 10
-_LEAST_BUFFER_BYTES, _MOST_BUFFER_BYTES = 4 << 20, 64 << 20
-_UNSENT_SECONDS, _LEAST_UNSENT_BYTES, _MOST_UNSENT_BYTES = 0.03, 256 << 10, 4 << 20
-"""A chunk is bound to a stream only shortly before it can leave, so that the faster streams take more of them; but no
-later than the sending thread may be kept from its work."""
+"""Idle time before TCP keepalive probes are sent."""
+_MIN_BUFFER_BYTES = 4 << 20
+"""Smallest send buffer of a stream."""
+_MAX_BUFFER_BYTES = 64 << 20
+"""Largest send buffer of a stream."""
+_UNSENT_SECONDS = 0.03
+"""The kernel holds unsent data for about this time. Little of it means that a chunk is assigned to a stream only
+shortly before it can be sent, so that faster streams take more chunks; but there must be enough for as long as the
+sending thread may be delayed."""
+_MIN_UNSENT_BYTES = 256 << 10
+"""Lower bound of the unsent data that the kernel holds."""
+_MAX_UNSENT_BYTES = 4 << 20
+"""Upper bound of the unsent data that the kernel holds."""
 _TCP_INFO = struct.Struct("=68xI28xI44xI4xI8xQQQ")
-"""Of Linux's struct tcp_info: rtt, total_retrans, min_rtt, data_segs_out, busy_time, rwnd_limited, sndbuf_limited."""
+"""Fields of Linux's struct tcp_info: rtt, total_retrans, min_rtt, data_segs_out, busy_time, rwnd_limited,
+sndbuf_limited."""
 _SO_SNDBUFFORCE = 32
+"""Socket option that Python's socket module lacks: set the send buffer beyond the host's limit."""
 
 
 @dataclass(frozen=True)
 class Tls:
-    """The identity a parameter server shows and trusts."""
+    """The TLS identity of a parameter server, and the CA that it trusts."""
 
     ca_pem: bytes
     certificate_pem: bytes
@@ -64,7 +76,7 @@ def _context(tls: Tls, *, server: bool) -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def _unnamed_file(content: bytes) -> Iterator[str]:
-    """A path to bytes in memory, since the library reads certificates from files only."""
+    """Provide bytes in memory as a file path, since the ssl module reads certificates from files only."""
     file = os.memfd_create("pem", os.MFD_CLOEXEC)
     try:
         os.write(file, content)
@@ -74,7 +86,7 @@ def _unnamed_file(content: bytes) -> Iterator[str]:
 
 
 def dial(address: tuple[str, int], region: str, tls: Tls, timeout: float) -> ssl.SSLSocket:
-    """Connect to a region's bulk port; raises OSError, of which ssl.SSLError is one."""
+    """Connect to a region's bulk port. Raises OSError, of which ssl.SSLError is a subclass."""
     plain = socket.create_connection(address, timeout)
     try:
         tune(plain)
@@ -85,22 +97,23 @@ def dial(address: tuple[str, int], region: str, tls: Tls, timeout: float) -> ssl
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises OSError where the port is taken."""
+    """Listen on an address. Raises OSError if the port is in use."""
     bare = host.strip("[]")
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
     return socket.create_server((bare, port), family=family, backlog=64)
 
 
-def welcome(plain: socket.socket, tls: Tls, timeout: float) -> ssl.SSLSocket:
-    """The server's side of `dial`; raises OSError, and lets nobody in without a certificate."""
+def accept_tls(plain: socket.socket, tls: Tls, timeout: float) -> ssl.SSLSocket:
+    """Accept a TLS connection, as the server's side of `dial`. Raises OSError, also if the client shows no valid
+    certificate."""
     plain.settimeout(timeout)
     tune(plain)
     return _context(tls, server=True).wrap_socket(plain, server_side=True)
 
 
-def common_name(line: ssl.SSLSocket) -> str:
-    """Common name of the other side's certificate."""
-    subject: Any = (line.getpeercert() or {}).get("subject", ())
+def common_name(connection: ssl.SSLSocket) -> str:
+    """Return the common name in the peer's certificate, or ""."""
+    subject: Any = (connection.getpeercert() or {}).get("subject", ())
     for part in subject:
         for name, value in part:
             if name == "commonName":
@@ -108,82 +121,82 @@ def common_name(line: ssl.SSLSocket) -> str:
     return ""
 
 
-def tune(line: socket.socket, send_buffer_bytes: int = 0, bytes_per_second: float = 0.0) -> None:
-    """Keep the connection alive through NATs, and let it hold what is in flight and what leaves next.
+def tune(connection: socket.socket, send_buffer_bytes: int = 0, bytes_per_second: float = 0.0) -> None:
+    """Set socket options: keepalive for NATs, a send buffer for what is in flight, and a limit of unsent data.
 
-    The receive buffer is left to the kernel, whose autotuning goes further than what a process may ask for.
+    The receive buffer is left to the kernel, whose autotuning allows larger sizes than a process may set.
     """
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", _KEEPALIVE_SECONDS), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):
-            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        unsent = min(max(int(bytes_per_second * _UNSENT_SECONDS), _LEAST_UNSENT_BYTES), _MOST_UNSENT_BYTES)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
+        unsent = min(max(int(bytes_per_second * _UNSENT_SECONDS), _MIN_UNSENT_BYTES), _MAX_UNSENT_BYTES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
     if send_buffer_bytes:
-        # The kernel doubles what it is asked for, for its own records.
+        # The kernel doubles the requested size, for its own bookkeeping.
         send_buffer_bytes //= 2
         try:
-            # Past the host's limit for unprivileged processes, where we may.
-            line.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, send_buffer_bytes)
+            # This may exceed the host's limit for unprivileged processes, if we have the capability.
+            connection.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, send_buffer_bytes)
         except OSError:
             if _setting("core/wmem_max") >= min(send_buffer_bytes, _setting("ipv4/tcp_wmem") // 2):
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
-            # Else the kernel's own tuning, which a size would end, goes further.
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer_bytes)
+            # Otherwise no size is set: the kernel's autotuning, which a fixed size would disable, allows more.
 
 
 def _setting(name: str) -> int:
-    """A number of the host's network stack, the last one where it has several; 0 where it does not tell."""
+    """Return a setting of the host's network stack, its last number if there are several; 0 if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/sys/net", name).read_text().split()[-1])
     return 0
 
 
 def buffer_bytes(bandwidth_delay_bytes: float, streams: int) -> int:
-    """A stream's send buffer: its share of twice what the link has in flight, between 4 and 64 MiB.
+    """Return the size in bytes of a stream's send buffer: its share of twice the bandwidth-delay product, 4 to 64 MiB.
 
-    More than that only fills the queue in front of the link, until it drops packets.
+    A larger one would only fill the queue in front of the link, until it drops packets.
     """
-    return int(min(max(2 * bandwidth_delay_bytes / streams, _LEAST_BUFFER_BYTES), _MOST_BUFFER_BYTES))
+    return int(min(max(2 * bandwidth_delay_bytes / streams, _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES))
 
 
 @dataclass(frozen=True)
-class KernelView:
-    """What the kernel has seen on a connection since it was opened."""
+class TcpInfo:
+    """The kernel's TCP statistics of a connection since it was opened."""
 
     rtt_seconds: float
-    """Smoothed, queues included."""
-    least_rtt_seconds: float
-    """The path's own."""
+    """Smoothed round-trip time, including queues."""
+    min_rtt_seconds: float
+    """Shortest round-trip time: that of the path without queues."""
     segments: int
-    """Sent with data, those sent again included."""
+    """Segments with data that were sent, including retransmissions."""
     resent: int
     busy_seconds: float
-    """With data to send."""
+    """Time with data to send."""
     window_seconds: float
-    """Of these, held back by the other side's window."""
+    """Part of it in which the peer's receive window limited the connection."""
     buffer_seconds: float
-    """The same, with nothing more in the send buffer."""
+    """Part of it in which the send buffer limited the connection."""
     buffer_bytes: int
     """Size of the send buffer."""
 
 
-def kernel_view(line: socket.socket) -> KernelView | None:
-    """None where the kernel does not tell, or no round trip has been measured."""
+def tcp_info(connection: socket.socket) -> TcpInfo | None:
+    """Return the kernel's statistics of a connection, or None if there are none or no round trip has been measured."""
     with contextlib.suppress(OSError, AttributeError):
-        info = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         if len(info) >= _TCP_INFO.size:
             rtt, resent, least, segments, busy, window, buffer = _TCP_INFO.unpack_from(info)
             if 0 < least < 1 << 31:
-                size = line.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+                size = connection.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
                 spent = busy / 1e6, window / 1e6, buffer / 1e6
-                return KernelView(rtt / 1e6, least / 1e6, segments, resent, *spent, size)
+                return TcpInfo(rtt / 1e6, least / 1e6, segments, resent, *spent, size)
     return None
 
 
-def unacknowledged_bytes(line: socket.socket) -> int:
-    """Bytes that the kernel holds for the other side; 0 where it does not tell."""
+def unacknowledged_bytes(connection: socket.socket) -> int:
+    """Return the number of bytes that the peer has not acknowledged; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError):
-        return int(struct.unpack("i", fcntl.ioctl(line, termios.TIOCOUTQ, b"\0\0\0\0"))[0])
+        return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, b"\0\0\0\0"))[0])
     return 0

@@ -1,4 +1,4 @@
-"""One TLS connection that updates leave through, without blocking."""
+"""One non-blocking TLS connection that updates are sent over."""
 
 from __future__ import annotations
 
@@ -12,92 +12,93 @@ from collections.abc import Callable
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of
 from geofed_pb.v1 import common_pb2, sync_pb2
-from sync.transport.run import Run
-from sync.transport.sockets import KernelView
+from sync.transport.outgoing import Transfer
+from sync.transport.sockets import TcpInfo
 from sync.transport.wire import HEAD_BYTES, Frame, Kind, frame, parse
 
 __all__ = ["Stream", "StreamEnded", "hello"]
 
 _RECORDS_A_TURN = 32
-"""16 KiB each: after so many it is the next stream's turn."""
+"""TLS records of 16 KiB that one stream sends before it is the next stream's turn."""
 
 
 class StreamEnded(Exception):
-    """The peer has closed the connection."""
+    """Raised when the peer has closed the connection."""
 
 
 class Stream:
-    """Queues frames, sends them as the connection takes them, and reads the answers."""
+    """Queues frames, sends as much as the connection accepts, and reads the replies."""
 
-    def __init__(self, line: ssl.SSLSocket) -> None:
-        self.line = line
-        line.setblocking(False)
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self.connection = connection
+        connection.setblocking(False)
         self.in_flight: dict[int, int] = {}
-        """Chunks of the present run that are not acknowledged: offset and length."""
+        """Chunks of the current transfer that are not acknowledged: offset and length."""
         self.watched = 0
-        """Events that a selector looks for on it."""
-        self.seen: KernelView | None = None
-        """At the last look."""
+        """Events that the selector waits for."""
+        self.seen: TcpInfo | None = None
+        """TCP statistics when they were last read."""
         self._outgoing: deque[memoryview] = deque()
         self._incoming = bytearray()
         self._tag = -1
 
     @property
     def busy(self) -> bool:
-        """In the middle of a frame: what comes next would be taken for its rest."""
+        """Whether a frame is partly sent: whatever is sent next would be taken for the rest of it."""
         return bool(self._outgoing)
 
-    def offer(self, run: Run) -> None:
-        """Tell of the run's update, and ask what the peer has of it."""
-        if self._tag != run.tag:
-            self._tag = run.tag
+    def offer(self, transfer: Transfer) -> None:
+        """Send the offer of a transfer's update, which asks the peer what it has of it."""
+        if self._tag != transfer.tag:
+            self._tag = transfer.tag
             self.in_flight = {}
-        head = Frame(Kind.OFFER, run.tag, len(run.offer), run.question)
-        self._outgoing.append(memoryview(head.pack() + run.offer))
-        run.started = True
+        head = Frame(Kind.OFFER, transfer.tag, len(transfer.offer), transfer.question)
+        self._outgoing.append(memoryview(head.pack() + transfer.offer))
+        transfer.started = True
 
-    def interest(self, run: Run) -> int:
-        """What to wait for."""
-        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing or run.has_work else 0)
+    def interest(self, transfer: Transfer) -> int:
+        """Return the events to wait for."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing or transfer.has_work else 0)
 
-    def push(self, run: Run, count_sent: Callable[[int], None]) -> None:
-        """Send what the connection takes. Raises OSError."""
+    def push(self, transfer: Transfer, count_sent: Callable[[int], None]) -> None:
+        """Send as much as the connection accepts. Raises OSError."""
         for _ in range(_RECORDS_A_TURN):
-            if not self._outgoing and not self._load(run):
+            if not self._outgoing and not self._load(transfer):
                 break
             view = self._outgoing[0]
             try:
-                count = self.line.send(view)
+                count = self.connection.send(view)
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 break
             count_sent(count)
-            run.moved += count
+            transfer.moved += count
             if count < len(view):
                 self._outgoing[0] = view[count:]
             else:
                 self._outgoing.popleft()
 
-    def _load(self, run: Run) -> bool:
-        chunk = run.take()
+    def _load(self, transfer: Transfer) -> bool:
+        chunk = transfer.take()
         if chunk is None:
             return False
         offset, length = chunk
-        view = run.view[offset : offset + length]
+        view = transfer.view[offset : offset + length]
         self.in_flight[offset] = length
-        self._outgoing.append(memoryview(Frame(Kind.CHUNK, run.tag, length, offset, zlib.crc32(view)).pack()))
+        self._outgoing.append(memoryview(Frame(Kind.CHUNK, transfer.tag, length, offset, zlib.crc32(view)).pack()))
         self._outgoing.append(view)
         return True
 
-    def receive(self, run: Run) -> None:
-        """Read what is there; raises OSError, StreamEnded, or the ``GeofedError`` that the peer has told."""
+    def receive(self, transfer: Transfer) -> None:
+        """Process what has been received. Raises OSError, ``StreamEnded``, or the ``GeofedError`` that the peer
+        reports."""
         with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            while data := self.line.recv(1 << 16):
+            while data := self.connection.recv(1 << 16):
                 self._incoming += data
-            self._digest(run)
+            self._digest(transfer)
             raise StreamEnded("the peer has closed the stream")
-        self._digest(run)
+        self._digest(transfer)
 
-    def _digest(self, run: Run) -> None:
+    def _digest(self, transfer: Transfer) -> None:
         while len(self._incoming) >= HEAD_BYTES:
             head = parse(self._incoming[:HEAD_BYTES])
             end = HEAD_BYTES + head.payload_bytes
@@ -105,29 +106,29 @@ class Stream:
                 return
             payload = bytes(self._incoming[HEAD_BYTES:end])
             del self._incoming[:end]
-            self._take(head, payload, run)
+            self._take(head, payload, transfer)
 
-    def _take(self, head: Frame, payload: bytes, run: Run) -> None:
+    def _take(self, head: Frame, payload: bytes, transfer: Transfer) -> None:
         if head.kind is Kind.FAULT:
             raise error_of(common_pb2.Error.FromString(payload))
-        if head.tag != run.tag:
+        if head.tag != transfer.tag:
             return
         match head.kind:
             case Kind.REPLY:
-                run.answered(sync_pb2.OfferReply.FromString(payload), head.offset)
+                transfer.answered(sync_pb2.OfferReply.FromString(payload), head.offset)
             case Kind.ACK:
-                run.acknowledged(self.in_flight.pop(head.offset, 0))
+                transfer.acknowledged(self.in_flight.pop(head.offset, 0))
             case Kind.BAD:
-                run.damaged(head.offset, self.in_flight.pop(head.offset, 0))
+                transfer.damaged(head.offset, self.in_flight.pop(head.offset, 0))
             case _:
-                raise GeofedError("FRAME_INVALID", f"a receiver sent {head.kind.name}")
+                raise GeofedError("FRAME_INVALID", f"unexpected frame from a receiver: {head.kind.name}")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self.line.close()
+            self.connection.close()
 
 
 def hello(job: str, *, collects: bool, ticket: bytes = b"") -> bytes:
-    """What the side that dialled says first."""
+    """Return the first frame on a stream, sent by the side that opened it."""
     message = sync_pb2.BulkHello(job=job, collects=collects, ticket=ticket)
     return frame(Kind.HELLO, 0, message.SerializeToString())

@@ -1,16 +1,17 @@
-"""What passes over a bulk stream, inside TLS: frames of a fixed head and a payload.
+"""Frames of a bulk stream, inside TLS: a fixed head and a payload.
 
 ::
 
-    kind   u8     what it is
+    kind   u8     kind of the frame
     (3 bytes, zero)
-    tag    u32    the sender's number of the transfer; answers repeat it, so that late ones are told apart
-    length u32    bytes of payload; in an ACK: of the chunk
-    offset u64    of a chunk in its update
+    tag    u32    the sender's number of the transfer; replies repeat it, so that late ones can be recognised
+    length u32    payload bytes; in an ACK: bytes of the chunk
+    offset u64    offset of a chunk in its update
     crc    u32    CRC-32 of a chunk
 
-The side that sends updates says HELLO or hears it, then OFFER on each stream, then CHUNKs; the other side answers
-REPLY to each OFFER, ACK or BAD to each CHUNK, and REPLY once more when the update is durable. FAULT ends a stream.
+The side that opened the stream sends HELLO. The side that sends updates sends OFFER on each stream, then CHUNKs. The
+receiver answers each OFFER with REPLY and each CHUNK with ACK or BAD, and sends one more REPLY when the update is
+durable. FAULT ends a stream.
 """
 
 from __future__ import annotations
@@ -21,31 +22,32 @@ from enum import IntEnum
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["HEAD_BYTES", "LARGEST_CHUNK_BYTES", "Frame", "Kind", "frame", "parse"]
+__all__ = ["HEAD_BYTES", "MAX_CHUNK_BYTES", "Frame", "Kind", "frame", "parse"]
 
 _HEAD = struct.Struct(">B3xIIQI")
 HEAD_BYTES = _HEAD.size
-LARGEST_CHUNK_BYTES = 16 << 20
-"""A receiver refuses longer ones."""
-_LARGEST_MESSAGE_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 16 << 20
+"""Largest chunk that a receiver accepts."""
+_MAX_MESSAGE_BYTES = 1 << 20
+"""Largest other payload that is accepted."""
 
 
 class Kind(IntEnum):
-    """What a frame is."""
+    """Kind of a frame."""
 
     HELLO = 1
-    """A `BulkHello`."""
+    """Carries a `BulkHello`."""
     OFFER = 2
-    """A `BulkOffer`."""
+    """Carries a `BulkOffer`."""
     CHUNK = 3
     REPLY = 4
-    """An `OfferReply`."""
+    """Carries an `OfferReply`."""
     ACK = 5
-    """The chunk is written."""
+    """The receiver has written the chunk."""
     BAD = 6
-    """The chunk was damaged: send it again."""
+    """The chunk arrived damaged and must be sent again."""
     FAULT = 7
-    """An `Error`; nothing follows."""
+    """Carries an `Error`; it is the last frame."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,24 @@ class Frame:
 
     @property
     def payload_bytes(self) -> int:
-        """How many bytes follow the head."""
+        """Number of payload bytes after the head."""
         return 0 if self.kind in (Kind.ACK, Kind.BAD) else self.length
 
     def pack(self) -> bytes:
+        """Return the bytes of the head."""
         return _HEAD.pack(self.kind, self.tag, self.length, self.offset, self.crc)
 
 
 def frame(kind: Kind, tag: int, payload: bytes) -> bytes:
-    """A whole frame that carries a message."""
+    """Return the bytes of a frame that carries a message."""
     return Frame(kind, tag, len(payload)).pack() + payload
 
 
 def parse(head: bytes | bytearray | memoryview) -> Frame:
-    """Read a head; raises ``GeofedError("FRAME_INVALID")`` where it is none, before memory is taken for its payload."""
+    """Read a head. Raises ``GeofedError("FRAME_INVALID")`` if it is invalid, before memory for its payload is
+    allocated."""
     kind, tag, length, offset, crc = _HEAD.unpack(head)
-    largest = LARGEST_CHUNK_BYTES if kind in (Kind.CHUNK, Kind.ACK, Kind.BAD) else _LARGEST_MESSAGE_BYTES
+    largest = MAX_CHUNK_BYTES if kind in (Kind.CHUNK, Kind.ACK, Kind.BAD) else _MAX_MESSAGE_BYTES
     if not 1 <= kind <= len(Kind) or length > largest:
         raise GeofedError("FRAME_INVALID", f"a bulk stream carries a frame of kind {kind} and {length} bytes")
     return Frame(Kind(kind), tag, length, offset, crc)

@@ -1,8 +1,8 @@
-"""When and what parameter servers exchange."""
+"""Settings and control of the exchange between parameter servers: when they exchange, and what."""
 
 from collections.abc import Mapping
 
-from sync.policy import Damped, DelayCompensated, Policy, made
+from sync.policy import Damped, DelayCompensated, Policy, make_policy
 from sync.wan._controller import Bounds, LinkSample, Observation, initial, observe
 from sync.wan._guard import Guard
 from sync.wan._settings import ExchangeSettings
@@ -22,12 +22,13 @@ __all__ = [
 
 
 def policy_of(name: str, settings: Mapping[str, float] | None = None) -> Policy:
-    """The policy that a plan names, with its treatment of stale updates; ``settings`` may hold the exchange's as well.
+    """Create the policy that a plan names, including its treatment of stale updates.
 
-    Raises ``GeofedError("CONFIG_INVALID")`` for one that is not known.
+    ``settings`` may contain the settings of the exchange as well. Raises ``GeofedError("CONFIG_INVALID")`` if the name
+    or a setting is unknown or invalid.
     """
     exchange, own = ExchangeSettings.of(settings or {})
-    policy = made(name, own)
+    policy = make_policy(name, own)
     if exchange.damping:
         policy = Damped(policy)
     if exchange.compensation:

@@ -1,10 +1,12 @@
-"""The controller behind `auto`: how often a region sends, in which codec, over how many streams.
+"""The controller behind `auto`: it chooses how often a region sends, with which codec, and over how many streams.
 
-It keeps communication under the compute that hides it, at the least loss: of the codecs the least lossy one that fits
-at the configured interval; a longer interval only where the smallest does not fit either. Related: Gaia's adaptive
-threshold (NSDI 2017), StellaTrain's adaptation to bandwidth (SIGCOMM 2024), WANify's streams (arXiv 2508.12961).
+It keeps communication short enough to be hidden behind computation, with the least loss: it takes the least lossy codec
+that fits at the configured interval, and a longer interval only if the smallest codec does not fit either. Related:
+Gaia's adaptive threshold (NSDI 2017), StellaTrain's adaptation to bandwidth (SIGCOMM 2024), WANify's streams (arXiv
+2508.12961).
 
-Pure: `observe` takes a state and what a round measured, and gives the next state and what changed, in words.
+It has no side effects: `observe` takes a state and the measurements of a round, and returns the next state and the
+changes, in words.
 """
 
 from __future__ import annotations
@@ -29,34 +31,50 @@ __all__ = [
     "observe",
 ]
 
-LINE_OVERHEAD = 1.05
-FULL_SHARE, MARGIN = 0.8, 0.85
-"""Communication over compute that still stays hidden, and what a change must leave of it: a gain of 15 %."""
-WORTH_CODING = 0.9
-"""A codec is taken only where it leaves so much of what a less lossy one takes, or less."""
-HOLD_ROUNDS, PAUSE_ROUNDS = 3, 5
-"""Rounds for which a condition must hold, and rounds between two changes."""
-CAUTION, CALM, LONGEST_PATIENCE, TOO_EARLY_ROUNDS = 4, 8, 96, 100
-"""Patience: what it is multiplied by where room was taken too early, how many times itself without a change halve it,
-the most that it becomes, and for how many rounds room must last not to have been taken too early."""
-LEAST_NORMS = 5
-"""Before that many there is no telling what is normal."""
-NORM_GROWTH, STRONGLY_NEGATIVE, NORM_WINDOW, GUARD_ROUNDS = 4.0, -0.2, 32, 50
-"""The quality guard: growth over the median, cosine, norms remembered, rounds for which a step back is kept."""
+LINE_OVERHEAD_FACTOR = 1.05
+"""Bytes on the line per byte of an update: headers of TLS, TCP and IP."""
+MAX_FRACTION = 0.8
+"""Communication over computing time up to which communication counts as hidden."""
+MARGIN = 0.85
+"""A change must reduce the communication at least to this fraction of what it was."""
+MAX_CODEC_RATIO = 0.9
+"""A codec is chosen only if its communication takes at most this fraction of that of every less lossy codec."""
+HOLD_ROUNDS = 3
+"""Rounds for which a condition must hold before it causes a change."""
+PAUSE_ROUNDS = 5
+"""Fewest rounds between two changes."""
+CAUTION_FACTOR = 4
+"""`ControllerState.relax_rounds` is multiplied by this after a change that was made too early."""
+CALM_FACTOR = 8
+"""It is halved after this many times its rounds without a change."""
+MAX_RELAX_ROUNDS = 96
+"""Upper bound of it."""
+TOO_EARLY_ROUNDS = 100
+"""A change to a less lossy setting was made too early if it has to be undone within so many rounds."""
+MIN_NORMS = 5
+"""Norms that must be known before a larger one counts as unusual."""
+NORM_GROWTH = 4.0
+"""Quality guard: an update is bad if its norm exceeds the median by more than this factor ..."""
+MIN_COSINE = -0.2
+"""... or its cosine with the merged change is below this."""
+NORM_WINDOW = 32
+"""Norms that the median is taken of."""
+GUARD_ROUNDS = 50
+"""Good rounds for which the guard's restriction is kept."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the job file leaves to the controller; what it fixes has one value here, and is never changed."""
+    """What the controller may choose. A setting that the job file fixes has a single value here, and never changes."""
 
     interval_steps: int
-    """As configured or planned; never shorter."""
+    """The configured or planned interval, which is also the shortest."""
     longest_steps: int
-    """Equal to `interval_steps`: the interval is fixed."""
+    """The longest interval; equal to ``interval_steps`` if it is fixed."""
     codecs: tuple[str, ...] = field(default_factory=codecs)
-    """The least lossy first; one: it is fixed."""
+    """Codecs, the least lossy first; a single one if it is fixed."""
     streams: int | None = None
-    """None: chosen for each link."""
+    """Streams of each link; None: chosen by measurement."""
 
     def __post_init__(self) -> None:
         every = codecs()
@@ -64,68 +82,68 @@ class Bounds:
         if not known or len(known) != len(self.codecs) or known != sorted(set(known)):
             raise ValueError(f"codecs must be some of {', '.join(every)}, in this order, not {self.codecs}")
         if not 1 <= self.interval_steps <= self.longest_steps:
-            raise ValueError(f"an interval of {self.interval_steps} to {self.longest_steps} steps cannot be")
+            raise ValueError(f"an interval of {self.interval_steps} to {self.longest_steps} steps is invalid")
 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """One link in one round."""
+    """Measurements of one link in one round."""
 
     goodput_mbps: float | None
-    """While it was busy, without the round trips of offers and the opening of the window. None: too little was sent to
-    tell; what was known before stays."""
+    """Goodput while the link was busy, without the round trips of offers and TCP's slow start. None: too little was
+    sent to measure it; the last known value stays."""
     rtt_ms: float
     backlog_bytes: int = 0
-    """Of earlier rounds, not acknowledged yet."""
+    """Bytes of earlier rounds that are not acknowledged yet."""
     updates: int = 1
-    """That it carries in a round: its own, and those it passes on."""
+    """Updates that it carries in a round: the region's own, and those that it passes on."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one round of a region measured."""
+    """Measurements of one round of a region."""
 
     step_seconds: float
-    """Compute of one local step."""
+    """Computing time of one local step."""
     model_bytes: int
-    """In float32."""
+    """Size of the model in float32."""
     links: Mapping[str, LinkSample]
-    """Those that this region's update crosses, by name; without any there is nothing to decide."""
+    """The links that this region's update is sent over, by name; without any there is nothing to decide."""
     codec_bytes_per_second: Mapping[str, float] = field(default_factory=dict)
     """Measured throughput in float32 bytes, by codec."""
     update_norm: float | None = None
-    """Of the region's own change of the round, before coding."""
+    """Norm of the region's own change in the round, before encoding."""
     cosine: float | None = None
-    """Between the own and the merged change."""
+    """Cosine between the region's own change and the merged one."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a region is to do from the next round on."""
+    """The settings of a region from the next round on."""
 
     interval_steps: int
     codec: str
     streams: Mapping[str, int]
-    """By link."""
+    """Streams of each link."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A change, or that no change can help."""
+    """A change, or the statement that no change can help."""
 
     what: str
     """"codec", "interval", "streams", "quality" or "limit"."""
     text: str
-    """What changes and why, for people."""
+    """What changes and why, for users."""
 
 
 _Rung = tuple[int, int]
-"""Interval in steps and index of the codec: settings in the order in which they are taken when links get slower."""
+"""Interval in steps, and index of the codec: settings, ordered by how early they are chosen when links get slower."""
 
 
 @dataclass(frozen=True)
 class ControllerState:
-    """All that the controller remembers of one region."""
+    """The controller's state for one region."""
 
     bounds: Bounds
     rung: _Rung
@@ -133,47 +151,50 @@ class ControllerState:
     changed_ago: int = PAUSE_ROUNDS
     """Rounds since the last change of codec or interval."""
     needed: tuple[_Rung, ...] = ()
-    """What the last rounds in a row needed that the setting did not fit."""
-    room_rounds: int = 0
-    """Rounds in a row that left room for less loss or a shorter interval."""
-    room_for: _Rung = (0, 0)
-    """The most that any of these needed."""
-    patience: int = HOLD_ROUNDS
-    """Rounds that must leave room in a row; grows when it was taken too early."""
+    """Settings that the last consecutive rounds needed, if the current one was not enough."""
+    spare_rounds: int = 0
+    """Consecutive rounds for which a less lossy setting or a shorter interval would have been enough."""
+    spare_needs: _Rung = (0, 0)
+    """The setting that would have been enough for all of these."""
+    relax_rounds: int = HOLD_ROUNDS
+    """Such rounds that are needed before it is chosen; grows when that was too early."""
     relaxed_ago: int = TOO_EARLY_ROUNDS
-    """Rounds since room was last taken."""
+    """Rounds since a less lossy setting or a shorter interval was last chosen."""
     calm_rounds: int = 0
-    """Rounds without a change, since the last one or since the patience was last shortened."""
+    """Rounds since the last change, or since ``relax_rounds`` was last shortened."""
     norms: tuple[float, ...] = ()
-    """Of the last updates, for each step."""
+    """Norms of the last updates, per local step."""
     suspect_rounds: int = 0
-    """Rounds in a row whose updates look bad."""
+    """Consecutive rounds with bad updates."""
     ceiling: _Rung | None = None
-    """The guard lets nothing beyond it, while it holds."""
+    """The most lossy setting that the quality guard allows; None: no restriction."""
     ceiling_rounds: int = 0
-    """For how many more rounds."""
-    told_limit: bool = False
-    """That no setting fits was said."""
+    """Good rounds for which this restriction is still kept."""
+    limit_reported: bool = False
+    """Whether it has been reported that no setting is enough."""
 
     @property
     def setting(self) -> Setting:
-        """What is to be done now."""
+        """The current settings."""
         interval, codec = self.rung
         return Setting(interval, self.bounds.codecs[codec], {name: link.streams for name, link in self.links.items()})
 
 
 def initial(bounds: Bounds, codec: str | None = None) -> ControllerState:
-    """The state before the first round; ``codec`` is the one to begin with, None: the least lossy."""
+    """Return the state before the first round. ``codec`` is the codec to begin with; None: the least lossy one."""
     return ControllerState(bounds, (bounds.interval_steps, bounds.codecs.index(codec) if codec else 0), {})
 
 
 def agreed_interval(settings: Mapping[str, Setting]) -> int:
-    """Where all regions must make their rounds together, the longest interval that any of them needs."""
+    """Return the longest interval that any region needs, for exchanges in which all regions have the same rounds."""
     return max(setting.interval_steps for setting in settings.values())
 
 
 def observe(state: ControllerState, seen: Observation) -> tuple[ControllerState, tuple[Decision, ...]]:
-    """Take in one round. At most one of codec and interval changes, and not within five rounds of the last change."""
+    """Process the measurements of one round; return the next state and the changes.
+
+    At most one of codec and interval changes, and not within five rounds after the last change.
+    """
     state, decisions = _with_streams(state, seen)
     state = _with_quality(state, seen)
     if not state.links or seen.step_seconds <= 0:
@@ -191,49 +212,50 @@ def observe(state: ControllerState, seen: Observation) -> tuple[ControllerState,
 
 
 class _Load:
-    """A round's communication, for every setting."""
+    """The communication time of a round, with every setting."""
 
     def __init__(self, state: ControllerState, seen: Observation) -> None:
         self.bounds = state.bounds
         self._seen = seen
         self._rates = {name: link.goodput_mbps * 1e6 / 8 for name, link in state.links.items()}
         self._seconds = [self._communication(codec) for codec in state.bounds.codecs]
-        # A codec pays where it is notably faster than all that lose less: of a small update the round trip is most, and
-        # saved bytes over the rate must exceed the codec's own time.
+        # A codec pays off if it is notably faster than all less lossy ones: for small updates the round trip dominates,
+        # and the time that saved bytes would take must exceed the codec's own time.
         self._pays = [True]
         for codec, seconds in enumerate(self._seconds[1:], start=1):
-            self._pays.append(seconds < WORTH_CODING * min(self._seconds[:codec]))
+            self._pays.append(seconds < MAX_CODEC_RATIO * min(self._seconds[:codec]))
 
     def _communication(self, codec: str) -> float:
-        """Coding and the transfer over the slowest link."""
+        """Return the time to encode an update and to send it over the slowest link."""
         seen = self._seen
         speed = seen.codec_bytes_per_second.get(codec) or codec_named(codec).bytes_per_second
-        line = seen.model_bytes * codec_named(codec).size_factor * LINE_OVERHEAD
+        line = seen.model_bytes * codec_named(codec).size_factor * LINE_OVERHEAD_FACTOR
         return seen.model_bytes / speed + max(self._transfer(name, line) for name in seen.links)
 
     def _transfer(self, name: str, line_bytes: float) -> float:
         link = self._seen.links[name]
         return (link.updates * line_bytes + link.backlog_bytes) / self._rates[name] + link.rtt_ms / 1e3
 
-    def share(self, rung: _Rung) -> float:
-        """Communication over compute."""
+    def fraction(self, rung: _Rung) -> float:
+        """Return the ratio of communication to computing time."""
         return self._seconds[rung[1]] / (rung[0] * self._seen.step_seconds)
 
-    def needed(self, share: float) -> _Rung:
-        """The first setting within a share of the compute; where there is none, the longest interval."""
+    def needed(self, fraction: float) -> _Rung:
+        """Return the first setting whose ratio is at most ``fraction``; if there is none, the one with the longest
+        interval."""
         for codec, pays in enumerate(self._pays):
             rung = self.bounds.interval_steps, codec
-            if pays and self.share(rung) <= share:
+            if pays and self.fraction(rung) <= fraction:
                 return rung
         fastest = max(codec for codec, pays in enumerate(self._pays) if pays)
         interval = self.bounds.interval_steps
-        while self.share((interval, fastest)) > share and interval < self.bounds.longest_steps:
+        while self.fraction((interval, fastest)) > fraction and interval < self.bounds.longest_steps:
             interval = min(2 * interval, self.bounds.longest_steps)
         return interval, fastest
 
     def words(self, rung: _Rung) -> str:
-        """How a setting fares, and on which link."""
-        line = self._seen.model_bytes * codec_named(self.bounds.codecs[rung[1]]).size_factor * LINE_OVERHEAD
+        """Describe the times of a setting, and the slowest link."""
+        line = self._seen.model_bytes * codec_named(self.bounds.codecs[rung[1]]).size_factor * LINE_OVERHEAD_FACTOR
         slowest = max(self._seen.links, key=lambda name: self._transfer(name, line))
         compute = rung[0] * self._seen.step_seconds
         mbps = self._rates[slowest] * 8 / 1e6
@@ -256,15 +278,15 @@ def _with_streams(state: ControllerState, seen: Observation) -> tuple[Controller
 
 
 def _with_quality(state: ControllerState, seen: Observation) -> ControllerState:
-    """Norms are compared for each step, since a longer interval makes a larger change."""
-    bad = seen.cosine is not None and seen.cosine < STRONGLY_NEGATIVE
+    """Update the quality guard. Norms are compared per step, since a longer interval makes a larger change."""
+    bad = seen.cosine is not None and seen.cosine < MIN_COSINE
     norms = state.norms
     if seen.update_norm is not None:
         norm = seen.update_norm / state.rung[0]
         finite = math.isfinite(norm)
-        grown = not finite or (len(norms) >= LEAST_NORMS and norm > NORM_GROWTH * median(norms))
+        grown = not finite or (len(norms) >= MIN_NORMS and norm > NORM_GROWTH * median(norms))
         bad = bad or grown
-        # What is out of line must not move the line, unless it lasts: then it is the new one.
+        # An unusual norm must not change the median, unless it persists.
         if finite and (not grown or state.suspect_rounds >= HOLD_ROUNDS):
             norms = (*norms, norm)[-NORM_WINDOW:]
     suspect = state.suspect_rounds + 1 if bad else 0
@@ -274,33 +296,35 @@ def _with_quality(state: ControllerState, seen: Observation) -> ControllerState:
 
 
 def _with_needs(state: ControllerState, load: _Load) -> ControllerState:
-    """Count how long the setting has been too much, or more than is needed."""
+    """Count the rounds for which the setting was not enough, or more than enough."""
     probing = any(link.before_mbps is not None for link in state.links.values())
-    share = load.share(state.rung)
-    over = share > FULL_SHARE
-    # While streams are being tried out, a low goodput says little.
-    target = min(FULL_SHARE, MARGIN * share)
+    fraction = load.fraction(state.rung)
+    over = fraction > MAX_FRACTION
+    # While the number of streams is being probed, a low goodput is no reason for a change.
+    target = min(MAX_FRACTION, MARGIN * fraction)
     needed = (*state.needed, load.needed(target))[-HOLD_ROUNDS:] if over and not probing else ()
-    enough = load.needed(FULL_SHARE * MARGIN)
+    enough = load.needed(MAX_FRACTION * MARGIN)
     if enough < state.rung:
-        room_for = max(enough, state.room_for) if state.room_rounds else enough
-        state = replace(state, room_rounds=state.room_rounds + 1, room_for=room_for)
+        spare_needs = max(enough, state.spare_needs) if state.spare_rounds else enough
+        state = replace(state, spare_rounds=state.spare_rounds + 1, spare_needs=spare_needs)
     else:
-        state = replace(state, room_rounds=0)
-    # Once taken too early makes cautious, but not for ever.
+        state = replace(state, spare_rounds=0)
+    # Caution after a change that came too early fades in time.
     calm = state.calm_rounds + 1
-    patience = max(HOLD_ROUNDS, state.patience // 2) if calm > CALM * state.patience else state.patience
+    relax_rounds = (
+        max(HOLD_ROUNDS, state.relax_rounds // 2) if calm > CALM_FACTOR * state.relax_rounds else state.relax_rounds
+    )
     return replace(
         state,
         needed=needed,
-        patience=patience,
-        calm_rounds=calm if patience == state.patience else 0,
-        told_limit=state.told_limit and over,
+        relax_rounds=relax_rounds,
+        calm_rounds=calm if relax_rounds == state.relax_rounds else 0,
+        limit_reported=state.limit_reported and over,
     )
 
 
 def _guarded(state: ControllerState, load: _Load) -> tuple[ControllerState, Decision] | None:
-    """Back to a shorter interval, else a less lossy codec, even where that is slower."""
+    """Go back to a shorter interval, or else a less lossy codec, even if that is slower."""
     interval, codec = state.rung
     if state.suspect_rounds < HOLD_ROUNDS:
         return None
@@ -318,38 +342,38 @@ def _guarded(state: ControllerState, load: _Load) -> tuple[ControllerState, Deci
 def _tightened(state: ControllerState, load: _Load) -> tuple[ControllerState, Decision] | None:
     if len(state.needed) < HOLD_ROUNDS:
         return None
-    # The middle one: a single bad round among three does not decide.
+    # The median: a single bad round among three does not decide.
     rung = sorted(state.needed)[HOLD_ROUNDS // 2]
     if state.ceiling is not None:
         rung = min(rung, state.ceiling)
-    if rung <= state.rung or load.share(rung) > MARGIN * load.share(state.rung):
-        if state.told_limit:
+    if rung <= state.rung or load.fraction(rung) > MARGIN * load.fraction(state.rung):
+        if state.limit_reported:
             return None
         held = " as long as the quality guard holds" if state.ceiling is not None else ""
-        text = f"{_named(state.rung, load)} is all that may be chosen{held}, but takes {load.words(state.rung)}"
-        return replace(state, told_limit=True), Decision("limit", text)
+        text = f"{_named(state.rung, load)} is the most that may be chosen{held}, but takes {load.words(state.rung)}"
+        return replace(state, limit_reported=True), Decision("limit", text)
     too_early = state.relaxed_ago <= TOO_EARLY_ROUNDS
-    patience = min(CAUTION * state.patience, LONGEST_PATIENCE) if too_early else state.patience
+    relax_rounds = min(CAUTION_FACTOR * state.relax_rounds, MAX_RELAX_ROUNDS) if too_early else state.relax_rounds
     what = "codec" if rung[0] == state.rung[0] else "interval"
     text = f"{_named(rung, load)}: {_named(state.rung, load)} takes {load.words(state.rung)}"
-    return replace(_changed(state, rung), patience=patience), Decision(what, text)
+    return replace(_changed(state, rung), relax_rounds=relax_rounds), Decision(what, text)
 
 
 def _relaxed(state: ControllerState, load: _Load) -> tuple[ControllerState, Decision] | None:
-    if state.room_rounds < state.patience:
+    if state.spare_rounds < state.relax_rounds:
         return None
-    rung = state.room_for
+    rung = state.spare_needs
     if state.ceiling is not None:
         rung = min(rung, state.ceiling)
     if rung >= state.rung:
         return None
     what = "codec" if rung[0] == state.rung[0] else "interval"
-    text = f"{_named(rung, load)}: there is room, it takes {load.words(rung)}"
+    text = f"{_named(rung, load)}: it fits now, taking {load.words(rung)}"
     return replace(_changed(state, rung), relaxed_ago=0), Decision(what, text)
 
 
 def _changed(state: ControllerState, rung: _Rung) -> ControllerState:
-    return replace(state, rung=rung, changed_ago=0, calm_rounds=0, needed=(), room_rounds=0, told_limit=False)
+    return replace(state, rung=rung, changed_ago=0, calm_rounds=0, needed=(), spare_rounds=0, limit_reported=False)
 
 
 def _named(rung: _Rung, load: _Load) -> str:

@@ -1,4 +1,4 @@
-"""What a received update must pass before anything else is done with it."""
+"""The guard: checks every received update before it is merged."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from sync.layout import Vector
 
 __all__ = ["Guard"]
 
-_REMEMBERED = 15
-_JUDGED_FROM = 3
-"""Norms known before one is called unusual."""
+_KEPT_NORMS = 15
+"""Norms of a region's last updates that are kept."""
+_MIN_NORMS = 3
+"""Norms that must be known before an update can be refused for its norm."""
 
 
 class Guard:
-    """Refuses updates that are not finite, or far larger than their region's ever usually were.
+    """Refuses updates that are not finite, or far larger than their region's usual ones.
 
-    What is usual is a median of 15 norms, so that no single update changes it, and the highest that it has been: where
-    a region has learnt its own shard by heart, alone behind a cut, its updates all but vanish, and the first ones with
-    the others would all be unusual.
+    The usual norm is the highest median of 15 norms so far. A median, so that no single update changes it; and the
+    highest one, because the updates of a region that is cut off from the others all but vanish once it has overfitted
+    its shard, so that the first ones after the reconnection would all seem unusual.
 
-    Pure and deterministic: what it remembers is a function of the updates that it has seen, so all regions that have
-    seen the same ones judge alike. Its memory travels with the model's, in "guard/REGION": the highest median, then
+    The guard is deterministic: its state is a function of the updates that it has seen, so that all regions which have
+    seen the same updates judge alike. The state is stored with the model, as "guard/REGION": the highest median, then
     the last norms; shape (at most 16,).
     """
 
@@ -31,11 +32,12 @@ class Guard:
         self._factor = factor
 
     def judge(self, region: str, delta: Vector, memory: Mapping[str, Vector], rounds: int = 1) -> tuple[str, Vector]:
-        """Why an update of so many rounds is refused ("": it is not), and what to remember of its region."""
+        """Judge an update that covers so many rounds: return why it is refused ("": it is not), and the region's new
+        state."""
         known = memory.get(f"guard/{region}", np.zeros(1, np.float32))
         with np.errstate(over="ignore", invalid="ignore"):
             norm = float(np.sqrt(np.dot(delta, delta))) if delta.size else 0.0
-        # An overflow in float32 is judged again in float64: large is not the same as not finite.
+        # float32 may have overflowed: the norm is computed again in float64, which distinguishes large from infinite.
         if not np.isfinite(norm):
             norm = float(np.linalg.norm(delta.astype(np.float64)))
         if not np.isfinite(norm):
@@ -43,8 +45,8 @@ class Guard:
         norm /= rounds
         usual = float(known[0])
         if self._factor and usual > 0 and norm > self._factor * usual:
-            return f"its norm of {norm:.3g} is {norm / usual:.0f} times the highest that is usual of its region", known
-        last = np.append(known[1:], np.float32(min(norm, 3e38)))[-_REMEMBERED:]
-        if last.size >= _JUDGED_FROM:
+            return f"its norm of {norm:.3g} is {norm / usual:.0f} times the usual norm of its region", known
+        last = np.append(known[1:], np.float32(min(norm, 3e38)))[-_KEPT_NORMS:]
+        if last.size >= _MIN_NORMS:
             usual = max(usual, float(np.median(last)))
         return "", np.append(np.float32(usual), last).astype(np.float32)

@@ -11,14 +11,14 @@ from sync.layout import Vector
 
 __all__ = ["significant"]
 
-_LEAST = np.float32(1e-3)
-"""A coordinate near zero would make every change significant; it is taken to be this large."""
+_MIN_MAGNITUDE = np.float32(1e-3)
+"""Coordinates count as at least this large: near zero, every change would be significant."""
 
 
 def significant(change: Vector, model: Vector, threshold: float, sequence: int) -> npt.NDArray[np.bool_]:
-    """Which coordinates' accumulated changes may not wait any longer, shape (n,).
+    """Return which coordinates' accumulated changes must be sent now, shape (n,).
 
-    |change| >= threshold / sqrt(sequence) * |model|: the threshold shrinks with time, as the learning rate would.
+    |change| >= threshold / sqrt(sequence) * |model|: the threshold shrinks over time, as a learning rate would.
     """
-    bound = np.maximum(np.abs(model), _LEAST) * np.float32(threshold / math.sqrt(max(1, sequence)))
+    bound = np.maximum(np.abs(model), _MIN_MAGNITUDE) * np.float32(threshold / math.sqrt(max(1, sequence)))
     return np.asarray(np.abs(change) >= bound)

@@ -1,7 +1,7 @@
-"""How many streams a link is given: doubled as long as that brings more, then left alone.
+"""Number of streams of a link: doubled for as long as that raises the goodput, then kept.
 
-One TCP stream is held back by its window and by each loss; several fill a long fat link (WANify, arXiv 2508.12961;
-Skyplane, NSDI 2023, uses up to 64 over virtual machines).
+One TCP stream is limited by its window, and slowed down by each loss; several fill a link with a large bandwidth-delay
+product (WANify, arXiv 2508.12961; Skyplane, NSDI 2023, uses up to 64 over virtual machines).
 """
 
 from __future__ import annotations
@@ -10,38 +10,43 @@ from dataclasses import dataclass, replace
 
 __all__ = ["MIN_MBPS", "StreamState", "first_streams", "next_streams"]
 
-FIRST_STREAMS, MOST_STREAMS = 2, 16
-WORTH_DOUBLING = 1.1
-RTT_SHIFT = 1.5
-"""A round trip this many times longer or shorter is of another path."""
-SHIFT_ROUNDS, REPROBE_ROUNDS = 3, 50
-"""Rounds for which it must be so, and rounds between two trials."""
+FIRST_STREAMS = 2
+"""Streams of a new link, and of one whose path has changed."""
+MAX_STREAMS = 16
+MIN_GAIN = 1.1
+"""Factor by which twice the streams must raise the goodput to be kept."""
+RTT_FACTOR = 1.5
+"""A round-trip time longer or shorter by this factor means that the path has changed ..."""
+SHIFT_ROUNDS = 3
+"""... if it lasts for so many rounds."""
+REPROBE_ROUNDS = 50
+"""Fewest rounds between two trials."""
 MIN_MBPS = 1e-3
-"""Stands for a link that carries nothing."""
+"""Goodput that is assumed of a link that carries nothing."""
 UNKNOWN_MBPS = 100.0
-"""Until the first measurement."""
+"""Goodput that is assumed before the first measurement."""
 
 
 @dataclass(frozen=True)
 class StreamState:
-    """One link's streams."""
+    """The streams of one link."""
 
     streams: int
     goodput_mbps: float
-    """The last that was measured."""
+    """The last measured goodput."""
     rtt_ms: float
-    """When the trial began."""
+    """Round-trip time when the trial began."""
     settled: bool
-    """No trial is running."""
+    """Whether no trial is running."""
     before_mbps: float | None = None
     """Goodput with half the streams; None: not known yet."""
     shifted_rounds: int = 0
-    """Rounds in a row with quite another round trip."""
+    """Rounds in a row with a round-trip time that indicates another path."""
     settled_rounds: int = 0
 
 
 def first_streams(goodput_mbps: float | None, rtt_ms: float, fixed: int | None) -> StreamState:
-    """A link that is new; its first measurement begins the trial in the next round."""
+    """Return the state of a new link; its first measurement begins the trial in the next round."""
     known = UNKNOWN_MBPS if goodput_mbps is None else max(goodput_mbps, MIN_MBPS)
     return StreamState(fixed or FIRST_STREAMS, known, rtt_ms, settled=fixed is not None)
 
@@ -49,7 +54,7 @@ def first_streams(goodput_mbps: float | None, rtt_ms: float, fixed: int | None) 
 def next_streams(
     link: StreamState, goodput_mbps: float | None, rtt_ms: float, fixed: int | None
 ) -> tuple[StreamState, str]:
-    """The link after a round, and why its number of streams changes; empty where it does not."""
+    """Return the link's state after a round, and why its number of streams changes ("": it does not)."""
     if goodput_mbps is not None:
         link = replace(link, goodput_mbps=max(goodput_mbps, MIN_MBPS))
     if fixed is not None:
@@ -59,19 +64,19 @@ def next_streams(
     if goodput_mbps is None:
         return link, ""
     before, now = link.before_mbps, link.goodput_mbps
-    if before is not None and now <= WORTH_DOUBLING * before:
+    if before is not None and now <= MIN_GAIN * before:
         back = replace(link, streams=link.streams // 2, settled=True, before_mbps=None)
         return back, f"{link.streams} brought {now:.3g} Mbit/s instead of {before:.3g}"
-    if link.streams >= MOST_STREAMS:
+    if link.streams >= MAX_STREAMS:
         return replace(link, settled=True, before_mbps=None), ""
     why = f"to see whether they bring more than {now:.3g} Mbit/s"
     return replace(link, streams=link.streams * 2, before_mbps=now), why
 
 
 def _watched(link: StreamState, rtt_ms: float) -> tuple[StreamState, str]:
-    apart = not link.rtt_ms / RTT_SHIFT <= rtt_ms <= link.rtt_ms * RTT_SHIFT
+    apart = not link.rtt_ms / RTT_FACTOR <= rtt_ms <= link.rtt_ms * RTT_FACTOR
     shifted, rounds = link.shifted_rounds + 1 if apart else 0, link.settled_rounds + 1
     if shifted < SHIFT_ROUNDS or rounds < REPROBE_ROUNDS:
         return replace(link, shifted_rounds=shifted, settled_rounds=rounds), ""
-    why = f"the round trip went from {link.rtt_ms:.0f} to {rtt_ms:.0f} ms, so the number is tried out anew"
+    why = f"the round trip went from {link.rtt_ms:.0f} to {rtt_ms:.0f} ms, so the number is probed again"
     return StreamState(FIRST_STREAMS, link.goodput_mbps, rtt_ms, settled=False), why

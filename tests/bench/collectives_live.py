@@ -391,7 +391,7 @@ def group(workers: Workers, kind: str, size_bytes: int, count: int, slower: floa
             control = f"http://127.0.0.1:{ports[0]}"
             tail = "region=us-east-1&path_style=1"
             addresses = [f"s3://bench/b?endpoint=http://127.0.0.1:{port}&{tail}" for port in ports[1:]]
-        parts = {"part_bytes": (16 << 20) // scale, "cut_bytes": (64 << 20) // scale}
+        parts = {"part_bytes": (16 << 20) // scale, "multipart_bytes": (64 << 20) // scale}
         workers.ask_each([("channel", kind, address, parts, slower) for address in addresses])
         workers.ask(count, "vector", size_bytes, size_bytes // scale // 4)
         try:

@@ -83,7 +83,7 @@ def _channel(
 ) -> None:
     with ExitStack() as stack:
         elsewhere, addresses = stack.enter_context(_counted(workers, kind, count, folder))
-        parts = {"part_bytes": 1 << 20, "cut_bytes": 1 << 30}
+        parts = {"part_bytes": 1 << 20, "multipart_bytes": 1 << 30}
         workers.ask_each([("channel", kind, address, parts, 1.0) for address in addresses])
         workers.ask(count, "vector", 1, int(size_mb * 250_000))
         for number, settings in enumerate(COLLECTIVES):

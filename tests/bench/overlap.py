@@ -169,7 +169,7 @@ def opened(workers: Workers, setup: Setup) -> Iterator[ChannelCosts]:
     with live.store(Shape(count, bytes_per_second=rate, jitter=live.S3_JITTER, **latency)) as ports:
         tail = "region=us-east-1&path_style=1"
         addresses = [f"s3://bench/b?endpoint=http://127.0.0.1:{port}&{tail}" for port in ports[1:]]
-        parts = {"part_bytes": (16 << 20) // scale, "cut_bytes": (64 << 20) // scale}
+        parts = {"part_bytes": (16 << 20) // scale, "multipart_bytes": (64 << 20) // scale}
         workers.ask_each([("channel", address, parts, slower) for address in addresses[:count]])
         (costs,) = workers.ask(1, "probe")
         costs = replace(costs, parallel=16)

@@ -24,7 +24,7 @@ from sync.codec import Codec, Float32, codec_named, with_state
 from sync.flat import FlatModel
 from sync.layout import Vector
 from sync.policy import Contribution
-from sync.ps.execution.replica import Numbers, Replica, expanded
+from sync.ps.execution.replica import Replica, ReplicaState, expanded
 from sync.wan import ExchangeSettings, policy_of
 
 __all__ = [
@@ -174,7 +174,7 @@ class _Federation:
         assert all(np.array_equal(one.flat.vector(), flat.vector()) for one in trainers.values())
         policy, first = policy_of(setting.policy, setting.settings), flat.vector()
         codec = codec_named(setting.codec)
-        self.replicas = {region: Replica(policy, exchange, codec, Numbers(first, first)) for region in REGIONS}
+        self.replicas = {region: Replica(policy, exchange, codec, ReplicaState(first, first)) for region in REGIONS}
         for replica in self.replicas.values():
             replica.trained = flat.layout.trainable_size
         self.bytes_sent = {(a, b): 0 for a in REGIONS for b in REGIONS if a != b}
@@ -198,7 +198,7 @@ class _Federation:
         end = self.trainers[region].flat.vector()
         if not np.isfinite(end).all():
             return None
-        made = self.replicas[region].own(end, sequence, last=last)
+        made = self.replicas[region].own_update(end, sequence, last=last)
         facts = {"sequence": float(sequence), "weight": weight, "codec": float(made.codec.mark)}
         if made.part != slice(None):
             facts |= {"from": float(made.part.start), "to": float(made.part.stop)}
@@ -285,7 +285,7 @@ class _Background(_Federation):
                 return False
             update, size = made
             replica = self.replicas[region]
-            replica.go_on(self.trainers[region].flat.vector(), site.known)
+            replica.continue_from(self.trainers[region].flat.vector(), site.known)
             site.given = None if last else site.known
             for peer in REGIONS:
                 if peer != region:

@@ -20,7 +20,7 @@ from support.pki import Authority
 
 from sync.transfer.manifest import Manifest, Peer
 from sync.transport.sockets import Tls
-from sync.transport.streams import largest_chunk_bytes
+from sync.transport.stream_count import largest_chunk_bytes
 
 __all__ = ["serve"]
 
@@ -145,5 +145,5 @@ async def _carry(site: Site, peer: Peer, manifest: Manifest) -> dict[str, Any]:
         "streams": meter.streams,
         "rtt_ms": meter.rtt_ms,
         "chunk_bytes": largest_chunk_bytes(max(1, meter.streams), meter.mbps / 8 * 1e6 * rtt_seconds),
-        "slow_way": meter.slow_way,
+        "slow_path": meter.slow_path,
     }

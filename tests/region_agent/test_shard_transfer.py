@@ -32,7 +32,7 @@ from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
-from sync.transfer.intake import LARGEST_UPDATE_BYTES
+from sync.transfer.intake import MAX_UPDATE_BYTES
 from sync.transfer.manifest import Manifest, Verdict
 
 MIB = 1 << 20
@@ -425,9 +425,7 @@ def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
     )
 )
 def test_a_list_is_not_longer_than_was_counted_on(names: list[tuple[str]]) -> None:
-    files = tuple(
-        ListedFile(**_file(name=name, size=LARGEST_UPDATE_BYTES)) for (name,) in names if name not in (".", "..")
-    )
+    files = tuple(ListedFile(**_file(name=name, size=MAX_UPDATE_BYTES)) for (name,) in names if name not in (".", ".."))
     if files:
         told = ShardList(dataset="d", files=files)
         counted = listing.list_bytes({"train": tuple(ShardFile(name=file.name) for file in files)})

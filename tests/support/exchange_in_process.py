@@ -23,7 +23,7 @@ from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.policy import Contribution
 from sync.ps.execution.export import to_safetensors
-from sync.ps.execution.replica import Numbers, Replica
+from sync.ps.execution.replica import Replica, ReplicaState
 from sync.wan import ExchangeSettings, policy_of
 
 __all__ = ["Federation"]
@@ -45,7 +45,7 @@ class _Region:
 
     def begin(self, model: Vector) -> None:
         self.replica = Replica(
-            policy_of("ma"), ExchangeSettings(), codec_named("fp32"), Numbers(model.copy(), model.copy())
+            policy_of("ma"), ExchangeSettings(), codec_named("fp32"), ReplicaState(model.copy(), model.copy())
         )
         assert self.layout is not None
         self.replica.trained = self.layout.trainable_size
@@ -153,7 +153,7 @@ class Federation:
         for region in regions:
             assert region.replica is not None
             assert region.end is not None
-            made = region.replica.own(region.end, region.round + 1, last=region.round + 1 == self.rounds)
+            made = region.replica.own_update(region.end, region.round + 1, last=region.round + 1 == self.rounds)
             updates.append(Contribution(region.place.region, 1.0, made.sent.copy(), whole=made.whole))
         for region in regions:
             assert region.replica is not None

@@ -57,7 +57,7 @@ from sync.ps.core.events import (
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.rejoin import answer_of, way_back
+from sync.ps.rejoin import rejoin_plan, rejoin_reply
 from sync.transfer.manifest import Manifest, Peer, Verdict
 
 _LATE = 3
@@ -234,7 +234,7 @@ class Site:
                 self.disk.outbox[manifest.sequence] = manifest
             else:
                 self.disk.inbox[manifest.region, manifest.sequence] = manifest
-        self.have_calls_again()
+        self.retry_calls()
         self.disk.marked = True
         self.work, self.peer_senders = [], {}
         self.start()
@@ -245,7 +245,7 @@ class Site:
         else:
             self.disk.inbox[manifest.region, manifest.sequence] = manifest
 
-    def have_calls_again(self) -> None:
+    def retry_calls(self) -> None:
         """Whoever waits for an answer asks anew."""
         self.ghosts.clear()
         for worker in self.workers:
@@ -627,21 +627,23 @@ class Miniature:
         here = self.sites[name]
         if here.machine is None or not here.machine.state_lost or not here.machine.ledger.peers:
             return
-        others = [self.sites[near] for near in here.machine.ledger.near()]
+        others = [self.sites[near] for near in here.machine.ledger.regions_to_ask()]
         if any(site.machine is None for site in others):
             return
         if any(frozenset((name, site.name)) in self.cut for site in others):
             return
         for site in others:
             site.feed(StateLost(name))
-        way = way_back(here.machine, {site.name: answer_of(site.machine, "job", "") for site in others if site.machine})
+        way = rejoin_plan(
+            here.machine, {site.name: rejoin_reply(site.machine, "job", "") for site in others if site.machine}
+        )
         if way is None:
             return
         if way.furthest:
             here.take_over(self.sites[way.furthest], way.updates)
         else:
             here.machine.state_lost, here.disk.marked = False, True
-            here.have_calls_again()
+            here.retry_calls()
         self.lost = ""
         self.configure(name)
 

@@ -1,1 +1,1 @@
-"""What a parameter server decides: a state machine, without clock, sockets or files."""
+"""The decisions of a parameter server: a state machine, without clock, sockets or files."""

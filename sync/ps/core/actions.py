@@ -1,4 +1,4 @@
-"""What the state machine of a parameter server has done, in a thread or over the network."""
+"""Actions that the state machine of a parameter server requests; they are executed in a thread or over the network."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ class Refuse:
 
 @dataclass(frozen=True)
 class Merge:
-    """Merge the gradients of a step and put the result into the channel; then say `Merged`."""
+    """Merge the gradients of a step and put the result into the channel; answered by `Merged`."""
 
     attempt: int
     step: int
     parts: tuple[tuple[str, float], ...]
-    """(key, samples), by worker."""
+    """(channel key, samples) of each worker."""
     loss: float
-    """Mean over the samples."""
+    """Mean loss over the samples."""
 
 
 @dataclass(frozen=True)
 class Log:
-    """Make durable that a round has ended, and with which model; then say `Logged`."""
+    """Log durably that a round has ended, and with which model; answered by `Logged`."""
 
     sequence: int
     model_key: str
@@ -67,16 +67,16 @@ class Log:
     weight: float
     step: int
     correction_key: str
-    """What the workers add to it before they continue."""
+    """Channel key of the correction that the workers add to that model before they continue."""
     until_step: int
-    """Where the round ends that they then begin."""
+    """The step at which their next round ends."""
     last: bool = False
-    """The region makes no more."""
+    """Whether it is the region's last round."""
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Make our update of a round durable in the outbox; then say `Prepared`."""
+    """Make our update of a round, and make it durable in the outbox; answered by `Prepared`."""
 
     sequence: int
     epoch: int
@@ -89,124 +89,126 @@ class Prepare:
     last: bool = False
     stretch: int = 1
     ends: int = 0
-    """As the manifest tells it."""
+    """As in the manifest."""
     round_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Reproduce:
-    """See whether our own workers begin with the model that the first region's do: then it need not travel."""
+    """Check whether our own workers have initialised the same model as the first region's, which then needn't be
+    received."""
 
     model_key: str
 
 
 @dataclass(frozen=True)
 class Ship:
-    """See that a peer gets these updates, until it has them, and no others; say `PeerHas` for each."""
+    """Send a peer these updates until it has them; `PeerHas` reports each."""
 
     peer: Peer
     manifests: tuple[Manifest, ...]
-    """In place of what was said before."""
+    """The updates, in place of those of the last `Ship`."""
 
 
 @dataclass(frozen=True)
 class SumUp:
-    """Make one update of several of a region, for a peer that has been away; then say `Summed`."""
+    """Sum up several updates of a region, for a peer that was unreachable; answered by `Summed`."""
 
     peer: str
-    """Empty: for all."""
+    """The peer; empty: all peers."""
     manifests: tuple[Manifest, ...]
-    """In order, without a gap; the first may be a sum itself."""
+    """The updates, in order and without a gap; the first may be a sum itself."""
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Merge updates into the model, make model and watermarks durable; then say `Applied`."""
+    """Merge updates into the model, and make model and watermarks durable; answered by `Applied`."""
 
     sequence: int
-    """Rounds of ours in the model once this is done."""
+    """Our rounds that are in the model after this merge."""
     manifests: tuple[Manifest, ...]
-    """Sorted by region and sequence."""
+    """The updates, sorted by region and sequence."""
     step: int
     samples: float
     applied: int
-    """Remote updates in the model once this is done."""
+    """Other regions' updates that are in the model after this merge."""
     version: int = 0
-    """Merges made once this is done; with synchronous exchange the same as the sequence."""
+    """Number of this merge; with synchronous exchange the same as the sequence."""
     watermarks: tuple[tuple[str, int], ...] = ()
-    """The last update of every other region in the model once this is done, sorted."""
+    """The last update of every other region that is in the model after this merge, sorted."""
     staleness: tuple[int, ...] = ()
-    """Of each of the manifests: rounds that we have made since the last one of ours that it saw; empty: none."""
+    """Staleness of each update: rounds that we have made since the last one of ours that it saw; empty: all 0."""
     lasts: tuple[str, ...] = ()
-    """Other regions whose last update is in the model once this is done, sorted."""
+    """Other regions whose last update is in the model after this merge, sorted."""
     whole: bool = True
-    """The workers load the model; otherwise they are given a correction."""
+    """Whether the workers load the model; if not, they are given a correction."""
     complete: bool = False
-    """Nothing more will come."""
+    """Whether it is the last merge."""
     ends: int = 0
-    """Synchronous exchange, where the job ends before its plan: its last round, as far as merged once this is done."""
+    """With synchronous exchange, if the job ends before its planned end: its last round, as far as the merged updates
+    state; else 0."""
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A new attempt begins the open round from the model: put it into the channel; then say `Restarted`."""
+    """Put the model into the channel that a new attempt begins the open round from; answered by `Restarted`."""
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class StartGrace:
-    """Say `GraceOver` for the round after the grace window."""
+    """Feed `GraceOver` for the round after the grace time."""
 
     sequence: int
 
 
 @dataclass(frozen=True)
 class StartPatience:
-    """Say `PatienceOver` for the round once these regions' updates are later than they usually are."""
+    """Feed `PatienceOver` for the round once these regions' updates are later than usual."""
 
     sequence: int
     regions: tuple[str, ...]
     alone: bool = False
     """Whether this region would continue alone."""
     elsewhere: tuple[str, ...] = ()
-    """Those of them whose updates others have already: it is their link to here that is slow, not they."""
+    """Those regions whose updates other regions have already: the link to this region is slow, not they."""
 
 
 @dataclass(frozen=True)
 class StartPause:
-    """Say `PauseOver` for the round once other regions end it, too."""
+    """Feed `PauseOver` for the round at about the time when the slower regions end theirs."""
 
     sequence: int
     slower: tuple[tuple[str, float], ...] = ()
-    """Those that are slower than this region, and how many seconds their rounds take; none: this region makes the round
-    alone, and ends it once it would usually have come to it."""
+    """The regions that are slower than this one, and how many seconds their rounds take. Empty: this region makes the
+    round alone, and paces it as usual."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Make the metrics of a round durable; then say `Kept`."""
+    """Make the metrics of a round durable; answered by `Kept`."""
 
     sequence: int
     samples: float
     metrics: dict[str, float]
     error: str = ""
-    """Of the task, where a worker could not measure: then there are none."""
+    """The task's error if a worker could not measure; there are no metrics then."""
 
 
 @dataclass(frozen=True)
 class Forget:
-    """Updates up to these, by region, are needed by nobody any more."""
+    """Delete updates that no region needs any more."""
 
     up_to: tuple[tuple[str, int], ...]
-    """Sorted; ours are those of the outbox."""
+    """The last such update of each region, sorted; our own are in the outbox."""
     sums: tuple[str, ...] = ()
-    """Digests of sums that are not sent any more."""
+    """Digests of sums that are no longer sent."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An invariant is broken; the partition cannot continue."""
+    """Stop: an invariant is violated, and the partition cannot continue."""
 
     code: str
     text: str

@@ -1,4 +1,4 @@
-"""What workers are answered."""
+"""Answers to the workers' calls."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class AttachAnswer:
     step: int
     model_key: str
     state_key: str
-    """Of the optimiser; empty: it begins afresh, or makes no step from here."""
+    """Channel key of the optimiser's state; empty: it starts without one, or the worker makes no step from here."""
     boundary: bool
-    """This round's update is on its way already: wait for its end, train nothing."""
+    """Whether the update of the open round is being made already: the worker waits for the end of the round and trains
+    nothing."""
     finished: bool
     evaluate: bool
     until_step: int = 0
-    """Where the open round ends."""
+    """The step at which the open round ends."""
     correction_key: str = ""
-    """What a worker adds that ended the last round and missed the answer."""
+    """Channel key of the correction, for a worker that ended the last round and missed the answer."""
     background: bool = False
-    """Only a worker that has kept its place can continue within an attempt: the model is not where the others are."""
+    """Whether only a worker that still has its model can continue within this attempt, because the stored model is not
+    the one that the workers have."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,18 @@ class ReduceAnswer:
 
 @dataclass(frozen=True)
 class BoundaryAnswer:
-    """How a worker continues after a round."""
+    """How a worker continues after the end of a round."""
 
     sequence: int
     model_key: str
-    """The model to load; empty: it keeps its own."""
+    """Channel key of the model to load; empty: the worker keeps its own."""
     state_key: str
     evaluate: bool
     finished: bool
     until_step: int = 0
-    """Where the next round ends."""
+    """The step at which the next round ends."""
     correction_key: str = ""
-    """What it adds to its own model; empty: nothing."""
+    """Channel key of the correction to add to its model; empty: none."""
 
 
 @dataclass(frozen=True)

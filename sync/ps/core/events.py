@@ -1,4 +1,4 @@
-"""What happens to a parameter server: what its state machine is told, and what it tells of itself."""
+"""Events that the state machine of a parameter server handles, and the progress that it reports."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Configured:
-    """The agent says who the peers are and what is fenced."""
+    """The agent has reported the peers, and what is fenced."""
 
     epoch: int
     attempt: int
     """0: unchanged."""
     peers: tuple[Peer, ...]
     neighbours: tuple[tuple[str, str], ...] = ()
-    """Pairs of regions that exchange directly; the others' updates are passed on. Empty: every pair does."""
+    """Pairs of regions that exchange directly; other updates are passed on. Empty: all pairs do."""
     workers: int = 0
-    """Of this attempt; 0: unchanged."""
+    """Workers of this attempt; 0: unchanged."""
     routes: int = 0
-    """Number of these neighbours; what comes later with a lower one is old and counts for nothing."""
+    """Version of these neighbours; a later event with a lower one is outdated and ignored."""
     former: tuple[tuple[str, str], ...] = ()
-    """Pairs that still exchange directly as well, until every region knows of the present ones; empty: none."""
+    """Pairs that still exchange directly as well, until every region knows the current ones; empty: none."""
     finish: bool = False
-    """The job is to end as soon as all regions can end together."""
+    """Whether the job is to end as soon as all regions can end together."""
 
 
 @dataclass(frozen=True)
 class Attached:
-    """A worker asks where to continue."""
+    """A worker has asked where to continue."""
 
     call: int
     worker: int
     attempt: int
     initial_key: str
     differs: str = ""
-    """In what its model is another one than the first region's, or than an earlier worker's; "": in nothing."""
+    """How its model's layout differs from the first region's, or from an earlier worker's; "": not at all."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class BoundaryArrived:
     loss: float
     compute_seconds: float = 0.0
     group: int = 0
-    """Workers of one group hold the same: a stage of the model, or, all being in group 0, the model."""
+    """Workers of one group have the same values: those of one stage of the model, or of the whole model (group 0)."""
 
 
 @dataclass(frozen=True)
@@ -120,31 +120,31 @@ class Logged:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Our update of a round is durable here."""
+    """Our update of a round is durable in the outbox."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Another region's update is durable here."""
+    """Another region's update is durable in the inbox."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class PeerHas:
-    """A peer holds an update durably."""
+    """An update is durable at a peer."""
 
     region: str
     sequence: int
     origin: str = ""
-    """Whose update it is; empty: ours."""
+    """The region that made the update; empty: this one."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """An update's bytes are about to be sent to a peer: from now on it may be there."""
+    """An update is about to be sent to a peer, which may have it from now on."""
 
     region: str
     manifest: Manifest
@@ -152,31 +152,31 @@ class Tried:
 
 @dataclass(frozen=True)
 class Unreached:
-    """Nothing could be sent to a peer at the last try."""
+    """A peer could not be reached at the last attempt."""
 
     region: str
 
 
 @dataclass(frozen=True)
 class Summed:
-    """Updates are summed up in one."""
+    """Updates have been summed up."""
 
     peer: str
-    """Whom it is for; empty: for all."""
+    """The peer that the sum is for; empty: all peers."""
     manifest: Manifest | None
-    """None: one of them was forgotten meanwhile."""
+    """The sum; None: one of the updates had been deleted."""
 
 
 @dataclass(frozen=True)
 class SumGone:
-    """A sum's bytes are not here any more."""
+    """The file of a sum no longer exists."""
 
     manifest: Manifest
 
 
 @dataclass(frozen=True)
 class StateLost:
-    """Another region has lost its state: it has nothing of what it was known to have."""
+    """Another region has lost its state: it has none of the updates that it had acknowledged."""
 
     region: str
 
@@ -190,7 +190,7 @@ class GraceOver:
 
 @dataclass(frozen=True)
 class PatienceOver:
-    """Workers have been held up for longer than these regions, which a merge waits for, usually take."""
+    """Workers have waited for these regions' updates longer than the regions usually take."""
 
     sequence: int
     regions: tuple[str, ...]
@@ -198,7 +198,7 @@ class PatienceOver:
 
 @dataclass(frozen=True)
 class PauseOver:
-    """The round may be begun although this region makes it alone."""
+    """The workers may begin the round although this region makes it alone."""
 
     sequence: int
 
@@ -214,24 +214,24 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Applied:
-    """A round is over: the new model and the watermark are durable, and the model is in the channel."""
+    """A merge is done: the new model and the watermarks are durable, and the model is in the channel."""
 
     apply: Apply
     digest: str
-    """Of the flat model."""
+    """Digest of the flat model."""
     model_key: str
     state_key: str
     correction_key: str = ""
-    """Channel key of what leads the workers to the model; empty: nothing does, they load it whole."""
+    """Channel key of the correction for the workers; empty: they load the model."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Regions whose update did not pass the guard, with the reason."""
+    """Regions whose update the guard refused, with the reason."""
     model_bytes: int = 0
-    """Of the whole model in float32."""
+    """Size of the model in float32."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A worker has measured its part of the test data."""
+    """A worker has evaluated the model on its part of the test data."""
 
     call: int
     worker: int
@@ -240,7 +240,7 @@ class Evaluated:
     samples: float
     metrics: dict[str, float]
     error: str = ""
-    """Of the task, where it could not measure."""
+    """The task's error if it could not evaluate."""
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A worker of the present attempt has made a step that needed nothing of this server."""
+    """A worker of the current attempt has made a step without this server."""
 
     step: int
     loss: float
@@ -260,7 +260,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class CallGone:
-    """Nobody waits for the answer to this call any more."""
+    """The caller no longer waits for the answer to this call."""
 
     call: int
 
@@ -294,7 +294,7 @@ Event = (
 
 @dataclass(frozen=True)
 class Progress:
-    """What the parameter server tells of itself."""
+    """The progress that a parameter server reports."""
 
     phase: str
     condition: str
@@ -310,16 +310,16 @@ class Progress:
     metrics_samples: float = 0.0
     metrics_sequence: int = 0
     metrics_error: str = ""
-    """Why there are no metrics of that round."""
+    """Why there are no metrics of that round; empty: there are."""
     samples_per_second: float = 0.0
-    """Of one worker, computing, in the last round."""
+    """Speed of one worker in the last round, counting computing time only."""
     staleness: dict[str, float] = field(default_factory=dict)
-    """Mean over each peer's last updates, in rounds of ours."""
+    """Mean staleness of each peer's last updates, in rounds of this region."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Updates that did not pass the guard, by region."""
+    """Number of updates that the guard refused, by region."""
     interval: int = 0
-    """Steps of the open round."""
+    """Number of steps of the open round."""
     routes: int = 0
-    """Number of the neighbours that are known; 0: those that the job began with."""
+    """Version of the known neighbours; 0: those that the job began with."""
     update_bytes: int = 0
-    """Of our last update; 0: none yet."""
+    """Size of our last update; 0: none yet."""

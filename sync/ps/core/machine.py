@@ -1,14 +1,15 @@
 """The parameter server as a state machine: events in, actions out; no sockets, no clock, no files.
 
-A partition's life is a chain of rounds. In a round the workers make their local steps, merging gradients here after
-each (`Merge`); at its end their model's change becomes an update that is made durable (`Prepare`) and shipped to
-every peer (`Ship`), and updates are merged into the model (`Apply`). When that is done, and with which model the
-workers continue, is what `Synchronous` and `Background` decide. Round 0 has no steps: the first region's fresh model is
-its update, so that all regions begin with the same bits whatever machine they run on.
+A partition runs one round after the other. In a round the workers make their local steps, and their gradients are
+merged here after each step (`Merge`). At the end of the round the change of their model becomes an update, which is
+made durable (`Prepare`) and sent to every peer (`Ship`); updates are merged into the model (`Apply`). When that
+happens, and with which model the workers continue, is decided by `Synchronous` and `Background`. Round 0 has no steps:
+its update is the initial model of the first region, so that all regions begin with the same bits whatever machines they
+run on.
 
-Exactly once: an update is named (job, region, sequence); a region's updates are merged in the order of their sequence,
-each only where the watermark says that the one before was the last. Model and watermarks become durable in one step of
-the shell.
+Each update is merged exactly once: an update is identified by (job, region, sequence), and a region's updates are
+merged in the order of their sequence, each only if the watermark states that the one before was the last. Model and
+watermarks become durable in one step.
 """
 
 from __future__ import annotations
@@ -52,55 +53,56 @@ from sync.transfer.manifest import Manifest, Verdict
 __all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
 
 FIRST_WEIGHT = 1.0
-"""Of the model that all begin with, as its update says; it is the weight of nothing."""
+"""Weight of the initial model in its manifest; it has no meaning."""
 
-_STATE_LOST = "its state is lost: asking all other regions for theirs"
+_STATE_LOST = "its state is lost; asking all other regions for theirs"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What does not change in a partition's life, but for the number of its workers."""
+    """What does not change while a partition runs, except the number of its workers."""
 
     region: str
     regions: tuple[str, ...]
-    """All of the job, sorted; the first one's fresh model is the one that all begin with."""
+    """All regions of the job, sorted; the first one provides the initial model."""
     workers: int
-    """Of the present attempt."""
+    """Workers of the current attempt."""
     rounds: int
     steps_per_round: int
     evaluate_every: int
-    """Rounds; 0: only after the last."""
+    """Rounds between two evaluations; 0: only after the last round."""
     background: bool = False
-    """Updates travel while the workers continue."""
+    """Whether updates are exchanged while the workers continue."""
     quorum: int = 0
-    """Regions, this one included, whose new updates a merge in the background waits for; 0: all that keep up, each
-    with its update of the same round."""
+    """With background exchange: number of regions, including this one, whose new updates a merge waits for; 0: all that
+    keep up, each with its update of the same round."""
     lead: int = 0
-    """Rounds that this region may be ahead of the last update here of any other that keeps up; 0: any number."""
+    """Rounds by which this region may be ahead of the last update that it has of any other region that keeps up; 0: any
+    number."""
     rerouted: bool = False
-    """The ways of updates may change while the job runs."""
+    """Whether the routes of updates may change while the job runs."""
     sums: bool = False
-    """Updates may be summed up for a region that has been away: with background exchange, where it makes no difference
-    how old an update is."""
+    """Whether updates may be summed up for a region that was unreachable: with background exchange, if the age of an
+    update makes no difference."""
 
-    def another_model(self, differs: str) -> str:
-        """What is told where this region's workers make another model than the job began with."""
+    def model_mismatch_text(self, differs: str) -> str:
+        """Return the error text if this region's workers make another model than the job began with."""
         return (
-            f"model(config) makes another model in {self.region} than the job began with in {self.regions[0]}: "
+            f"model(config) makes another model in {self.region} than in {self.regions[0]}, where the job began: "
             f"{differs}; it must not depend on a region's data, nor on how often it has been called"
         )
 
     def contributors(self, sequence: int) -> tuple[str, ...]:
-        """The regions that make an update of a round."""
+        """Return the regions that make an update of a round."""
         return self.regions[:1] if sequence == 0 else self.regions
 
     @property
     def steps(self) -> int:
-        """Of the whole job, in this region, as planned."""
+        """Planned steps of the whole job in this region."""
         return self.rounds * self.steps_per_round
 
     def is_last(self, end: Log) -> bool:
-        """With background exchange: whether a round is the region's last."""
+        """Whether a round is the region's last; with background exchange."""
         return end.last or end.step >= self.steps
 
     @property
@@ -110,44 +112,45 @@ class Setup:
 
 @dataclass(frozen=True)
 class Recovered:
-    """What the durable state held when the process started."""
+    """The durable state when the process started."""
 
     sequence: int = NO_MODEL
     step: int = 0
     samples: float = 0.0
     applied: int = 0
     version: int = NO_MODEL
-    """Merges made; with synchronous exchange the same as the sequence."""
+    """Number of merges; with synchronous exchange the same as the sequence."""
     model_digest: str = ""
     model_key: str = ""
-    """Where the workers find the model that the open round begins with."""
+    """Channel key of the model that the open round begins with."""
     state_key: str = ""
     inbox: tuple[Manifest, ...] = ()
     outbox: tuple[Manifest, ...] = ()
     metrics: Keep | None = None
     marks: tuple[tuple[str, int], ...] = ()
-    """The last merged update of each other region; empty: as `sequence`."""
+    """The last merged update of each other region; empty: the same as ``sequence``."""
     lasts: tuple[str, ...] = ()
     """Other regions whose last update is merged."""
     ended: Log | None = None
-    """The last round whose end is in the log."""
+    """The last round whose end is logged."""
     correction_key: str = ""
-    """What the last merge leads the workers to the model with."""
+    """Channel key of the last merge's correction."""
     model_bytes: int = 0
-    """Of the whole model in float32; 0: there is none yet."""
+    """Size of the model in float32; 0: there is none yet."""
     attempt: int = 1
-    """Background exchange: of the workers, the last that began from where this state says; a later one has yet to."""
+    """With background exchange: the last attempt whose workers began from this state; a later one has not begun yet."""
     ends: int = 0
-    """Synchronous exchange, where the job ends before its plan: its last round, as the checkpoint tells."""
+    """With synchronous exchange, if the job ends before its planned end: its last round, as the checkpoint states; else
+    0."""
 
 
 @dataclass
 class Boundary:
-    """What the workers said at the end of the current round."""
+    """The workers' reports at the end of the current round."""
 
     arrived: dict[int, BoundaryArrived] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
-    """Calls to answer, and the sequence they wait for."""
+    """Waiting calls, and the sequence that each waits for."""
     preparing: bool = False
     applying: bool = False
 
@@ -174,37 +177,39 @@ class Machine(abc.ABC):
         self._merge, self._evaluation = StepMerge(setup.workers), Evaluation(setup.workers)
         self._attaching: dict[int, Attached] = {}
         self._reproduced = False
-        """Whether this attempt's workers' own first model was looked at, where it is another region's that counts."""
+        """Whether this attempt's own initial model has been compared, in regions other than the first."""
         self._metrics = recovered.metrics
         self._loss, self._speed = 0.0, 0.0
         self.step_seconds = 0.0
-        """Compute of one step in the last round; 0: not known."""
+        """Computing time of one step in the last round; 0: not known."""
         self.round_seconds = 0.0
-        """What the last round took, without what our workers were held up for other regions; 0: not known."""
+        """Duration of the last round, without the time that the workers waited for other regions; 0: not known."""
         self._live_step = recovered.step
         self._told_to_end = False
-        """The job is to end before its plan."""
+        """Whether the job is to end before its planned end."""
         self._refused: dict[str, int] = {}
         self._staleness: dict[str, float] = {}
         self._update_bytes = max(recovered.outbox, key=lambda m: m.sequence).total_bytes if recovered.outbox else 0
         self._failure: Failed | None = None
         self.state_lost = False
-        """Our state was lost: nothing is begun, and nothing taken, before all others have told what they have."""
+        """Whether our state is lost: nothing is begun or accepted before all other regions have reported what they
+        have."""
 
-    # What may be asked
+    # Queries
 
     @property
     def sequence(self) -> int:
-        """Rounds completed; -1: not even the first model is there."""
+        """Rounds completed; -1: there is no model yet."""
         return self._sequence
 
     @property
     def finished(self) -> bool:
-        """All rounds are done and the final model is evaluated."""
+        """Whether all rounds are done and the final model is evaluated."""
         return self._complete and self._metrics is not None and self._metrics.sequence == self._sequence
 
     @property
     def progress(self) -> Progress:
+        """The progress to report."""
         metrics = self._metrics
         return Progress(
             phase=self._phase(),
@@ -216,7 +221,7 @@ class Machine(abc.ABC):
             epoch=self.epoch,
             attempt=self.attempt,
             sequence=max(0, self._reached),
-            # Steps that were made while the end of the last round was told are in no round.
+            # Steps that were made before the end of the last round was known are in no round.
             step=self._open_step if self._complete else max(self._step, self._live_step),
             samples=self._samples,
             loss=self._loss,
@@ -235,7 +240,8 @@ class Machine(abc.ABC):
         )
 
     def verdict(self, manifest: Manifest, via: str = "") -> Verdict:
-        """What to say to a peer that offers an update; ``via``: the peer, where it passes on another region's."""
+        """Return the reply to an offered update. ``via`` is the peer that offers it, if it passes on another
+        region's."""
         direct = via in ("", manifest.region)
         if direct and manifest.epoch < self._epoch_of(manifest.region):
             return Verdict.FENCED
@@ -248,22 +254,22 @@ class Machine(abc.ABC):
         possible = manifest.region in self.setup.contributors(manifest.sequence) and self._expects(manifest)
         return Verdict.WANT if possible else Verdict.LATER
 
-    # What the two kinds decide
+    # To be implemented by the two kinds of exchange
 
     @property
     @abc.abstractmethod
     def _complete(self) -> bool:
-        """Nothing more will change the model."""
+        """Whether the model is final."""
 
     @property
     @abc.abstractmethod
     def _reached(self) -> int:
-        """Rounds that the workers have completed."""
+        """Number of rounds that the workers have completed."""
 
     @property
     @abc.abstractmethod
     def _open_step(self) -> int:
-        """Where the open round began."""
+        """The step at which the open round began."""
 
     @property
     @abc.abstractmethod
@@ -272,49 +278,48 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def _expects(self, manifest: Manifest) -> bool:
-        """Whether an update that is new can be used now or soon."""
+        """Whether a new update can be merged now or soon."""
 
     @abc.abstractmethod
     def _answer_attached(self) -> list[Action]:
-        """Tell waiting workers where to continue; there is a model."""
+        """Answer the workers that ask where to continue; there is a model."""
 
     @abc.abstractmethod
     def _attempt_begins(self) -> list[Action]:
-        """What a new attempt needs, beyond that the old one is fenced."""
+        """Return the actions for a new attempt, beyond fencing the old one."""
 
     @abc.abstractmethod
     def _boundary_arrived(self, event: BoundaryArrived) -> list[Action]:
-        """A worker is at the end of a round; it is of the present attempt."""
+        """Handle a worker of the current attempt that has ended a round."""
 
     @abc.abstractmethod
     def _try_apply(self) -> list[Action]:
-        """Merge what can be merged now."""
+        """Merge the updates that can be merged now."""
 
     @abc.abstractmethod
     def _was_applied(self, event: Applied) -> list[Action]:
-        """A merge is done."""
+        """Handle the end of a merge."""
 
     @abc.abstractmethod
     def _condition(self) -> str:
-        """What is waited for."""
+        """Describe what the server is waiting for; "": nothing."""
 
     @abc.abstractmethod
     def _phase(self) -> str:
-        """starting, training, exchanging, finished or failed."""
+        """The phase: starting, training, exchanging, finished or failed."""
 
     @property
     def usual_round_seconds(self) -> float:
-        """What our rounds usually take, without what holds our workers up; 0: not known."""
+        """Usual duration of our rounds, without the time that our workers wait for other regions; 0: not known."""
         return 0.0
 
     @property
     def held_up(self) -> bool:
-        """Our workers have come to the end of a round, and other regions are what they wait for: told of background
-        exchange only."""
+        """Whether our workers have ended a round and wait for other regions; with background exchange only."""
         return False
 
     def _heard(self, manifest: Manifest) -> list[Action]:
-        """Another region's update is here, not merged yet."""
+        """Handle another region's update that is stored here but not merged yet."""
         return []
 
     def _was_logged(self, event: Logged) -> list[Action]:
@@ -332,15 +337,15 @@ class Machine(abc.ABC):
     def _pause_is_over(self, event: PauseOver) -> list[Action]:
         return []
 
-    # What may happen
+    # Events
 
     def handle(self, event: Event) -> list[Action]:
-        """Take an event; returns what is to be done because of it, in order."""
+        """Handle an event; return the actions to execute, in order."""
         if self._failure is not None:
             call = getattr(event, "call", None)
             return [Refuse(call, self._failure.code, self._failure.text)] if call is not None else []
         if self.state_lost and isinstance(event, Attached | ReduceArrived | BoundaryArrived | Evaluated):
-            # Workers wait, and ask again: what they have made may be just what the round needs.
+            # Workers wait and call again: what they have made may be just what the round needs.
             return self._fenced(event.call, event.attempt) or []
         match event:
             case Configured():
@@ -368,9 +373,9 @@ class Machine(abc.ABC):
             case PeerHas():
                 self.ledger.note(event.region, event.origin or self.setup.region, event.sequence)
                 self.ledger.sums.reached(event.region)
-                # Where it has a part of a sum, the rest goes there instead.
-                anew = self._ship() if self.ledger.sums.there_are_some else []
-                return anew + self._forget() + self._try_apply()
+                # If the peer has part of a sum, it now gets the rest of the updates instead.
+                shipped = self._ship() if self.ledger.sums.has_any else []
+                return shipped + self._forget() + self._try_apply()
             case Tried():
                 self.ledger.sums.tried(event.region, event.manifest)
                 return []
@@ -378,10 +383,10 @@ class Machine(abc.ABC):
                 self.ledger.sums.unreached(event.region)
                 return self._sum_up()
             case Summed():
-                self.ledger.sums.made(event.peer, event.manifest)
+                self.ledger.sums.add(event.peer, event.manifest)
                 return self._ship()
             case SumGone():
-                self.ledger.sums.gone(event.manifest)
+                self.ledger.sums.remove(event.manifest)
                 return self._ship()
             case StateLost():
                 self.ledger.state_lost(event.region)
@@ -424,22 +429,23 @@ class Machine(abc.ABC):
                 self.ledger.peers[peer.region] = peer
         if event.peers:
             self.ledger.route(event.neighbours, event.routes, event.former)
-        # Peers that are no neighbours any more get nothing more from here, not even what is on its way.
+        # Peers that are no longer neighbours get nothing more from here, not even what is being sent.
         actions += self.ledger.ships(self.epoch, all_peers=True)
-        # After a restart all updates of the open round may be here already: nobody sends them again.
+        # After a restart all updates of the open round may be stored already; then no event would start the merge.
         return actions + self._try_apply()
 
     def _epoch_of(self, region: str) -> int:
         return self.ledger.peers[region].epoch if region in self.ledger.peers else 0
 
     def _begin_attempt(self, attempt: int) -> list[Action]:
-        """A new attempt of the workers starts the round again; calls of the old one are fenced."""
+        """Begin a new attempt of the workers: the open round starts again, and calls of the old attempt are fenced."""
         if attempt <= self.attempt:
             return []
         self.attempt = attempt
         stale = self._waiting()
         self._merge = StepMerge(self.setup.workers)
-        # The round's own update, once on its way to the outbox, stays what it is: only its waiters are gone.
+        # The round's own update, if it is being prepared or applied, stays as it is; only the calls that wait for it
+        # are refused.
         self._boundary = Boundary(preparing=self._boundary.preparing, applying=self._boundary.applying)
         self._attaching, self._evaluation = {}, Evaluation(self.setup.workers)
         self._live_step, self._reproduced = self._step, False
@@ -449,24 +455,25 @@ class Machine(abc.ABC):
         return [*self._merge.waiting, *self._boundary.waiting, *self._attaching, *self._evaluation.waiting]
 
     def _fenced(self, call: int, attempt: int) -> list[Action] | None:
-        """Refusal for a call of an old attempt; a newer attempt in a signed token is news of its start."""
+        """Return the refusal of a call of an old attempt, or None. (A newer attempt in a signed token means that it has
+        started.)"""
         if attempt < self.attempt:
             return [Refuse(call, "FENCED", f"attempt {self.attempt} has taken over from {attempt}")]
         return None
 
-    # Workers come
+    # Workers attach
 
     def _attached(self, event: Attached) -> list[Action]:
         if (refusal := self._fenced(event.call, event.attempt)) is not None:
             return refusal
         actions = self._begin_attempt(event.attempt)
         if event.differs:
-            return [*actions, Refuse(event.call, "TASK_INVALID", self.setup.another_model(event.differs))]
+            return [*actions, Refuse(event.call, "TASK_INVALID", self.setup.model_mismatch_text(event.differs))]
         self._attaching[event.call] = event
         if self._sequence > NO_MODEL:
             return actions + self._answer_attached()
         first = self.setup.region == self.setup.regions[0] and not self.state_lost
-        # Of a model in stages, one worker hands over what all have made.
+        # If workers hold stages of the model, one of them submits what all of them have made.
         if first and event.initial_key and self.ledger.own(0) is None and not self._boundary.preparing:
             self._boundary.preparing = True
             actions.append(Prepare(0, self.epoch, event.initial_key, "", FIRST_WEIGHT, 0, last=self.setup.rounds == 0))
@@ -483,7 +490,7 @@ class Machine(abc.ABC):
         actions = self._begin_attempt(event.attempt)
         ended = any(event.step <= end.step for end in self._boundary.arrived.values())
         if ended and event.step not in self._merge.merged:
-            # A worker has lost its place and makes the round's steps again; the others will not come to them.
+            # The worker has lost its position and repeats the round's steps, which the others will not repeat.
             text = f"the round of step {event.step} has ended for the others"
             return [*actions, Refuse(event.call, "FENCED", text)]
         actions += self._merge.arrived(event)
@@ -498,7 +505,7 @@ class Machine(abc.ABC):
     # Rounds
 
     def _agreed(self) -> tuple[BoundaryArrived, float] | Failed:
-        """What the workers say together at the end of a round, and the samples behind it."""
+        """Check that the workers agree at the end of a round; return one worker's report and the round's samples."""
         ends = [end for _, end in sorted(self._boundary.arrived.items())]
         groups = {end.group for end in ends}
         if len({(end.group, end.digest) for end in ends}) > len(groups) or len({end.step for end in ends}) > 1:
@@ -518,14 +525,14 @@ class Machine(abc.ABC):
     def _sum_up(self) -> list[Action]:
         if not self.setup.sums or self.state_lost:
             return []
-        # Who merges what there is sends as often as was said: a lead bounds what can pile up.
-        return list(self.ledger.sum_up(piles=not self.setup.quorum))
+        # With a quorum every update is sent as planned: the lead bounds how many can pile up.
+        return list(self.ledger.sum_up(backlogs=not self.setup.quorum))
 
     def _forget(self) -> list[Action]:
-        # The last round's updates stay, so that it can be made again should its checkpoint turn out to be damaged.
+        # The last round's updates stay, so that it can be merged again if its checkpoint turns out to be damaged.
         return [Forget(self.ledger.forgettable(margin=1), self.ledger.sums.forget(self.ledger.has))]
 
-    # Measures
+    # Evaluation
 
     def _evaluates(self, sequence: int) -> bool:
         every = self.setup.evaluate_every

@@ -1,18 +1,18 @@
-"""Which way updates take when not every pair of regions exchanges directly."""
+"""Routes of updates if not every pair of regions exchanges directly."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
-__all__ = ["forwards"]
+__all__ = ["next_hops"]
 
 
-def forwards(neighbours: Sequence[tuple[str, str]], region: str, origin: str) -> tuple[str, ...]:
-    """The neighbours to which a region passes on the updates of another one, sorted.
+def next_hops(neighbours: Sequence[tuple[str, str]], region: str, origin: str) -> tuple[str, ...]:
+    """Return the neighbours to which ``region`` passes on the updates of ``origin``, sorted.
 
-    They are its children in the breadth-first tree from the origin, ties broken by name, so that all regions that know
-    the same pairs agree, and every update reaches every region over each link at most once.
+    They are its children in the breadth-first tree from the origin, with ties broken by name. All regions that know the
+    same pairs therefore agree, and every update reaches every region, over each link at most once.
     """
     near: dict[str, list[str]] = {}
     for a, b in neighbours:
@@ -21,9 +21,9 @@ def forwards(neighbours: Sequence[tuple[str, str]], region: str, origin: str) ->
     parent = {origin: origin}
     queue = deque([origin])
     while queue:
-        here = queue.popleft()
-        for there in sorted(near.get(here, [])):
-            if there not in parent:
-                parent[there] = here
-                queue.append(there)
+        current = queue.popleft()
+        for neighbour in sorted(near.get(current, [])):
+            if neighbour not in parent:
+                parent[neighbour] = current
+                queue.append(neighbour)
     return tuple(sorted(child for child, above in parent.items() if above == region and child != origin))

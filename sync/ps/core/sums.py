@@ -1,21 +1,21 @@
-"""Which updates are sent summed up: a region that was away shall get no more than about a model of each other's.
+"""Which updates are sent as sums, so that a region which was unreachable receives no more than about one model from
+each other region.
 
-While a peer cannot be reached, or only over a link that carries less than there is, its updates pile up, and soon they
-are more than a model is, which can say the same: policies that average or add up make of a sum of changes what they
-make of the changes. A sum takes twice the bits of what it is of, for most codecs (`sync.codec.Exact`), and those of
-float32 at most. So a run of a region's updates that a peer has not begun to get is replaced by one update, whose
-manifest tells the first and the last round (`Manifest.first`). It is merged exactly once like any other, as the one
-that follows on the watermark. Nothing of it needs to be durable where it is made: the updates themselves stay until
-they are everywhere.
+While a peer cannot be reached, or only over a link that is too slow, its updates pile up, until they are larger than a
+model. A sum can replace them: policies that average or add up get the same result from a sum of changes as from the
+changes. For most codecs a sum takes twice the bits of one update (`sync.codec.Exact`), and at most those of float32. So
+a run of a region's updates that a peer has not begun to receive is replaced by one update, whose manifest states the
+first and the last round (`Manifest.first`). Like any other update it is merged exactly once, if it follows on the
+watermark. The sum needn't be durable where it is computed: the updates themselves stay until all regions have them.
 
-Two units may never overlap, or a region that has a part of one could not use the other. So a sum is made only of
-updates that no bytes were sent of,
+Two units must never overlap, because a region that has a part of one could not use the other. So a sum is computed only
+of updates that have not been sent,
 
-- of ours, to nobody: then all others get the same sum, from us or passed on; or
-- of any region's, to the one peer that lacks them while all others have them: it is passed on to nobody.
+- of our own, to any peer: then all peers get the same sum, from us or passed on; or
+- of any region's, to the one peer that lacks them while all others have them: it passes them on to no region.
 
-What was tried before this process began is not known; ours of then are sent as they are. A peer that has some of
-another region's nevertheless, through somebody else, says so, and gets the rest.
+Which updates were sent before this process started is not known, so our own ones of that time are sent as they are. A
+peer that nevertheless has some of another region's updates, through a third one, reports that, and gets the rest.
 """
 
 from __future__ import annotations
@@ -27,63 +27,75 @@ from sync.transfer.manifest import Manifest
 
 __all__ = ["Sums"]
 
-_LEAST_UPDATES = 3
-_LEAST_MORE, _LEAST_SHARE_MORE = 2, 0.25
-"""Updates by which a sum grows, and the share of the model's bytes that they are."""
-_LEAST_SHARE = 0.25
-"""Of the model's bytes that a sum takes: a byte for each coordinate."""
-_PILE_BYTES, _PILE_SHARE = 1 << 20, 0.5
-"""Of updates that wait for a link that does carry, and the share of the model's bytes that they are: then it carries
-too little. Fewer are gone before they are summed up."""
+_MIN_UPDATES = 3
+"""Fewest updates that are summed up."""
+_MIN_NEW_UPDATES = 2
+"""A sum is extended only by at least this many updates ..."""
+_MIN_NEW_FRACTION = 0.25
+"""... that take more than this fraction of the model's bytes."""
+_MIN_SUM_FRACTION = 0.25
+"""A sum is assumed to take at least this fraction of the model's bytes: one byte per coordinate."""
+_BACKLOG_BYTES = 1 << 20
+"""The updates that wait for a working link are summed up from this size, ..."""
+_BACKLOG_FRACTION = 0.5
+"""... and from this fraction of the model's bytes: the link is too slow then. Fewer are sent before they could be
+summed up."""
 
 
 class Sums:
-    """What one region sends summed up. An update is named by its region and sequence."""
+    """The sums that one region sends. An update is identified by its region and sequence."""
 
     def __init__(self, region: str, regions: tuple[str, ...], kept: Iterable[Manifest]) -> None:
-        """``kept``: updates that are here as the process begins."""
+        """``kept``: updates that are stored here when the process starts."""
         self._region, self._regions = region, regions
         kept = tuple(kept)
         self._before = max((m.sequence for m in kept if m.region == region), default=0)
-        """Of ours, whether those up to here were tried is not known; the first model is never part of a sum."""
-        self._takers = {manifest.region for manifest in kept if manifest.takes_sums}
+        """It is not known which of our updates up to this one have been sent. (The initial model is never part of a
+        sum.)"""
+        self._supporting = {manifest.region for manifest in kept if manifest.takes_sums}
+        """Regions that accept sums."""
         self._tried: dict[tuple[str, str], int] = {}
-        """(peer, whose): the last update that bytes may have been sent of."""
+        """By (peer, origin): the last update of the origin that may have been sent to the peer."""
         self._unreached: set[str] = set()
-        self._made: dict[tuple[str, str, int], Manifest] = {}
-        """Sums by (peer, whose, first round); peer "": for all."""
+        """Peers that could not be reached at the last attempt."""
+        self._sums: dict[tuple[str, str, int], Manifest] = {}
+        """The sums, by (peer, origin, first round); peer "": for all peers."""
         self._making = 0
-        """Bytes of what is being summed up."""
-        self._may_pile = True
-        """Whether what piles up before a link that carries is summed up."""
-        self._least_bytes = 0
-        """A sum was this large, and larger than what it was of."""
+        """Bytes of the updates that are being summed up; 0: none are."""
+        self._sum_backlog = True
+        """Whether updates that wait for a working link are summed up."""
+        self._min_sum_bytes = 0
+        """Size of a sum that was no smaller than its updates: a lower bound for other sums."""
         self._dropped: list[str] = []
+        """Digests of sums that are no longer sent, to be deleted."""
         self.model_bytes = 0
-        """Of the model in float32; 0: not known yet, and nothing is summed up."""
+        """Size of the model in float32; 0: not known yet, and nothing is summed up."""
 
-    # What is heard
+    # Reports
 
-    def heard(self, manifest: Manifest) -> None:
-        """Another region's own update came."""
+    def note_support(self, manifest: Manifest) -> None:
+        """Record from an update whether its region accepts sums."""
         if manifest.takes_sums:
-            self._takers.add(manifest.region)
+            self._supporting.add(manifest.region)
 
     def tried(self, peer: str, manifest: Manifest) -> None:
+        """Record that an update may have been sent to a peer."""
         key = peer, manifest.region
         self._tried[key] = max(self._tried.get(key, 0), manifest.sequence)
-        self._may_pile = True
+        self._sum_backlog = True
 
     def unreached(self, peer: str) -> None:
+        """Record that a peer could not be reached."""
         self._unreached.add(peer)
 
     def reached(self, peer: str) -> None:
+        """Record that a peer has been reached."""
         self._unreached.discard(peer)
 
-    # What is sent
+    # Sending
 
-    def instead(self, peer: str, run: Sequence[Manifest]) -> list[Manifest]:
-        """What goes to a peer in place of a region's updates, given in order."""
+    def replace_with_sums(self, peer: str, run: Sequence[Manifest]) -> list[Manifest]:
+        """Return what to send to a peer for a run of a region's updates: sums where there are any."""
         found: list[Manifest] = []
         for manifest in run:
             if not found or manifest.sequence > found[-1].sequence:
@@ -91,52 +103,53 @@ class Sums:
         return found
 
     def _sum_from(self, peer: str, manifest: Manifest) -> Manifest | None:
-        if peer not in self._takers:
+        if peer not in self._supporting:
             return None
-        sums = [self._made.get((whom, manifest.region, manifest.begins)) for whom in (peer, "")]
+        sums = [self._sums.get((recipient, manifest.region, manifest.begins)) for recipient in (peer, "")]
         tried = self._tried.get((peer, manifest.region), 0)
         if tried >= manifest.begins:
-            # It is on its way: not another one in its place.
+            # It may have been sent already, so no longer sum may replace it.
             sums = [one for one in sums if one is not None and one.sequence <= tried]
         return max((one for one in sums if one is not None), key=lambda one: one.sequence, default=None)
 
     @property
-    def there_are_some(self) -> bool:
-        return bool(self._made)
+    def has_any(self) -> bool:
+        """Whether there are any sums."""
+        return bool(self._sums)
 
-    # What is to be made
+    # Summing up
 
-    def wanted(
+    def next_sum(
         self,
         lacking: Callable[[str, str], Sequence[Manifest]],
         has: Callable[[str, str], int],
         *,
-        piles: bool = True,
+        backlogs: bool = True,
     ) -> SumUp | None:
-        """The next sum to make, one at a time. ``piles``: also for a peer that is reached.
+        """Return the next sum to compute; one at a time. ``backlogs``: also for peers that are reached.
 
-        ``lacking``: a region's updates that a peer is to get from here and has not, in order. ``has``: (who, whose) the
-        last update that is known to be there.
+        ``lacking(peer, origin)`` returns the updates of an origin that a peer is to get from here and lacks, in order.
+        ``has(region, origin)`` returns the last update of the origin that a region is known to have.
         """
         if self._making or not self.model_bytes:
             return None
-        for peer in sorted(self._takers if piles else self._takers & self._unreached):
+        for peer in sorted(self._supporting if backlogs else self._supporting & self._unreached):
             for origin in self._regions:
-                for whom, units in self._summable(peer, origin, lacking(peer, origin), has):
-                    parts = self._parts(whom, units)
-                    if parts and (peer in self._unreached or self._is_pile(parts)):
+                for recipient, units in self._summable(peer, origin, lacking(peer, origin), has):
+                    parts = self._parts(recipient, units)
+                    if parts and (peer in self._unreached or self._is_backlog(parts)):
                         self._making = _bytes(parts)
-                        return SumUp(whom, tuple(parts))
+                        return SumUp(recipient, tuple(parts))
         return None
 
     def _summable(
         self, peer: str, origin: str, run: Sequence[Manifest], has: Callable[[str, str], int]
     ) -> list[tuple[str, list[Manifest]]]:
-        """Whom a sum may be for, and of which updates."""
+        """Return which updates could be summed up, and for which peer ("": all)."""
         others = [region for region in self._regions if region not in (self._region, peer, origin)]
         found: list[tuple[str, list[Manifest]]] = []
-        if origin == self._region and self._takers >= {*self._whom("")}:
-            begun = max([self._before, *(self._tried.get((who, origin), 0) for who in self._whom(""))])
+        if origin == self._region and self._supporting >= {*self._recipients("")}:
+            begun = max([self._before, *(self._tried.get((who, origin), 0) for who in self._recipients(""))])
             found.append(("", _gapless([m for m in run if m.begins > begun])))
         begun = self._tried.get((peer, origin), 0)
         elsewhere = min((has(who, origin) for who in others), default=None)
@@ -144,73 +157,74 @@ class Sums:
         found.append((peer, _gapless(alone)))
         return found
 
-    def _parts(self, whom: str, units: list[Manifest]) -> list[Manifest]:
-        """What to sum up, if it is worth it: all, or what there is more than in the sum that was made before."""
+    def _parts(self, recipient: str, units: list[Manifest]) -> list[Manifest]:
+        """Return the units to sum up, if that is worth it: all of them, or an earlier sum and the updates after it."""
         if not units or units[0].begins < 1:
             return []
-        before = self._made.get((whom, units[0].region, units[0].begins))
+        before = self._sums.get((recipient, units[0].region, units[0].begins))
         if before is None:
-            worth = len(units) >= _LEAST_UPDATES and _bytes(units) > self._takes(units)
+            worth = len(units) >= _MIN_UPDATES and _bytes(units) > self._takes(units)
             return units if worth else []
         more = [manifest for manifest in units if manifest.begins > before.sequence]
-        worth = len(more) >= _LEAST_MORE and _bytes(more) > _LEAST_SHARE_MORE * self.model_bytes
+        worth = len(more) >= _MIN_NEW_UPDATES and _bytes(more) > _MIN_NEW_FRACTION * self.model_bytes
         return [before, *more] if worth else []
 
-    def _is_pile(self, parts: list[Manifest]) -> bool:
-        return self._may_pile and _bytes(parts) >= max(_PILE_BYTES, _PILE_SHARE * self.model_bytes)
+    def _is_backlog(self, parts: list[Manifest]) -> bool:
+        return self._sum_backlog and _bytes(parts) >= max(_BACKLOG_BYTES, _BACKLOG_FRACTION * self.model_bytes)
 
     def _takes(self, units: list[Manifest]) -> float:
-        """Bytes that a sum of these is likely to take."""
+        """Estimate the bytes of a sum of these updates."""
         twice = 2 * max(manifest.total_bytes for manifest in units)
-        return max(min(twice, self.model_bytes), _LEAST_SHARE * self.model_bytes, self._least_bytes)
+        return max(min(twice, self.model_bytes), _MIN_SUM_FRACTION * self.model_bytes, self._min_sum_bytes)
 
-    def made(self, peer: str, manifest: Manifest | None) -> None:
-        """A sum is there; it counts unless it is no smaller, or one of its updates has been tried meanwhile."""
+    def add(self, peer: str, manifest: Manifest | None) -> None:
+        """Add a sum that has been computed. It is dropped if it is no smaller than its updates, or one of these has
+        been sent meanwhile."""
         replaced, self._making = self._making, 0
         if manifest is None:
-            # Not at once again: when the link fails the next time, or carries more.
+            # Don't retry immediately, but when the link breaks the next time, or carries something.
             self._unreached.clear()
-            self._may_pile = False
+            self._sum_backlog = False
             return
         if manifest.total_bytes >= replaced:
-            self._least_bytes = manifest.total_bytes
+            self._min_sum_bytes = manifest.total_bytes
             self._dropped.append(manifest.digest)
             return
-        if any(self._tried.get((who, manifest.region), 0) >= manifest.begins for who in self._whom(peer)):
+        if any(self._tried.get((who, manifest.region), 0) >= manifest.begins for who in self._recipients(peer)):
             self._dropped.append(manifest.digest)
             return
         key = peer, manifest.region, manifest.begins
         self._drop([key])
-        self._made[key] = manifest
+        self._sums[key] = manifest
 
-    def _whom(self, peer: str) -> list[str]:
-        """Whom a sum is for; one for all is of our own updates."""
+    def _recipients(self, peer: str) -> list[str]:
+        """Return the peers that a sum is for; a sum for all peers is of our own updates."""
         return [peer] if peer else [region for region in self._regions if region != self._region]
 
-    def gone(self, manifest: Manifest) -> None:
-        """Its bytes are not there any more."""
-        self._drop([key for key, one in self._made.items() if one.digest == manifest.digest])
+    def remove(self, manifest: Manifest) -> None:
+        """Remove a sum whose file no longer exists."""
+        self._drop([key for key, one in self._sums.items() if one.digest == manifest.digest])
 
     def forget(self, has: Callable[[str, str], int]) -> tuple[str, ...]:
-        """Digests of the sums that are not sent any more; whoever they are for has them."""
+        """Remove the sums that all their recipients have; return the digests of all sums that are no longer sent."""
         done = []
-        for (peer, origin, first), manifest in self._made.items():
-            if all(has(who, origin) >= manifest.sequence for who in self._whom(peer)):
+        for (peer, origin, first), manifest in self._sums.items():
+            if all(has(who, origin) >= manifest.sequence for who in self._recipients(peer)):
                 done.append((peer, origin, first))
         self._drop(done)
         dropped, self._dropped = self._dropped, []
-        used = {manifest.digest for manifest in self._made.values()}
+        used = {manifest.digest for manifest in self._sums.values()}
         return tuple(digest for digest in dropped if digest not in used)
 
     def _drop(self, keys: Iterable[tuple[str, str, int]]) -> None:
         for key in keys:
-            manifest = self._made.pop(key, None)
+            manifest = self._sums.pop(key, None)
             if manifest is not None:
                 self._dropped.append(manifest.digest)
 
 
 def _gapless(units: list[Manifest]) -> list[Manifest]:
-    """Those from the first on that follow on each other."""
+    """Return the leading updates that follow on each other without a gap."""
     found = units[:1]
     for manifest in units[1:]:
         if manifest.begins != found[-1].sequence + 1:

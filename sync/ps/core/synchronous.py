@@ -1,8 +1,8 @@
-"""Synchronous exchange: a round ends when the updates of all regions are here, with the same bits everywhere.
+"""Synchronous exchange: a round ends when the updates of all regions have arrived, with the same model everywhere.
 
-A job may end before its plan: a region that is told so says in its update that the round after it is the last. All
-regions merge that update in the same round, so all know of the last round before they begin it, whoever is killed or
-cut off meanwhile; from then on every update says so, and every checkpoint.
+A job may end before its planned end. A region that is told to end states in its next update that the round after it is
+the last. All regions merge that update in the same round, so all know the last round before they begin it, even if one
+of them is killed or unreachable meanwhile. From then on every update and every checkpoint states the last round.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Synchronous(Machine):
         recovered = recovered or Recovered()
         super().__init__(setup, recovered)
         self._rounds = recovered.ends or setup.rounds
-        """That the job has, as far as the merged updates say."""
+        """Number of rounds of the job, as far as the merged updates state."""
 
     def _rounds_with(self, merged: Iterable[Manifest]) -> int:
-        """That the job has once these are merged."""
+        """Return the number of rounds of the job after merging these updates."""
         return min([self._rounds, *(manifest.ends for manifest in merged if manifest.ends)])
 
     @property
@@ -50,7 +50,7 @@ class Synchronous(Machine):
         return min(self._step + self.setup.steps_per_round, self._rounds * self.setup.steps_per_round)
 
     def _expects(self, manifest: Manifest) -> bool:
-        # A peer needs our update of a round to end it, so it is at most one round ahead of us.
+        # A peer needs our update of a round to end that round, so it is at most one round ahead of us.
         return manifest.sequence <= min(self._sequence + 2, self._rounds)
 
     def _attempt_begins(self) -> list[Action]:
@@ -64,7 +64,7 @@ class Synchronous(Machine):
             sequence=self._sequence,
             step=self._step,
             model_key=self._model_key,
-            # Others that wait clear it away as soon as that round is over; the round's answer tells of the next one.
+            # The state is deleted as soon as the round is over; the answer for that round names the next one.
             state_key="" if waits or self._complete else self._state_key,
             boundary=waits,
             finished=self._complete,
@@ -172,8 +172,8 @@ class Synchronous(Machine):
 
     def _condition(self) -> str:
         sequence = self._sequence + 1
-        own_there = self.ledger.own(sequence) is not None or self._sequence == NO_MODEL
-        if not self._complete and own_there:
+        own_stored = self.ledger.own(sequence) is not None or self._sequence == NO_MODEL
+        if not self._complete and own_stored:
             names = self.setup.contributors(sequence)
             missing = [r for r, found in zip(names, self._of_round(sequence), strict=True) if found is None]
             if missing and missing != [self.setup.region]:

@@ -1,4 +1,5 @@
-"""Where the workers of one partition wait for each other: the merge of a step, and the evaluation of a round."""
+"""Points at which the workers of a partition wait for each other: the merge of a step, and the evaluation of a
+round."""
 
 from __future__ import annotations
 
@@ -14,19 +15,19 @@ __all__ = ["Evaluation", "StepMerge", "mean_loss"]
 
 @dataclass
 class StepMerge:
-    """Gradients of the current step, of one attempt's workers."""
+    """The gradients of the current step, from one attempt's workers."""
 
     workers: int
     parts: dict[int, ReduceArrived] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
-    """Calls, and the step they wait for."""
+    """Waiting calls, and the step that each waits for."""
     merging: int = 0
     """The step whose gradients are being merged; 0: none."""
     merged: dict[int, Merged] = field(default_factory=dict)
-    """The last two steps, for a worker that missed the answer."""
+    """Results of the last two steps, for a worker that missed the answer."""
 
     def arrived(self, event: ReduceArrived) -> list[Action]:
-        """A gradient has come; the last of a step starts its merge."""
+        """Add a worker's gradient. The last gradient of a step starts the merge."""
         if event.step in self.merged:
             return [Reply(event.call, _answer(self.merged[event.step]))]
         held = next(iter(self.parts.values()), None)
@@ -45,7 +46,7 @@ class StepMerge:
         return [Merge(event.attempt, event.step, tuple((part.key, part.samples) for part in parts), mean_loss(parts))]
 
     def done(self, event: Merged) -> list[Action]:
-        """The merged gradient is there."""
+        """Answer the workers, because the merged gradient is in the channel."""
         self.merging = 0
         self.merged[event.step] = event
         for step in [step for step in self.merged if step < event.step - 1]:
@@ -58,16 +59,17 @@ class StepMerge:
 
 @dataclass
 class Evaluation:
-    """What the workers measured on the present model."""
+    """The workers' measurements of the current model."""
 
     workers: int
     parts: dict[int, Evaluated] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
-    """Calls to answer when the metrics are durable."""
+    """Calls to answer once the metrics are durable."""
     keeping: bool = False
+    """Whether the metrics are being made durable."""
 
     def arrived(self, event: Evaluated) -> list[Action]:
-        """A worker has measured; the last of them makes the metrics."""
+        """Add a worker's measurement. The last one yields the metrics, which are made durable."""
         self.parts[event.worker] = event
         self.waiting.add(event.call)
         if len(self.parts) < self.workers or self.keeping:
@@ -76,7 +78,7 @@ class Evaluation:
         return [_mean_metrics(event.sequence, [part for _, part in sorted(self.parts.items())])]
 
     def done(self) -> list[Action]:
-        """The metrics are durable."""
+        """Answer the workers, because the metrics are durable."""
         return [Reply(call, EvaluatedAnswer()) for call in sorted(self.waiting)]
 
 
@@ -98,6 +100,6 @@ def _mean_metrics(sequence: int, parts: list[Evaluated]) -> Keep:
 
 
 def mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:
-    """The mean of the workers' losses, weighted by their samples."""
+    """Return the mean of the workers' losses, weighted by their samples."""
     total = sum(part.samples for part in parts)
     return sum(part.loss * part.samples for part in parts) / total if total else 0.0

@@ -1,1 +1,1 @@
-"""What a parameter server does for its state machine: numbers, disk and channel."""
+"""Executes the actions of a parameter server's state machine: arithmetic on the model, files, the channel."""

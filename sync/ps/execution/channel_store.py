@@ -1,4 +1,4 @@
-"""What a parameter server lays out for its workers in the channel, and takes away once none of them reads it."""
+"""What a parameter server puts into the channel for its workers, and deletes once no worker reads it any more."""
 
 from __future__ import annotations
 
@@ -12,58 +12,61 @@ from sync.ps.execution.storage import Storage, correction_key
 __all__ = ["ChannelStore"]
 
 _ATTEMPT_KINDS = ("init", "g", "b", "w", "c", "p")
-"""Channel folders whose next part is the attempt."""
+"""First parts of the keys whose second part is the attempt; all of them are deleted once the attempt is over."""
 
 
 class ChannelStore:
-    """Models, optimiser states and corrections of one partition. Used from one thread at a time."""
+    """Models, optimiser states and corrections of one partition, in its channel. Must be used from one thread at a
+    time."""
 
     def __init__(self, channel: Channel, storage: Storage, *, background: bool, part_elements: int) -> None:
-        """``part_elements``: what workers read is put in parts of so many; 0: whole, as workers that hold all of the
-        model read it."""
+        """``part_elements``: vectors are put in parts of this many elements, for workers that hold a stage of the
+        model; 0: in one piece, for workers that hold the whole model."""
         self._channel, self._storage = channel, storage
         self._background, self._part_elements = background, part_elements
-        self._handed: tuple[int, str] = -1, ""
-        """With synchronous exchange: the round of which workers have handed over the optimiser's state last, and where
-        that lies in the channel: it stays there until all have ended the next one."""
-        self._lent = self._outlived = ""
-        """Trees of attempts whose workers' own state was published: of the present one, and of one that is over."""
+        self._worker_state: tuple[int, str] = -1, ""
+        """The last round whose optimiser state the workers put into the channel, and its key; synchronous exchange
+        only. It stays in the channel until all workers have ended the next round."""
+        self._state_tree = self._old_state_tree = ""
+        """Key prefix of the attempt whose workers' own optimiser state was published last, and of an earlier such
+        attempt that is over but whose state may still be read."""
         self._corrections: dict[str, Vector] = {}
         self._ends: dict[int, str] = {}
-        """Channel keys of models that a replay of the log would need, by sequence."""
+        """Channel keys of the models that a replay of the log would need, by sequence."""
         self._attempts_over = 0
+        """The last attempt that is over."""
         self._trees: list[str] = []
-        """Trees of attempts that are over which a replay of the log may still need."""
+        """Key prefixes of attempts that are over, but that a replay of the log may still need."""
 
-    # Models and states
+    # Models and optimiser states
 
     def publish(self, sequence: int, model: Vector, attempt: int = 0) -> tuple[str, str]:
-        """Put a model, and the optimiser's state that belongs to it; their keys, "" where there is no state."""
+        """Put the model after a round and its optimiser state; return their keys, the second one "" without a state."""
         key = f"model/{sequence}"
         self._put(key, "model", model)
-        handed, state_key = self._handed
-        if handed == sequence and state_key.startswith(f"b/{attempt}/") and not self._background:
-            # Only a new attempt asks for it, and finds it where the workers have put it.
-            self._lent = f"b/{attempt}"
+        stored, state_key = self._worker_state
+        if stored == sequence and state_key.startswith(f"b/{attempt}/") and not self._background:
+            # Only the workers of a new attempt read it, and they can read it where the old workers put it.
+            self._state_tree = f"b/{attempt}"
             return key, state_key
         return key, self._publish_state(sequence)
 
     def publish_start(self, attempt: int, model: Vector, sequence: int) -> tuple[str, str]:
-        """Put what an attempt begins with; the keys of the model and of the state after the round ``sequence``."""
+        """Put the model that an attempt begins with and the optimiser state after a round; return their keys."""
         key = f"start/{attempt}"
         self._put(key, "model", model)
         return key, self._publish_state(sequence)
 
     def take_state(self, sequence: int, key: str) -> None:
-        """The workers have handed over the optimiser's state of a round: store it."""
+        """Store the optimiser state that the workers have put into the channel at the end of a round."""
         if (state := chunked.read_state(self._channel, key)) is None:
             return
         self._storage.keep_state(sequence, framing.encode(state.tensors, state.facts))
         if self._background:
-            # A restart puts it where a new attempt finds it, and nobody else asks for it.
+            # Only a new attempt needs it, and `publish_start` puts it again for that.
             chunked.forget(self._channel, key)
         else:
-            self._handed = sequence, key
+            self._worker_state = sequence, key
 
     def _publish_state(self, sequence: int) -> str:
         state = self._storage.newest_state(sequence)
@@ -79,42 +82,43 @@ class ChannelStore:
     # Corrections
 
     def correction(self, key: str) -> Vector | None:
-        """One that is kept; None: workers need it no more, or never did."""
+        """Return a correction that is kept in memory, or None."""
         return self._corrections.get(key)
 
     def keep_correction(self, version: int, given: str, make: Callable[[Vector | None], Vector]) -> str:
-        """Remember what leads the workers to the model, and what they were ``given`` last; no other is asked for again.
+        """Compute the correction after merge ``version``, keep it in memory and return its channel key.
 
-        ``make`` is handed memory that it may use, if there is any.
+        Of the earlier corrections, only the one that the workers were ``given`` last is kept. ``make`` returns the
+        correction; it is passed a buffer that it may use for it, or None.
         """
-        key, room = correction_key(version), None
+        key, buffer = correction_key(version), None
         for old in [old for old in self._corrections if old != given]:
-            room = self._corrections.pop(old)
+            buffer = self._corrections.pop(old)
             self._delete(old)
-        self._corrections[key] = make(room)
+        self._corrections[key] = make(buffer)
         return key
 
     def publish_correction(self, key: str) -> None:
-        """Put one that is kept."""
+        """Put a correction that is kept in memory into the channel."""
         self._put(key, "correction", self._corrections[key])
 
-    # What goes
+    # Deletion
 
     def need_end(self, sequence: int, key: str) -> None:
-        """Keep the model that workers have ended a round with until a checkpoint holds what it has led to."""
+        """Keep the model that the workers have ended a round with, until the checkpoints hold that round."""
         self._ends[sequence] = key
 
     def clear(self, sequence: int, attempt: int) -> None:
-        """Forget what no worker reads any more: older models, and all that fenced attempts have left."""
+        """Delete what no worker reads any more: older models, and everything from earlier attempts."""
         for kind in ("model", "state"):
             self._delete(f"{kind}/{sequence - 2}")
         if self._background:
             durable = self._storage.durable_sequence()
             for old in [old for old in self._ends if old <= durable]:
                 self._delete(self._ends.pop(old))
-        if self._outlived:
-            self._channel.delete_tree(self._outlived)
-        self._outlived = ""
+        if self._old_state_tree:
+            self._channel.delete_tree(self._old_state_tree)
+        self._old_state_tree = ""
         for old in range(self._attempts_over + 1, attempt):
             self._trees += [f"{kind}/{old}" for kind in _ATTEMPT_KINDS]
             self._delete(f"start/{old}")
@@ -122,9 +126,9 @@ class ChannelStore:
         needed = tuple(self._ends.values())
         for tree in [tree for tree in self._trees if not any(key.startswith(f"{tree}/") for key in needed)]:
             self._trees.remove(tree)
-            if tree == self._lent:
-                # Workers of a new attempt may have been told of the state there, and read it until the next time.
-                self._lent, self._outlived = "", tree
+            if tree == self._state_tree:
+                # Workers of the new attempt may have been given the key of a state in it, so it stays for one round.
+                self._state_tree, self._old_state_tree = "", tree
             else:
                 self._channel.delete_tree(tree)
 

@@ -1,4 +1,5 @@
-"""What a parameter server does with disk, channel and numbers, one action after the other, in one thread."""
+"""Executes the actions of a parameter server's state machine, one after the other, in one thread: it merges, encodes,
+stores and publishes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
-from sync.codec import Codec, Exact, Float32, Tensors, codec_of, decoded
+from sync.codec import Codec, Exact, Float32, Tensors, codec_by_mark, decoded
 from sync.collective import weighted_mean
 from sync.layout import Layout, Vector
 from sync.policy import Contribution, Policy
@@ -27,24 +28,30 @@ from sync.ps.core.events import Applied, Event, Kept, Logged, Merged, Prepared, 
 from sync.ps.core.machine import FIRST_WEIGHT, Recovered, Setup
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.export import from_safetensors
-from sync.ps.execution.replica import Numbers, Replica, expanded
-from sync.ps.execution.storage import Draft, Entry, Storage, correction_key
+from sync.ps.execution.replica import Replica, ReplicaState, expanded
+from sync.ps.execution.storage import Entry, PendingCheckpoint, Storage, correction_key
 from sync.transfer.manifest import Manifest
 from sync.wan import ExchangeSettings
 
-__all__ = ["ActionExecutor", "Framed", "merged_key", "step_back"]
+__all__ = ["ActionExecutor", "FramedUpdate", "lower_priority", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_CHECKPOINT_SHARE = 0.1
-"""Of the time may go into checkpoints where the log makes them dispensable."""
-_HELD_BYTES, _HELD_SHARE, _LEAST_HELD = 1 << 28, 1 / 16, 3
-"""Models in the channel that a replay of the log would need: when the rounds since the last checkpoint have left more
-bytes, or more than this share of what the channel can hold, and as many models, the next one is due."""
-_HISTORY = 8
-"""Models that are remembered for delay compensation."""
-_LAYOUT, _WHOLE = "layout", "whole"
+_CHECKPOINT_TIME_FRACTION = 0.1
+"""At most this fraction of the time is spent on checkpoints, where the log would be enough to recover."""
+_REPLAY_BYTES = 1 << 28
+"""A checkpoint is due when the models that a replay of the log needs take more bytes of the channel than this ..."""
+_REPLAY_CHANNEL_FRACTION = 1 / 16
+"""... or more than this fraction of the channel's capacity, ..."""
+_MIN_REPLAY_ROUNDS = 3
+"""... and at least this many rounds have ended since the last checkpoint."""
+_HISTORY_ROUNDS = 8
+"""Rounds whose models are kept in memory for delay compensation."""
+_LAYOUT = "layout"
+"""Name of the tensor that holds the model's layout, as JSON, in the update of the initial model."""
+_WHOLE = "whole"
+"""Fact of a frame that holds a whole model instead of a change."""
 _NICE = 10
-"""Of threads that code, merge and store: training on the same machine goes first."""
+"""Niceness of the threads that encode, merge and store, so that training on the same machine has priority."""
 
 
 def merged_key(attempt: int, step: int) -> str:
@@ -53,17 +60,18 @@ def merged_key(attempt: int, step: int) -> str:
 
 
 @dataclass(frozen=True)
-class Framed:
-    """An update's bytes."""
+class FramedUpdate:
+    """An encoded update."""
 
     pieces: Sequence[memoryview]
-    """To be written one after the other."""
+    """The bytes, as consecutive buffers."""
     total_bytes: int
     digest: str
 
 
 class ActionExecutor:
-    """Storage, channel and numbers of one partition. `do` is called from one thread at a time."""
+    """Executes actions on the storage, the channel and the replica of one partition. `do` must be called from one
+    thread at a time."""
 
     def __init__(
         self,
@@ -77,48 +85,61 @@ class ActionExecutor:
         part_elements: int = 0,
         initial_model: Path | None = None,
     ) -> None:
-        """``part_elements``: see `ChannelStore`. ``initial_model``: what the job begins with, in place of what its
-        workers make."""
+        """
+        ``shares``: each region's weight in a merge, with background exchange; None: all the same.
+        ``part_elements``: see `ChannelStore`.
+        ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
+        """
         self.setup, self.storage, self.channel = setup, storage, channel
         self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
         self._initial_model = initial_model
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
-        # A region alone sends nothing, so it has nothing to gain from a lossy codec.
+        # A lossy codec saves nothing where only one region takes part, because no update is sent.
         self._codec = codec if len(setup.regions) > 1 else Float32()
         equal = 1.0 / len(setup.regions)
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self.replica: Replica | None = None
-        self._made: tuple[str, Vector, slice, bool] | None = None
-        """Digest, decoded values and place of the update that was made last, and whether it is a whole model; the
-        values' memory is used again."""
-        self._rooms: dict[int, Vector] = {}
-        """Memory that updates are decoded into, again and again; as many as there are regions."""
+        self._last_update: tuple[str, Vector, slice, bool] | None = None
+        """Our last update, so that it needn't be decoded: digest, decoded values, coordinates, and whether it is a
+        whole model. The values' memory is used again for the next update."""
+        self._decode_buffers: dict[int, Vector] = {}
+        """Buffers that updates are decoded into, by their position in a merge; at most one per region."""
         self._ended: Log | None = None
+        """The last round that the workers have ended; background exchange only."""
         self._history: OrderedDict[int, Vector] = OrderedDict()
-        self._drafting: _Drafting | None = None
-        """The checkpoint that is being made beside what else is done."""
+        """The model after each of the last rounds, for delay compensation."""
+        self._pending_checkpoint: _PendingWrite | None = None
+        """The checkpoint that another thread is writing."""
         self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
+        """When the last checkpoint became durable (monotonic clock), and how long it took, both in seconds."""
         self._checkpoint_of = 0
-        """The round that it holds last, or will."""
-        self._room_for_sums = True
+        """The last round that the newest checkpoint holds, be it durable or being written."""
+        self._sums_fit = True
+        """Whether the disk had space for every sum of updates so far."""
         self._attempt = 1
-        """The last that began from where the replica says."""
+        """The last attempt whose workers began from `Replica.start`."""
         self.codec_wanted = self._codec
-        """Of our next update; may be set at any time, by another thread."""
+        """Codec of our next update; may be set at any time by another thread."""
         self.coding_bytes_per_second = 0.0
-        """float32 bytes that became our last update in a second, making it durable included; 0: not known."""
+        """float32 bytes per second that became our last update, including making it durable; 0: not known yet."""
 
     def copy_of_model(self) -> Vector | None:
-        """What the updates merged so far make; None: not even the first is there. Called where `do` is."""
+        """Return a copy of the model after the last merge, shape (n,), or None before the first one.
+
+        Must be called in the thread of `do`.
+        """
         return self.replica.model.copy() if self.replica is not None else None
 
     @property
     def codec_name(self) -> str:
-        """Of our updates."""
+        """Name of the codec of our last update, or of the configured one before that."""
         return self.replica.codec.name if self.replica is not None else self._codec.name
 
     def do(self, action: Action, attempt: int) -> Event | None:
-        """Carry out one action; returns what is to be told of it. ``attempt``: the workers' present one."""
+        """Execute one action and return the event that reports its result, if any.
+
+        ``attempt`` is the workers' current attempt.
+        """
         match action:
             case Merge():
                 return self._merge(action)
@@ -145,7 +166,10 @@ class ActionExecutor:
     # After a crash
 
     def recover(self) -> Recovered:
-        """As of the last checkpoint, with what the log has since done again, and the workers' model in the channel."""
+        """Restore the last checkpoint, replay the log, and publish in the channel the model that workers continue from.
+
+        Raises ``GeofedError("STATE_INVALID")`` if the stored state is damaged.
+        """
         recovered, numbers, entries = self.storage.recover()
         if numbers is None:
             return recovered
@@ -162,13 +186,14 @@ class ActionExecutor:
         return replace(recovered, model_key=model_key, state_key=state_key, model_bytes=model_bytes)
 
     def _over(self, recovered: Recovered) -> bool:
-        """Whether nothing more will change the model."""
+        """Whether the model is final: all regions' last updates are merged."""
         ended = recovered.ended
         own = ended is not None and self.setup.is_last(ended) and ended.sequence == recovered.sequence
         return own and set(recovered.lasts) >= set(self.setup.others)
 
     def _replay(self, recovered: Recovered, entries: list[Entry]) -> Recovered:
         outbox = {manifest.sequence: manifest for manifest in recovered.outbox}
+        # merged: there was a merge since the workers last began from the model, so that a correction leads there.
         lost, merged = 0, recovered.sequence > 0
         self._keep_correction(recovered.version)
         for entry in entries:
@@ -184,7 +209,7 @@ class ActionExecutor:
             manifest = outbox.get(entry.sequence)
             end = chunked.read_vector(self.channel, entry.model_key, "model")
             if manifest is None and end is None:
-                _log.warning("round %d was not sent, and its model has gone from the channel", entry.sequence)
+                _log.warning("round %d was not sent, and its model is no longer in the channel", entry.sequence)
                 lost += 1
                 break
             self._ended = entry
@@ -194,23 +219,26 @@ class ActionExecutor:
                 self._account(entry, manifest, end)
                 lost += end is None
         if lost:
-            _log.warning("what was held back of %d rounds is lost; the open round begins anew", lost)
+            _log.warning("the residual of %d rounds is lost; the open round starts again", lost)
             self._replica().restart()
             merged = False
-        # Who has begun anew since the last merge has begun with the model: nothing leads there.
+        # Workers that have started again since the last merge began with the model and need no correction.
         key = self._publish_last_correction(recovered.version) if merged else ""
         digest = framing.digest_of([self._replica().model.data.cast("B")])
         return replace(recovered, model_digest=digest, attempt=self._attempt, correction_key=key)
 
     def _account(self, entry: Log, manifest: Manifest, end: Vector | None) -> None:
-        """A round of ours whose update was durable already."""
+        """Account for an ended round whose update was durable before the crash.
+
+        ``end`` is the model that the workers ended it with; None: it is lost.
+        """
         delta, part, _ = self._decoded(manifest)
         replica = self._replica()
-        replica.made_before(end, delta, part)
+        replica.account_sent(end, delta, part)
         if end is None:
             replica.restart()
         else:
-            replica.go_on(end, self._channel_store.correction(entry.correction_key))
+            replica.continue_from(end, self._channel_store.correction(entry.correction_key))
 
     # Steps
 
@@ -221,41 +249,43 @@ class ActionExecutor:
         key = merged_key(action.attempt, action.step)
         self.channel.put(key, framing.encode({"gradient": merged}, {"samples": sum(weights)}))
         if action.step > 1:
-            # All workers have pushed this step, so none of them still reads the one before.
+            # All workers have pushed this step, so none of them still reads the previous step's gradients.
             self.channel.delete_tree(f"g/{action.attempt}/{action.step - 1}")
         return Merged(action.attempt, action.step, key, sum(weights))
 
     def _vector(self, key: str, name: str) -> Vector:
         vector = chunked.read_vector(self.channel, key, name)
         if vector is None:
-            raise GeofedError("INTERNAL", f"{key} has gone from the channel")
+            raise GeofedError("INTERNAL", f"{key} is no longer in the channel")
         return vector
 
-    def _told_layout(self) -> Tensors:
-        """Goes with the model that all begin with, so that each region can tell in what its own differs."""
+    def _layout_tensors(self) -> Tensors:
+        """Return the layout as a tensor that is sent with the initial model, so that each region can compare its
+        own."""
         layout = self.storage.layout
         return {} if layout is None else {_LAYOUT: np.frombuffer(layout.to_json().encode(), np.uint8)}
 
     def _check_layout(self, first: Manifest) -> None:
-        """Raise TASK_INVALID where our workers make another model than the one that all begin with."""
-        told = framing.decode(self.storage.update(first)).tensors.get(_LAYOUT)
-        if told is None:
+        """Raise ``GeofedError("TASK_INVALID")`` if our workers' model has another layout than the initial model."""
+        sent = framing.decode(self.storage.update(first)).tensors.get(_LAYOUT)
+        if sent is None:
             return
-        theirs = Layout.from_json(np.asarray(told, np.uint8).tobytes().decode(errors="replace"))
+        theirs = Layout.from_json(np.asarray(sent, np.uint8).tobytes().decode(errors="replace"))
         if self.storage.layout is None:
             self.storage.keep_layout(theirs)
         elif differs := self.storage.layout.difference(theirs):
-            raise GeofedError("TASK_INVALID", self.setup.another_model(differs))
+            raise GeofedError("TASK_INVALID", self.setup.model_mismatch_text(differs))
 
     def _check_finite(self, model: Vector, sequence: int) -> None:
-        """Raise TASK_INVALID or TASK_FAILED with the tensor's name."""
+        """Raise ``GeofedError`` with the first tensor that is not finite: TASK_INVALID before training, TASK_FAILED
+        after a round."""
         if _finite(model):
             return
         layout = self.storage.layout
         name = "the model" if layout is None else layout.slot_at(int(np.argmin(np.isfinite(model)))).name
         if sequence == 0:
             text = f"{name} holds values that are not finite before the first step"
-            raise GeofedError("TASK_INVALID", text, hint="what is trained begins with finite values")
+            raise GeofedError("TASK_INVALID", text, hint="initialise all parameters with finite values")
         text = f"{name} is not finite after round {sequence}"
         raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
 
@@ -264,25 +294,27 @@ class ActionExecutor:
             raise GeofedError("INTERNAL", "there is no model yet")
         self.replica.alone = len(self.setup.regions) == 1
         if self.storage.layout is not None:
-            # The first model may be here before the first worker has said what it looks like.
+            # The initial model may arrive from another region before the first worker has reported the layout.
             self.replica.trained = self.storage.layout.trainable_size
         return self.replica
 
     # Rounds
 
     def _first_model(self) -> Vector | None:
-        """What another job has left for this one; None: it begins with what its workers make."""
+        """Return the model of another job that this one begins with, or None if the workers initialise it."""
         if self._initial_model is None:
             return None
         layout = self.storage.layout
         if layout is None:
-            raise GeofedError("INTERNAL", "no worker has said what the model looks like")
+            raise GeofedError("INTERNAL", "no worker has reported the model's layout")
         return from_safetensors(layout, self._initial_model)
 
-    def reproduced(self, action: Reproduce) -> Framed | None:
-        """The update of the model that all begin with, as our own workers make it; None: they have made none.
+    def reproduced(self, action: Reproduce) -> FramedUpdate | None:
+        """Return the update that sends the initial model, built from the model that our own workers initialised.
 
-        Tasks are seeded alike in all regions, so that they make the same wherever torch does. Called where `do` is.
+        Tasks have the same seed in all regions, so it mostly equals the first region's update, which then needn't be
+        sent. None: there is a model already, or the workers' is missing or not finite. Must be called in the thread of
+        `do`.
         """
         if self.replica is not None:
             return None
@@ -291,12 +323,12 @@ class ActionExecutor:
             return None
         codec = Float32()
         facts = {"sequence": 0, "weight": FIRST_WEIGHT, "codec": codec.mark}
-        return _framed({**codec.encode(begin), **self._told_layout()}, facts)
+        return _framed({**codec.encode(begin), **self._layout_tensors()}, facts)
 
     def _prepare(self, action: Prepare) -> Prepared:
-        """Workers wait for it: the optimiser's state is stored while the update is made."""
-        with _beside() as beside:
-            return self._made_update(action, beside.submit(self._keep_state, action))
+        """Store the optimiser's state concurrently with making the update, because workers wait for both."""
+        with _background_thread() as background:
+            return self._made_update(action, background.submit(self._keep_state, action))
 
     def _made_update(self, action: Prepare, storing: Future[None]) -> Prepared:
         begun = time.monotonic()
@@ -305,22 +337,22 @@ class ActionExecutor:
         self._check_finite(end, action.sequence)
         facts = {"sequence": action.sequence, "weight": action.weight}
         if self.replica is None:
-            # The model that all begin with travels whole.
+            # The initial model is sent whole.
             codec: Codec = Float32()
             tensors: Tensors
-            tensors, sent = {**codec.encode(end), **self._told_layout()}, (end, slice(None), True)
+            tensors, sent = {**codec.encode(end), **self._layout_tensors()}, (end, slice(None), True)
         else:
             self._settle_checkpoint(written=True)
             self.replica.codec = self.codec_wanted
-            room, self._made = self._made[1] if self._made is not None else None, None
-            made = self._replica().own(end, action.sequence, last=action.last, room=room)
+            buffer, self._last_update = self._last_update[1] if self._last_update is not None else None, None
+            made = self._replica().own_update(end, action.sequence, last=action.last, buffer=buffer)
             tensors, codec = made.tensors, made.codec
             sent = made.sent, made.part, made.whole
             if made.part != slice(None):
                 facts |= {"from": made.part.start, "to": made.part.stop}
             if made.whole:
                 facts[_WHOLE] = 1
-            residual = self.replica.numbers.residual
+            residual = self.replica.state.residual
             if residual is not None and not self.setup.background:
                 self.storage.keep_residual(action.sequence, residual)
         framed = _framed(tensors, {**facts, "codec": codec.mark})
@@ -339,9 +371,9 @@ class ActionExecutor:
             round_seconds=action.round_seconds,
         )
         self.storage.keep_update(manifest, framed.pieces, storing.result)
-        self._made = framed.digest, *sent
+        self._last_update = framed.digest, *sent
         if self.setup.background and self.replica is not None:
-            self.replica.go_on(end, self._channel_store.correction(action.correction_key))
+            self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return Prepared(manifest)
 
@@ -351,7 +383,7 @@ class ActionExecutor:
 
     def _apply(self, action: Apply, attempt: int) -> Applied:
         if self.replica is None:
-            made, self._made = self._made, None
+            made, self._last_update = self._last_update, None
             first = action.manifests[0]
             if made is not None and made[0] == first.digest:
                 delta = made[1]
@@ -360,7 +392,7 @@ class ActionExecutor:
                 delta = self._decoded(first)[0]
             if not np.isfinite(delta).all():
                 raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
-            self.replica = Replica(self._policy, self._exchange, self._codec, Numbers(delta, delta))
+            self.replica = Replica(self._policy, self._exchange, self._codec, ReplicaState(delta, delta))
             self._attempt = attempt
             refused: tuple[tuple[str, str], ...] = ()
         else:
@@ -370,10 +402,10 @@ class ActionExecutor:
         if not self.setup.background:
             self.replica.restart()
         model_key, state_key, correction = "", "", ""
-        with _beside() as beside:
-            # Nobody is told of what is published before it is durable.
+        with _background_thread() as background:
+            # The model may be published before it is durable: no worker learns its key before this action is done.
             publish = self._channel_store.publish if action.whole else lambda *_: ("", "")
-            publishing = beside.submit(publish, action.sequence, self.replica.model, attempt)
+            publishing = background.submit(publish, action.sequence, self.replica.model, attempt)
             digest = self._checkpoint(action)
             model_key, state_key = publishing.result()
         if self.setup.background and action.sequence:
@@ -393,29 +425,30 @@ class ActionExecutor:
             contributions, total, own=self.setup.region, rounds=rounds, lacking=self._lacking(action)
         )
         for region, why in refused:
-            _log.warning("an update of %s was not merged: %s", region, why)
+            _log.warning("an update of %s was refused: %s", region, why)
         if self._exchange.compensation:
             self._history[action.sequence] = replica.model.copy()
-            while len(self._history) > _HISTORY:
+            while len(self._history) > _HISTORY_ROUNDS:
                 self._history.popitem(last=False)
         return refused
 
     def _lacking(self, action: Apply) -> float:
-        """Of the rounds merged up to here: the share of a round's weight that is still to come, summed over rounds."""
+        """Return the weight of updates that are missing from the rounds merged so far, in units of one round's
+        weight."""
         if not self.setup.background:
             return 0.0
         marks = dict(action.watermarks)
-        to_come = [region for region in self.setup.others if region not in action.lasts]
-        return sum(self._shares[region] * max(0, action.sequence - marks[region]) for region in to_come)
+        unfinished = [region for region in self.setup.others if region not in action.lasts]
+        return sum(self._shares[region] * max(0, action.sequence - marks[region]) for region in unfinished)
 
     def _contribution(self, manifest: Manifest, staleness: int, number: int) -> Contribution:
-        """``number``: of those that are merged together; no two of them share their memory."""
-        if self._made is not None and self._made[0] == manifest.digest:
-            _, delta, part, is_whole = self._made
+        """Decode an update for a merge. ``number`` is its position in the merge, and selects its buffer."""
+        if self._last_update is not None and self._last_update[0] == manifest.digest:
+            _, delta, part, is_whole = self._last_update
         else:
-            delta, part, is_whole = self._decoded(manifest, self._rooms.get(number))
+            delta, part, is_whole = self._decoded(manifest, self._decode_buffers.get(number))
             if number < len(self.setup.regions) and delta.flags.owndata:
-                self._rooms[number] = delta
+                self._decode_buffers[number] = delta
         replica = self._replica()
         whole = expanded(delta, part, replica.model.size)
         background = self.setup.background
@@ -427,15 +460,15 @@ class ActionExecutor:
         return Contribution(manifest.region, weight, whole, staleness, drift, manifest.rounds, is_whole)
 
     def _sum_up(self, action: SumUp) -> Summed | None:
-        if not self._room_for_sums:
-            # No answer: none is asked for again.
+        if not self._sums_fit:
+            # Without an answer the state machine requests no further sums.
             return None
         total = np.zeros_like(self._replica().model)
         for manifest in action.manifests:
             try:
                 delta, part, _ = self._decoded(manifest)
             except FileNotFoundError:
-                # It has become known meanwhile that whoever this is for has it.
+                # It was deleted meanwhile, because the peer that the sum is for has acknowledged it.
                 return Summed(action.peer, None)
             total[part] += delta
         last, weight = action.manifests[-1], sum(manifest.weight for manifest in action.manifests)
@@ -445,19 +478,22 @@ class ActionExecutor:
         first = action.manifests[0].begins
         made = replace(last, digest=digest, total_bytes=bytes_, weight=weight, first=first)
         try:
-            self.storage.hold_sum(made, pieces)
+            self.storage.keep_sum(made, pieces)
         except GeofedError as error:
-            # The updates themselves are there: what only saves bytes on a link must not end the job.
-            _log.warning("updates are not summed up any more: %s", error)
-            self._room_for_sums = False
+            # A sum only saves bytes on a link, and the updates themselves are stored, so the job continues.
+            _log.warning("cannot store a sum of updates; they are sent one by one from now on: %s", error)
+            self._sums_fit = False
             return None
         return Summed(action.peer, made)
 
-    def _decoded(self, manifest: Manifest, room: Vector | None = None) -> tuple[Vector, slice, bool]:
-        """What an update says, in ``room`` where that fits, for which coordinates, and whether it is a whole model."""
+    def _decoded(self, manifest: Manifest, buffer: Vector | None = None) -> tuple[Vector, slice, bool]:
+        """Decode an update: its values, the coordinates that it covers, and whether it is a whole model.
+
+        The values are written into ``buffer`` if it has the right size.
+        """
         frame = framing.decode(self.storage.update(manifest))
         facts = frame.facts
-        # The first model may arrive before the first worker has said what it looks like.
+        # The initial model may arrive from another region before the first worker has reported the layout.
         size = self.storage.layout.size if self.storage.layout else frame.tensors["delta"].size
         part = slice(None)
         if "from" in facts:
@@ -466,49 +502,52 @@ class ActionExecutor:
                 raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} covers {part}")
             size = part.stop - part.start
         trained = self.storage.layout.trainable_size if self.storage.layout else None
-        codec = codec_of(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
-        return decoded(codec, frame.tensors, size, room), part, _WHOLE in facts
+        codec = codec_by_mark(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
+        return decoded(codec, frame.tensors, size, buffer), part, _WHOLE in facts
 
     def _checkpoint(self, action: Apply) -> str:
-        """Make the numbers durable; returns the model's digest, "" if the log is enough for now.
+        """Write a checkpoint and return the model's digest, or "" if another thread writes it or none is due.
 
-        With background exchange nothing waits for it but what would change the numbers before they are written.
+        With background exchange, only an action that would change the state waits until the checkpoint is written.
         """
-        now, numbers = time.monotonic(), self._replica().numbers
+        now, state = time.monotonic(), self._replica().state
         if not self.setup.background:
-            return self.storage.keep_checkpoint(numbers, action)
+            return self.storage.keep_checkpoint(state, action)
         if action.complete or action.sequence == 0:
             self._settle_checkpoint()
-            return self.storage.keep_checkpoint(numbers, action, self._ended, self._attempt)
-        due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_SHARE
-        since = action.sequence - self._checkpoint_of
-        piled = since >= _LEAST_HELD and since * numbers.model.nbytes > self._held_bytes()
-        # Half of the time, at most: a slow disk is not to be waited for.
-        due |= piled and now - self._checkpoint_at >= self._checkpoint_took
-        if due and self._drafting is None:
-            draft = self.storage.draft(numbers, action, self._ended, self._attempt)
-            writer = _beside_actions()
-            self._drafting = _Drafting(draft, now, writer.submit(draft.write), writer.submit(_flushed, draft))
+            return self.storage.keep_checkpoint(state, action, self._ended, self._attempt)
+        due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_TIME_FRACTION
+        rounds = action.sequence - self._checkpoint_of
+        replay_is_large = rounds >= _MIN_REPLAY_ROUNDS and rounds * state.model.nbytes > self._max_replay_bytes()
+        # On a slow disk, checkpoints take at most half of the time nevertheless.
+        due |= replay_is_large and now - self._checkpoint_at >= self._checkpoint_took
+        if due and self._pending_checkpoint is None:
+            checkpoint = self.storage.begin_checkpoint(state, action, self._ended, self._attempt)
+            writer = _checkpoint_thread()
+            self._pending_checkpoint = _PendingWrite(
+                checkpoint, now, writer.submit(checkpoint.write), writer.submit(_flushed, checkpoint)
+            )
             writer.shutdown(wait=False)
             self._checkpoint_of = action.sequence
         return ""
 
-    def _held_bytes(self) -> float:
+    def _max_replay_bytes(self) -> float:
         total = self.channel.limits.total_bytes
-        return _HELD_BYTES if total is None else min(_HELD_BYTES, _HELD_SHARE * total)
+        return _REPLAY_BYTES if total is None else min(_REPLAY_BYTES, _REPLAY_CHANNEL_FRACTION * total)
 
     def _settle_checkpoint(self, *, written: bool = False) -> None:
-        """Wait until the one that is being made is durable, or until its numbers are ``written`` and may change."""
-        drafting = self._drafting
-        if drafting is None:
+        """Wait until the pending checkpoint is durable; ``written``: only until it is written and the state may
+        change."""
+        pending = self._pending_checkpoint
+        if pending is None:
             return
-        drafting.written.result()
-        if written and not drafting.flushed.done():
+        pending.written.result()
+        if written and not pending.flushed.done():
             return
-        self._checkpoint_at = drafting.flushed.result()
-        self._drafting = None
-        self.storage.keep(drafting.draft)
-        self._checkpoint_took = self._checkpoint_at - drafting.begun
+        self._checkpoint_at = pending.flushed.result()
+        self._pending_checkpoint = None
+        self.storage.finish_checkpoint(pending.checkpoint)
+        self._checkpoint_took = self._checkpoint_at - pending.begun
 
     def _restart(self, action: Restart) -> Restarted:
         self._settle_checkpoint(written=True)
@@ -519,7 +558,7 @@ class ActionExecutor:
         sequence = self._ended.sequence if self._ended is not None else 0
         return Restarted(action.attempt, *self._channel_store.publish_start(action.attempt, replica.start, sequence))
 
-    # What leads the workers to the model
+    # Corrections, which the workers add to their model
 
     def _keep_correction(self, version: int) -> str:
         given = self._ended.correction_key if self._ended is not None else ""
@@ -531,60 +570,62 @@ class ActionExecutor:
         return key
 
     def _publish_last_correction(self, version: int) -> str:
-        """After a crash: what the last merge leads the workers to the model with."""
+        """Publish the last merge's correction again after a crash, and return its channel key."""
         key = correction_key(version)
         if self._ended is None or self._ended.correction_key != key:
             return self._publish_correction(version)
-        # The round that has ended since continues from it, and counts as if it had been added: it stays as it was.
+        # The workers were given it when they ended a round after the merge, and the replica counts it as added, so it
+        # must not be computed again.
         self._channel_store.publish_correction(key)
         return key
 
 
 @dataclass(frozen=True)
-class _Drafting:
-    """A checkpoint that is being made; times in seconds of the monotonic clock."""
+class _PendingWrite:
+    """A checkpoint that another thread is writing; times are in seconds of the monotonic clock."""
 
-    draft: Draft
+    checkpoint: PendingCheckpoint
     begun: float
     written: Future[str]
+    """The model's digest, once the file is written."""
     flushed: Future[float]
-    """When it was durable."""
+    """When the file became durable."""
 
 
-def _beside() -> ThreadPoolExecutor:
-    """For what changes nothing that the caller's thread reads meanwhile."""
-    return ThreadPoolExecutor(1, thread_name_prefix="ps-beside", initializer=step_back)
+def _background_thread() -> ThreadPoolExecutor:
+    """Return a pool of one low-priority thread, for work that changes nothing that the calling thread uses."""
+    return ThreadPoolExecutor(1, thread_name_prefix="ps-background", initializer=lower_priority)
 
 
-def _beside_actions() -> Executor:
-    """For a checkpoint, which outlasts the action that begins it."""
-    return _beside()
+def _checkpoint_thread() -> Executor:
+    """Return the pool that writes a checkpoint, which may take longer than the action that begins it."""
+    return _background_thread()
 
 
-def _flushed(draft: Draft) -> float:
-    draft.flush(beside=True)
+def _flushed(checkpoint: PendingCheckpoint) -> float:
+    checkpoint.flush(throttled=True)
     return time.monotonic()
 
 
-def step_back() -> None:
-    """Let the calling thread give way to others that compute."""
+def lower_priority() -> None:
+    """Lower the scheduling priority of the calling thread, so that training has priority."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _framed(tensors: Tensors, facts: Mapping[str, float]) -> Framed:
+def _framed(tensors: Tensors, facts: Mapping[str, float]) -> FramedUpdate:
     pieces = framing.encode(tensors, facts)
-    return Framed(pieces, sum(piece.nbytes for piece in pieces), framing.digest_of(pieces))
+    return FramedUpdate(pieces, sum(piece.nbytes for piece in pieces), framing.digest_of(pieces))
 
 
 def _finite(vector: Vector) -> bool:
-    # A sum of squares that is finite has no other terms; one that is not may have overflown.
+    # If the sum of squares is finite, all elements are; if not, it may only have overflowed.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
 
 def _after(recovered: Recovered, entry: Apply) -> Recovered:
-    """What was recovered, once a merge of the log is made again."""
+    """Return the recovered state after a merge of the log has been repeated."""
     return replace(
         recovered,
         sequence=entry.sequence,

@@ -1,4 +1,4 @@
-"""A model as the file that a user gets, and that another job may begin with."""
+"""Export of a model to a safetensors file, and import of one as the initial model of another job."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ from sync.layout import Layout, Slot, Vector
 
 __all__ = ["from_safetensors", "to_safetensors"]
 
-_MOST_TOLD = 3
-"""Tensors that an error names."""
+_MAX_NAMES = 3
+"""Tensor names that an error message lists; it only counts the others."""
 _FILE_TYPES = {
     "bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "complex64": "C64",
 }  # fmt: skip
-"""How a file calls a type, where it is not the first letter and the bits."""
+"""Name of a torch dtype in a safetensors file, where it is not a letter followed by the number of bits."""
 
 
 def to_safetensors(layout: Layout, model: Vector, facts: dict[str, str]) -> tuple[bytes, str]:
-    """The named tensors of a flat model as safetensors bytes, and their digest; loads with ``load_state_dict``.
+    """Return the named tensors of a flat model as safetensors bytes, and the bytes' digest.
 
-    Tensors have the types that they have in the model, and the values that workers give them when they evaluate it.
-    The head says how many elements the flat model has, as tied tensors stand under each of their names.
+    The tensors have the dtypes of the task's model, so that ``load_state_dict`` accepts them, and the values with which
+    workers evaluate the model. Tied tensors are stored under each of their names; the header therefore also states the
+    number of elements of the flat model.
     """
-    # Not ascontiguousarray, which makes a scalar a vector of one element.
+    # ascontiguousarray would turn a scalar into a vector of one element.
     tensors = {name: np.asarray(array, order="C") for name, array in layout.tensors(model).items()}
     data = safetensors.numpy.save(tensors, metadata={**facts, "flat_elements": str(layout.size)})
     return data, "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def from_safetensors(layout: Layout, path: Path) -> Vector:
-    """The flat model that `to_safetensors` wrote, for a model of this layout; one tensor at a time is in memory
-    beside it.
+    """Read a file of `to_safetensors` as a flat model of this layout, shape (n,). Reads one tensor at a time.
 
-    The order of the tensors may be another, and others be trained, as where a job freezes what another has trained;
-    float32 may stand for any narrower type. Raises ``GeofedError("MODEL_MISMATCH")`` for other names, shapes or types,
-    or numbers that are not finite, FRAME_INVALID for what is no such file.
+    The file may order its tensors differently and may come from a job that trained other parameters, for instance
+    because this job freezes some. float32 is accepted for any narrower floating-point type.
+    Raises ``GeofedError("MODEL_MISMATCH")`` if names, shapes, types or finiteness don't fit, and
+    ``GeofedError("FRAME_INVALID")`` if the file cannot be read.
     """
     out = np.empty(layout.size, np.float32)
     try:
@@ -54,19 +55,19 @@ def from_safetensors(layout: Layout, path: Path) -> Vector:
             length = int.from_bytes(raw.read(8), "little")
             head = json.loads(raw.read(length))
         data = np.memmap(path, np.uint8, "r", offset=8 + length)
-        for slot, place in layout.places():
-            told = head[slot.name]
-            shape, dtype = tuple(told["shape"]), str(told["dtype"])
+        for slot, span in layout.places():
+            entry = head[slot.name]
+            shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
             if shape != slot.shape or dtype not in _accepted(slot):
                 own = f"{_type_of(slot.dtype)} {list(slot.shape)}"
                 text = f"{slot.name} of the model to start from is {dtype} {list(shape)}, the task's {own}"
                 raise GeofedError("MODEL_MISMATCH", text)
-            start, stop = told["data_offsets"]
+            start, stop = entry["data_offsets"]
             stored = slot.dtype if dtype == _type_of(slot.dtype) else "float32"
             values = np.array(data[start:stop]).view(array_dtype(stored))
             if not slot.coding.marked and not np.isfinite(values).all():
                 raise GeofedError("MODEL_MISMATCH", f"{slot.name} of the model to start from is not finite")
-            out[place] = slot.encode(values)
+            out[span] = slot.encode(values)
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise GeofedError("FRAME_INVALID", f"the model to start from cannot be read: {error}") from None
     return out
@@ -81,9 +82,9 @@ def _check_names(layout: Layout, found: set[str]) -> None:
 
 
 def _listed(names: set[str]) -> str:
-    told = sorted(names)
-    more = f" and {len(told) - _MOST_TOLD} more" if len(told) > _MOST_TOLD else ""
-    return ", ".join(told[:_MOST_TOLD]) + more
+    ordered = sorted(names)
+    more = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
+    return ", ".join(ordered[:_MAX_NAMES]) + more
 
 
 def _accepted(slot: Slot) -> tuple[str, ...]:
@@ -92,5 +93,5 @@ def _accepted(slot: Slot) -> tuple[str, ...]:
 
 
 def _type_of(dtype: str) -> str:
-    """As a file calls what torch calls ``dtype``."""
+    """Return the name in a safetensors file of the type that torch calls ``dtype``."""
     return _FILE_TYPES.get(dtype) or dtype.replace("float", "F").replace("uint", "U").replace("int", "I")

@@ -1,18 +1,24 @@
-"""The numbers of one parameter server, without sockets and files: its model, what its workers began with, what it owes.
+"""The arithmetic of one parameter server, without sockets and files: its model, its own updates, merges, corrections.
 
-Three models matter. `model` is what the updates merged so far make, this region's own as its peers got them. `view` is
-the same, but for rounds of which a region's update has not come: there the updates that have come count for all of it,
-so that regions which are cut off from each other train on at full pace, and what they have made meanwhile is averaged
-when they meet again, not added up. `start` is what the workers began the open round from: with synchronous exchange
-the model, with background exchange also their last round's change in full, which has not come back from the merge yet.
-``correction()`` leads from there towards the view; the workers add it at the next end of a round (delayed application
-with the own fresh term, as in eager updates, arXiv 2502.12996).
+There are three models:
 
-Where updates are averaged it leads half the way. It comes a round late: let e be how far a region's workers begin from
-the model, s its own optimum's distance from the mean of all, and let a round's steps leave the part r of what they
-begin with. Corrected by the part c, the next round begins at (r - c) e + (1 - r) s. In long rounds r is near 0, and
-below it where momentum overshoots: corrected in full the regions swing about the model ever further; by half they are
-stable for every r above -1/2, at a distance of at most two thirds of s.
+- `model` results from all updates merged so far, this region's own ones as its peers received them, that is after a
+  lossy codec.
+- `view` differs from it only while updates of merged rounds are missing. There the updates that have arrived are scaled
+  up to the weight of a whole round. Regions that are cut off from each other thus keep training at full pace, and their
+  changes are averaged once they are connected again, not added up.
+- `start` is what the workers began the open round from. With synchronous exchange that is the model. With background
+  exchange it also holds their last round's full change, which has not been merged yet.
+
+``correction()`` leads from `start` towards the view. The workers add it when they end their next round (delayed
+application with the region's own fresh term, as in eager updates, arXiv 2502.12996).
+
+Where updates are averaged, the correction covers half of the distance, because it is applied one round late. Let e be
+the distance from the model at which a region's workers begin a round, s the distance of the region's own optimum from
+the mean of all regions', r the fraction of e that remains after the round's steps, and c the fraction that is
+corrected. The next round then begins at (r - c) e + (1 - r) s. In long rounds r is close to 0, or below 0 where
+momentum overshoots: with c = 1 the regions would oscillate about the model with growing amplitude. With c = 1/2 they
+are stable for every r above -1/2, at a distance of at most two thirds of s.
 """
 
 from __future__ import annotations
@@ -28,44 +34,52 @@ from sync.layout import Vector
 from sync.policy import Contribution, Policy, StateAveraged
 from sync.wan import ExchangeSettings, Guard, significant
 
-__all__ = ["Made", "Numbers", "Replica", "expanded", "fragment"]
+__all__ = ["OwnUpdate", "Replica", "ReplicaState", "expanded", "fragment"]
 
 _GUARD = "guard/"
-_WHOLE, _SINCE = "view/whole", "view/rounds"
-_LEAST_PRESENT = 1e-3
-_BLOCK = 1 << 16
-"""Coordinates that are worked on together: what arises on the way stays in the cache."""
-_PULL = np.float32(0.5)
-"""The part of the way to the view that a correction leads, where updates are averaged."""
+"""Prefix, in the memory, of what the guard knows about a region's updates."""
+_WHOLE = "view/whole"
+"""Name, in the memory, of the model when it last held all updates of all merged rounds."""
+_SINCE = "view/rounds"
+"""Name, in the memory, of two numbers: own rounds merged since then, and the fraction of their weight that is
+merged."""
+_MIN_PRESENT = 1e-3
+"""Lower bound of that fraction, which the view divides by."""
+_BLOCK_ELEMENTS = 1 << 16
+"""Coordinates that are processed together, so that intermediate results stay in the CPU's cache."""
+_CORRECTION_FRACTION = np.float32(0.5)
+"""Fraction of the distance to the view that a correction covers, where updates are averaged; see above."""
 
 
 @dataclass(frozen=True)
-class Made:
-    """An update of this region, ready to be framed."""
+class OwnUpdate:
+    """An encoded update of this region."""
 
     tensors: Tensors
     codec: Codec
     part: slice
     """The coordinates that it covers."""
     sent: Vector
-    """What the tensors decode to, shape (part,)."""
+    """The values that the tensors decode to, shape (part,)."""
     whole: bool = False
-    """That is the model itself, not a change of it."""
+    """Whether these are the model itself, not a change of it."""
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """All that a replica must find again after a crash."""
+class ReplicaState:
+    """The state of a replica that must survive a crash."""
 
     model: Vector
     start: Vector
+    """What the workers began the open round from, shape (n,)."""
     residual: npt.NDArray[np.float64] | None = None
+    """What a lossy codec has not sent yet, shape (n,)."""
     memory: Mapping[str, Vector] = field(default_factory=dict)
-    """Of the policy and the guard."""
+    """State of the WAN policy, of the guard and of the view, by name."""
 
 
 def fragment(sequence: int, fragments: int, size: int) -> slice:
-    """The coordinates whose turn it is in a round, of ``size``; all of them where there is one fragment."""
+    """Return the coordinates, of ``size``, that are sent in a round: the fragments take turns."""
     if fragments <= 1 or size < fragments:
         return slice(None)
     at = sequence % fragments
@@ -73,45 +87,48 @@ def fragment(sequence: int, fragments: int, size: int) -> slice:
 
 
 class Replica:
-    """One region's numbers. Not thread-safe."""
+    """The model of one region and its changes. Not thread-safe."""
 
-    def __init__(self, policy: Policy, exchange: ExchangeSettings, codec: Codec, numbers: Numbers) -> None:
+    def __init__(self, policy: Policy, exchange: ExchangeSettings, codec: Codec, state: ReplicaState) -> None:
         self._policy, self._exchange, self._guard = policy, exchange, Guard(exchange.guard)
-        self._feedback = ErrorFeedback(codec, numbers.residual)
-        self._model, self._memory = numbers.model, dict(numbers.memory)
-        self._start = numbers.start
+        self._feedback = ErrorFeedback(codec, state.residual)
+        self._model, self._memory = state.model, dict(state.memory)
+        self._start = state.start
         self._begun: Vector | None = None
-        """Where workers continued from; its memory is used again for where they continue from next."""
+        """Buffer of `start` where the workers continued from their own model; used again for the next round."""
         self._models: list[Vector] = []
-        """The same for models: at most two."""
+        """Buffers of the model; at most two, used alternately."""
         self._whole = self._memory.pop(_WHOLE, None)
-        """The model when it last held all updates of all merged rounds; None: it does."""
+        """The model when it last held all updates of all merged rounds; None: it does now."""
         since, present = self._memory.pop(_SINCE, np.array([0, 1], np.float32))
         self._since = int(since)
-        """Own rounds merged since then."""
+        """This region's rounds merged since then."""
         self._present = np.float32(present)
-        """Of their weight, what has been merged."""
+        """The fraction of their weight that has been merged."""
         self.alone = False
-        """There is no other region: nothing is sent, so nothing has to be a change, which float32 would round."""
-        self.trained = numbers.model.size
-        """How many coordinates, from the first, gradients train; the state behind them is averaged, uncorrected."""
+        """Whether there is no other region. Then updates are not sent, and can hold the model itself: a change, added
+        to the model again, would be rounded to float32."""
+        self.trained = state.model.size
+        """Number of leading coordinates that gradients train. The coordinates behind them (such as running means) are
+        averaged, and never corrected."""
 
     @property
-    def numbers(self) -> Numbers:
+    def state(self) -> ReplicaState:
+        """The state to store in a checkpoint; it shares the memory of this replica."""
         memory = dict(self._memory)
         if self._whole is not None:
             memory |= {_WHOLE: self._whole, _SINCE: np.array([self._since, self._present], np.float32)}
-        return Numbers(self._model, self._start, self._feedback.residual, memory)
+        return ReplicaState(self._model, self._start, self._feedback.residual, memory)
 
     @property
     def model(self) -> Vector:
-        """What all updates merged so far make, shape (n,); its memory is used again two merges later."""
+        """The model after all merges so far, shape (n,); its memory is overwritten two merges later."""
         return self._model
 
     @property
     def view(self) -> Vector:
-        """What the workers are led to, shape (n,)."""
-        if not self._apart:
+        """The model that corrections lead the workers to, shape (n,)."""
+        if not self._view_differs:
             return self._model
         view = np.empty_like(self._model)
         for block in _blocks(view.size):
@@ -119,13 +136,13 @@ class Replica:
         return view
 
     @property
-    def _apart(self) -> bool:
-        """Whether the view is another than the model."""
+    def _view_differs(self) -> bool:
+        """Whether the view differs from the model."""
         return self._whole is not None and self._policy.averages and bool(self._present < 1.0)
 
     def _view(self, block: slice) -> Vector:
         model = self._model[block]
-        if self._whole is None or not self._apart:
+        if self._whole is None or not self._view_differs:
             return model
         view, trained = model.copy(), max(0, self.trained - block.start)
         view[:trained] += (1 / self._present - 1) * (model[:trained] - self._whole[block][:trained])
@@ -133,34 +150,36 @@ class Replica:
 
     @property
     def start(self) -> Vector:
-        """What the workers began the open round from; its memory is used again."""
+        """What the workers began the open round from, shape (n,); its memory is overwritten in the next round."""
         return self._start
 
     @property
     def codec(self) -> Codec:
+        """Codec of this region's next update. The residual stays when it changes."""
         return self._feedback.codec
 
     @codec.setter
     def codec(self, codec: Codec) -> None:
-        """What is held back stays, whichever codec sends it."""
         self._feedback.codec = codec
 
     @property
     def _keeps_own(self) -> bool:
+        """Whether the merged model is what this region's workers ended the round with."""
         return self.alone and self._policy.keeps_own
 
     # Our own changes
 
-    def own(self, end: Vector, sequence: int, *, last: bool = False, room: Vector | None = None) -> Made:
-        """The update of a round that ended with the model ``end``; the last one holds back as little as it can.
+    def own_update(self, end: Vector, sequence: int, *, last: bool = False, buffer: Vector | None = None) -> OwnUpdate:
+        """Encode the update of a round that ended with the model ``end``.
 
-        ``room``: memory for what it says, of its size.
+        The ``last`` update covers all coordinates, with as small a residual as the codec allows. ``buffer`` receives
+        the update's decoded values, if it has their size.
         """
         exchange, codec = self._exchange, self._feedback.codec
         if self._keeps_own:
-            sent = np.empty_like(end) if room is None else room
+            sent = np.empty_like(end) if buffer is None else buffer
             sent[...] = end
-            return Made(Float32().encode(sent), Float32(), slice(None), sent, whole=True)
+            return OwnUpdate(Float32().encode(sent), Float32(), slice(None), sent, whole=True)
         part = slice(None) if last else fragment(sequence, int(exchange.fragments), end.size)
         keep = None
         if exchange.significance and not last:
@@ -174,20 +193,21 @@ class Replica:
         begin, stop, _ = part.indices(end.size)
         used = with_state(used, self.trained - begin, stop - begin)
         self._feedback.codec = used
-        tensors, sent = self._feedback.encode(end, part, keep, self._start, room)
+        tensors, sent = self._feedback.encode(end, part, keep, self._start, buffer)
         self._feedback.codec = codec
-        return Made(tensors, used, part, sent)
+        return OwnUpdate(tensors, used, part, sent)
 
-    def made_before(self, end: Vector | None, sent: Vector, part: slice) -> None:
-        """Account for an update of ours that is durable already; ``end`` None: the model it came from is lost.
+    def account_sent(self, end: Vector | None, sent: Vector, part: slice) -> None:
+        """Account for an update that is durable already, in place of `own_update`.
 
-        What was held back of a lost model is lost with it: the round counts as if exactly the sent had been changed.
+        ``end`` is the model that the round ended with. If it is lost (None), so is the residual of the round: the round
+        counts as if its change had been exactly what was sent.
         """
         if end is not None and not self._keeps_own:
             self._feedback.settle(end - self._start, sent, part)
 
-    def go_on(self, end: Vector, correction: Vector | None) -> None:
-        """The workers begin a round from where they ended the last, plus a correction that they were given."""
+    def continue_from(self, end: Vector, correction: Vector | None) -> None:
+        """Record that the workers begin a round from the model ``end`` of their last round, plus a correction."""
         if self._begun is None:
             self._begun = np.empty_like(self._model)
         if correction is None:
@@ -197,30 +217,31 @@ class Replica:
         self._start = self._begun
 
     def restart(self) -> None:
-        """The workers begin the round from the view."""
+        """Record that the workers begin the open round from the view."""
         if self._exchange.background and self.trained < self._model.size and not self._keeps_own:
-            # Their statistics jump to the mean; the sum of this region's changes must still say where they are.
+            # The workers' untrained state jumps to the mean of all regions. The residual takes up the jump, so that
+            # this region's updates still add up to its state.
             jump = np.zeros_like(self._model)
             jump[self.trained :] = (self._model - self._start)[self.trained :]
             self._feedback.settle(jump, np.zeros_like(jump))
         self._start = self.view
 
-    def correction(self, room: Vector | None = None) -> Vector:
-        """What leads from the workers' beginning of the open round towards the view, in ``room`` where there is one;
-        their own statistics stay theirs.
+    def correction(self, buffer: Vector | None = None) -> Vector:
+        """Return what leads from `start` towards the view, shape (n,), in ``buffer`` if there is one.
 
-        A running mean forgets what it was given, so a correction that comes rounds later would be made twice. Left
-        alone, a region's changes of it add up to its present value, and the model's is the mean of all regions'.
+        It is 0 where gradients do not train. A running mean forgets where it started, so that a correction which is
+        applied a round later would be applied to a difference that has shrunk by itself. Uncorrected, the changes of a
+        region's running mean add up to its current value, and the model holds the mean of all regions' values.
         """
-        correction = np.empty_like(self._model) if room is None else room
+        correction = np.empty_like(self._model) if buffer is None else buffer
         for block in _blocks(correction.size):
             np.subtract(self._view(block), self._start[block], out=correction[block])
             if self._policy.averages:
-                correction[block] *= _PULL
+                correction[block] *= _CORRECTION_FRACTION
         correction[self.trained :] = 0.0
         return correction
 
-    # What comes
+    # Merging
 
     def merge(
         self,
@@ -231,17 +252,17 @@ class Replica:
         rounds: int = 0,
         lacking: float = 0.0,
     ) -> tuple[tuple[str, str], ...]:
-        """Merge updates into the model; returns the regions whose updates were refused, each with the reason.
+        """Merge updates into the model; return the regions whose updates the guard refused, each with the reason.
 
-        ``rounds``: of this region's own that are merged herewith. ``lacking``: of all its rounds merged so far, the
-        shares of a round's weight whose updates have not come, summed up.
+        ``own`` is the name of this region, and ``rounds`` the number of its rounds that this merge adds. ``lacking`` is
+        the weight of the updates that are missing from its rounds merged so far, in units of one round's weight.
 
-        With background exchange (``total`` is known) the update of this region, ``own``, is not judged: its workers go
-        on from what they changed in any case.
+        ``total`` is the weight of a whole round with background exchange, else None. With background exchange the guard
+        does not judge this region's own update, because its workers have continued from it in any case.
         """
         before = self._model
         if contributions and contributions[-1].whole:
-            self._model = self._model_room()
+            self._model = self._model_buffer()
             self._model[...] = contributions[-1].delta
             self._count(before, rounds, lacking)
             return ()
@@ -252,7 +273,7 @@ class Replica:
             if total is not None and contribution.region == own:
                 passed.append(contribution)
                 continue
-            # A counter of steps would outweigh all parameters.
+            # Only the norm of the trained coordinates counts: a counter of steps would outweigh all parameters.
             trained, state = contribution.delta[: self.trained], contribution.delta[self.trained :]
             why, known = self._guard.judge(
                 contribution.region, trained, {**self._memory, **judged}, contribution.rounds
@@ -274,8 +295,11 @@ class Replica:
     def _merged(
         self, passed: Sequence[Contribution], memory: Mapping[str, Vector], total: float | None
     ) -> tuple[Vector, dict[str, Vector]]:
-        """The policy's next model and memory, block by block: it is elementwise, and a block stays in the cache."""
-        out, made = self._model_room(), dict[str, Vector]()
+        """Return the policy's next model and memory.
+
+        Policies work elementwise, so they are applied block by block, and a block stays in the CPU's cache.
+        """
+        out, made = self._model_buffer(), dict[str, Vector]()
         for block in _blocks(out.size):
             trained = max(0, min(self.trained, block.stop) - block.start)
             head = slice(block.start, block.start + trained)
@@ -290,7 +314,7 @@ class Replica:
                 made.setdefault(name, np.empty(min(self.trained, out.size), np.float32))[head] = vector
         return out, made
 
-    def _model_room(self) -> Vector:
+    def _model_buffer(self) -> Vector:
         used = (self._model, self._start, self._whole)
         for model in self._models:
             if not any(model is one for one in used):
@@ -299,23 +323,23 @@ class Replica:
         return self._models[-1]
 
     def _count(self, before: Vector, rounds: int, lacking: float) -> None:
-        """Note how much of the rounds merged since the model was last whole is there."""
+        """Update the fraction of merged weight since the model last held all updates; see `merge`."""
         if lacking <= 0.0:
             self._whole, self._since, self._present = None, 0, np.float32(1.0)
             return
         if self._whole is None:
             self._whole = before
         self._since += rounds
-        self._present = np.float32(max(1.0 - lacking / max(self._since, 1), _LEAST_PRESENT))
+        self._present = np.float32(max(1.0 - lacking / max(self._since, 1), _MIN_PRESENT))
 
 
 def _blocks(size: int) -> Iterator[slice]:
-    for at in range(0, size, _BLOCK):
-        yield slice(at, min(at + _BLOCK, size))
+    for at in range(0, size, _BLOCK_ELEMENTS):
+        yield slice(at, min(at + _BLOCK_ELEMENTS, size))
 
 
 def expanded(delta: Vector, part: slice, size: int) -> Vector:
-    """A part of an update as one of the whole model."""
+    """Extend an update of some coordinates with zeros to all coordinates, shape (size,)."""
     if part == slice(None):
         return delta
     out = np.zeros(size, np.float32)

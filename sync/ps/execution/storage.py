@@ -1,29 +1,30 @@
-"""What a parameter server keeps on disk, and in which order it becomes durable.
+"""The files of a parameter server, and the order in which they become durable.
 
 ::
 
-    begun                        empty; without it the folder is not the one that the partition began in
-    layout.json                  of the flat model, written before anything else
-    checkpoint-V-DIGEST.frame    the replica's numbers and the watermarks after merge V; the newest whole one counts
-    .spare.partial               a checkpoint that is not needed any more, to be written again; background exchange only
+    begun                        empty; marks the folder as the one that the partition began in
+    layout.json                  layout of the flat model; written before anything else
+    checkpoint-V-DIGEST.frame    state of the replica and watermarks after merge V; the newest undamaged one counts
+    .spare.partial               an old checkpoint, to be overwritten by the next; background exchange only
     log-V.jsonl                  ends of rounds and merges since merge V, one line each; background exchange only
     state-SEQ.frame              the workers' optimiser state at the end of round SEQ
-    residual-SEQ.frame           what a lossy codec has held back of our changes, up to our update of round SEQ;
-                                 synchronous exchange only, otherwise it is in the checkpoint
-    metrics.json                 of the last evaluation
-    inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json is there
-    inbox/REGION/SEQ.from-FIRST.*  one that sums up rounds FIRST to SEQ, the same
-    outbox/SEQ.{frame,json}        ours, the same
-    sums/DIGEST.frame              updates that are sent summed up; made again after a restart
+    residual-SEQ.frame           residual of a lossy codec after our update of round SEQ; synchronous exchange only,
+                                 with background exchange it is part of the checkpoint
+    metrics.json                 metrics of the last evaluation
+    inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json exists
+    inbox/REGION/SEQ.from-FIRST.*  the sum of another region's updates of rounds FIRST to SEQ; likewise
+    outbox/SEQ.{frame,json}        our own update; likewise
+    sums/DIGEST.frame              sums of updates that we send; computed again after a restart
 
-Every file is written beside its place, flushed with fsync, renamed, and the folder flushed; a line of the log is
-flushed with fsync before what it tells is acted upon. A round's state and updates are durable before its checkpoint,
-and are deleted only after the next one. With synchronous exchange every merge makes a checkpoint; in the background
-the log is enough to make a merge again, so that checkpoints are made now and then, beside what else is done: the log
-continues in a new file when one is begun, and the older ones stay until it is durable. There the checkpoint that is not
-needed any more is written again as the next one, in place: what a file of a model's size costs is the memory and the
-place on the disk that are found for it. By then its old name is gone for good: the folder is flushed when a file of
-the log is begun.
+Every file is written under a temporary name, flushed with fsync and renamed, and then its folder is flushed. A line of
+the log is flushed with fsync before the server acts on it. A round's optimiser state and updates are durable before the
+round's checkpoint, and are deleted only after the next checkpoint.
+
+With synchronous exchange every merge writes a checkpoint. With background exchange the log is enough to repeat a merge,
+so checkpoints are written only from time to time, concurrently with other work. When one is begun, the log continues in
+a new file; the older log files stay until the checkpoint is durable. An old checkpoint is renamed to ``.spare.partial``
+and overwritten by the next one, because allocating the page cache and the disk blocks of a new file is what a file of
+a model's size mostly costs. The rename is durable by then: beginning a log file flushes the folder.
 """
 
 from __future__ import annotations
@@ -43,27 +44,33 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync import framing
-from sync.durable import begin_write, disk_full_is_told, flush_folder, put_in_place, write_durably
+from sync.durable import begin_write, commit_write, disk_full_as_error, flush_folder, write_durably
 from sync.layout import Layout, Vector
 from sync.ps.core.actions import Apply, Keep, Log, Restart
 from sync.ps.core.machine import Recovered, Setup
-from sync.ps.execution.replica import Numbers
+from sync.ps.execution.replica import ReplicaState
 from sync.transfer.manifest import Manifest
 
-__all__ = ["Draft", "Entry", "Storage", "correction_key"]
+__all__ = ["Entry", "PendingCheckpoint", "Storage", "correction_key"]
 
 _KEPT_CHECKPOINTS = 2
+"""Checkpoints on disk: if the newest one is damaged, the merges since the one before it are repeated."""
 _SPARE = ".spare.partial"
-"""A checkpoint that is to be written again."""
-_MEMORY, _MARK, _LAST = "memory/", "mark/", "last/"
-"""Before the names, in a checkpoint: of what policy and guard remember, of watermarks, of regions that are done."""
+"""File name of an old checkpoint that the next one overwrites."""
+_MEMORY = "memory/"
+"""Prefix, in a checkpoint, of tensors that the WAN policy and the guard keep between merges."""
+_MARK = "mark/"
+"""Prefix, in a checkpoint, of each region's watermark: the last of its updates that the model holds."""
+_LAST = "last/"
+"""Prefix, in a checkpoint, of the regions whose last update the model holds."""
 
 Entry = Log | Apply | Restart
-"""A line of the log."""
+"""One line of the log."""
 
 
 class Storage:
-    """The durable state of one partition. Calls are made from one thread at a time, but for a `Draft`'s."""
+    """The durable state of one partition. Must be called from one thread at a time; a `PendingCheckpoint` may be
+    written by another thread."""
 
     def __init__(self, folder: Path, setup: Setup) -> None:
         self._folder, self._setup = folder, setup
@@ -73,15 +80,15 @@ class Storage:
             part.mkdir(parents=True, exist_ok=True)
         self.layout: Layout | None = None
         self._marks: dict[int, dict[str, int]] = {}
-        """Watermarks of the checkpoints that are kept, ours included, by version."""
+        """Watermarks of all regions, this one included, in each kept checkpoint, by the checkpoint's version."""
         self._log: int | None = None
-        """Descriptor of the log's newest file."""
+        """File descriptor of the newest log file; None: it is not open."""
 
-    def recover(self) -> tuple[Recovered, Numbers | None, list[Entry]]:
-        """Read back what was durable when the process ended: as of the last checkpoint, and what the log has since.
+    def recover(self) -> tuple[Recovered, ReplicaState | None, list[Entry]]:
+        """Read what was durable when the process ended: the newest undamaged checkpoint, and the log entries since it.
 
-        A checkpoint that is damaged is made again from the one before it and the round's updates, which are kept that
-        long. Raises ``GeofedError("STATE_INVALID")`` where that is not possible either.
+        Updates are kept until two checkpoints hold them, so that the state machine can repeat the merges of a damaged
+        checkpoint. Raises ``GeofedError("STATE_INVALID")`` if such updates are missing, or another file is damaged.
         """
         for left in (*self._folder.glob(".*.partial"), *self._folder.glob("*/**/.*.partial")):
             left.unlink()
@@ -90,7 +97,7 @@ class Storage:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise GeofedError("STATE_INVALID", f"{self._folder} is damaged: {error}") from None
 
-    def _recover(self) -> tuple[Recovered, Numbers | None, list[Entry]]:
+    def _recover(self) -> tuple[Recovered, ReplicaState | None, list[Entry]]:
         inbox = tuple(_manifests(sorted(self._folder.glob("inbox/*/*.json"))))
         outbox = tuple(_manifests(sorted(self._folder.glob("outbox/*.json"))))
         with contextlib.suppress(FileNotFoundError):
@@ -100,28 +107,28 @@ class Storage:
             metrics = Keep(**json.loads((self._folder / "metrics.json").read_text()))
         base = Recovered(inbox=inbox, outbox=outbox, metrics=metrics)
         damaged: list[int] = []
-        numbers: Numbers | None = None
+        replica_state: ReplicaState | None = None
         for version, path in sorted(self._checkpoints(), reverse=True):
             if (frame := _whole(path)) is None:
                 damaged.append(version)
                 continue
             self._marks[version] = marks = _named(frame, _MARK)
-            if numbers is None:
-                base, numbers = self._of_checkpoint(base, frame, version, marks)
+            if replica_state is None:
+                base, replica_state = self._of_checkpoint(base, frame, version, marks)
         if not self._setup.background:
             self._require_updates(base, damaged)
-            return base, numbers, []
+            return base, replica_state, []
         entries = self._entries(base.version)
         self._open_log(max([base.version, *(int(path.stem.split("-")[1]) for path in self._logs())]))
-        return base, numbers, entries
+        return base, replica_state, entries
 
     def _of_checkpoint(
         self, base: Recovered, frame: framing.Frame, version: int, marks: dict[str, int]
-    ) -> tuple[Recovered, Numbers]:
+    ) -> tuple[Recovered, ReplicaState]:
         facts, model = frame.facts, np.array(frame.tensors["model"], np.float32)
         remembered = {name: frame.tensors[name] for name in frame.tensors if name.startswith(_MEMORY)}
         sequence = int(facts["sequence"])
-        numbers = Numbers(
+        replica_state = ReplicaState(
             model,
             np.array(frame.tensors["start"], np.float32) if "start" in frame.tensors else model,
             np.array(frame.tensors["residual"], np.float64) if "residual" in frame.tensors else None,
@@ -141,14 +148,15 @@ class Storage:
             attempt=int(facts.get("attempt", 1)),
             ended=_ended_of(facts) if self._setup.background and sequence > 0 else None,
         )
-        return recovered, numbers
+        return recovered, replica_state
 
     def _require_updates(self, base: Recovered, damaged: list[int]) -> None:
-        """Damaged rounds can be made again only while all of their updates are here."""
+        """Raise ``GeofedError("STATE_INVALID")`` unless all updates are stored from which the rounds of the damaged
+        checkpoints can be merged again."""
         here = {(manifest.region, manifest.sequence) for manifest in (*base.inbox, *base.outbox)}
         for sequence in range(base.sequence + 1, max(damaged, default=base.sequence) + 1):
             if any((region, sequence) not in here for region in self._setup.contributors(sequence)):
-                text = f"the checkpoint of round {sequence} in {self._folder} is damaged, and its updates are gone"
+                text = f"the checkpoint of round {sequence} in {self._folder} is damaged, and its updates were deleted"
                 raise GeofedError("STATE_INVALID", text)
 
     def _checkpoints(self) -> Iterator[tuple[int, Path]]:
@@ -157,24 +165,28 @@ class Storage:
 
     @property
     def marked(self) -> bool:
-        """Whether this folder is where the partition began, or came back: what it lacks was never there."""
+        """Whether the partition began in this folder, or restored its state into it.
+
+        If not, the folder is new, and an empty one means that the state was lost.
+        """
         return (self._folder / "begun").exists()
 
     def mark(self) -> None:
-        """Say so, durably."""
+        """Mark the folder durably as the one that the partition began in."""
         if not self.marked:
             write_durably(self._folder / "begun", [])
 
     def newest_checkpoint(self) -> Path | None:
-        """The file of the last merge; None: there is none."""
+        """Return the path of the newest checkpoint, or None if there is none."""
         return max(self._checkpoints(), default=(0, None), key=lambda found: found[0])[1]
 
     def take_over(self, data: bytes, digest: str, layout: Layout, updates: Sequence[tuple[Manifest, bytes]]) -> None:
-        """Begin from another region's checkpoint, as if we had made it, and with updates that others may lack.
+        """Restore a lost state from another region's checkpoint, and store updates that other regions may lack.
 
-        Synchronous exchange only: there one round's model is the same in all regions, and tells our place in the data.
-        The checkpoint comes last, so that a crash before it leaves a state that counts as lost still.
-        ``digest`` is that of its model. Raises ``GeofedError("STATE_INVALID")`` where it is damaged.
+        Works with synchronous exchange only, where the model after a round is the same in all regions and the number of
+        the round determines this region's position in its data. The checkpoint is written last, so that after a crash
+        in between the state still counts as lost. ``digest`` is the digest of the model in the checkpoint.
+        Raises ``GeofedError("STATE_INVALID")`` if the checkpoint is damaged.
         """
         try:
             frame = framing.decode(data)
@@ -204,22 +216,27 @@ class Storage:
             ends=int(frame.facts.get("ends", 0)),
         )
         memory = {name.removeprefix(_MEMORY): np.array(array, np.float32) for name, array in rest.items()}
-        self.keep_checkpoint(Numbers(model, model, None, memory), apply)
+        self.keep_checkpoint(ReplicaState(model, model, None, memory), apply)
         self.mark()
 
     def keep_layout(self, layout: Layout) -> None:
-        """Store the layout once; it never changes."""
+        """Store the layout, unless one is stored already: it never changes."""
         if self.layout is None:
             write_durably(self._folder / "layout.json", [layout.to_json().encode()])
             self.layout = layout
 
     def keep_metrics(self, metrics: Keep) -> None:
+        """Make the metrics of an evaluation durable, in place of those before."""
         write_durably(self._folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
 
     def keep_update(
         self, manifest: Manifest, pieces: Sequence[framing.Buffer], first: Callable[[], None] = lambda: None
     ) -> None:
-        """Make our own update durable; ``first`` waits for what must be durable by then, and raises where it is not."""
+        """Make our own update durable.
+
+        ``first`` is called before the manifest is written: it waits until everything is durable that must be durable
+        before the update counts, or raises.
+        """
         write_durably(self._folder / "outbox" / f"{manifest.sequence}.frame", pieces)
         first()
         self._keep_manifest(self._folder / "outbox" / f"{manifest.sequence}.json", manifest)
@@ -229,44 +246,51 @@ class Storage:
         write_durably(self._folder / f"state-{sequence}.frame", state)
 
     def newest_state(self, sequence: int) -> bytes | None:
-        """Optimiser state at the end of a round, or of the last one before it that was kept."""
+        """Return the framed optimiser state at the end of a round, or of the last earlier round that has one."""
         kept = [int(path.stem.split("-")[1]) for path in self._folder.glob("state-*.frame")]
         found = max((number for number in kept if number <= sequence), default=None)
         return None if found is None else (self._folder / f"state-{found}.frame").read_bytes()
 
     def keep_residual(self, sequence: int, residual: npt.NDArray[np.float64]) -> None:
-        """Make durable what the codec has held back once our update of a round is made; before the update itself."""
+        """Make the codec's residual after our update of a round durable. Must be called before `keep_update`."""
         write_durably(self._folder / f"residual-{sequence}.frame", framing.encode({"residual": residual}))
 
     def residual(self, sequence: int) -> npt.NDArray[np.float64] | None:
-        """What was held back once our update of a round was made, if anything was."""
+        """Return the codec's residual after our update of a round, shape (n,), or None if none was stored."""
         with contextlib.suppress(FileNotFoundError):
             frame = framing.decode((self._folder / f"residual-{sequence}.frame").read_bytes())
             return np.array(frame.tensors["residual"], np.float64)
         return None
 
-    def keep_checkpoint(self, numbers: Numbers, apply: Apply, ended: Log | None = None, attempt: int = 1) -> str:
-        """Make a merge's numbers and watermarks durable; returns the model's digest.
+    def keep_checkpoint(
+        self, replica_state: ReplicaState, apply: Apply, ended: Log | None = None, attempt: int = 1
+    ) -> str:
+        """Make the state and the watermarks after a merge durable, and return the digest of the model.
 
-        With background exchange, ``ended``: the last round that has ended; ``attempt``: the last that began from these
-        numbers.
+        Only with background exchange, ``ended`` is the last round that the workers have ended, and ``attempt`` the
+        last attempt whose workers began from this state.
         """
-        draft = self.draft(numbers, apply, ended, attempt)
-        digest = draft.write()
-        draft.flush()
-        self.keep(draft)
+        checkpoint = self.begin_checkpoint(replica_state, apply, ended, attempt)
+        digest = checkpoint.write()
+        checkpoint.flush()
+        self.finish_checkpoint(checkpoint)
         if apply.complete:
             (self._folder / _SPARE).unlink(missing_ok=True)
         return digest
 
-    def draft(self, numbers: Numbers, apply: Apply, ended: Log | None = None, attempt: int = 1) -> Draft:
-        """A checkpoint that another thread can `write` and `flush`, and that is to be kept here after that.
+    def begin_checkpoint(
+        self, replica_state: ReplicaState, apply: Apply, ended: Log | None = None, attempt: int = 1
+    ) -> PendingCheckpoint:
+        """Return a checkpoint that another thread can ``write`` and ``flush``; `finish_checkpoint` must follow.
 
-        What is logged from here on comes after it; until it is kept, the one before counts, and all that follows on it.
+        The log continues in a new file, for the entries after this checkpoint. Until `finish_checkpoint`, the
+        checkpoint before this one and all log entries since it are kept.
         """
-        rest: dict[str, framing.Array] = {f"{_MEMORY}{name}": vector for name, vector in numbers.memory.items()}
+        rest: dict[str, framing.Array] = {f"{_MEMORY}{name}": vector for name, vector in replica_state.memory.items()}
         if self._setup.background:
-            rest |= {"start": numbers.start} | ({} if numbers.residual is None else {"residual": numbers.residual})
+            rest |= {"start": replica_state.start} | (
+                {} if replica_state.residual is None else {"residual": replica_state.residual}
+            )
         marks = dict(apply.watermarks) | {self._setup.region: apply.sequence}
         facts = {"sequence": apply.sequence, "step": apply.step, "samples": apply.samples, "applied": apply.applied}
         facts |= {f"{_MARK}{region}": mark for region, mark in marks.items()}
@@ -279,11 +303,11 @@ class Storage:
             facts |= {"ended_last": int(ended.last)}
         if self._setup.background:
             self._open_log(apply.version)
-        return Draft(self._folder, apply.version, marks, numbers.model, rest, facts)
+        return PendingCheckpoint(self._folder, apply.version, marks, replica_state.model, rest, facts)
 
-    def keep(self, draft: Draft) -> None:
-        """It is durable: what came before the one before it is not needed any more."""
-        self._marks[draft.version] = draft.marks
+    def finish_checkpoint(self, checkpoint: PendingCheckpoint) -> None:
+        """Record that a checkpoint is durable, and delete what only the dropped checkpoints needed."""
+        self._marks[checkpoint.version] = checkpoint.marks
         for old in sorted(self._marks)[:-_KEPT_CHECKPOINTS]:
             self._forget_checkpoint(old)
 
@@ -300,7 +324,7 @@ class Storage:
         for path in self._logs():
             if int(path.stem.split("-")[1]) <= version:
                 path.unlink(missing_ok=True)
-        # Not every round hands its optimiser's state over: the newest one stays.
+        # Workers don't submit their optimiser's state in every round, so the newest one stays.
         states = sorted(int(path.stem.split("-")[1]) for path in self._folder.glob("state-*.frame"))
         newest = max((number for number in states if number <= sequence + 1), default=0)
         for kind, last in (("state", min(newest - 1, sequence)), ("residual", sequence)):
@@ -309,19 +333,19 @@ class Storage:
                     path.unlink(missing_ok=True)
 
     def durable_sequence(self) -> int:
-        """Rounds of ours that every kept checkpoint holds: what lies before them is not needed to make them again."""
+        """Return the number of our rounds that every kept checkpoint holds, or -1: recovery never repeats them."""
         return min((marks.get(self._setup.region, -1) for marks in self._marks.values()), default=-1)
 
     # The log
 
     def log(self, entry: Entry) -> None:
-        """Make a line durable."""
+        """Append an entry to the log and flush it."""
         if self._log is None:
             raise GeofedError("INTERNAL", "the log is not open")
         kind = {Log: "end", Apply: "merge", Restart: "restart"}[type(entry)]
         body = json.dumps({kind: asdict(entry)}, separators=(",", ":"))
         line = f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
-        with disk_full_is_told(self._folder):
+        with disk_full_as_error(self._folder):
             os.write(self._log, line)
             os.fdatasync(self._log)
 
@@ -336,7 +360,7 @@ class Storage:
         flush_folder(self._folder)
 
     def _entries(self, version: int) -> list[Entry]:
-        """What was logged after a merge; a line that the process died in ends it."""
+        """Return the log entries after merge ``version``; a log file is cut off at its first incomplete line."""
         found: list[Entry] = []
         for path in self._logs():
             if int(path.stem.split("-")[1]) < version:
@@ -354,12 +378,12 @@ class Storage:
         return found
 
     def update_path(self, region: str, sequence: int, first: int = 0) -> Path:
-        """Where the bytes of a durable update are; ``first``: of the rounds that it sums up, 0 if it does not."""
+        """Return the path of a received update or of our own; ``first`` is the first round of a sum, else 0."""
         folder = self._folder / "outbox" if region == self._setup.region else self._folder / "inbox" / region
         return folder / (f"{sequence}.from-{first}.frame" if first else f"{sequence}.frame")
 
     def path_of(self, manifest: Manifest) -> Path:
-        """Where the bytes of an update are that is kept, or of a sum that was made here."""
+        """Return the path of a stored update, or of a sum that was computed here."""
         made = self._sum_path(manifest.digest)
         if manifest.first and made.exists():
             return made
@@ -368,15 +392,15 @@ class Storage:
     def _sum_path(self, digest: str) -> Path:
         return self._sums / f"{digest.removeprefix('sha256:')}.frame"
 
-    def hold_sum(self, manifest: Manifest, pieces: Sequence[framing.Buffer]) -> None:
-        """Keep a sum of updates for as long as the process lives: what it is of is durable.
+    def keep_sum(self, manifest: Manifest, pieces: Sequence[framing.Buffer]) -> None:
+        """Store a sum of updates without flushing it: after a crash it can be computed again from durable updates.
 
-        Raises ``GeofedError("DISK_FULL")``, and leaves nothing behind.
+        Raises ``GeofedError("DISK_FULL")`` if the disk is full, and then leaves no file behind.
         """
         path = self._sum_path(manifest.digest)
         partial = path.with_suffix(".partial")
         try:
-            with disk_full_is_told(path):
+            with disk_full_as_error(path):
                 self._sums.mkdir(exist_ok=True)
                 with partial.open("wb") as file:
                     for piece in pieces:
@@ -387,17 +411,21 @@ class Storage:
         partial.replace(path)
 
     def update(self, manifest: Manifest) -> bytes:
-        """The bytes of a durable update, verified: one that has changed here would part this region's model from the
-        others'."""
+        """Return the bytes of a stored update.
+
+        Raises ``GeofedError("STATE_INVALID")`` if they don't have the manifest's digest: merging them would make this
+        region's model differ from the others'.
+        """
         data = self.path_of(manifest).read_bytes()
         if framing.digest_of([data]) != manifest.digest:
             raise GeofedError("STATE_INVALID", f"update {manifest.sequence} of {manifest.region} was damaged on disk")
         return data
 
     def forget(self, up_to: Mapping[str, int], sums: Iterable[str] = ()) -> None:
-        """Delete updates that nobody needs any more, nor a kept checkpoint to make the merges after it again.
+        """Delete the updates up to a sequence per region, unless merges after a kept checkpoint may still be repeated
+        from them.
 
-        ``sums``: digests of those that are not sent any more.
+        ``sums`` are the digests of sums that are not sent any more.
         """
         for digest in sums:
             self._sum_path(digest).unlink(missing_ok=True)
@@ -406,7 +434,7 @@ class Storage:
             last = min([wanted, *(marks.get(region, -1) for marks in kept)])
             folder = self._folder / "outbox" if region == self._setup.region else self._folder / "inbox" / region
             for path in folder.glob("*.*"):
-                # A name that begins with a dot is a file that another thread is writing.
+                # Another thread is still writing files whose name begins with a dot.
                 if not path.name.startswith(".") and int(path.name.split(".")[0]) <= last:
                     path.unlink(missing_ok=True)
 
@@ -416,34 +444,37 @@ class Storage:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A checkpoint on its way to the disk. Its methods may be called from any one thread, in this order."""
+class PendingCheckpoint:
+    """A checkpoint that is not durable yet. Call ``write``, then ``flush``, from any one thread."""
 
     folder: Path
     version: int
     marks: dict[str, int]
+    """Watermark of every region."""
     model: Vector
     rest: dict[str, framing.Array]
+    """All other tensors, by their name in the file."""
     facts: dict[str, float]
     written: list[tuple[Path, BinaryIO]] = field(default_factory=list)
-    """Its place, and the open file beside that."""
+    """Final path, and the open file under its temporary name, between ``write`` and ``flush``."""
 
     def write(self) -> str:
-        """Read the numbers, which must not change until this returns; the model's digest."""
+        """Write the file and return the model's digest. The vectors must not change until this returns."""
         model = np.ascontiguousarray(self.model)
         digest = framing.digest_of([model.data.cast("B")])
         pieces = framing.encode({"model": model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
-        place = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
-        self.written.append((place, begin_write(place, pieces, self.folder / _SPARE)))
+        path = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
+        self.written.append((path, begin_write(path, pieces, self.folder / _SPARE)))
         return digest
 
-    def flush(self, *, beside: bool = False) -> None:
-        """Make durable what was written; ``beside`` other work, so that what is made durable there waits for little."""
-        put_in_place(*self.written.pop(), beside=beside)
+    def flush(self, *, throttled: bool = False) -> None:
+        """Make the file durable; ``throttled``: in small pieces, so that other writes to the disk hardly wait for
+        it."""
+        commit_write(*self.written.pop(), throttled=throttled)
 
 
 def _whole(path: Path) -> framing.Frame | None:
-    """The checkpoint in a file, unless it is damaged."""
+    """Return the checkpoint in a file, or None if it is damaged."""
     try:
         frame = framing.decode(path.read_bytes())
         digest = framing.digest_of([np.array(frame.tensors["model"], np.float32).data.cast("B")])
@@ -489,12 +520,12 @@ def _named(frame: framing.Frame, prefix: str) -> dict[str, int]:
 
 
 def _ended_of(facts: Mapping[str, float]) -> Log:
-    """The last round before a checkpoint, as far as anyone still asks for it."""
+    """Return what a checkpoint states about the last ended round; the fields that recovery does not use are empty."""
     step, until, correction = int(facts["ended_step"]), int(facts["until_step"]), int(facts["correction"])
     key = correction_key(correction) if correction >= 0 else ""
     return Log(int(facts["sequence"]), "", "", 0.0, step, key, until, bool(facts.get("ended_last", 0)))
 
 
 def correction_key(version: int) -> str:
-    """Channel key of what leads the workers to the model after a merge."""
+    """Return the channel key of the correction that workers add to their model after a merge."""
     return f"correction/{version}"

@@ -69,7 +69,7 @@ def test_there_are_never_more_parts_than_workers(tmp_path: Any) -> None:
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path: Any) -> None:
-    with pytest.raises(GeofedError, match="isp does not send in 'int8'"):
+    with pytest.raises(GeofedError, match="isp does not support codec 'int8'"):
         _merging(tmp_path, collective="isp", merging_codec="int8")
     for collective in ("isp", "k-reduce"):
         assert _merging(tmp_path, collective=collective, merging_codec="int4").name == f"{collective} with K = 4"

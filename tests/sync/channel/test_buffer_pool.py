@@ -22,9 +22,9 @@ from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
 from sync.channel import FileChannel
-from sync.channel._buffer_pool import LEAST_BYTES, BufferPool, held
+from sync.channel._buffer_pool import MIN_BYTES, BufferPool, locked
 
-LARGE = LEAST_BYTES + 4096
+LARGE = MIN_BYTES + 4096
 SIZES = [LARGE + 64 * number for number in (0, 1, 40, 2000)]
 
 
@@ -118,10 +118,10 @@ def test_a_value_that_is_written_again_while_it_is_opened_is_read_whole(
         if later:
             other.delete("a")
             other.put("a", [b"y" * later.pop()])
-        return held(descriptor, path)
+        return locked(descriptor, path)
 
     channel.put("a", [b"x" * (LARGE + 5000)])
-    monkeypatch.setattr("sync.channel._file.held", held_late)
+    monkeypatch.setattr("sync.channel._file.locked", held_late)
     assert channel.get("a") == b"y" * LARGE
     assert channel.get("a") == b"y" * (LARGE + 9000)
 
@@ -270,7 +270,7 @@ class Values(RuleBasedStateMachine):
 
     @rule(key=keys, byte=st.integers(1, 255), more=st.integers(-4096, 1 << 17), by=st.integers(0, 1))
     def put(self, key: str, byte: int, more: int, by: int) -> None:
-        value = bytes([byte]) * (LEAST_BYTES + more)
+        value = bytes([byte]) * (MIN_BYTES + more)
         self.channels[by].put(key, [value[:100], value[100:]])
         self.there[key] = value
 

@@ -39,7 +39,7 @@ def opened(s3: S3Server) -> Iterator[Open]:
 
 def test_the_meter_equals_what_the_server_counted(s3: S3Server, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sync.channel._s3._KEYS_AT_ONCE", 10)
-    channel = opened(part_bytes=5 * MB, cut_bytes=6 * MB)
+    channel = opened(part_bytes=5 * MB, multipart_bytes=6 * MB)
     s3.counts()
     value = random.Random(1).randbytes(12 * MB)
     channel.put("large", [value])
@@ -127,7 +127,7 @@ def test_a_download_that_breaks_off_is_made_again(opened: Open, monkeypatch: pyt
 
 
 def test_a_broken_upload_leaves_no_parts(s3: S3Server, opened: Open) -> None:
-    channel = opened(part_bytes=5 * MB, cut_bytes=6 * MB)
+    channel = opened(part_bytes=5 * MB, multipart_bytes=6 * MB)
 
     def fail(params: dict[str, Any], **_: Any) -> None:
         if "partNumber=2" in params["url"]:

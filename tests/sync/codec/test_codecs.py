@@ -24,8 +24,8 @@ from sync.codec import (
     Float32,
     Int8Blocks,
     Ternary,
+    codec_by_mark,
     codec_named,
-    codec_of,
 )
 
 CODECS = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Ternary(), Exact()]
@@ -233,9 +233,9 @@ def test_a_damaged_scale_comes_out_as_infinite() -> None:
 
 def test_names_and_marks() -> None:
     assert [codec_named(codec.name).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
-    assert [codec_of(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
+    assert [codec_by_mark(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
     with pytest.raises(GeofedError, match="gzip") as caught:
         codec_named("gzip")
     assert caught.value.hint == "known: bf16, exact, fp32, int8, sparse, ternary, topk"
-    with pytest.raises(GeofedError, match="not known here"):
-        codec_of(99)
+    with pytest.raises(GeofedError, match="unknown codec number"):
+        codec_by_mark(99)

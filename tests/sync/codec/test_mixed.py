@@ -12,7 +12,17 @@ from support.budget import budget
 
 from geofed_pb.errors import GeofedError
 from sync import framing
-from sync.codec import ChunkedTopK, Codec, ErrorFeedback, Int8Blocks, Mixed, Ternary, codec_named, codec_of, with_state
+from sync.codec import (
+    ChunkedTopK,
+    Codec,
+    ErrorFeedback,
+    Int8Blocks,
+    Mixed,
+    Ternary,
+    codec_by_mark,
+    codec_named,
+    with_state,
+)
 from sync.policy import Contribution, DiLoCo, GradientSum, StateAveraged
 
 TRAINED, SIZE = 1300, 1365
@@ -35,14 +45,14 @@ def test_which_codecs_leave_the_state_aside() -> None:
     for name, mark in (("int8", 18), ("topk", 19), ("ternary", 23)):
         codec = with_state(codec_named(name), TRAINED, SIZE)
         assert (codec.name, codec.mark) == (name, mark)
-        assert codec_of(mark, TRAINED).name == name
+        assert codec_by_mark(mark, TRAINED).name == name
         assert with_state(codec_named(name), SIZE, SIZE).mark == mark - 16
         # Of a part that holds nothing but state.
         vector = np.arange(7, dtype=np.float32)
         assert np.array_equal(through_a_frame(with_state(codec_named(name), -3, 7), vector), vector)
     assert with_state(codec_named("bf16"), TRAINED, SIZE).mark == 1
-    with pytest.raises(GeofedError, match="not known here"):
-        codec_of(18)
+    with pytest.raises(GeofedError, match="unknown codec number"):
+        codec_by_mark(18)
 
 
 @pytest.mark.parametrize("bulk", BULKS, ids=lambda codec: codec.name)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from sync.codec import BFloat16, ChunkedTopK, Codec, ErrorFeedback, Exact, Float32, Int8Blocks, Mixed, Ternary
-from sync.codec._slabs import apart, joined
+from sync.codec._slabs import join_slabs, slabs_of
 
 Vector = npt.NDArray[np.float32]
 CODECS: list[Codec] = [Float32(), BFloat16(), Int8Blocks(), ChunkedTopK(), Ternary(), Exact()]
@@ -33,14 +33,15 @@ def mixed_up(size: int, seed: int, exponents: tuple[int, int]) -> Vector:
 def test_slabs_one_behind_the_other_are_the_whole(codec: Codec, size: int, seed: int, trained: float) -> None:
     vector = mixed_up(size, seed, (-100, 100))
     for one in (codec, Mixed(codec, int(trained * size))):
-        parts = [part.encode(vector[slab]) for slab, part in apart(one, size)]
-        whole, made = one.encode(vector), joined(one, parts)
+        parts = [part.encode(vector[slab]) for slab, part in slabs_of(one, size)]
+        whole, made = one.encode(vector), join_slabs(one, parts)
         assert dict.fromkeys(whole) == dict.fromkeys(made)
         for name, array in whole.items():
             assert array.dtype == made[name].dtype
             assert np.array_equal(array, made[name]), name
         decoded = [
-            part.decode(arrays, vector[slab].size) for (slab, part), arrays in zip(apart(one, size), parts, strict=True)
+            part.decode(arrays, vector[slab].size)
+            for (slab, part), arrays in zip(slabs_of(one, size), parts, strict=True)
         ]
         assert np.array_equal(np.concatenate(decoded), one.decode(whole, size))
 

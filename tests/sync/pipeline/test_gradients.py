@@ -91,7 +91,7 @@ def _check(case: dict[str, Any], dtype: torch.dtype, open_one: Callable[[], Chan
     tolerance = 1e-6 if dtype is torch.float32 or case["shape"].degree > 1 else 1e-12
     with (
         # These models are small; with 1 what the first layers give is merged apart all the same.
-        patch("sync.pipeline._merge._LEAST_CHUNK", case["least_chunk"]),
+        patch("sync.pipeline._merge._MIN_CHUNK_ELEMENTS", case["least_chunk"]),
         WorkerGroup(case["shape"], layers, open_one, settings=chosen, dtype=dtype, overlap=case["overlap"]) as group,
     ):
         for step, batch in enumerate(batches, 1):

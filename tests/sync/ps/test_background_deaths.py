@@ -52,7 +52,7 @@ from sync.ps.core.events import (
 from sync.ps.core.machine import Setup
 from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
-from sync.ps.execution.storage import Draft, Storage
+from sync.ps.execution.storage import PendingCheckpoint, Storage
 from sync.transfer.arrival import Arrival
 from sync.transfer.manifest import Manifest, Peer, Verdict
 from sync.wan import ExchangeSettings, policy_of
@@ -119,7 +119,7 @@ class Later(Executor):
     """Checkpoints are made when somebody waits for them, or has asked a few times whether they are; never, if the
     process dies before."""
 
-    begun: ClassVar[list[Draft]] = []
+    begun: ClassVar[list[PendingCheckpoint]] = []
 
     def __init__(self, asked: int) -> None:
         self._asked = asked
@@ -133,7 +133,7 @@ class Later(Executor):
                 file.close()
 
     def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-        self.begun.extend(draft for draft in given if isinstance(draft, Draft))
+        self.begun.extend(draft for draft in given if isinstance(draft, PendingCheckpoint))
         return Promised(lambda: work(*given, **named), self._asked)
 
 
@@ -370,7 +370,7 @@ class Site:
         """An update comes in."""
         place = self.storage.update_path(manifest.region, manifest.sequence, manifest.first)
         arrival = Arrival(manifest, place)
-        for offset in range(arrival.landing.prefix, len(data), 600):
+        for offset in range(arrival.file.prefix, len(data), 600):
             arrival.append(offset, data[offset : offset + 600])
         arrival.complete()
         self.feed(Stored(manifest))
@@ -446,7 +446,7 @@ class Federation:
         held = np.zeros(SIZE, np.float64)
         expected = FIRST.astype(np.float64)
         for name, site in self.sites.items():
-            residual = site.executor.replica.numbers.residual if site.executor.replica is not None else None
+            residual = site.executor.replica.state.residual if site.executor.replica is not None else None
             held += SHARES[name] * (0 if residual is None else residual)
             expected += SHARES[name] * sum(change(name, n).astype(np.float64) for n in range(1, ROUNDS + 1))
         for site in self.sites.values():
@@ -477,8 +477,8 @@ def play(
         ticks = iter(range(1 << 30))
         # Checkpoints by the count of what is done instead of by the clock.
         patch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-        patch.setattr(executor_module, "_beside", AtOnce)
-        patch.setattr(executor_module, "_beside_actions", lambda: Later(late))
+        patch.setattr(executor_module, "_background_thread", AtOnce)
+        patch.setattr(executor_module, "_checkpoint_thread", lambda: Later(late))
         operations = Operations(patch, deaths)
         if power:
             operations.platter = Platter(folder / "a" / "ps")

@@ -11,7 +11,7 @@ import pytest
 from sync.codec import codec_named
 from sync.layout import Vector
 from sync.policy import Contribution
-from sync.ps.execution.replica import Numbers, Replica
+from sync.ps.execution.replica import Replica, ReplicaState
 from sync.wan import ExchangeSettings, policy_of
 
 OPTIMA = {"a": 3.0, "b": -1.0, "c": 4.0}
@@ -27,7 +27,7 @@ class Site:
         first = np.full(4, START, np.float32)
         self.name, self._kept = name, kept
         settings = ExchangeSettings(background=1.0, guard=0.0)
-        self.replica = Replica(policy_of(policy), settings, codec_named("fp32"), Numbers(first, first))
+        self.replica = Replica(policy_of(policy), settings, codec_named("fp32"), ReplicaState(first, first))
         self._correction: Vector | None = None
         self._sequence = 0
 
@@ -35,8 +35,8 @@ class Site:
         self._sequence += 1
         optimum = np.float32(OPTIMA[self.name])
         end: Vector = (optimum + np.float32(self._kept) * (self.replica.start - optimum)).astype(np.float32)
-        made = self.replica.own(end, self._sequence)
-        self.replica.go_on(end, self._correction)
+        made = self.replica.own_update(end, self._sequence)
+        self.replica.continue_from(end, self._correction)
         return Contribution(self.name, SHARE, made.sent)
 
     def merges(self, updates: list[Contribution], lacking: float = 0.0, rounds: int = 1) -> None:
@@ -83,7 +83,7 @@ def test_what_a_cut_leaves_behind_survives_a_crash() -> None:
     site = Site("a", 0.5)
     for cut in range(1, 4):
         site.merges([site.makes_a_round()], lacking=2 * SHARE * cut)
-    numbers = site.replica.numbers
+    numbers = site.replica.state
     assert site.replica.view != pytest.approx(site.replica.model)
     again = Replica(policy_of("ma"), ExchangeSettings(background=1.0), codec_named("fp32"), numbers)
     assert (again.view == site.replica.view).all()

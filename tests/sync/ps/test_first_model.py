@@ -26,7 +26,7 @@ from sync.ps.core.background import Background
 from sync.ps.core.events import Attached, Configured, Prepared
 from sync.ps.core.machine import FIRST_WEIGHT, Machine, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.execution.executor import ActionExecutor, Framed
+from sync.ps.execution.executor import ActionExecutor, FramedUpdate
 from sync.ps.execution.storage import Storage
 from sync.wan import policy_of
 
@@ -98,11 +98,11 @@ def _run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
 
 
-def _framed(data: bytes) -> Framed:
+def _framed(data: bytes) -> FramedUpdate:
     # Pieces as a frame has them: of different sizes, the first one small.
     cuts = [0, 60, 64, len(data) // 2, len(data)]
     pieces = [memoryview(data)[a:b] for a, b in itertools.pairwise(cuts)]
-    return Framed(pieces, len(data), framing.digest_of([data]))
+    return FramedUpdate(pieces, len(data), framing.digest_of([data]))
 
 
 @pytest.mark.parametrize(("size", "bulk"), [(3000, 0), (8 * MIB, 0), (8 * MIB, None)])

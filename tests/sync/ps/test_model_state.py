@@ -11,7 +11,7 @@ import pytest
 from sync.codec import codec_named
 from sync.layout import Vector
 from sync.policy import Contribution
-from sync.ps.execution.replica import Numbers, Replica
+from sync.ps.execution.replica import Replica, ReplicaState
 from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b", "c")
@@ -39,7 +39,7 @@ def trained(begun: Vector, region: str, steps: int = STEPS) -> Vector:
 
 def replicas(policy: str, codec: str, settings: dict[str, float]) -> dict[str, Replica]:
     exchange, own = ExchangeSettings.of(settings)
-    numbers = Numbers(first_model(), first_model())
+    numbers = ReplicaState(first_model(), first_model())
     made = {region: Replica(policy_of(policy, own), exchange, codec_named(codec), numbers) for region in REGIONS}
     for replica in made.values():
         replica.trained = TRAINED
@@ -61,7 +61,7 @@ def replicas(policy: str, codec: str, settings: dict[str, float]) -> dict[str, R
 def test_variances_stay_positive_where_all_wait_for_all(policy: str, codec: str) -> None:
     servers = replicas(policy, codec, {})
     for sequence in range(1, 6):
-        made = [(r, s.own(trained(s.start, r), sequence)) for r, s in servers.items()]
+        made = [(r, s.own_update(trained(s.start, r), sequence)) for r, s in servers.items()]
         for region, server in servers.items():
             server.merge([Contribution(r, 1.0, m.sent) for r, m in made], None, own=region)
             server.restart()
@@ -79,8 +79,8 @@ def test_variances_are_the_regions_mean_with_background_exchange(policy: str, co
         arrived, travelling = travelling, []
         for region, server in servers.items():
             end = trained(model[region], region)
-            made = server.own(end, sequence, last=sequence == 8)
-            server.go_on(end, known[region])
+            made = server.own_update(end, sequence, last=sequence == 8)
+            server.continue_from(end, known[region])
             model[region] = server.start
             ours = Contribution(region, 1 / 3, made.sent)
             server.merge([ours, *(c for c in arrived if c.region != region)], 1.0, own=region)

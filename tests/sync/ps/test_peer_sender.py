@@ -13,7 +13,7 @@ import pytest
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
 from sync.transfer.manifest import Manifest, Peer
-from sync.transfer.peer_sender import Notices, PeerSender
+from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 
 
 def test_an_idle_link_is_as_fast_as_it_was() -> None:
@@ -47,8 +47,8 @@ def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) ->
 
     async def told(mbps: float, seconds: float) -> list[str]:
         failed: list[str] = []
-        notices = Notices(failed=failed.append)
-        peer_sender = PeerSender("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, notices=notices)
+        notices = SenderCallbacks(failed=failed.append)
+        peer_sender = PeerSender("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, callbacks=notices)
 
         async def carry(manifest: Manifest) -> bool:
             await asyncio.sleep(seconds)
@@ -94,7 +94,7 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
 
         async def collected(proto: sync_pb2.UpdateManifest, view: memoryview) -> sync_pb2.OfferReply:
             took.append("collected")
-            peer_sender._bulk.by_collecting = True
+            peer_sender._bulk.peer_dials = True
             return have
 
         peer_sender._carry_directly, peer_sender._direct.reached = directly, True  # type: ignore[method-assign]
@@ -110,12 +110,12 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
             task.cancel()
         await asyncio.gather(running, waiting, return_exceptions=True)
         await peer_sender.close()
-        return took, peer_sender.meter.slow_way
+        return took, peer_sender.meter.slow_path
 
     assert asyncio.run(carried(fails=1)) == (["direct", "direct"], "")
-    took, slow_way = asyncio.run(carried(fails=2))
+    took, slow_path = asyncio.run(carried(fails=2))
     assert took == ["direct", "direct", "collected"]
-    assert slow_way, "it cannot be reached by a new connection either"
+    assert slow_path, "it cannot be reached by a new connection either"
 
 
 def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: 
 
     async def sent() -> list[tuple[int, int]]:
         begun: list[tuple[int, int]] = []
-        notices = Notices(trying=lambda peer, manifest: begun.append((manifest.begins, manifest.sequence)))
+        notices = SenderCallbacks(trying=lambda peer, manifest: begun.append((manifest.begins, manifest.sequence)))
         arrived = asyncio.Event()
         peer_sender = PeerSender(
-            "j", lambda: None, lambda manifest: update, lambda *_: arrived.set(), 5.0, notices=notices
+            "j", lambda: None, lambda manifest: update, lambda *_: arrived.set(), 5.0, callbacks=notices
         )
         answered, peer = asyncio.Event(), Peer("b", 1, "127.0.0.1:1")
 
@@ -169,7 +169,7 @@ def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
                 enough.set()
 
         peer_sender = PeerSender(
-            "j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, notices=Notices(refused=refused)
+            "j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, callbacks=SenderCallbacks(refused=refused)
         )
 
         async def offer(proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
@@ -211,9 +211,9 @@ def test_of_small_updates_no_more_is_on_its_way_at_once_than_the_link_holds(
         peer_sender.ship(
             Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", size, 1.0) for n in range(1, 20))
         )
-        before = peer_sender._train()
-        peer_sender._trusted, peer_sender.meter.mbps, peer_sender.meter.rtt_ms = True, mbps, rtt_ms
-        train = peer_sender._train()
+        before = peer_sender._burst()
+        peer_sender._link_is_good, peer_sender.meter.mbps, peer_sender.meter.rtt_ms = True, mbps, rtt_ms
+        train = peer_sender._burst()
         await peer_sender.close()
         return before, train
 

@@ -11,12 +11,12 @@ from support.budget import budget
 from sync.codec import codec_named
 from sync.layout import Vector
 from sync.policy import Contribution, StateAveraged
-from sync.ps.execution.replica import _BLOCK, Numbers, Replica, expanded
+from sync.ps.execution.replica import _BLOCK_ELEMENTS, Replica, ReplicaState, expanded
 from sync.wan import ExchangeSettings, policy_of
 
 POLICIES = {"ma": {}, "diloco": {}, "asgd": {"damping": 1.0}, "asgd-ga": {"compensation": 0.04}}
 """Each with settings of its own."""
-sizes = st.sampled_from([1, 700, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK + 77])
+sizes = st.sampled_from([1, 700, _BLOCK_ELEMENTS - 1, _BLOCK_ELEMENTS, _BLOCK_ELEMENTS + 1, 2 * _BLOCK_ELEMENTS + 77])
 
 
 def normal(random: np.random.Generator, size: int) -> Vector:
@@ -29,7 +29,7 @@ def normal(random: np.random.Generator, size: int) -> Vector:
 def test_a_merge_is_the_policys_over_the_whole(name: str, size: int, trained: float, seed: int, together: bool) -> None:
     random, policy = np.random.default_rng(seed), policy_of(name, POLICIES[name])
     first = normal(random, size)
-    replica = Replica(policy, ExchangeSettings(guard=0.0), codec_named("fp32"), Numbers(first, first))
+    replica = Replica(policy, ExchangeSettings(guard=0.0), codec_named("fp32"), ReplicaState(first, first))
     replica.trained = int(trained * size)
     plain = StateAveraged(policy, replica.trained) if replica.trained < size else policy
     model, memory, total = first, dict[str, Vector](), None if together else 1.0
@@ -40,7 +40,7 @@ def test_a_merge_is_the_policys_over_the_whole(name: str, size: int, trained: fl
         model, memory = outer.model, dict(outer.memory)
         assert replica.merge(parts, total, own="a") == ()
         assert np.array_equal(replica.model, model)
-        numbers = replica.numbers
+        numbers = replica.state
         kept = {key: vector for key, vector in numbers.memory.items() if not key.startswith("guard/")}
         assert dict.fromkeys(kept) == dict.fromkeys(memory)
         assert all(np.array_equal(kept[key], vector) for key, vector in memory.items())
@@ -50,14 +50,14 @@ def test_a_merge_is_the_policys_over_the_whole(name: str, size: int, trained: fl
 @given(seed=st.integers(0, 99), doings=st.lists(st.sampled_from(["round", "restart", "late"]), min_size=4, max_size=9))
 def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str]) -> None:
     """Beside a replica that is made anew for each doing, from what a checkpoint would hold."""
-    size, exchange = _BLOCK + 5, ExchangeSettings(background=1.0)
+    size, exchange = _BLOCK_ELEMENTS + 5, ExchangeSettings(background=1.0)
     random = np.random.default_rng(seed)
     first = normal(random, size)
-    lasting = Replica(policy_of("ma"), exchange, codec_named("ternary"), Numbers(first, first))
+    lasting = Replica(policy_of("ma"), exchange, codec_named("ternary"), ReplicaState(first, first))
     given_: Vector | None = None
     for turn, doing in enumerate(doings, 1):
-        old = lasting.numbers
-        known = Numbers(
+        old = lasting.state
+        known = ReplicaState(
             old.model.copy(),
             old.start.copy(),
             None if old.residual is None else old.residual.copy(),
@@ -69,12 +69,12 @@ def test_memory_that_is_used_again_changes_no_number(seed: int, doings: list[str
             if doing == "restart":
                 replica.restart()
                 continue
-            made = replica.own(end, turn)
-            replica.go_on(end, given_)
+            made = replica.own_update(end, turn)
+            replica.continue_from(end, given_)
             updates = [Contribution("a", 0.5, made.sent), Contribution("b", 0.5, other)]
             late = doing == "late"
             replica.merge(updates[:1] if late else updates, 1.0, own="a", rounds=1, lacking=0.5 if late else 0.0)
-        ours, theirs = lasting.numbers, fresh.numbers
+        ours, theirs = lasting.state, fresh.state
         assert np.array_equal(ours.model, theirs.model)
         assert np.array_equal(ours.start, theirs.start)
         assert ours.residual is None or np.array_equal(ours.residual, theirs.residual)
@@ -93,13 +93,13 @@ def test_fragments_take_turns_and_nothing_is_lost(size: int, fragments: int, pol
     random, rounds = np.random.default_rng(size), 2 * fragments + 1
     first = normal(random, size)
     exchange = ExchangeSettings(fragments=float(fragments), guard=0.0)
-    replica = Replica(policy_of(policy), exchange, codec_named("fp32"), Numbers(first, first))
+    replica = Replica(policy_of(policy), exchange, codec_named("fp32"), ReplicaState(first, first))
     changed, seen = np.zeros(size), np.zeros(size, int)
     for sequence in range(1, rounds + 1):
         last = sequence == rounds
         step = normal(random, size)
         changed += step
-        made = replica.own(replica.start + step, sequence, last=last)
+        made = replica.own_update(replica.start + step, sequence, last=last)
         parts = 1 if last or fragments > size else fragments
         begin, stop, _ = made.part.indices(size)
         assert (begin, stop) == (size * (sequence % parts) // parts, size * (sequence % parts + 1) // parts)
@@ -118,14 +118,14 @@ def test_fragments_take_turns_and_nothing_is_lost(size: int, fragments: int, pol
 def test_small_changes_wait_until_they_are_significant_or_the_job_ends() -> None:
     first = np.ones(4, np.float32)
     exchange = ExchangeSettings(significance=0.1, guard=0.0)
-    replica = Replica(policy_of("asgd"), exchange, codec_named("int8"), Numbers(first, first))
+    replica = Replica(policy_of("asgd"), exchange, codec_named("int8"), ReplicaState(first, first))
     small = np.float32([0.5, 0.01, 0.0, -0.5])
-    made = replica.own(first + small, 1)
+    made = replica.own_update(first + small, 1)
     assert made.codec.name == "sparse"
     assert made.sent.tolist() == [0.5, 0.0, 0.0, -0.5]
     replica.merge([Contribution("a", 1.0, made.sent)], None, own="a", rounds=1)
     replica.restart()
-    made = replica.own(replica.start, 2, last=True)
+    made = replica.own_update(replica.start, 2, last=True)
     assert made.codec.name == "int8", "the last update says all that there is"
     assert made.sent[1] == pytest.approx(0.01, rel=0.02)
 
@@ -133,11 +133,11 @@ def test_small_changes_wait_until_they_are_significant_or_the_job_ends() -> None
 @pytest.mark.parametrize(("codec", "used"), [("topk", "int8"), ("int8", "int8"), ("fp32", "fp32")])
 def test_the_last_update_holds_back_as_little_as_it_can(codec: str, used: str) -> None:
     first = np.zeros(600, np.float32)
-    replica = Replica(policy_of("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
+    replica = Replica(policy_of("ma"), ExchangeSettings(guard=0.0), codec_named(codec), ReplicaState(first, first))
     change = normal(np.random.default_rng(0), 600)
-    assert replica.own(change, 1).codec.name == codec
-    replica = Replica(policy_of("ma"), ExchangeSettings(guard=0.0), codec_named(codec), Numbers(first, first))
-    made = replica.own(change, 1, last=True)
+    assert replica.own_update(change, 1).codec.name == codec
+    replica = Replica(policy_of("ma"), ExchangeSettings(guard=0.0), codec_named(codec), ReplicaState(first, first))
+    made = replica.own_update(change, 1, last=True)
     assert made.codec.name == used
     assert replica.codec.name == codec, "it is the usual one again"
     np.testing.assert_allclose(made.sent, change, atol=0.02 * float(np.abs(change).max()))
@@ -147,11 +147,11 @@ def test_the_last_update_holds_back_as_little_as_it_can(codec: str, used: str) -
 def test_a_region_that_trains_alone_goes_on_from_where_it_ended_bit_for_bit(policy: str) -> None:
     random = np.random.default_rng(1)
     first = normal(random, 500)
-    replica = Replica(policy_of(policy), ExchangeSettings(), codec_named("fp32"), Numbers(first, first))
+    replica = Replica(policy_of(policy), ExchangeSettings(), codec_named("fp32"), ReplicaState(first, first))
     replica.alone = True
     for sequence in range(1, 4):
         end = normal(random, 500) * np.float32(1e-3) ** sequence
-        made = replica.own(end, sequence)
+        made = replica.own_update(end, sequence)
         assert made.whole == (policy != "diloco")
         replica.merge([Contribution("a", 1.0, made.sent, whole=made.whole)], None, own="a", rounds=1)
         replica.restart()

@@ -24,8 +24,8 @@ from sync.durable import write_durably
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import Apply, Keep, Log
 from sync.ps.core.machine import Recovered, Setup
-from sync.ps.execution.replica import Numbers
-from sync.ps.execution.storage import Draft, Storage
+from sync.ps.execution.replica import ReplicaState
+from sync.ps.execution.storage import PendingCheckpoint, Storage
 from sync.transfer.arrival import Arrival
 from sync.transfer.manifest import Manifest
 
@@ -73,14 +73,14 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
                 storage.keep_update(manifest, [data])
                 continue
             arrival = Arrival(manifest, storage.update_path(region, sequence))
-            for offset in range(arrival.landing.prefix, len(data), 100):
+            for offset in range(arrival.file.prefix, len(data), 100):
                 arrival.append(offset, data[offset : offset + 100])
             arrival.complete()
         model = _merged(storage, model, sequence)
         applied = Apply(
             sequence, (), sequence, 10.0 * sequence, sequence, version=sequence, watermarks=(("b", sequence),)
         )
-        storage.keep_checkpoint(Numbers(model, model), applied)
+        storage.keep_checkpoint(ReplicaState(model, model), applied)
         storage.keep_metrics(Keep(sequence, 5.0, {"accuracy": sequence / 10}))
         storage.forget({"a": sequence - 1, "b": sequence - 1})
 
@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_without_its_updates_is_told_and_not_passed_over(tm
     """The peers have been told that the round is done: they would never send its updates again."""
     _damage(_lived(tmp_path))
     (tmp_path / "inbox" / "b" / f"{SETUP.rounds}.json").unlink()
-    with pytest.raises(GeofedError, match="its updates are gone") as raised:
+    with pytest.raises(GeofedError, match="its updates were deleted") as raised:
         _recover(_storage(tmp_path))[0]
     assert raised.value.code == "STATE_INVALID"
 
@@ -263,7 +263,7 @@ def _checkpoint(storage: Storage, version: int, *, residual: bool = False, compl
     held = np.full(8, version, np.float64) if residual else None
     apply = Apply(version, (), version, 1.0 * version, version, version=version, complete=complete)
     ended = Log(version, f"b/1/{version}/model", "", 1.0, version, "", version + 1) if version else None
-    storage.keep_checkpoint(Numbers(model, model, held), apply, ended)
+    storage.keep_checkpoint(ReplicaState(model, model, held), apply, ended)
     (newest,) = storage._folder.glob(f"checkpoint-{version}-*")
     return newest
 
@@ -333,20 +333,22 @@ class _Kernel:
         return -1
 
 
-def _draft(storage: Storage, model: Vector) -> Draft:
-    return storage.draft(Numbers(model, model), Apply(1, (), 1, 10.0, 1, version=1, watermarks=(("b", 1),)))
+def _draft(storage: Storage, model: Vector) -> PendingCheckpoint:
+    return storage.begin_checkpoint(
+        ReplicaState(model, model), Apply(1, (), 1, 10.0, 1, version=1, watermarks=(("b", 1),))
+    )
 
 
 def test_a_checkpoint_made_beside_is_the_one_made_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "_WINDOW", 100)
+    monkeypatch.setattr(durable, "_WINDOW_BYTES", 100)
     model = np.arange(200, dtype=np.float32)
     made = []
     for beside in (False, True):
         storage = _background(tmp_path / str(beside))
         draft = _draft(storage, model)
         draft.write()
-        draft.flush(beside=beside)
-        storage.keep(draft)
+        draft.flush(throttled=beside)
+        storage.finish_checkpoint(draft)
         (path,) = storage._checkpoints()
         made.append((path[1].name, path[1].read_bytes()))
     assert made[0] == made[1]
@@ -356,14 +358,14 @@ def test_a_checkpoint_made_beside_is_the_one_made_at_once(tmp_path: Path, monkey
 def test_a_disk_that_fails_while_it_is_written_back_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fine: int
 ) -> None:
-    monkeypatch.setattr(durable, "_WINDOW", 100)
+    monkeypatch.setattr(durable, "_WINDOW_BYTES", 100)
     kernel = _Kernel(errno.EIO, fine)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
     storage = _background(tmp_path)
     draft = _draft(storage, np.zeros(200, np.float32))
     draft.write()
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        draft.flush(beside=True)
+        draft.flush(throttled=True)
     assert kernel.asked == fine + 1
     assert not list(tmp_path.glob("checkpoint-*"))
 
@@ -376,7 +378,7 @@ def test_without_writing_back_in_windows_all_is_flushed_at_once(
     storage = _background(tmp_path)
     draft = _draft(storage, np.zeros(200, np.float32))
     draft.write()
-    draft.flush(beside=True)
+    draft.flush(throttled=True)
     assert kernel.asked == 1
     assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
@@ -394,10 +396,10 @@ def full(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_the_old_state_stays(full: Path) -> None:
     storage = _storage(full)
     model = np.ones(8, np.float32)
-    storage.keep_checkpoint(Numbers(model, model), Apply(0, (), 0, 0.0, 0, version=0))
+    storage.keep_checkpoint(ReplicaState(model, model), Apply(0, (), 0, 0.0, 0, version=0))
     ones = np.ones(1 << 16, np.float32)
     with pytest.raises(GeofedError) as raised:
-        storage.keep_checkpoint(Numbers(ones, ones), Apply(1, (), 1, 0.0, 1, version=1))
+        storage.keep_checkpoint(ReplicaState(ones, ones), Apply(1, (), 1, 0.0, 1, version=1))
     assert raised.value.code == "DISK_FULL"
     recovered = _recover(_storage(full))[0]
     assert recovered.sequence == 0

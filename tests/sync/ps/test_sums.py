@@ -16,7 +16,7 @@ from support.small_disk import small_disk
 
 from sync import framing
 from sync.channel import FileChannel
-from sync.codec import codec_named, codec_of
+from sync.codec import codec_by_mark, codec_named
 from sync.layout import Layout, Slot
 from sync.ps.core import sums
 from sync.ps.core.actions import SumUp
@@ -25,7 +25,7 @@ from sync.ps.core.events import Stored, Summed
 from sync.ps.core.ledger import Ledger
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.executor import ActionExecutor
-from sync.ps.execution.replica import Numbers, Replica
+from sync.ps.execution.replica import Replica, ReplicaState
 from sync.ps.execution.storage import Storage
 from sync.transfer.manifest import Manifest, Peer, Verdict
 from sync.wan import ExchangeSettings, policy_of
@@ -90,7 +90,7 @@ class LinksCarryTooLittle(RegionsAreAway):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(sums, "_PILE_BYTES", 1)
+        self.patch.setattr(sums, "_BACKLOG_BYTES", 1)
 
     def teardown(self) -> None:
         try:
@@ -199,7 +199,7 @@ def test_what_piles_up_before_a_link_that_reaches_is_summed_up() -> None:
     ledger = _sender(total_bytes=1 << 20, c=10)
     ledger.sums.tried("c", _update(10))
     ledger.sums.tried("b", _update(2))
-    assert ledger.sum_up(piles=False) == ()
+    assert ledger.sum_up(backlogs=False) == ()
     assert _wanted(ledger) == ("b", [*range(3, 11)])
 
 
@@ -213,7 +213,7 @@ def test_a_link_that_has_carried_most_of_it_gets_the_rest_as_it_is() -> None:
 def test_a_pile_of_which_no_sum_could_be_made_is_not_tried_again_before_the_link_carries_more() -> None:
     ledger = _sender(total_bytes=1 << 20)
     assert _wanted(ledger) == ("", [*range(1, 11)])
-    ledger.sums.made("", None)
+    ledger.sums.add("", None)
     assert _wanted(ledger) is None
     ledger.sums.tried("b", _update(1))
     ledger.sums.tried("c", _update(1))
@@ -249,7 +249,7 @@ def test_a_sum_counts_only_if_nothing_of_it_was_tried_while_it_was_made() -> Non
     ledger.sum_up()
     ledger.sums.tried("c", _update(1))
     made = _update(10, first=1)
-    ledger.sums.made("", made)
+    ledger.sums.add("", made)
     assert [m.first for ship in ledger.ships(1) for m in ship.manifests] == [0] * 20
     assert ledger.sums.forget(ledger.has) == (made.digest,)
 
@@ -258,12 +258,12 @@ def test_a_sum_that_was_begun_is_not_replaced() -> None:
     ledger = _sender()
     ledger.sums.unreached("b")
     ledger.sum_up()
-    ledger.sums.made("", _update(10, first=1))
+    ledger.sums.add("", _update(10, first=1))
     ledger.sums.tried("b", _update(10, first=1))
     for sequence in range(11, 16):
         ledger.add(_update(sequence))
     assert _wanted(ledger) == ("", [*range(11, 16)])
-    ledger.sums.made("", _update(15, first=11))
+    ledger.sums.add("", _update(15, first=11))
     for ship in ledger.ships(1):
         assert [(m.first, m.sequence) for m in ship.manifests] == [(1, 10), (11, 15)]
 
@@ -272,12 +272,12 @@ def test_a_sum_grows_with_what_comes() -> None:
     ledger = _sender()
     ledger.sums.unreached("b")
     ledger.sum_up()
-    ledger.sums.made("", first := _update(10, first=1))
+    ledger.sums.add("", first := _update(10, first=1))
     ledger.add(_update(11))
     assert _wanted(ledger) is None
     ledger.add(_update(12))
     assert _wanted(ledger) == ("", [10, 11, 12])
-    ledger.sums.made("", _update(12, first=1, digest="more"))
+    ledger.sums.add("", _update(12, first=1, digest="more"))
     assert ledger.sums.forget(ledger.has) == (first.digest,)
 
 
@@ -285,7 +285,7 @@ def test_a_sum_that_is_no_smaller_is_not_sent_and_a_larger_one_is_waited_for() -
     ledger = _sender()
     ledger.sums.unreached("b")
     assert _wanted(ledger) == ("", [*range(1, 11)])
-    ledger.sums.made("", replace(_update(10, first=1), total_bytes=10))
+    ledger.sums.add("", replace(_update(10, first=1), total_bytes=10))
     assert [m.first for ship in ledger.ships(1) for m in ship.manifests] == [0] * 20
     assert ledger.sums.forget(ledger.has) == ("a1-10",)
     assert _wanted(ledger) is None
@@ -355,7 +355,7 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         )
         executor.replica = Replica(
             policy_of("ma"), ExchangeSettings(background=1.0), codec_named("fp32"),
-            Numbers(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
+            ReplicaState(np.zeros(8192, np.float32), np.zeros(8192, np.float32)),
         )  # fmt: skip
         manifests, changes = [], np.random.default_rng(0).normal(size=(3, 8192)).astype(np.float32)
         for sequence in (1, 2):
@@ -372,7 +372,7 @@ def test_a_disk_without_room_for_a_sum_costs_no_more_than_the_sum(tmp_path: Path
         assert (made.manifest.begins, made.manifest.sequence, made.manifest.rounds) == (1, 2, 2)
         summed = framing.decode(storage.update(made.manifest))
         np.testing.assert_array_equal(
-            codec_of(int(summed.facts["codec"])).decode(summed.tensors, 8192), changes[1] + changes[2]
+            codec_by_mark(int(summed.facts["codec"])).decode(summed.tensors, 8192), changes[1] + changes[2]
         )
         again = Manifest("a", 1, 2, manifests[1].digest, manifests[1].total_bytes, 2.0)
         for _ in range(2):

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from geofed_pb.errors import GeofedError
-from sync.ps.tokens import LONGEST_LIFE, WorkerIdentity, new_key, sign, verify
+from sync.ps.tokens import MAX_TOKEN_LIFETIME, WorkerIdentity, new_key, sign, verify
 
 WORKER = WorkerIdentity("job", "east", 2, 3, 4)
 
@@ -27,7 +27,9 @@ def test_the_wall_clock_may_be_set_between_signing_and_verifying(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("later", "says"), [(61.0, "expired"), (-LONGEST_LIFE.total_seconds(), "expired")], ids=["over", "another start"]
+    ("later", "says"),
+    [(61.0, "expired"), (-MAX_TOKEN_LIFETIME.total_seconds(), "expired")],
+    ids=["over", "another start"],
 )
 def test_a_token_is_good_for_its_life_only(monkeypatch: pytest.MonkeyPatch, later: float, says: str) -> None:
     key = new_key()

@@ -93,7 +93,7 @@ async def test_large_updates_take_bulk_streams_that_stay_warm(make: Making, fold
 @runs
 async def test_an_update_is_spread_over_as_many_streams_as_it_is_told(make: Making, folder: Path) -> None:
     east, west = await make("east"), await make("west")
-    east.links.meet([west.peer()])
+    east.links.set_peers([west.peer()])
     east.links.peer_senders["west"].use_streams(5)
     for sequence in (1, 2):
         data = os.urandom(16 * MIB)
@@ -150,14 +150,14 @@ async def test_a_port_that_cannot_be_reached_makes_updates_take_the_exchange_por
     assert _same(west, manifest, data)
     assert meter.streams == 0
     assert meter.up
-    assert "the bulk port cannot be reached" in meter.slow_way
+    assert "the bulk port cannot be reached" in meter.slow_path
 
 
 @runs
 async def test_a_peer_that_cannot_be_reached_dials(make: Making, folder: Path) -> None:
     """West reaches east, and not the other way round: east's updates travel over streams that west has dialled."""
     east, west = await make("east"), await make("west")
-    west.links.meet([east.peer()])
+    west.links.set_peers([east.peer()])
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         nowhere = Peer("west", 1, f"127.0.0.1:{closed.getsockname()[1]}")
@@ -168,7 +168,7 @@ async def test_a_peer_that_cannot_be_reached_dials(make: Making, folder: Path) -
             assert _same(west, manifest, data)
     meter = east.links.peer_senders["west"].meter
     assert meter.up
-    assert "the peer dials" in meter.slow_way
+    assert "the peer opens the streams" in meter.slow_path
 
 
 @runs
@@ -245,7 +245,7 @@ async def test_a_full_disk_is_told_and_the_update_goes_through_once_there_is_roo
         ballast.write_bytes(bytes(6 * MIB))
         data = os.urandom(4 * MIB)
         manifest = east.make(1, data)
-        east.links.meet([west.peer()])
+        east.links.set_peers([west.peer()])
         carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
         await east.until(lambda: "no space left" in east.links.peer_senders["west"].meter.fault)
         ballast.unlink()
@@ -439,9 +439,9 @@ async def test_a_slow_receiver_holds_the_sender_back(make: Making, folder: Path)
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
             desk.received(caller, count)
 
-    desk = west.links.bulk._desk
-    west.links.bulk._desk = Slow()
-    east.links.meet([west.peer()])
+    desk = west.links.bulk._handler
+    west.links.bulk._handler = Slow()
+    east.links.set_peers([west.peer()])
     carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
     sent = -1
     while sent < 1 or sent != east.links.peer_senders["west"].meter.sent_bytes:
@@ -457,7 +457,7 @@ async def test_a_slow_receiver_holds_the_sender_back(make: Making, folder: Path)
 async def test_a_transfer_without_progress_is_given_up_and_tried_again(make: Making, folder: Path) -> None:
     """A peer that accepts connections and then says nothing."""
     east, west = await make("east"), await make("west")
-    east.links.meet([west.peer()])
+    east.links.set_peers([west.peer()])
     peer_sender = east.links.peer_senders["west"]
     peer_sender._bulk._stall_seconds = 0.5
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -466,7 +466,7 @@ async def test_a_transfer_without_progress_is_given_up_and_tried_again(make: Mak
         def swallow() -> None:
             with contextlib.suppress(OSError):
                 plain, _ = silent.accept()
-                threads.append(sockets.welcome(plain, west.identity, 10))
+                threads.append(sockets.accept_tls(plain, west.identity, 10))
 
         swallowing = asyncio.ensure_future(asyncio.to_thread(swallow))
         assert west.links.bulk is not None

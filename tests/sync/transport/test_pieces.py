@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
-from sync.transport.landing import Landing
+from sync.transport.partial_file import PartialFile
 from sync.transport.ranges import Ranges, pieces
-from sync.transport.sockets import KernelView, buffer_bytes, kernel_view
-from sync.transport.streams import Look, StreamCount, chunk_bytes, largest_chunk_bytes
+from sync.transport.sockets import TcpInfo, buffer_bytes, tcp_info
+from sync.transport.stream_count import KernelStatistics, StreamCount, chunk_bytes, largest_chunk_bytes
 from sync.transport.wire import HEAD_BYTES, Frame, Kind, parse
 
 _STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 60)), max_size=30)
@@ -45,39 +45,39 @@ def test_ranges_are_the_set_of_bytes_that_was_added_and_not_removed(steps: list[
 
 def test_a_landing_is_resumed_in_another_life_wherever_it_was_written(tmp_path: Path) -> None:
     data = bytes(range(256)) * 8
-    first = Landing(tmp_path / "1.part", len(data))
+    first = PartialFile(tmp_path / "1.part", len(data))
     first.write(1000, data[1000:1500])
     first.write(0, data[:100])
-    first.keep_record()
-    second = Landing(tmp_path / "1.part", len(data))
+    first.write_record()
+    second = PartialFile(tmp_path / "1.part", len(data))
     assert second.have == [(0, 100), (1000, 1500)]
     assert second.prefix == 100
     second.write(100, data[100:1000])
-    second.settle()
+    second.hash_and_flush()
     second.write(1500, data[1500:])
     assert second.whole
     assert second.digest() == "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def test_the_record_of_a_file_that_has_its_last_name_tells_nothing_of_a_new_one(tmp_path: Path) -> None:
-    whole = Landing(tmp_path / "1.part", 1000)
+    whole = PartialFile(tmp_path / "1.part", 1000)
     whole.write(0, bytes(1000))
-    whole.keep_record()
+    whole.write_record()
     # The process died between giving the file its name and forgetting the record, and again as it kept one.
     (tmp_path / "1.part").rename(tmp_path / "1.frame")
-    again = Landing(tmp_path / "1.part", 1000)
+    again = PartialFile(tmp_path / "1.part", 1000)
     assert again.have == []
     again.write(0, bytes(100))
-    assert Landing(tmp_path / "1.part", 1000).have == []
-    again.keep_record()
-    assert Landing(tmp_path / "1.part", 1000).have == [(0, 100)]
+    assert PartialFile(tmp_path / "1.part", 1000).have == []
+    again.write_record()
+    assert PartialFile(tmp_path / "1.part", 1000).have == [(0, 100)]
 
 
 def test_damaged_bytes_are_hashed_anew_once_they_are_here_again(tmp_path: Path) -> None:
     data = bytes(1000)
-    landing = Landing(tmp_path / "1.part", 1000)
+    landing = PartialFile(tmp_path / "1.part", 1000)
     landing.write(0, b"x" * 1000)
-    landing.settle()
+    landing.hash_and_flush()
     landing.drop(200, 300)
     assert landing.have == [(0, 200), (500, 1000)]
     landing.write(0, data)
@@ -85,7 +85,7 @@ def test_damaged_bytes_are_hashed_anew_once_they_are_here_again(tmp_path: Path) 
 
 
 def test_nobody_writes_into_a_landing_that_is_complete(tmp_path: Path) -> None:
-    landing = Landing(tmp_path / "1.part", 10)
+    landing = PartialFile(tmp_path / "1.part", 10)
     landing.write(0, bytes(10))
     landing.seal()
     with pytest.raises(GeofedError) as raised:
@@ -99,7 +99,7 @@ def test_nobody_writes_into_a_landing_that_is_complete(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_the_room_for_an_update_is_taken_at_its_beginning(tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", bytes_=1 << 16) as folder:
-        landing = Landing(folder / "1.part", 1 << 20)
+        landing = PartialFile(folder / "1.part", 1 << 20)
         with pytest.raises(GeofedError) as raised:
             landing.write(0, b"first")
         assert raised.value.code == "DISK_FULL"
@@ -110,13 +110,13 @@ def test_the_room_for_an_update_is_taken_at_its_beginning(tmp_path: Path) -> Non
 def _held(streams: StreamCount, *rates: float, seconds: float = 2.0) -> None:
     """Updates that the other side's window holds back."""
     for mbps in rates:
-        streams.saw(Look(10_000, 0, False, busy_seconds=2.0, held_seconds=1.5))
-        streams.measured(mbps, seconds, streams.count)
+        streams.observe(KernelStatistics(10_000, 0, False, busy_seconds=2.0, limited_seconds=1.5))
+        streams.add_goodput(mbps, seconds, streams.count)
 
 
 def test_streams_that_a_window_holds_back_are_doubled_while_that_pays() -> None:
     streams = StreamCount()
-    streams.path(0.03)
+    streams.set_rtt(0.03)
     _held(streams, 60, 100)
     assert streams.count == 4
     _held(streams, 150, 190)
@@ -125,82 +125,78 @@ def test_streams_that_a_window_holds_back_are_doubled_while_that_pays() -> None:
     assert streams.count == 4, "eight were no better than four"
     _held(streams, 900, 900)
     assert streams.count == 4, "settled"
-    streams.path(0.032)
+    streams.set_rtt(0.032)
     assert streams.count == 4
-    streams.path(0.2)
+    streams.set_rtt(0.2)
     _held(streams, 100, 100, 200, 200)
     assert streams.count == 16, "another path is explored anew"
 
 
 def test_streams_that_nothing_holds_back_stay_as_they_are() -> None:
     streams = StreamCount()
-    streams.path(0.15)
+    streams.set_rtt(0.15)
     for mbps in (100, 200, 300, 400):
-        streams.saw(Look(10_000, 0, True, busy_seconds=2.0, held_seconds=0.5))
-        streams.measured(mbps, 2.0, streams.count)
+        streams.observe(KernelStatistics(10_000, 0, True, busy_seconds=2.0, limited_seconds=0.5))
+        streams.add_goodput(mbps, 2.0, streams.count)
     assert streams.count == 4
 
 
 def test_a_path_that_loses_packets_without_a_queue_gets_eight_streams_at_once() -> None:
     streams = StreamCount()
-    streams.path(0.15)
+    streams.set_rtt(0.15)
     for _ in range(4):
         assert streams.count == 4
-        streams.saw(Look(segments=5000, resent=5))
+        streams.observe(KernelStatistics(segments=5000, resent=5))
     assert streams.count == 8
-    streams.path(0.3)
+    streams.set_rtt(0.3)
     assert streams.count == 4, "another path may lose nothing"
 
 
 @pytest.mark.parametrize(
     "look",
     [
-        Look(segments=5000, resent=5, queued=True),
-        Look(segments=5000, resent=400),
-        Look(segments=50_000, resent=1),
-        Look(segments=5000),
+        KernelStatistics(segments=5000, resent=5, queued=True),
+        KernelStatistics(segments=5000, resent=400),
+        KernelStatistics(segments=50_000, resent=1),
+        KernelStatistics(segments=5000),
     ],
     ids=["queue is full", "burst", "hardly any", "none"],
 )
-def test_other_losses_are_no_reason_for_more_streams(look: Look) -> None:
+def test_other_losses_are_no_reason_for_more_streams(look: KernelStatistics) -> None:
     streams = StreamCount()
-    streams.path(0.15)
+    streams.set_rtt(0.15)
     for _ in range(20):
-        streams.saw(look)
+        streams.observe(look)
     assert streams.count == 4
 
 
-def _view(
-    segments: int, rtt_seconds: float = 0.1, window_seconds: float = 0.0, buffer_seconds: float = 0.0
-) -> KernelView:
-    return KernelView(
-        rtt_seconds, 0.1, segments, segments // 100, segments / 1000, window_seconds, buffer_seconds, 1000
-    )
+def _view(segments: int, rtt_seconds: float = 0.1, window_seconds: float = 0.0, buffer_seconds: float = 0.0) -> TcpInfo:
+    return TcpInfo(rtt_seconds, 0.1, segments, segments // 100, segments / 1000, window_seconds, buffer_seconds, 1000)
 
 
 def test_a_look_sums_what_streams_have_seen_since_the_last_one() -> None:
-    look = Look()
+    look = KernelStatistics()
     look.add(_view(1000), _view(3000, window_seconds=0.5), 1000)
     look.add(_view(0), _view(1000, buffer_seconds=0.5), 1000)
     assert (look.segments, look.resent, look.queued) == (3000, 30, False)
-    assert (look.busy_seconds, look.held_seconds) == (3.0, 0.5)
+    assert (look.busy_seconds, look.limited_seconds) == (3.0, 0.5)
     look.add(_view(0), _view(1000, rtt_seconds=0.14, buffer_seconds=0.5), 1001)
-    assert (look.queued, look.held_seconds) == (True, 1.0), "a buffer that is smaller than wanted holds back"
+    assert (look.queued, look.limited_seconds) == (True, 1.0), "a buffer that is smaller than wanted holds back"
 
 
 def test_the_kernel_tells_of_a_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
         other, _ = listener.accept()
         with other:
-            before = kernel_view(line)
+            before = tcp_info(line)
             line.sendall(bytes(100_000))
             left = 100_000
             while left:
                 left -= len(other.recv(left))
-            after = kernel_view(line)
+            after = tcp_info(line)
     assert before is not None
     assert after is not None
-    assert 0 < after.least_rtt_seconds <= after.rtt_seconds < 1
+    assert 0 < after.min_rtt_seconds <= after.rtt_seconds < 1
     assert after.segments > before.segments == 0
     assert after.resent == 0
     assert after.buffer_bytes > 1000
@@ -209,13 +205,13 @@ def test_the_kernel_tells_of_a_connection() -> None:
 def test_a_long_path_begins_with_four_streams() -> None:
     streams = StreamCount()
     assert streams.count == 2
-    streams.path(0.15)
+    streams.set_rtt(0.15)
     assert streams.count == 4
 
 
 def test_short_updates_say_nothing_of_the_streams_and_a_fixed_number_stays() -> None:
     streams = StreamCount()
-    streams.path(0.07)
+    streams.set_rtt(0.07)
     _held(streams, *[100] * 8, seconds=0.2)
     assert streams.count == 2
     streams.fix(99)

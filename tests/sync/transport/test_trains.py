@@ -92,7 +92,7 @@ def test_a_connection_that_has_fallen_silent_is_not_waited_for_as_long_as_a_tran
 
     _, peer_sender = asyncio.run(_carry(tmp_path, Relay.silence, count, stall_seconds=60.0))
     assert peer_sender.meter.failures == 1
-    assert peer_sender._direct._given_up == 0, "it has carried something since"
+    assert peer_sender._direct._stalls_in_row == 0, "it has carried something since"
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_what_is_offered_over_a_connection_that_has_fallen_silent_is_not_waited_
     tmp_path: Path,
 ) -> None:
     def distrusts(peer_sender: PeerSender) -> None:
-        peer_sender._trusted = False
+        peer_sender._link_is_good = False
 
     _, peer_sender = asyncio.run(_carry(tmp_path, Relay.silence, 1, stall_seconds=60.0, sees=distrusts))
     assert peer_sender.meter.failures == 1
@@ -156,7 +156,7 @@ def test_each_time_in_a_row_a_silent_connection_gets_twice_as_long() -> None:
         peer_sender.meter.mbps, peer_sender.meter.rtt_ms = 800.0, 5.0
         for _ in range(6):
             fast.append(peer_sender._direct.quiet_seconds())
-            peer_sender._direct._given_up += 1
+            peer_sender._direct._stalls_in_row += 1
         await peer_sender.close()
         return unknown, slow, fast
 

@@ -1,4 +1,4 @@
-"""The file that an update lands in: written in any order, by several threads, and resumable in another life."""
+"""A file that is being received: written in any order, by several threads, and resumable after a restart."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 from sync.transport.ranges import Ranges
 
-__all__ = ["Landing"]
+__all__ = ["PartialFile"]
 
 _FLUSH_BYTES = 4 << 20
+"""Bytes after which what has been hashed is flushed to disk."""
 _READ_BYTES = 1 << 20
+"""Bytes that are read at a time to be hashed."""
 
 
-class Landing:
-    """A file of known size and the record of what is in it.
+class PartialFile:
+    """A file of known size, and a record of the ranges that are written.
 
-    The record survives the process: it is written after the bytes that it tells of. After a loss of power it may tell
-    of bytes that never reached the disk; the digest of the whole finds that out. Hashing and flushing go along with
-    the arrival (`settle`), so that little is left to do at its end.
+    The record is stored next to the file and survives the process; it is written after the bytes that it lists. After a
+    power failure it may list bytes that never reached the disk, which the digest of the whole file reveals. Hashing and
+    flushing proceed while the file is received (`hash_and_flush`), so that little is left to do at the end.
     """
 
     def __init__(self, path: Path, total_bytes: int) -> None:
@@ -43,33 +45,34 @@ class Landing:
 
     @property
     def have(self) -> list[tuple[int, int]]:
-        """Ranges that are written."""
+        """The (begin, end) ranges that are written."""
         with self._lock:
             return list(self._have)
 
     @property
     def prefix(self) -> int:
-        """Bytes written from 0 on without a hole."""
+        """Number of bytes written from the start without a gap."""
         with self._lock:
             return self._have.prefix
 
     @property
     def whole(self) -> bool:
+        """Whether all bytes are written."""
         with self._lock:
             return self._have.prefix == self.total_bytes
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes in their place. The room for the whole update is taken by the first call.
+        """Write bytes at their offset. The first call allocates disk space for the whole file.
 
-        Raises ``GeofedError``: ``DISK_FULL``, or ``FENCED`` where the update is complete already.
+        Raises ``GeofedError("DISK_FULL")``, or ``GeofedError("FENCED")`` if the file is complete already.
         """
-        with self._disk_full_is_told():
-            file = self._open(writing=True)
+        with self._disk_full_as_error():
+            descriptor = self._open(writing=True)
         view, at = memoryview(data), offset
         try:
-            with self._disk_full_is_told():
+            with self._disk_full_as_error():
                 while len(view):
-                    written = os.pwrite(file, view, at)
+                    written = os.pwrite(descriptor, view, at)
                     view, at = view[written:], at + written
         finally:
             with self._lock:
@@ -78,21 +81,21 @@ class Landing:
                 self._idle.notify_all()
 
     def drop(self, offset: int, length: int) -> None:
-        """Forget bytes that turned out to be damaged; they are hashed anew once they are here again."""
+        """Mark bytes as missing because they are damaged. They are hashed once they have been written again."""
         with self._settling, self._lock:
             self._have.remove(offset, offset + length)
             if self._hashed > offset:
                 self._hash, self._hashed = hashlib.sha256(), 0
 
-    def keep_record(self) -> None:
-        """Let a later life of the process know what is here."""
-        with self._lock, self._disk_full_is_told():
+    def write_record(self) -> None:
+        """Store the record of written ranges, for a restart."""
+        with self._lock, self._disk_full_as_error():
             partial = self._record.with_name(f".{self._record.name}.partial")
             partial.write_text(json.dumps(list(self._have)))
             os.replace(partial, self._record)
 
-    def settle(self) -> None:
-        """Hash and flush what has come, unless another thread is at it."""
+    def hash_and_flush(self) -> None:
+        """Hash and flush what has been written, unless another thread is doing so."""
         if self._settling.acquire(blocking=False):
             try:
                 self._advance()
@@ -103,22 +106,23 @@ class Landing:
                 self._settling.release()
 
     def digest(self) -> str:
-        """The digest of what is here, which must be whole."""
+        """Return the digest of the file, which must be complete."""
         with self._settling:
             self._advance()
             return "sha256:" + self._hash.hexdigest()
 
     def flush(self) -> None:
+        """Make the file's bytes durable."""
         os.fsync(self._open())
 
     def seal(self) -> None:
-        """Let nobody write any more: what is here is about to be verified, or given up."""
+        """Refuse further writes, and wait for those under way. The file is about to be verified or discarded."""
         with self._lock:
             self._sealed = True
             self._idle.wait_for(lambda: self._writers == 0)
 
     def discard(self) -> None:
-        """Begin anew; the landing is sealed."""
+        """Delete the file and start again. The file must be sealed."""
         self.close()
         with self._settling, self._lock:
             self._have, self._hash, self._hashed, self._flushed = Ranges(), hashlib.sha256(), 0, 0
@@ -126,10 +130,12 @@ class Landing:
                 path.unlink(missing_ok=True)
             self._sealed = False
 
-    def forget_record(self) -> None:
+    def delete_record(self) -> None:
+        """Delete the stored record."""
         self._record.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Close the file."""
         with self._settling, self._lock:
             if self._file is not None:
                 os.close(self._file)
@@ -145,23 +151,23 @@ class Landing:
                 raise GeofedError("FENCED", "this update is complete")
             if self._file is None:
                 if not self._have.total:
-                    # It may have been left by a life that came as far as giving the file its last name.
+                    # The record may remain from a process that had renamed the complete file and then ended.
                     self._record.unlink(missing_ok=True)
-                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
-                    os.posix_fallocate(file, 0, self.total_bytes)
-                    os.ftruncate(file, self.total_bytes)
+                    os.posix_fallocate(opened, 0, self.total_bytes)
+                    os.ftruncate(opened, self.total_bytes)
                 except OSError:
-                    os.close(file)
+                    os.close(opened)
                     if not self._have.total:
                         self._path.unlink(missing_ok=True)
                     raise
-                self._file = file
+                self._file = opened
             self._writers += writing
             return self._file
 
     @contextlib.contextmanager
-    def _disk_full_is_told(self) -> Iterator[None]:
+    def _disk_full_as_error(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -170,9 +176,9 @@ class Landing:
             raise
 
     def _advance(self) -> None:
-        file, buffer = self._open(), memoryview(bytearray(_READ_BYTES))
+        descriptor, buffer = self._open(), memoryview(bytearray(_READ_BYTES))
         while (left := self.prefix - self._hashed) > 0:
-            count = os.preadv(file, [buffer[: min(left, _READ_BYTES)]], self._hashed)
+            count = os.preadv(descriptor, [buffer[: min(left, _READ_BYTES)]], self._hashed)
             if count == 0:
                 raise OSError(f"{self._path} has become shorter")
             self._hash.update(buffer[:count])
