@@ -31,6 +31,6 @@ ContextFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, such as data.epochs=3."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, such as train.seed=1."),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

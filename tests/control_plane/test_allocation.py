@@ -26,7 +26,7 @@ def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config:
             late = (await stage.submit(job_file, "r2", ("train.seed=2",))).job
             hurried = (await stage.submit(job_file, "r3", ("train.seed=3", HELD, "objective.deadline=1h"))).job
             assert (late.state, hurried.state) == ("queued", "queued")
-            assert late.condition == f"waiting: for workers in a, b, behind {first}"
+            assert late.condition == f"waiting for workers in a, b, behind {first}"
             told = json.loads((await stage.client.plan(load(job_file).json)).plan_json)
             assert late.id in told["waits_for"]
             with pytest.raises(GeofedError, match="the promises to other jobs kept") as caught:

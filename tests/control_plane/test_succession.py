@@ -280,7 +280,7 @@ def test_a_user_who_wants_a_job_ended_gets_no_other(serve_config: ServeConfig, j
             c = await come(stage, "c")
             await rounds(job, (a, b), 5)
             await stage.client.replan(job)
-            assert "a user asked for it: enough" in (await stage.client.finish(job, "enough")).condition
+            assert "requested by a user: enough" in (await stage.client.finish(job, "enough")).condition
             await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already")
             await end_early(job, (a, b), 6)
             first = await ended(stage, job)
@@ -331,7 +331,7 @@ def test_what_is_planned_anew_must_run_and_be_ones_own(serve_config: ServeConfig
             async with as_user(stage, bob) as client:
                 await refused(client.replan(job), "FORBIDDEN")
             await stage.client.finish(job)
-            await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already: a user asked for it")
+            await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already: requested by a user")
             await close(a, b)
 
     run(scenario())

@@ -213,7 +213,7 @@ def test_whose_jobs_have_had_less_comes_first_in_line(serve_config: ServeConfig,
                 await a.settled()
                 early = await submitted(ann, job_file, "r2", "train.workers=2", "train.seed=2")
                 late = await submitted(bob, job_file, "r3", "train.workers=2", "train.seed=3")
-                assert late.condition == f"waiting: for workers in a, b, behind {had.id}"
+                assert late.condition == f"waiting for workers in a, b, behind {had.id}"
 
                 async def told() -> bool:
                     condition = (await ann.job(early.id)).condition

@@ -48,7 +48,7 @@ def _finished(running: Running, job: str) -> dict[str, Any]:
     running.federation.control_plane("finish", job, "--reason", "all is seen")
     ended = running.wait_end(job)
     check_succeeded(ended)
-    assert ended["result"]["ended_early"] == "a user asked for it: all is seen"
+    assert ended["result"]["ended_early"] == "requested by a user: all is seen"
     assert _samples(ended) == _expected(ended)
     return ended
 

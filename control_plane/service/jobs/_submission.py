@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from control_plane.core import InitialModel, ScaleAsked, Waits, job_state_to_json
+from control_plane.core import InitialModel, ScaleRequested, StartDelayed, job_state_to_json
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.planning._admission import Decision
@@ -187,7 +187,7 @@ def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
     data = {"user": row.user or OPERATOR, "initial_model": asdict(model) if model is not None else None}
     draft.record("job.submitted", f"job {row.id} was submitted{by}{start}", job=row.id, data=data)
     if decided.waits_for:
-        draft.tell_job(row.id, Waits(draft.at, decided.waits_for))
+        draft.tell_job(row.id, StartDelayed(draft.at, decided.waits_for))
     else:
         begin(draft, entry, decided.workers, preemptible=decided.preemptible)
 
@@ -239,7 +239,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
                     "INADMISSIBLE", f"region {region} runs a pipeline of {stages} stages: give a multiple of {stages}"
                 )
         federation.allocation.scaled_by_hand(entry, workers, draft.at)
-        draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
+        draft.tell_job(entry.row.id, ScaleRequested(draft.at, workers, reason))
 
 
 def _content_digest(spec: JobSpec, bundle_digest: str) -> str:

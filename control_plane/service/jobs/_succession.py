@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from control_plane.core import Continued, InitialModel, ReplanAsked, may_end_early
+from control_plane.core import InitialModel, ReplanRequested, SuccessorDecided, may_end_early
 from control_plane.service.jobs._result import runs_so_far
 from control_plane.service.jobs._submission import Newcomer, admit, new_row
 from control_plane.service.measuring._known import Learnt, task_keys
@@ -104,7 +104,7 @@ class Succession:
         why = f"what is left is replanned, over {', '.join(regions)}" + (f": {reason}" if reason else "")
         data = {"regions": _regions(entry.plan), "wanted": regions, "reason": reason, "by_itself": by_itself}
         async with self._federation.change() as draft:
-            draft.tell_job(job, ReplanAsked(draft.at, why, data))
+            draft.tell_job(job, ReplanRequested(draft.at, why, data))
             present = draft.job(job)
             if present is None or not present.state.replanned:
                 raise GeofedError("ILLEGAL_STATE", f"job {job} is about to end")
@@ -226,7 +226,7 @@ class Succession:
             if silent:
                 text += f"; planned without {', '.join(silent)}, as nothing is heard of it"
             data = {"successor": new_job.id, "regions": regions}
-            draft.tell_job(row.id, Continued(draft.at, new_job.id, text, data))
+            draft.tell_job(row.id, SuccessorDecided(draft.at, new_job.id, text, data))
             if late is not None:
                 told = f"the deadline promised to {row.id} cannot be promised any more: {late.message}"
                 draft.record("job.promise", told, job=new_job.id, data={"in_danger": True, "late_seconds": None})
@@ -237,7 +237,7 @@ class Succession:
         async with self._federation.change() as draft:
             text = f"no job continues with its model: {error.message}"
             data: dict[str, Any] = {"successor": None, "regions": [], "code": error.code}
-            draft.tell_job(entry.row.id, Continued(draft.at, "", text, data))
+            draft.tell_job(entry.row.id, SuccessorDecided(draft.at, "", text, data))
 
     async def _keys(self, entry: JobEntry, rest: JobSpec) -> tuple[str, str]:
         return task_keys(rest, await self._federation.code_digest(entry.row.bundle_digest))

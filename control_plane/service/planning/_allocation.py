@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 import structlog
 
-from control_plane.core import Begun, Planned, ScaleAsked, Waits
+from control_plane.core import Planned, ScaleRequested, StartAllowed, StartDelayed
 from control_plane.service.jobs._result import unpromised_worker_seconds
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import Watched
@@ -205,7 +205,7 @@ class Allocation:
         else:
             paces = {name: answer.pace(name) for name in gangs}
             reason = _reason(gang, paces, gangs, watched, needed=needed)
-        asked = ScaleAsked(draft.at, wanted, reason, gives_way=pace < 0, preemptible=preemptible)
+        asked = ScaleRequested(draft.at, wanted, reason, gives_way=pace < 0, preemptible=preemptible)
         draft.tell_job(gang.name, asked)
         by_itself = pace > gang.held >= 0 or reason == watched.reason
         watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
@@ -223,7 +223,7 @@ class Allocation:
         told = what or what_for(
             entry.plan, jobs_before(draft, entry.plan, entry.row.id, turn_of_entry(entry, served), served)
         )
-        draft.tell_job(entry.row.id, Waits(draft.at, told))
+        draft.tell_job(entry.row.id, StartDelayed(draft.at, told))
 
     def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
         """Say once that a promise is in danger, and once that it is not any more."""
@@ -264,7 +264,7 @@ def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preempti
     )
     draft.add_job(replace(entry, state=replace(entry.state, partitions=parts, copies=copies)))
     draft.tell_job(entry.row.id, Planned(draft.at))
-    draft.tell_job(entry.row.id, Begun(draft.at))
+    draft.tell_job(entry.row.id, StartAllowed(draft.at))
 
 
 def _why_moved(preemptible: bool, promised: Held | None) -> str:

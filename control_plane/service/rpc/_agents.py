@@ -15,7 +15,7 @@ import structlog
 from cryptography import x509
 
 from control_plane._safetensors import flat_bytes
-from control_plane.core import Heard, Reported
+from control_plane.core import Heartbeat, Reported
 from control_plane.pki import Authority, serial_of, utc_now
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.rpc._session import AgentSession
@@ -216,7 +216,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             entry = draft.region(region)
             if entry is None or entry.state.session != session.number:
                 raise GeofedError("FENCED", f"a later session of region {region} has taken over")
-            draft.tell_region(region, Heard(draft.at, session.number, federation.lease.total_seconds()))
+            draft.tell_region(region, Heartbeat(draft.at, session.number, federation.lease.total_seconds()))
             done = federation.report_cursor(region)
             if done and seq > done + 1:
                 # The agent has forgotten those between, which were applied before this state was put back.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from control_plane._view import standing_text
-from control_plane.core import TERMINAL, CancelAsked, FinishAsked
+from control_plane.core import TERMINAL, CancelRequested, FinishRequested
 from control_plane.pki import InvitationToken, hash_secret, new_secret
 from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
@@ -173,7 +173,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if entry.state.phase in ("succeeded", "failed"):
             raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
         async with federation.change() as draft:
-            draft.tell_job(entry.row.id, CancelAsked(draft.at, request.reason))
+            draft.tell_job(entry.row.id, CancelRequested(draft.at, request.reason))
         return federation.describe(await federation.find_job(entry.row.id))
 
     @answering
@@ -191,7 +191,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if phase not in ("running", "finishing", "succeeded"):
             raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
         async with federation.change() as draft:
-            draft.tell_job(job, FinishAsked(draft.at, request.reason))
+            draft.tell_job(job, FinishRequested(draft.at, request.reason))
         entry = await federation.find_job(job)
         if after := entry.state.successor:
             hint = f"`control-plane finish {after}` ends that one"

@@ -19,7 +19,7 @@ from control_plane.core import (
     Reported,
     job_state_to_json,
     region_state_to_json,
-    settled,
+    with_late_charges,
 )
 from control_plane.service.jobs._result import result_of, runs_of, unpromised_worker_seconds
 from control_plane.service.rpc._wire import command_of, to_json
@@ -173,7 +173,7 @@ class Draft:
 
     def settle(self, entry: JobEntry, region: str, report: Report) -> None:
         """Take what a region's meters say of a job that has ended."""
-        state = settled(entry.state, region, report)
+        state = with_late_charges(entry.state, region, report)
         if state == entry.state:
             return
         row = replace(

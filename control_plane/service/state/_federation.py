@@ -22,11 +22,11 @@ from pydantic import TypeAdapter, ValidationError
 from control_plane.blobs import BlobStore
 from control_plane.core import (
     TERMINAL,
+    ClockJumped,
     Connected,
+    ControlPlaneRestarted,
     Disconnected,
-    Heard,
-    Overslept,
-    Reloaded,
+    Heartbeat,
     Tick,
     job_state_from_json,
     region_state_from_json,
@@ -100,7 +100,7 @@ class Federation:
             raise GeofedError("STATE_INVALID", f"a stored {error.title} cannot be read: {first['msg']}") from error
         async with self.change() as draft:
             for name in self.regions:
-                draft.tell_region(name, Reloaded(draft.at, self.lease.total_seconds()))
+                draft.tell_region(name, ControlPlaneRestarted(draft.at, self.lease.total_seconds()))
             if self.jobs or self.regions:
                 draft.record("control-plane.started", f"the control plane is back with {len(self.jobs)} running jobs")
             for job_id in self.jobs:
@@ -272,7 +272,7 @@ class Federation:
     async def heard(self, session: AgentSession) -> None:
         """Anything came from the agent: its lease begins anew."""
         async with self.change() as draft:
-            draft.tell_region(session.region, Heard(draft.at, session.number, self.lease.total_seconds()))
+            draft.tell_region(session.region, Heartbeat(draft.at, session.number, self.lease.total_seconds()))
 
     async def acknowledge_commands(self, session: AgentSession, seq: int) -> None:
         """The agent has stored its commands up to `seq`."""
@@ -293,7 +293,7 @@ class Federation:
             if not -1.0 < gap < MAX_TICK_GAP_SECONDS:
                 _log.warning("the process stood still, or its clock was set; leases begin anew", seconds=gap)
                 for name in self.regions:
-                    draft.tell_region(name, Overslept(draft.at, self.lease.total_seconds()))
+                    draft.tell_region(name, ClockJumped(draft.at, self.lease.total_seconds()))
             for name in self.regions:
                 draft.tell_region(name, Tick(draft.at))
             for job_id in list(self.jobs):
