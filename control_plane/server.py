@@ -30,9 +30,9 @@ from control_plane.dashboard import Dashboard
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
 from control_plane.service import (
     WAIT,
+    AccessConfig,
     AgentHubService,
     ControlService,
-    Door,
     EnrolmentService,
     Federation,
     Measurements,
@@ -150,7 +150,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.push_async_callback(probing.close)
     profiling = Profiling(federation, measurements)
     succession = Succession(federation)
-    door = Door(state.token_hash, authority.ca_pem, "")
+    door = AccessConfig(state.token_hash, authority.ca_pem, "")
     users = ControlService(federation, profiling, probing, succession, door)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()

@@ -323,7 +323,8 @@ class JobMachine:
         self._record("job.replanned", f"no job continues its model: {why}", "", none)
 
     def _awaiting_successor(self, event: JobEvent) -> None:
-        """Apply an event while the successor is being planned; the regions are stopped, and their links do not matter."""
+        """Apply an event while the successor is being planned; the regions are stopped, and their links do not
+        matter."""
         if isinstance(event, SuccessorDecided):
             self._successor_decided(event)
         elif isinstance(event, CancelRequested):

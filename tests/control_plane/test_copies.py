@@ -138,7 +138,7 @@ TestAnyOrder = AnyOrder.TestCase
 
 def test_the_others_begin_once_the_shards_are_there() -> None:
     made = waiting()
-    assert "for the shard of holder to be in taker" in condition_of(made.state)
+    assert "for the shard of holder to arrive in taker" in condition_of(made.state)
     say(made, "holder", "sending", condition="10 of 1,000 bytes are in taker")
     assert "10 of 1,000 bytes" in condition_of(made.state)
     assert _started(say(made, "keeper", "sent")) == []
@@ -182,7 +182,7 @@ def test_a_source_that_refuses_fails_the_job_with_its_code() -> None:
     actions = say(made, "holder", "refused", error=Failure("RESIDENCY_VIOLATION", "not there"))
     assert made.state.error is not None
     assert made.state.error.code == "RESIDENCY_VIOLATION"
-    assert "region holder refuses" in made.state.error.message
+    assert "region holder refused" in made.state.error.message
     assert {action.region for action in actions if isinstance(action, SendStop)} == {*REGIONS, *SOURCES}
 
 
@@ -227,7 +227,7 @@ def test_what_a_source_has_spent_last_is_in_the_account_of_an_ended_job(phase: A
     made = waiting()
     say(made, "holder", "sending", sent_bytes={"taker": 100}, meter=1)
     ended = replace(made.state, phase=phase)
-    assert "what holder sent last" in condition_of(ended)
+    assert "the last transfers of holder" in condition_of(ended)
     spent = (Charge("egress to taker", 0.9, "GB", 0.08, "list"),)
     late = with_late_charges(ended, "holder", Report(1, "stopped", sent_bytes={"taker": 900}, money=spent, meter=1))
     copy = late.copy_from("holder")

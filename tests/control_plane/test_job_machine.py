@@ -375,7 +375,7 @@ def test_a_veto_fails_the_job_with_its_code() -> None:
     machine.handle(StartAllowed(0))
     refusal = Report(1, "refused", error=Failure("RESIDENCY_VIOLATION", "not this data"))
     machine.handle(Reported(1, "a", refusal))
-    assert machine.state.error == Failure("RESIDENCY_VIOLATION", "region a refuses the partition: not this data")
+    assert machine.state.error == Failure("RESIDENCY_VIOLATION", "region a refused the partition: not this data")
 
 
 def test_a_loss_that_is_no_number_survives_storage() -> None:
@@ -426,7 +426,7 @@ def replanned() -> JobMachine:
     actions = machine.handle(Reported(7, "a", published, 12))
     assert {stop.region for stop in sent(actions, SendStop)} == {"a", "b"}
     assert (machine.state.phase, machine.state.awaits_successor) == ("finishing", True)
-    assert "to be planned" in condition_of(machine.state)
+    assert "waiting for the plan" in condition_of(machine.state)
     return machine
 
 
@@ -493,4 +493,4 @@ def test_a_goal_that_the_last_round_meets_leaves_nothing_to_go_on_with() -> None
     assert told == ["job.goal", "job.replanned", "job.finishing", "job.publishing"]
     machine.handle(Reported(7, "a", Report(1, "published", model_digest="m", blob_digest="sha256:x"), 12))
     assert machine.state.phase == "succeeded"
-    assert machine.state.ends_early == "accuracy is 0.5000, and was to be at least 0.4"
+    assert machine.state.ends_early == "accuracy is 0.5000; the goal is at least 0.4"

@@ -148,7 +148,7 @@ def test_a_crash_between_the_two_loses_neither(
                 await end_early(job, (a, b), 5)
                 waits = await stage.client.job(job)
                 assert (waits.state, waits.successor) == ("finishing", "")
-                assert "continues with its model to be planned" in waits.condition
+                assert "plan of the job that continues its model" in waits.condition
                 await close(a, b, c)
         # What it was to continue in is not there any more: so long that is waited for.
         monkeypatch.setattr(_succession, "_BACK_SECONDS", 0.2)
@@ -467,12 +467,12 @@ def test_when_it_pays_to_take_a_region_up(tmp_path: Path, change: dict[str, Any]
 def test_a_pause_makes_no_pace(took: list[float], paused: int, seconds: float, new: bool) -> None:
     """Nor does a look between two rounds, or what had been done before anybody looked."""
     pace, at, done = Pace(1000.0 if new else None), 1000.0, 0 if new else 500
-    pace.heard(done, at)
+    pace.record(done, at)
     for index, each in enumerate(took):
         at += each / 2
-        pace.heard(done, at)
+        pace.record(done, at)
         at, done = at + each / 2 + seconds * (index == paused), done + 1
-        pace.heard(done, at)
+        pace.record(done, at)
         known = index + 1 if new else index
         assert (pace.round_seconds is not None) == (known >= 3)
         if pace.round_seconds is not None:
@@ -481,9 +481,9 @@ def test_a_pause_makes_no_pace(took: list[float], paused: int, seconds: float, n
 
 def test_rounds_that_are_heard_of_at_once_do_not_outweigh_those_that_come_one_by_one() -> None:
     pace = Pace(None)
-    pace.heard(500, 0.0)
-    pace.heard(501, 1.0)
-    pace.heard(900, 1.5)
+    pace.record(500, 0.0)
+    pace.record(501, 1.0)
+    pace.record(900, 1.5)
     for n in range(1, 5):
-        pace.heard(900 + n, 1.5 + 10.0 * n)
+        pace.record(900 + n, 1.5 + 10.0 * n)
     assert pace.round_seconds == pytest.approx(10.0)

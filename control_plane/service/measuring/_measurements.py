@@ -31,7 +31,7 @@ class _Open:
     reports: asyncio.Queue[agent_pb2.ProfileReport] = field(default_factory=asyncio.Queue)
 
 
-class Unmeasured(GeofedError):
+class MeasurementFailed(GeofedError):
     """What an agent failed with."""
 
     def __init__(self, region: str, report: agent_pb2.ProfileReport) -> None:
@@ -52,7 +52,7 @@ class Measurements:
         """Whether a region is measuring a task that is made of this bundle."""
         return any(one.region == region and one.digest == digest for one in self._open.values())
 
-    def heard(self, region: str, report: agent_pb2.ProfileReport) -> None:
+    def received(self, region: str, report: agent_pb2.ProfileReport) -> None:
         """An agent has told something; what nobody waits for is dropped."""
         waiting = self._open.get(report.id)
         if waiting is not None and waiting.region == region:
@@ -107,11 +107,12 @@ class Measurements:
         known = entry.catalogue if entry is not None else None
         return min(USUAL_MEMORY_MB, known.capacity.memory_mb) if known is not None else USUAL_MEMORY_MB
 
-    async def told(self, message: agent_pb2.ToAgent) -> AsyncGenerator[agent_pb2.ProfileReport]:
+    async def run(self, message: agent_pb2.ToAgent) -> AsyncGenerator[agent_pb2.ProfileReport]:
         """Have an agent measure; what it tells, its last word included. The command, a ``ProfileTask``, is sent again
         over each new session.
 
-        Raises ``GeofedError``: REGION_LOST, WAIT_TIMEOUT, UNAVAILABLE; ``Unmeasured``: what the agent failed with.
+        Raises ``GeofedError``: REGION_LOST, WAIT_TIMEOUT, UNAVAILABLE; ``MeasurementFailed``: what the agent failed
+        with.
         """
         command: agent_pb2.ProfileTask = getattr(message, str(message.WhichOneof("body")))
         region = command.region
@@ -138,7 +139,7 @@ class Measurements:
                     continue
                 heard = time.monotonic()
                 if report.HasField("error"):
-                    raise Unmeasured(region, report)
+                    raise MeasurementFailed(region, report)
                 yield report
                 if report.profile_json or report.weight.last:
                     return

@@ -17,7 +17,7 @@ from datetime import timedelta
 import structlog
 
 from control_plane.service.measuring._known import Learnt, task_keys
-from control_plane.service.measuring._measurements import Measurements, Unmeasured
+from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
@@ -222,7 +222,7 @@ class Probing:
         elsewhere = f"where the task was probed before {region} it failed: {fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
-            async with aclosing(self._measurements.told(agent_pb2.ToAgent(probe=command))) as reports:
+            async with aclosing(self._measurements.run(agent_pb2.ToAgent(probe=command))) as reports:
                 async for report in reports:
                     if report.HasField("weight"):
                         row = _row(key, region, self._federation.clock(), report.weight)
@@ -236,7 +236,7 @@ class Probing:
                 if row is not None:
                     row = replace(row, note=_joined(why, elsewhere))
                     draft.weights.append(row)
-                data = {"usd": _money(error.usd) if isinstance(error, Unmeasured) else 0.0}
+                data = {"usd": _money(error.usd) if isinstance(error, MeasurementFailed) else 0.0}
                 draft.record("task.probe-failed", f"probing {name} broke off: {why}", region=region, data=data)
             if row is None:
                 raise

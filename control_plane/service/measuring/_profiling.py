@@ -77,7 +77,7 @@ class Profiling:
         """What an agent tells, its last word included."""
         self._measurements.require_free(region)
         command = _command(region, self._measurements.usual_memory_mb(region), spec, request)
-        async with aclosing(self._measurements.told(agent_pb2.ToAgent(profile=command))) as reports:
+        async with aclosing(self._measurements.run(agent_pb2.ToAgent(profile=command))) as reports:
             async for report in reports:
                 yield report
 

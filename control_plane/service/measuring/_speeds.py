@@ -31,7 +31,7 @@ class _Pace:
     rounds: int = 0
     samples_per_second: float = 0.0
 
-    def heard(self, report: Report) -> None:
+    def record(self, report: Report) -> None:
         speed = report.round_samples_per_second
         if report.round <= self.seen_round or speed <= 0:
             return
@@ -63,9 +63,9 @@ class Watched:
     _leaning: dict[str, int] = field(default_factory=dict)
     """What the last review wanted."""
 
-    def heard(self, region: str, report: Report) -> None:
+    def record(self, region: str, report: Report) -> None:
         """An agent has told how a partition stands."""
-        self._paces.setdefault(region, _Pace()).heard(report)
+        self._paces.setdefault(region, _Pace()).record(report)
 
     def speed(self, region: str) -> float | None:
         """Samples/s of one worker, as lately measured; None: not yet."""

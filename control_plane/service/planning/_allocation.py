@@ -111,7 +111,7 @@ class Allocation:
             if entry.state.phase == "queued":
                 self._begin_or_wait(draft, entry, gang.workers(answer.pace(name)), name in answer.preemptible)
 
-    def heard(self, draft: Draft, job: str) -> None:
+    def reported(self, draft: Draft, job: str) -> None:
         """An agent has told how a partition stands: the tuner of a job that has one hears of each round."""
         entry = draft.job(job)
         if entry is None or entry.state.phase != "running" or not is_tuned(entry.spec):
@@ -121,7 +121,7 @@ class Allocation:
             staffed = staffed_of(entry.plan, planned_workers(entry.plan), draft.regions, {})
             watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, staffed)
         try:
-            answer = watched.tuning.heard(entry.state, draft.at) if watched.tuning is not None else None
+            answer = watched.tuning.observe(entry.state, draft.at) if watched.tuning is not None else None
         except Exception as error:  # noqa: BLE001 - what a user's metric does to one tuner must not end a region's session
             assert watched.tuning is not None
             _log.exception("a tuner failed", job=job)
@@ -180,7 +180,7 @@ class Allocation:
         watched = self._watched.setdefault(entry.row.id, Watched())
         for part in parts:
             if part.report is not None:
-                watched.heard(part.region, part.report)
+                watched.record(part.region, part.report)
         training = is_elastic(entry) and all(part.state == "training" for part in parts)
         if not is_tuned(entry.spec) and training and watched.due((part.region for part in parts), draft.at):
             change = _change(entry, watched, draft)
@@ -206,7 +206,7 @@ class Allocation:
             paces = {name: answer.pace(name) for name in gangs}
             reason = _reason(gang, paces, gangs, watched, needed=needed)
         asked = ScaleRequested(draft.at, wanted, reason, gives_way=pace < 0, preemptible=preemptible)
-        draft.tell_job(gang.name, asked)
+        draft.apply_to_job(gang.name, asked)
         by_itself = pace > gang.held >= 0 or reason == watched.reason
         watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
 
@@ -223,7 +223,7 @@ class Allocation:
         told = what or what_for(
             entry.plan, jobs_before(draft, entry.plan, entry.row.id, turn_of_entry(entry, served), served)
         )
-        draft.tell_job(entry.row.id, StartDelayed(draft.at, told))
+        draft.apply_to_job(entry.row.id, StartDelayed(draft.at, told))
 
     def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
         """Say once that a promise is in danger, and once that it is not any more."""
@@ -263,8 +263,8 @@ def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preempti
         for copy in entry.state.copies
     )
     draft.add_job(replace(entry, state=replace(entry.state, partitions=parts, copies=copies)))
-    draft.tell_job(entry.row.id, Planned(draft.at))
-    draft.tell_job(entry.row.id, StartAllowed(draft.at))
+    draft.apply_to_job(entry.row.id, Planned(draft.at))
+    draft.apply_to_job(entry.row.id, StartAllowed(draft.at))
 
 
 def _why_moved(preemptible: bool, promised: Held | None) -> str:

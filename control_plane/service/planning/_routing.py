@@ -26,7 +26,7 @@ from scheduler import (
     round_compute_seconds,
 )
 
-__all__ = ["FIRST_REST_SECONDS", "LOOK_SECONDS", "Roads", "Routing"]
+__all__ = ["FIRST_REST_SECONDS", "LOOK_SECONDS", "JobLinks", "Routing"]
 
 LOOK_SECONDS = 5.0
 _LOOKS = 3
@@ -51,7 +51,7 @@ class _Memory:
 
 
 @dataclass
-class Roads:
+class JobLinks:
     """The links of one job. What was seen of them is not kept over a restart of the control plane."""
 
     _memories: dict[_Pair, _Memory] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Routing:
     """Leads the updates of running jobs around links that have become slow or are cut."""
 
     def __init__(self) -> None:
-        self._roads: dict[str, Roads] = {}
+        self._roads: dict[str, JobLinks] = {}
 
     def review(self, draft: Draft) -> None:
         """Look at the links of every job whose file leaves the topology to the plan; called every second."""
@@ -120,11 +120,11 @@ class Routing:
         for job in list(draft.jobs):
             entry = draft.job(job)
             if entry is not None and entry.plan.wan_settings.get("choose_topology") and _can_change(entry.state):
-                roads = self._roads.setdefault(job, Roads())
+                roads = self._roads.setdefault(job, JobLinks())
                 if roads.due(draft.at):
                     self._look(draft, entry, roads)
 
-    def _look(self, draft: Draft, entry: JobEntry, roads: Roads) -> None:
+    def _look(self, draft: Draft, entry: JobEntry, roads: JobLinks) -> None:
         regions = [held.catalogue for part in entry.state.partitions if (held := draft.region(part.region))]
         catalogues = [catalogue for catalogue in regions if catalogue is not None]
         reports = {part.region: part.report for part in entry.state.partitions if part.report is not None}
@@ -155,7 +155,7 @@ class Routing:
         if answer is None:
             roads.stays(tables)
             return
-        draft.tell_job(entry.row.id, _told(answer, present, draft.at))
+        draft.apply_to_job(entry.row.id, _told(answer, present, draft.at))
         roads.leaves(set(used) - set(_both_ways(answer.topology.links)), draft.at)
 
 

@@ -159,7 +159,7 @@ class Tuning:
         """By region."""
         return dealt(workers, self.pool)
 
-    def heard(self, state: JobState, at: float) -> tuple[Observation, Decision] | None:
+    def observe(self, state: JobState, at: float) -> tuple[Observation, Decision] | None:
         """What is new since the last time, as the tuner was told it, and its answer; None: nothing, or its tuner has
         failed.
 

@@ -171,12 +171,12 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             await self._apply_or_set_aside(session, message)
             return
         elif kind == "profile":
-            self._measurements.heard(session.region, message.profile)
+            self._measurements.received(session.region, message.profile)
         elif kind == "capacity":
             await federation.capacity_changed(session, message.capacity.preemptible)
         elif kind != "heartbeat":
             raise GeofedError("FRAME_INVALID", f"{kind or 'an empty message'} must be numbered")
-        await federation.heard(session)
+        await federation.renew_lease(session)
         if kind == "heartbeat":
             lease = agent_pb2.LeaseGrant(lease_seconds=federation.lease.total_seconds())
             session.send(agent_pb2.ToAgent(lease=lease))
@@ -203,7 +203,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             entry = draft.region(region)
             if entry is None or entry.state.session != session.number:
                 raise GeofedError("FENCED", f"a later session of region {region} has taken over")
-            draft.cannot_deliver(region, job, f"a report ({kind}) of region {region}", error)
+            draft.set_aside_message(region, job, f"a report ({kind}) of region {region}", error)
             if seq > self._federation.report_cursor(region):
                 draft.report_cursor = (region, seq)
         if seq:
@@ -216,11 +216,11 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             entry = draft.region(region)
             if entry is None or entry.state.session != session.number:
                 raise GeofedError("FENCED", f"a later session of region {region} has taken over")
-            draft.tell_region(region, Heartbeat(draft.at, session.number, federation.lease.total_seconds()))
+            draft.apply_to_region(region, Heartbeat(draft.at, session.number, federation.lease.total_seconds()))
             done = federation.report_cursor(region)
             if done and seq > done + 1:
                 # The agent has forgotten those between, which were applied before this state was put back.
-                draft.told_anew(region, f"its report {seq} follows {done}")
+                draft.resend_commands(region, f"its report {seq} follows {done}")
             if seq > done and (ended := await self._ended_job(message)) is not None:
                 draft.settle(ended, region, report_of(message.partition))
             elif seq == 0 or seq > done:
@@ -257,8 +257,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             if report.state == "published" and report.blob_digest:
                 size = self._federation.blobs.size(report.blob_digest)
                 flat = flat_bytes(self._federation.blobs.path(report.blob_digest)) or 0
-            draft.tell_job(message.partition.job, Reported(draft.at, region, report, size, flat))
-            self._federation.allocation.heard(draft, message.partition.job)
+            draft.apply_to_job(message.partition.job, Reported(draft.at, region, report, size, flat))
+            self._federation.allocation.reported(draft, message.partition.job)
         elif kind == "happening":
             happening = message.happening
             if not self._takes_part(happening.job, region):

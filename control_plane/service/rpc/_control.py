@@ -40,7 +40,7 @@ _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
-class Door:
+class AccessConfig:
     """How users get in, and what invitations tell agents."""
 
     token_hash: str
@@ -54,7 +54,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     """Every method asks for the token first, the operator's or a user's."""
 
     def __init__(
-        self, federation: Federation, profiling: Profiling, probing: Probing, succession: Succession, door: Door
+        self, federation: Federation, profiling: Profiling, probing: Probing, succession: Succession, door: AccessConfig
     ) -> None:
         self._federation = federation
         self._profiling = profiling
@@ -127,7 +127,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         federation, cursor = self._federation, request.cursor
         job = (await federation.find_job(request.job)).row.id if request.job else None
         while True:
-            heard, ended = federation.events_notifier.count, job is not None and job not in federation.jobs
+            seen, ended = federation.events_notifier.count, job is not None and job not in federation.jobs
             rows = await federation.read(partial(Store.events_after, cursor=cursor, job=job))
             for row in rows:
                 yield event_message(row)
@@ -137,7 +137,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if not rows:
                 if not request.follow or ended:
                     return
-                await self._next(federation.events_notifier, heard)
+                await self._next(federation.events_notifier, seen)
                 self._admit(context)
 
     @streaming
@@ -152,7 +152,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if request.tail and not cursor:
             cursor = await federation.read(lambda store: store.log_tail_cursor(job, request.tail, region=region))
         while True:
-            heard, ended = federation.logs_notifier.count, job not in federation.jobs
+            seen, ended = federation.logs_notifier.count, job not in federation.jobs
             rows = await federation.read(partial(Store.logs_after, job=job, cursor=cursor, region=region))
             for row in rows:
                 yield log_message(row)
@@ -160,7 +160,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             if not rows:
                 if not request.follow or ended:
                     return
-                await self._next(federation.logs_notifier, heard)
+                await self._next(federation.logs_notifier, seen)
                 self._admit(context)
 
     @answering
@@ -173,7 +173,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if entry.state.phase in ("succeeded", "failed"):
             raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
         async with federation.change() as draft:
-            draft.tell_job(entry.row.id, CancelRequested(draft.at, request.reason))
+            draft.apply_to_job(entry.row.id, CancelRequested(draft.at, request.reason))
         return federation.describe(await federation.find_job(entry.row.id))
 
     @answering
@@ -191,7 +191,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if phase not in ("running", "finishing", "succeeded"):
             raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
         async with federation.change() as draft:
-            draft.tell_job(job, FinishRequested(draft.at, request.reason))
+            draft.apply_to_job(job, FinishRequested(draft.at, request.reason))
         entry = await federation.find_job(job)
         if after := entry.state.successor:
             hint = f"`control-plane finish {after}` ends that one"
@@ -290,9 +290,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     # --- inside
 
-    async def _next(self, notifier: Notifier, heard: int) -> None:
+    async def _next(self, notifier: Notifier, seen: int) -> None:
         if not self._federation.stopping:
-            await notifier.wait(heard)
+            await notifier.wait(seen)
         if self._federation.stopping:
             raise GeofedError("UNAVAILABLE", "the control plane is stopping")
 
