@@ -88,7 +88,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config:
             assert second.state == "queued"
             for agent in (a, b):
                 paused = await agent.command("scale")
-                assert (paused.job, paused.workers, paused.reason) == (first, 0, f"gives way to {second.id}")
+                assert (paused.job, paused.workers, paused.reason) == (first, 0, f"paused in favour of {second.id}")
                 assert (await agent.command("start", 2)).job == second.id
             await stage.client.cancel(second.id)
             for agent in (a, b):
@@ -96,7 +96,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config:
                 agent.report(second.id, "stopped")
             for agent in (a, b):
                 again = await agent.command("scale", 2)
-                assert (again.job, again.workers, again.reason) == (first, 1, "there is room again")
+                assert (again.job, again.workers, again.reason) == (first, 1, "workers are free again")
             for agent in (a, b):
                 await agent.close()
 

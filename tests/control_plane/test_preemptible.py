@@ -100,7 +100,7 @@ def test_a_job_goes_on_where_its_workers_are_taken_away_also_over_a_restart(
 
                 await soon(moved)
                 last = [c.scale for c in agent.commands if c.WhichOneof("body") == "scale"][-1]
-                assert last.reason == "preemptible workers were taken away"
+                assert last.reason == "preemptible workers were preempted"
             kinds = await stage.events(job)
             assert "partition.preempted" in kinds
             capacity = [
@@ -216,7 +216,7 @@ def test_by_hand_no_region_is_put_onto_workers_that_others_have(serve_config: Se
             b.report(two, "training", workers=2, ps_address="b.example:9001")
             await b.settled()
             for workers in ({"b": 2}, {"a": 1}):
-                with pytest.raises(GeofedError, match="INADMISSIBLE: region b has 0 workers that stay"):
+                with pytest.raises(GeofedError, match="INADMISSIBLE: region b has 0 regular workers"):
                     await stage.client.scale(one, workers)
             assert [scale.workers for scale in _scales(b, one)] == [2], "it continues as it was"
             for agent in (a, b):

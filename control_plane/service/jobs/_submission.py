@@ -145,13 +145,15 @@ async def admit(
     spec, row = new.spec, new.row
     async with federation.planning:
         for _ in range(_MAX_PLANS):
-            asked, answer = await federation.answer(spec, row.id, new.learnt, row.user)
+            admission, answer = await federation.answer(spec, row.id, new.learnt, row.user)
             async with federation.change() as draft:
                 if (earlier := await check(draft)) is not None:
                     return earlier, False
                 if isinstance(answer, Declined):
                     raise declined_error(answer)
-                decided = federation.allocation.asked(draft, spec, row.id, new.learnt, row.user).still(answer, asked)
+                decided = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user).confirm(
+                    answer, admission
+                )
                 if decided is not None:
                     _store(draft, new, decided)
                     also(draft, decided)

@@ -32,7 +32,7 @@ from control_plane.core import (
     region_state_from_json,
 )
 from control_plane.service.measuring._known import Learnt
-from control_plane.service.planning._admission import Answer, Asked
+from control_plane.service.planning._admission import Admission, Answer
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._routing import Routing
 from control_plane.service.rpc._session import AgentSession
@@ -150,7 +150,7 @@ class Federation:
 
     async def answer(
         self, spec: JobSpec, job: str, learnt: Learnt, user: str, *, without: str = ""
-    ) -> tuple[Asked, Answer]:
+    ) -> tuple[Admission, Answer]:
         """Plan a new job for the present federation, in a thread, since it may take seconds. The caller holds
         `planning`.
 
@@ -159,8 +159,8 @@ class Federation:
         """
         jobs = {name: entry for name, entry in self.jobs.items() if name != without}
         draft = Draft(self.clock(), jobs, self.regions, self.users)
-        asked = self.allocation.asked(draft, spec, job, learnt, user)
-        return asked, await asyncio.to_thread(asked.answer)
+        admission = self.allocation.admission(draft, spec, job, learnt, user)
+        return admission, await asyncio.to_thread(admission.answer)
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[Draft]:
