@@ -52,7 +52,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         async with browser(stage) as pages:
             empty = (await pages.get("/")).text
-            assert "None is running." in empty
+            assert "No jobs are active." in empty
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
             for round_ in (1, 2):
@@ -76,7 +76,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             assert "job.succeeded" in page
             assert "$0.50" in page
             assert 'http-equiv="refresh"' not in page
-            assert "None is running." in (await pages.get("/")).text
+            assert "No jobs are active." in (await pages.get("/")).text
 
     told(serve_config, scene)
 

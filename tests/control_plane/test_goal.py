@@ -167,7 +167,7 @@ def test_a_region_whose_agent_is_a_new_process_is_told_again() -> None:
     [
         (["train.end.goal={metric: accuracy}", "train.evaluateEvery=1"], "exactly one of `atLeast` and `atMost`"),
         (["train.end.goal={metric: loss, atMost: 1, atLeast: 0}", "train.evaluateEvery=1"], "exactly one of"),
-        (["train.end.goal={metric: accuracy, atLeast: 0.9}", "train.evaluateEvery=0"], "needs `evaluateEvery`"),
+        (["train.end.goal={metric: accuracy, atLeast: 0.9}", "train.evaluateEvery=0"], "requires `evaluateEvery`"),
     ],
 )
 def test_a_goal_that_says_too_little_is_refused(job_file: Path, settings: list[str], says: str) -> None:

@@ -392,11 +392,11 @@ def _begun(folder: Path, phase: str, *, paused: bool) -> tuple[Life, dict[str, i
     ("override", "told"),
     [
         ("train.end.goal.atMost=null", "give exactly one of"),
-        ("train.end.goal=null", "needs a loss to reach"),
-        ("train.end.goal={metric: accuracy, atLeast: 0.9}", "needs a loss to reach"),
-        ("wan.exchange=background", "goes with `wan.exchange: synchronous`"),
-        ("wan={policy: asgd}", "goes with `wan.exchange: synchronous`"),
-        ("parallelism={pipeline: {stages: 2}}", "the stages of a pipeline are not given up"),
+        ("train.end.goal=null", "requires a loss to reach"),
+        ("train.end.goal={metric: accuracy, atLeast: 0.9}", "requires a loss to reach"),
+        ("wan.exchange=background", "requires `wan.exchange: synchronous`"),
+        ("wan={policy: asgd}", "requires `wan.exchange: synchronous`"),
+        ("parallelism={pipeline: {stages: 2}}", "cannot be used with a pipeline"),
         ("train.scaling=auto", "must be 'fixed', 'tuned' or 'mlless'"),
     ],
 )

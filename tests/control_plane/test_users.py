@@ -188,7 +188,7 @@ def test_a_quota_bounds_what_is_promised_over_all_regions_and_restarts(
             await stage.client.change_user("ann", 1)
             async with as_user(stage, token) as ann:
                 none = await refused(submitted(ann, job_file, "r8", ONE, SOON), "QUOTA_EXCEEDED")
-                assert "it takes 2 workers at least" in str(none.hint)
+                assert "the job needs at least 2 workers" in str(none.hint)
             for agent in (a, b):
                 await agent.close()
 
