@@ -58,13 +58,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
     """Serves users. Every method requires the operator's or a user's token."""
 
     def __init__(
-        self, federation: Federation, profiling: Profiling, probing: Probing, succession: Succession, door: AccessConfig
+        self,
+        federation: Federation,
+        profiling: Profiling,
+        probing: Probing,
+        succession: Succession,
+        access: AccessConfig,
     ) -> None:
         self._federation = federation
         self._profiling = profiling
         self._probing = probing
         self._succession = succession
-        self.door = door
+        self.access = access
         """Replaced once the port is bound."""
 
     @answering
@@ -254,7 +259,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 draft.put_region(unseen_region(name))
             draft.invitations.append(Invitation(hash_secret(secret), name, expires))
             draft.record("region.invited", f"region {name} was invited", region=name)
-        token = InvitationToken(self.door.address, self.door.ca_pem, name, secret)
+        token = InvitationToken(self.access.address, self.access.ca_pem, name, secret)
         return control_pb2.InviteReply(token=str(token), expires=expires)
 
     @answering
@@ -303,7 +308,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     def _authenticate(self, context: Context) -> Caller:
         headers = {str(key): value for key, value in context.invocation_metadata() or ()}
         authorization = str(headers.get("authorization", ""))
-        return caller_of(authorization, self.door.token_hash, self._federation.users.values())
+        return caller_of(authorization, self.access.token_hash, self._federation.users.values())
 
 
 def _page(messages: Iterable[_Message], max_bytes: int = _PAGE_BYTES) -> tuple[list[_Message], bool]:
