@@ -29,7 +29,7 @@ def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config:
             assert late.condition == f"waiting for workers in a, b, behind {first}"
             told = json.loads((await stage.client.plan(load(job_file).json)).plan_json)
             assert late.id in told["waits_for"]
-            with pytest.raises(GeofedError, match="the promises to other jobs kept") as caught:
+            with pytest.raises(GeofedError, match="without breaking promises to other jobs") as caught:
                 await stage.submit(job_file, "r4", ("objective.deadline=40s",))
             assert caught.value.code == "INADMISSIBLE"
             with pytest.raises(GeofedError, match="9 are needed"):
@@ -113,7 +113,7 @@ def test_a_promise_holds_workers_until_another_promise_has_ended(serve_config: S
             assert second.state == "queued", "the first one's workers are its own until it has ended"
             alone = json.loads(first.plan_json)["estimate"]["seconds"]["high"]
             soon = int(2.2 * alone)
-            with pytest.raises(GeofedError, match="the promises to other jobs kept") as caught:
+            with pytest.raises(GeofedError, match="without breaking promises to other jobs") as caught:
                 await stage.submit(job_file, "r3", ("train.seed=3", HELD, f"objective.deadline={soon}s"))
             assert caught.value.code == "INADMISSIBLE"
             seconds = re.search(r"of (\d+) s from now", str(caught.value.hint))

@@ -102,7 +102,7 @@ def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: Serve
                 await refused(client.plan(load(job_file, [starting_from(job)]).json), code, text)
                 await refused(submitted(client, job_file, "never", starting_from(job)), code, text)
 
-            await both(stage.client, "nobody", "JOB_NOT_FOUND", "there is no job nobody")
+            await both(stage.client, "nobody", "JOB_NOT_FOUND", "job nobody not found")
             async with as_user(stage, ann) as client:
                 job = (await submitted(client, job_file, "r1")).id
                 await both(client, job, "MODEL_NOT_FOUND", "it has no model to start from")

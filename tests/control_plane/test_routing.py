@@ -132,7 +132,7 @@ def test_a_link_that_is_cut_is_gone_round(star: Watched) -> None:
     ((_, text, data),) = star.told
     assert ("a", "c") not in star.pairs
     assert "a>c is down" in text
-    assert "not for ever" in text
+    assert "instead of forever" in text
     assert '"round_seconds_before": null' in data
 
 
