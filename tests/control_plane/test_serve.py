@@ -238,7 +238,7 @@ def test_a_client_without_a_server_is_told_so(tmp_path: Path, serve_config: Serv
                 await client.jobs()
 
     asyncio.run(scenario())
-    with pytest.raises(GeofedError, match="context file .* not found"):
+    with pytest.raises(GeofedError, match=r"context file .* not found"):
         Context.load(tmp_path / "nothing.json")
 
 
