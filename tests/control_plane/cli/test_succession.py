@@ -102,9 +102,7 @@ def test_the_name_of_a_job_is_that_of_the_last_one_that_goes_on(serve_config: Se
             # One that only starts from its model is another job.
             wanted = (f"train.initialModel={{job: {job}}}",)
             other = (await stage.submit(file, "r2", wanted)).job.id
-            await refused(
-                client.job("digits"), "JOB_NOT_FOUND", f"2 jobs are called digits; say which: {other}, {after}"
-            )
+            await refused(client.job("digits"), "JOB_NOT_FOUND", f"2 jobs have the name digits: {other}, {after}")
             await close(a, b, c)
 
     run(scenario())
