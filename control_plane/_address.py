@@ -1,4 +1,4 @@
-"""Addresses to listen on."""
+"""Parse and bind listen addresses."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from geofed_pb.errors import GeofedError
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port". Raises ``GeofedError`` CONFIG_INVALID."""
+    """Return host and port of "host:port". Raises ``GeofedError("CONFIG_INVALID")``."""
     host, colon, port = address.rpartition(":")
-    wrong = f"{address!r} is no address; write it like 127.0.0.1:7443 or [::1]:7443"
+    invalid = f"{address!r} is not a valid address; write it like 127.0.0.1:7443 or [::1]:7443"
     if not colon or not port.isdecimal() or int(port) > 65535:
-        raise GeofedError("CONFIG_INVALID", wrong)
+        raise GeofedError("CONFIG_INVALID", invalid)
     try:
         return bracketed(host).strip("[]"), int(port)
     except ValueError:
-        raise GeofedError("CONFIG_INVALID", wrong) from None
+        raise GeofedError("CONFIG_INVALID", invalid) from None
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ``GeofedError``: PORT_IN_USE, CONFIG_INVALID."""
+    """Return a bound TCP socket. Raises ``GeofedError``: PORT_IN_USE, CONFIG_INVALID."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -39,7 +39,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 
 def advertised_host(advertised: str) -> str:
-    """The host of "host" or "host:port"."""
+    """Return the host of "host" or "host:port"."""
     if advertised.count(":") == 1 or "]:" in advertised:
         return split_address(advertised)[0]
     return advertised.strip("[]")

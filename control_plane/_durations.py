@@ -1,4 +1,4 @@
-"""Durations as people write them: `90s`, `10m`, `2h`, `1h30m`, `1d`; from a millisecond to ten years."""
+"""Durations like `90s`, `10m`, `2h`, `1h30m` and `1d`, from a millisecond to ten years."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from datetime import timedelta
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 LONGEST = timedelta(days=3650)
-"""Counted from now, whatever it leads to is a date that every system knows."""
+"""Longest duration; from now, it leads to a date that every system can represent."""
 _SHORTEST_SECONDS = 0.001
-"""`format_duration` writes whole ones of these."""
+"""Shortest duration, and the resolution of `format_duration`."""
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 def parse_duration(text: str) -> timedelta:
-    """Read `1h30m`. Raises ``ValueError`` with a sentence for the user where the text is no duration."""
+    """Parse a duration like `1h30m`. Raises ``ValueError`` with a message for the user."""
     parts = _PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
-        raise ValueError(f"{text!r} is no duration; write it like 30s, 10m or 1h30m")
+        raise ValueError(f"{text!r} is not a valid duration; write it like 30s, 10m or 1h30m")
     seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
     if not _SHORTEST_SECONDS <= seconds <= LONGEST.total_seconds():
         raise ValueError(f"{text!r}: a duration is at least 1ms and at most {LONGEST.days}d")
@@ -25,7 +25,7 @@ def parse_duration(text: str) -> timedelta:
 
 
 def format_duration(duration: timedelta) -> str:
-    """Write a duration so that `parse_duration` reads the same one."""
+    """Format a duration so that `parse_duration` returns the same one."""
     left_ms = round(duration.total_seconds() * 1000)
     text = ""
     for unit in ("d", "h", "m", "s", "ms"):

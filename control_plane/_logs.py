@@ -1,4 +1,4 @@
-"""Logs on stderr: lines for people, or JSON for machines; the standard library's records take the same way."""
+"""Configure logging to stderr, as text or JSON, for structlog and the standard library."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from geofed_pb.errors import GeofedError
 
 
 def configure_logs(style: str) -> None:
-    """Set structlog and logging up once for the process. Raises ``GeofedError`` CONFIG_INVALID."""
+    """Configure structlog and logging for the process. Raises ``GeofedError("CONFIG_INVALID")``."""
     if style not in ("console", "json"):
-        raise GeofedError("CONFIG_INVALID", f"logs are written as console or json, not {style}")
+        raise GeofedError("CONFIG_INVALID", f"unknown log format {style}; use console or json")
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    # Tracebacks without the values of variables: tokens and keys are among them.
-    told = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    # Tracebacks omit the values of variables, which may include tokens and keys.
+    tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     plain = structlog.dev.plain_traceback
     render: list[structlog.typing.Processor] = (
-        [structlog.processors.ExceptionRenderer(told), structlog.processors.JSONRenderer()]
+        [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
         if style == "json"
         else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     )

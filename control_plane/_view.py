@@ -1,4 +1,4 @@
-"""Jobs, regions and events as plain dictionaries: what json shows, and what tables are made of."""
+"""Convert jobs, regions and events to plain dictionaries, for json output and tables."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ if TYPE_CHECKING:
     from geofed_pb.v1 import common_pb2, control_pb2
 
 Data = dict[str, Any]
+"""A view: a JSON object."""
 ENDED = ("succeeded", "failed", "cancelled")
+"""States of an ended job."""
 
 
 def standing_text(state: str) -> str:
-    """What a sentence says of a job: "is running", "has failed"."""
+    """Return a job's state as a predicate: "is running", "has failed"."""
     if state == "cancelled":
         return "was cancelled"
     return f"{'has' if state in ENDED else 'is'} {state}"
 
 
 def job_view(job: control_pb2.Job) -> Data:
-    """All of a job."""
+    """Return the full view of a job."""
     error = None
     if job.HasField("error"):
         error = {
@@ -58,7 +60,7 @@ def job_view(job: control_pb2.Job) -> Data:
 
 
 def _slack(job: control_pb2.Job) -> float | None:
-    """Between the end, as it is expected, and the promised deadline; below 0: it is broken, or about to be."""
+    """Return the seconds between the expected end and the promised deadline; negative: missed, or about to be."""
     if not job.deadline_at:
         return None
     if job.finished_at:
@@ -67,14 +69,14 @@ def _slack(job: control_pb2.Job) -> float | None:
     done = min((part.round for part in job.partitions), default=0)
     if job.started_at and done:
         return job.deadline_at - now - (job.rounds - done) * (now - job.started_at) / done
-    # An older control plane tells it in the plan only.
+    # Older control planes send it only in the plan.
     estimate = {} if job.expected_seconds else (_loaded(job.plan_json) or {}).get("estimate", {})
     planned = job.expected_seconds or float(estimate.get("seconds", {}).get("expected", 0.0))
     return job.deadline_at - max(now, (job.started_at or now) + planned)
 
 
 def job_summary(view: Data) -> Data:
-    """A job as it stands, without what it was asked for, promised and accounted."""
+    """Return a job's view without spec, plan and result."""
     left_out = ("spec", "plan", "result")
     return {key: value for key, value in view.items() if key not in left_out}
 
@@ -105,7 +107,7 @@ def _partition_view(part: control_pb2.PartitionStatus) -> Data:
 
 
 def _copy_view(copy: control_pb2.ShardCopy) -> Data:
-    """A shard that is processed elsewhere."""
+    """Return the view of a shard that another region processes."""
     return {
         "source": copy.source,
         "destination": copy.destination,
@@ -123,7 +125,7 @@ def _charge_view(m: common_pb2.Money) -> Data:
 
 
 def _link_view(link: control_pb2.WanLink) -> Data:
-    """How updates go from one region to another; what was not measured is None."""
+    """Return the view of a WAN link; values not measured are None."""
     return {
         "source": link.source,
         "destination": link.destination,
@@ -141,7 +143,7 @@ def _link_view(link: control_pb2.WanLink) -> Data:
 
 
 def region_view(region: control_pb2.Region) -> Data:
-    """All of a region."""
+    """Return the full view of a region."""
     catalogue = _loaded(region.catalogue_json) or {}
     return {
         "name": region.name,
@@ -159,7 +161,7 @@ def region_view(region: control_pb2.Region) -> Data:
 
 
 def event_view(event: control_pb2.Event) -> Data:
-    """One event."""
+    """Return the view of an event."""
     return {
         "cursor": event.cursor,
         "at": time_text(event.at),
@@ -173,7 +175,7 @@ def event_view(event: control_pb2.Event) -> Data:
 
 
 def log_view(line: control_pb2.LogLine) -> Data:
-    """One line of a log."""
+    """Return the view of a log line."""
     return {
         "cursor": line.cursor,
         "at": time_text(line.at),
@@ -184,21 +186,21 @@ def log_view(line: control_pb2.LogLine) -> Data:
 
 
 def time_text(seconds: float) -> str | None:
-    """A time in UTC; None where there is none yet."""
+    """Format a time in UTC; None for 0, which means not yet."""
     if not seconds:
         return None
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def clock(text: str | None) -> str:
-    """The time of day, here, of a time that `time_text` wrote."""
+    """Return the local time of day of a time that `time_text` returned."""
     if not text:
         return ""
     return datetime.fromisoformat(text).astimezone().strftime("%H:%M:%S")
 
 
 def bytes_text(count: float) -> str:
-    """A count of bytes for people: 1.2 MB."""
+    """Format a number of bytes: 1.2 MB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.{1 if count < 100 * size else 0}f} {unit}"
@@ -206,7 +208,7 @@ def bytes_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A time span for people: 4.2 s, 3 min 20 s, 2 h 5 min."""
+    """Format a duration: 4.2 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60) if seconds >= 3600 else int(seconds // 60)
@@ -214,7 +216,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def usd_text(usd: float) -> str:
-    """Money for people; small sums keep two digits that mean something."""
+    """Format US dollars; small amounts keep two significant digits."""
     if usd >= 1 or usd == 0:
         return f"${usd:,.2f}"
     return f"${usd:.4f}" if usd >= 0.001 else f"${usd:.2g}"

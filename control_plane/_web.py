@@ -20,13 +20,13 @@ from control_plane.service import Meter
 
 
 class Web:
-    """The HTTPS server; it serves while the context is open."""
+    """HTTPS server of the dashboard, `/metrics` and `/healthz`; it serves while its context is open."""
 
     def __init__(self, meter: Meter, dashboard: Dashboard, listen: str, certificate: Path, key: Path) -> None:
         self._meter = meter
         self._listen = listen
         routes = [*dashboard.routes, Route("/metrics", self._metrics), Route("/healthz", self._healthz)]
-        self._server = _Quiet(
+        self._server = _WithoutSignals(
             uvicorn.Config(
                 Starlette(routes=routes),
                 ssl_certfile=str(certificate),
@@ -58,8 +58,8 @@ class Web:
         return JSONResponse({"status": "ok"})
 
 
-class _Quiet(uvicorn.Server):
+class _WithoutSignals(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the process that serves, not to this part of it."""
+        """Install no handlers, since the control plane handles signals itself."""
         yield

@@ -1,4 +1,4 @@
-"""Content-addressed files: the code of jobs, and models. What has its final name is whole and verified."""
+"""Content-addressed files: code of jobs and models. A file with its final name is complete and verified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class BlobStore:
-    """Blobs under one folder. Uploads continue where they broke off."""
+    """Blobs in one folder. Interrupted uploads are resumed."""
 
     def __init__(self, folder: Path) -> None:
         self._whole = folder
@@ -30,45 +30,46 @@ class BlobStore:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def path(self, digest: str) -> Path:
-        """Where the whole blob lies, or would lie. Raises ``GeofedError`` FRAME_INVALID for what is no digest."""
+        """Return the path of a complete blob, which need not exist. Raises ``GeofedError("FRAME_INVALID")``."""
         return self._whole / _name(digest)
 
     def size(self, digest: str) -> int | None:
-        """Bytes of a blob that is whole; None where it is not."""
+        """Return the size of a complete blob; None if it is missing or incomplete."""
         return _size(self.path(digest))
 
     def stat(self, digest: str) -> common_pb2.BlobAck:
-        """How much of a blob is here."""
+        """Return how many bytes of a blob are stored."""
         whole = self.size(digest)
         if whole is None:
             partial = _size(self._partial / _name(digest))
             if partial is not None:
                 return common_pb2.BlobAck(digest=digest, have_bytes=partial)
-            # An upload may have ended in between, and moved its file.
+            # An upload may have been completed in between, and moved its file.
             whole = self.size(digest)
         return common_pb2.BlobAck(digest=digest, have_bytes=whole or 0, complete=whole is not None)
 
     async def receive(self, chunks: AsyncIterator[common_pb2.BlobChunk], *, limit_bytes: int) -> common_pb2.BlobAck:
-        """Take an upload; what arrived stays, also when the stream breaks.
+        """Receive an upload. Received bytes are kept if the stream is interrupted.
 
-        Raises ``GeofedError``: LIMIT_EXCEEDED, FRAME_INVALID (a gap), DIGEST_MISMATCH (the partial file is dropped).
+        Raises ``GeofedError``: LIMIT_EXCEEDED; FRAME_INVALID for a gap; DIGEST_MISMATCH, and the partial file is
+        dropped.
         """
         first = await anext(aiter(chunks), None)
         if first is None:
-            raise GeofedError("FRAME_INVALID", "an upload without a byte")
+            raise GeofedError("FRAME_INVALID", "the upload is empty")
         digest, total = first.digest, first.total_bytes
         if total > limit_bytes:
-            raise GeofedError("LIMIT_EXCEEDED", f"the blob has {total} bytes; the limit is {limit_bytes}")
+            raise GeofedError("LIMIT_EXCEEDED", f"the blob has {total} bytes and exceeds the limit of {limit_bytes}")
         async with self._locks[_name(digest)]:
             if self.size(digest) is None:
                 await self._append_all(first, chunks)
         return self.stat(digest)
 
     async def send(self, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
-        """The bytes of a whole blob from `offset` on. Raises ``GeofedError`` MODEL_NOT_FOUND where it is not here."""
+        """Yield the bytes of a complete blob from `offset` on. Raises ``GeofedError("MODEL_NOT_FOUND")``."""
         total = self.size(digest)
         if total is None:
-            raise GeofedError("MODEL_NOT_FOUND", f"blob {digest} is not here", hint="see `control-plane status JOB`")
+            raise GeofedError("MODEL_NOT_FOUND", f"blob {digest} not found", hint="see `control-plane status JOB`")
         with self.path(digest).open("rb") as file:
             file.seek(offset)
             while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
@@ -93,18 +94,18 @@ class BlobStore:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != _name(digest):
             partial.unlink()
-            raise GeofedError("DIGEST_MISMATCH", f"what arrived as {digest} is sha256:{found}")
+            raise GeofedError("DIGEST_MISMATCH", f"the upload of {digest} has the digest sha256:{found}")
         os.replace(partial, self._whole / _name(digest))
         sync_folder(self._whole)
 
 
 def _append(descriptor: int, chunk: common_pb2.BlobChunk, have: int, total: int) -> int:
-    """Write what is new of a chunk; returns the bytes held then."""
+    """Write the new bytes of a chunk; return the number of stored bytes."""
     if chunk.offset > have:
-        raise GeofedError("FRAME_INVALID", f"a chunk begins at {chunk.offset}, but only {have} bytes are here")
+        raise GeofedError("FRAME_INVALID", f"a chunk begins at {chunk.offset}, but only {have} bytes are stored")
     fresh = memoryview(chunk.data)[have - chunk.offset :]
     if have + len(fresh) > total:
-        raise GeofedError("FRAME_INVALID", f"more bytes than the {total} that were announced")
+        raise GeofedError("FRAME_INVALID", f"the upload has more than the announced {total} bytes")
     while fresh:
         written = os.write(descriptor, fresh)
         have += written
@@ -121,5 +122,5 @@ def _size(path: Path) -> int | None:
 
 def _name(digest: str) -> str:
     if not _DIGEST.fullmatch(digest):
-        raise GeofedError("FRAME_INVALID", f"{digest[:80]!r} is no digest")
+        raise GeofedError("FRAME_INVALID", f"{digest[:80]!r} is not a digest")
     return digest.removeprefix("sha256:")

@@ -1,4 +1,4 @@
-"""A thin client of the control plane: every call is one RPC, and every failure a ``GeofedError``."""
+"""Client of the control plane: each method is one RPC, and each failure is a ``GeofedError``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 OnBreak = Callable[[GeofedError], None]
 RETRY_WAIT = timedelta(seconds=0.5)
-"""Between two attempts to take a broken stream up again."""
+"""Time between two attempts to resume an interrupted stream."""
 PROBE_WAIT = timedelta(seconds=10)
-"""How long a control plane may have an answer wait for a task to be probed."""
+"""Additional timeout of calls that may wait for a task's probe."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """How a user reaches a control plane."""
+    """Address and credentials of a control plane."""
 
     address: str
     """host:port of the control port."""
@@ -36,16 +36,17 @@ class Context:
 
     @classmethod
     def load(cls, path: Path) -> Context:
-        """Read the `context.json` that a control plane writes. Raises ``GeofedError`` CONFIG_INVALID."""
+        """Read the `context.json` of a control plane. Raises ``GeofedError``: UNAVAILABLE if missing,
+        CONFIG_INVALID."""
         try:
             fields = json.loads(path.read_text())
             names = (fields["address"], Path(fields["ca_file"]), Path(fields["token_file"]))
             return cls(*names, federation=fields.get("federation", ""))
         except FileNotFoundError:
             hint = "start a control plane with `control-plane serve`, or name its context file"
-            raise GeofedError("UNAVAILABLE", f"there is no context file {path}", hint=hint) from None
+            raise GeofedError("UNAVAILABLE", f"context file {path} not found", hint=hint) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise GeofedError("CONFIG_INVALID", f"{path} is no context file: {error}") from None
+            raise GeofedError("CONFIG_INVALID", f"{path} is not a valid context file: {error}") from None
 
 
 class ControlClient:
@@ -59,7 +60,7 @@ class ControlClient:
 
     @classmethod
     def connect(cls, context: Context) -> ControlClient:
-        """A client for a context. Raises ``GeofedError`` UNAUTHENTICATED where its files cannot be read."""
+        """Return a client for a context. Raises ``GeofedError("UNAUTHENTICATED")`` if its files cannot be read."""
         try:
             return cls(context.address, context.ca_file.read_bytes(), context.token_file.read_text().strip())
         except OSError as error:
@@ -74,28 +75,32 @@ class ControlClient:
         await self._channel.close(None)
 
     async def version(self) -> control_pb2.VersionReply:
-        """Version and name of the federation."""
+        """Return the server's version and the federation's name."""
         with _mapped():
             reply: control_pb2.VersionReply = await self._stub.Version(control_pb2.VersionRequest(), **self._options())
         return reply
 
     async def put_bundle(self, content: bytes, digest: str) -> None:
-        """Upload the code of a job, unless it is there; continues where an earlier upload broke off."""
+        """Upload a job's code unless it is uploaded already; resume an interrupted upload."""
         with _mapped():
             have = await self._stub.StatBlob(common_pb2.BlobRequest(digest=digest), **self._options())
             if not have.complete:
                 await self._stub.PutBlob(_chunks(content, digest, have.have_bytes), **self._options())
 
     async def plan(self, spec_json: str, code_digest: str = "", bundle_digest: str = "") -> control_pb2.PlanReply:
-        """What would be done with a job; ``code_digest``: `LoadedSpec.code_digest`, by which it is known again;
-        ``bundle_digest``: of its code, that was put, so that a task that nobody knows is probed first."""
+        """Plan a job without submitting it.
+
+        Args:
+            code_digest: `LoadedSpec.code_digest`, by which earlier runs of the same code are found.
+            bundle_digest: digest of the uploaded code, so that a new task can be probed first.
+        """
         request = control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest, bundle_digest=bundle_digest)
         with _mapped():
             reply: control_pb2.PlanReply = await self._stub.Plan(request, **self._options(PROBE_WAIT))
         return reply
 
     async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
-        """Run a job; once for each request id."""
+        """Submit a job; once for each request ID."""
         request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
         with _mapped():
             reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options(PROBE_WAIT))
@@ -108,7 +113,7 @@ class ControlClient:
         request_id: str,
         memories_mb: Sequence[int] = (),
     ) -> AsyncIterator[control_pb2.ProfileNews]:
-        """Have a task measured; what continues, and last the result. The same request id is the same profile."""
+        """Profile a task; yield progress, and last the result. A repeated request ID continues the same profile."""
         request = control_pb2.ProfileRequest(
             request_id=request_id,
             spec_json=spec_json,
@@ -120,13 +125,13 @@ class ControlClient:
                 yield progress
 
     async def job(self, job: str) -> control_pb2.Job:
-        """A job, by id or name."""
+        """Return a job by ID or name."""
         with _mapped():
             reply: control_pb2.Job = await self._stub.GetJob(control_pb2.JobRequest(job=job), **self._options())
         return reply
 
     async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
-        """Jobs, newest first, page by page; without spec, plan and result."""
+        """Return jobs, newest first, without spec, plan and result."""
         found: list[control_pb2.Job] = []
         with _mapped():
             while True:
@@ -162,7 +167,7 @@ class ControlClient:
         return reply
 
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
-        """Have regions of a job continue with other numbers of workers."""
+        """Change the numbers of workers of a job's regions."""
         with _mapped():
             reply: control_pb2.Job = await self._stub.Scale(
                 control_pb2.ScaleRequest(job=job, workers=workers, reason=reason), **self._options()
@@ -170,7 +175,7 @@ class ControlClient:
         return reply
 
     async def regions(self) -> list[control_pb2.Region]:
-        """All regions, sorted by name, page by page."""
+        """Return all regions, sorted by name."""
         found: list[control_pb2.Region] = []
         with _mapped():
             while True:
@@ -181,14 +186,14 @@ class ControlClient:
                     return found
 
     async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
-        """A one-time token for a region."""
+        """Create a one-time token for a region."""
         with _mapped():
             request = control_pb2.InviteRequest(region=region, ttl_seconds=int(ttl.total_seconds()))
             reply: control_pb2.InviteReply = await self._stub.Invite(request, **self._options())
         return reply
 
     async def add_user(self, name: str, promised_workers: int | None = None) -> control_pb2.UserReply:
-        """Create a user; the token is in the answer."""
+        """Create a user; the reply has its token."""
         with _mapped():
             request = control_pb2.AddUserRequest(name=name, promised_workers=promised_workers)
             reply: control_pb2.UserReply = await self._stub.AddUser(request, **self._options())
@@ -197,7 +202,7 @@ class ControlClient:
     async def change_user(
         self, name: str, promised_workers: int | None = None, *, no_quota: bool = False, new_token: bool = False
     ) -> control_pb2.UserReply:
-        """Another quota (None: as it is), or another token."""
+        """Change a user's quota (None: unchanged) or token."""
         with _mapped():
             request = control_pb2.ChangeUserRequest(
                 name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token
@@ -214,16 +219,16 @@ class ControlClient:
         return reply
 
     async def users(self) -> list[control_pb2.User]:
-        """The users that the caller may see, sorted by name."""
+        """Return the users that the caller may see, sorted by name."""
         with _mapped():
             return list((await self._stub.ListUsers(control_pb2.ListUsersRequest(), **self._options())).users)
 
     async def watch(
         self, job: str, *, cursor: int = 0, follow: bool = True, on_break: OnBreak | None = None
     ) -> AsyncIterator[control_pb2.Event]:
-        """Events of a job in order; with `follow` until its last one, over broken connections.
+        """Yield the events of a job in order; with `follow` until its last one, over lost connections.
 
-        `on_break` hears each time that a connection breaks; what is missed meanwhile is caught up with.
+        `on_break` is called for each lost connection; events in between are not lost.
         """
         while True:
             request = control_pb2.WatchRequest(job=job, cursor=cursor, follow=follow)
@@ -252,7 +257,7 @@ class ControlClient:
         follow: bool = False,
         on_break: OnBreak | None = None,
     ) -> AsyncIterator[control_pb2.LogLine]:
-        """Log lines of a job in order; with `follow` until it has ended, over broken connections."""
+        """Yield the log lines of a job in order; with `follow` until it has ended, over lost connections."""
         while True:
             request = control_pb2.LogsRequest(job=job, region=region, cursor=cursor, tail=tail, follow=follow)
             try:
@@ -269,7 +274,7 @@ class ControlClient:
             await asyncio.sleep(RETRY_WAIT.total_seconds())
 
     async def model(self, job: str, *, offset: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:
-        """The bytes of a job's model; the digest is in each chunk."""
+        """Yield the bytes of a job's model from `offset` on; each chunk has the digest."""
         with _mapped():
             request = control_pb2.ModelRequest(job=job, offset=offset)
             async for chunk in self._stub.GetModel(request, metadata=self._metadata):

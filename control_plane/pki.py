@@ -1,4 +1,4 @@
-"""Identity: the federation's own certificate authority, certificates, tokens and invitations."""
+"""The federation's certificate authority, certificates, tokens and invitations."""
 
 from __future__ import annotations
 
@@ -24,26 +24,29 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, region_name
 
 CA_LIFE = timedelta(days=3650)
+"""Lifetime of the CA's certificate."""
 SERVER_LIFE = timedelta(days=365)
+"""Lifetime of the control plane's certificate; it is renewed at half of it."""
 REGION_LIFE = timedelta(days=30)
+"""Default lifetime of a region's certificate."""
 BACKDATE = timedelta(minutes=5)
-"""Certificates begin this long before they are made, for clocks that are behind."""
+"""Certificates are valid from this long before their creation, for clocks that are behind."""
 _TOKEN_PREFIX = "geofed1."
 
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate that was signed for a region."""
+    """A certificate signed for a region."""
 
     certificate_pem: bytes
     serial: str
     expires: float
-    """Unix seconds."""
+    """Expiry in Unix seconds."""
 
 
 @dataclass(frozen=True)
 class InvitationToken:
-    """What `region invite` prints: where the control plane is, how to know it, and a secret that works once."""
+    """The token of `region invite`: the control plane's address and CA, and a secret that is valid once."""
 
     address: str
     """host:port of the control port."""
@@ -63,7 +66,7 @@ class InvitationToken:
 
     @classmethod
     def parse(cls, text: str) -> InvitationToken:
-        """Read a token. Raises ``GeofedError`` TOKEN_INVALID."""
+        """Parse a token. Raises ``GeofedError("TOKEN_INVALID")``."""
         encoded = text.strip().removeprefix(_TOKEN_PREFIX)
         try:
             fields = json.loads(base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)))
@@ -71,11 +74,11 @@ class InvitationToken:
             pem = certificate.public_bytes(serialization.Encoding.PEM)
             return cls(str(fields["address"]), pem, str(fields["region"]), str(fields["secret"]))
         except (ValueError, KeyError, TypeError, binascii.Error):
-            raise GeofedError("TOKEN_INVALID", "this is no invitation, or a part of it is missing") from None
+            raise GeofedError("TOKEN_INVALID", "the invitation is invalid or incomplete") from None
 
 
 class Authority:
-    """The federation's CA. Its folder holds `ca.crt`, `ca.key`, `server.crt`, `server.key`; keys are mode 0600."""
+    """The federation's CA. Its folder has `ca.crt`, `ca.key`, `server.crt` and `server.key`; keys have mode 0600."""
 
     def __init__(self, folder: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
         self._folder = folder
@@ -85,10 +88,10 @@ class Authority:
 
     @classmethod
     def open(cls, folder: Path, federation: str, now: datetime) -> Authority:
-        """Load the CA of a folder, or make one. Raises ``GeofedError`` STATE_INVALID where it is damaged."""
+        """Load the CA of a folder, or create it. Raises ``GeofedError("STATE_INVALID")`` if it is damaged."""
         certificate_path, key_path = folder / "ca.crt", folder / "ca.key"
         if certificate_path.exists() and not key_path.exists():
-            raise GeofedError("STATE_INVALID", f"{folder} holds ca.crt, but not its key ca.key")
+            raise GeofedError("STATE_INVALID", f"{folder} has ca.crt, but its key ca.key is missing")
         if certificate_path.exists():
             try:
                 certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
@@ -100,7 +103,7 @@ class Authority:
             return cls(folder, certificate, key)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         certificate, key = _make_ca(federation, now)
-        # The certificate last: a crash in between leaves a key that nobody has trusted yet, and it is replaced.
+        # The certificate last: after a crash in between, the key is not in use yet and is replaced.
         pem = certificate.public_bytes(serialization.Encoding.PEM)
         write_whole(folder / "ca.key", _key_pem(key), mode=0o600)
         write_whole(folder / "ca.crt", pem)
@@ -108,13 +111,13 @@ class Authority:
 
     @property
     def ca_file(self) -> Path:
-        """The CA certificate, for clients."""
+        """Path of the CA certificate, for clients."""
         return self._folder / "ca.crt"
 
     def server_certificate(self, hosts: Sequence[str], now: datetime) -> tuple[Path, Path]:
-        """Certificate and key of this control plane for its names and `hosts`.
+        """Return the paths of the control plane's certificate and key, valid for its names and `hosts`.
 
-        A new one is made where there is none, where half of its life is over, or where a name is missing.
+        A new certificate is created if there is none, if half of its lifetime has passed, or if a name is missing.
         """
         certificate_path, key_path = self._folder / "server.crt", self._folder / "server.key"
         names = list(dict.fromkeys([CONTROL_PLANE_NAME, *hosts]))
@@ -129,9 +132,9 @@ class Authority:
         return certificate_path, key_path
 
     def sign_region(self, csr_pem: bytes, region: str, now: datetime, life: timedelta = REGION_LIFE) -> Issued:
-        """Sign the key of a certificate request for `region`; all names in the request are ignored.
+        """Sign the key of a certificate request for `region`; names in the request are ignored.
 
-        Raises ``GeofedError`` CERTIFICATE_INVALID for a request that cannot be read, or a weak key.
+        Raises ``GeofedError("CERTIFICATE_INVALID")`` for an invalid request or a weak key.
         """
         try:
             request = x509.load_pem_x509_csr(csr_pem)
@@ -179,22 +182,22 @@ class Authority:
 
 
 def serial_of(certificate: x509.Certificate) -> str:
-    """The serial number as it is stored."""
+    """Return a certificate's serial number as stored, in hexadecimal."""
     return f"{certificate.serial_number:x}"
 
 
 def new_secret() -> str:
-    """32 random bytes as text."""
+    """Return 32 random bytes as URL-safe text."""
     return secrets.token_urlsafe(32)
 
 
 def hash_secret(secret: str) -> str:
-    """What is stored of a random secret: it has too much entropy to need salt or stretching."""
+    """Return the stored hash of a random secret. Its entropy is too high to need salt or stretching."""
     return f"sha256:{hashlib.sha256(secret.encode()).hexdigest()}"
 
 
 def utc_now(seconds: float) -> datetime:
-    """Unix seconds as certificates count time."""
+    """Convert Unix seconds to a time in UTC."""
     return datetime.fromtimestamp(seconds, UTC)
 
 

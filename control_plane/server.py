@@ -1,4 +1,4 @@
-"""`control-plane serve`: opens the state, binds the ports, runs until it is told to stop."""
+"""The control plane's process: open the state, bind the ports, and serve until a stop signal."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from control_plane.dashboard import Dashboard
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
 from control_plane.service import (
     WAIT,
+    AccessConfig,
     AgentHubService,
     ControlService,
-    Door,
     EnrolmentService,
     Federation,
     Measurements,
@@ -50,36 +50,36 @@ from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
 _log = structlog.get_logger("geofed.server")
 _WILDCARDS = ("0.0.0.0", "::", "")
 GRACE = timedelta(seconds=3)
-"""How long calls in flight may take after SIGTERM."""
+"""Time for calls in flight to finish after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """What `serve` runs with."""
+    """Configuration of `control-plane serve`."""
 
     state_dir: Path
-    """Identity, database (unless `database_url` says elsewhere) and blobs."""
+    """Folder of keys, blobs, and the database unless `database_url` is set."""
     listen: str = "127.0.0.1:7443"
-    """host:port for users and enrolment; port 0 takes a free one."""
+    """host:port for users and enrolment; port 0 chooses a free one."""
     agent_listen: str = "127.0.0.1:7444"
     metrics_listen: str = "127.0.0.1:7445"
     advertise: tuple[str, ...] = ()
-    """Hosts, or host:port, under which this is reached; the first goes into invitations."""
+    """Public hosts, or host:port; the first goes into invitations."""
     database_url: str | None = None
     lease: timedelta = timedelta(seconds=30)
     federation: str = "geofed"
-    """Its name; fixed at the first start."""
+    """Name of the federation; fixed at the first start."""
     region_certificate_life: timedelta = REGION_LIFE
     ready_file: Path | None = None
-    """Written with the actual ports once all listen."""
+    """File to write the actual ports to once all listen."""
     probe_wait: timedelta = WAIT
-    """How long the first plan of a task waits for an agent to probe it."""
+    """How long the first plan of a task waits for its probe."""
     stop_signals: tuple[signal.Signals, ...] = field(default=(signal.SIGTERM, signal.SIGINT))
 
 
 @dataclass(frozen=True)
 class Ports:
-    """Where a server listens."""
+    """Actual ports of a server."""
 
     control: int
     agent: int
@@ -89,7 +89,8 @@ class Ports:
 async def serve(config: ServeConfig) -> None:
     """Run until a stop signal.
 
-    Raises ``GeofedError``: PORT_IN_USE, CONFIG_INVALID, STATE_INVALID, DISK_FULL, UNAVAILABLE (the database).
+    Raises ``GeofedError``: PORT_IN_USE, CONFIG_INVALID, STATE_INVALID, DISK_FULL; UNAVAILABLE if the database cannot be
+    reached.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -103,7 +104,7 @@ async def serve(config: ServeConfig) -> None:
 
 @asynccontextmanager
 async def running(config: ServeConfig) -> AsyncIterator[Ports]:
-    """A control plane that serves while the context is open."""
+    """Run a control plane while the context is open."""
     async with AsyncExitStack() as stack:
         try:
             state = await _open_state(config, stack)
@@ -123,12 +124,12 @@ class _State:
 
 
 async def _open_state(config: ServeConfig, stack: AsyncExitStack) -> _State:
-    """Identity and durable state, loaded; nobody is answered yet."""
+    """Open keys and database, and load the state, before any request is served."""
     _prepare(config.state_dir)
     stack.enter_context(_only_one(config.state_dir))
     now = utc_now(time.time())
     if config.database_url is None:
-        # Before anything is in it; SQLite's other files take its mode.
+        # Set before SQLite writes to it, since its journal files inherit the mode.
         _database_file(config).touch(mode=0o600)
         _database_file(config).chmod(0o600)
     store = stack.enter_context(open_store(_database_url(config)))
@@ -142,7 +143,7 @@ async def _open_state(config: ServeConfig, stack: AsyncExitStack) -> _State:
 
 
 async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> Ports:
-    """Bind all ports before the first is answered, since what one says depends on the others."""
+    """Bind all ports before serving on any, since replies on one port contain the others."""
     federation, authority = state.federation, state.authority
     meter, dashboard = Meter(federation), Dashboard(federation, state.token_hash)
     measurements = Measurements(federation)
@@ -150,8 +151,8 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.push_async_callback(probing.close)
     profiling = Profiling(federation, measurements)
     succession = Succession(federation)
-    door = Door(state.token_hash, authority.ca_pem, "")
-    users = ControlService(federation, profiling, probing, succession, door)
+    access = AccessConfig(state.token_hash, authority.ca_pem, "")
+    users = ControlService(federation, profiling, probing, succession, access)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     control = grpc.aio.server(interceptors=[meter], options=server_options())
@@ -166,7 +167,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     mutual = grpc.ssl_server_credentials(pair, authority.ca_pem, require_client_auth=True)
     control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
     enrolment.agent_port = _bind(agents, config.agent_listen, mutual)
-    users.door = replace(users.door, address=_reached_at(config, control_port))
+    users.access = replace(users.access, address=_reached_at(config, control_port))
     web = await stack.enter_async_context(Web(meter, dashboard, config.metrics_listen, state.certificate, state.key))
     ports = Ports(control_port, enrolment.agent_port, web.port)
     for server in (control, agents):
@@ -176,7 +177,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.push_async_callback(_cancel, asyncio.create_task(_tick(federation)))
     stack.push_async_callback(_cancel, asyncio.create_task(succession.run()))
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
-    _tell_where(config, state, ports)
+    _write_context(config, state, ports)
     return ports
 
 
@@ -186,9 +187,9 @@ async def _tick(federation: Federation) -> None:
         try:
             await federation.tick()
         except GeofedError as error:
-            _log.warning("time could not be passed on", code=error.code, error=error.message)
-        except Exception:  # noqa: BLE001 - the edge of a task that must not end: leases and promises hang on it
-            _log.exception("time could not be passed on")
+            _log.warning("a tick failed", code=error.code, error=error.message)
+        except Exception:  # noqa: BLE001 - this task must not end, since leases and promises depend on it
+            _log.exception("a tick failed")
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
@@ -206,14 +207,14 @@ def _prepare(state_dir: Path) -> None:
 
 @contextmanager
 def _only_one(state_dir: Path) -> Iterator[None]:
-    """Hold the state directory: two control planes on one state would each take half of the messages."""
+    """Lock the state directory, since two control planes on the same state would each handle some of the messages."""
     with (state_dir / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise GeofedError(
                 "ILLEGAL_STATE",
-                f"another control plane runs on {state_dir}",
+                f"another control plane uses {state_dir}",
                 hint="stop it, or choose another --state-dir",
             ) from None
         yield
@@ -235,7 +236,7 @@ def _named(store: Store, wanted: str) -> str:
 
 
 def _admin_token(state_dir: Path, store: Store) -> str:
-    """The hash of the administrator's token; the token itself is made at the first start, or when its file is gone."""
+    """Return the hash of the operator's token. A token is created at the first start, or if its file is missing."""
     path, known = state_dir / "admin.token", store.meta("admin_token_hash")
     if known is not None and path.exists():
         return known
@@ -246,7 +247,7 @@ def _admin_token(state_dir: Path, store: Store) -> str:
 
 
 def _own_names(config: ServeConfig) -> list[str]:
-    """Every name under which a client may check this server."""
+    """Return all names that the server's certificate is valid for."""
     listening = split_address(config.listen)[0]
     return [
         "localhost",
@@ -258,8 +259,8 @@ def _own_names(config: ServeConfig) -> list[str]:
     ]
 
 
-def _tell_where(config: ServeConfig, state: _State, ports: Ports) -> None:
-    """Write what the command line finds this control plane with, and the ready file."""
+def _write_context(config: ServeConfig, state: _State, ports: Ports) -> None:
+    """Write `context.json`, by which commands find this control plane, and the ready file."""
     host = split_address(config.listen)[0]
     local = joined({"::": "::1", "0.0.0.0": "127.0.0.1", "": "127.0.0.1"}.get(host, host), ports.control)
     context = {
@@ -276,7 +277,7 @@ def _tell_where(config: ServeConfig, state: _State, ports: Ports) -> None:
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:
     host, port = split_address(address)
-    bound_socket(host, port).close()  # grpc's own message does not say why it could not bind
+    bound_socket(host, port).close()  # for the reason, which grpc's error lacks
     try:
         return server.add_secure_port(joined(host, port), credentials)
     except RuntimeError:
@@ -284,13 +285,13 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
 
 
 def _reached_at(config: ServeConfig, port: int) -> str:
-    """host:port that goes into invitations."""
+    """Return the host:port for invitations."""
     if not config.advertise:
         host = split_address(config.listen)[0]
         return joined(socket.gethostname() if host in _WILDCARDS else host, port)
     first = config.advertise[0]
     host = advertised_host(first)
-    # As it is where it names a port.
+    # Unchanged if it has a port.
     return joined(host, port) if host in (first, first.strip("[]")) else first
 
 

@@ -1,15 +1,15 @@
-"""Completion scripts that know all commands and options by themselves, so that no key waits for Python to start."""
+"""Shell completion scripts that contain all commands and options, so that completing does not start Python."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Words = dict[str, list[str]]
-"""What may follow a command, by the words that lead to it: "region invite" → ["--ttl", ...]."""
+"""Candidates by command path: "region invite" → ["--ttl", ...]."""
 
 
 def script(shell: str, command: Any) -> str:
-    """The script for a shell; `command` is the click command of the whole program."""
+    """Return the completion script for a shell; `command` is the click command of the whole program."""
     words = _words(command, "")
     return _fish(words) if shell == "fish" else _bash(words, zsh=shell == "zsh")
 

@@ -1,4 +1,4 @@
-"""From a command to the control plane and back."""
+"""Connect a command to the control plane."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
 _T = TypeVar("_T")
-_INSIST_SECONDS = 0.5
+_CANCEL_INTERVAL_SECONDS = 0.5
+"""Time between two attempts to cancel a request after Ctrl-C."""
 LOCAL_CONTEXT = Path(".geofed/control-plane/context.json")
+"""Context file that `control-plane serve` writes with its default state directory."""
 
 
 def find_context(given: Path | None) -> Path:
-    """The context file: what was given by flag or environment, else this folder's, else the user's."""
+    """Return the context file: the one given by option or environment, else this folder's, else the user's.
+
+    Raises ``GeofedError("UNAVAILABLE")`` if there is none.
+    """
     if given is not None:
         return given
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
@@ -32,39 +37,41 @@ def find_context(given: Path | None) -> Path:
             return path
     raise GeofedError(
         "UNAVAILABLE",
-        f"there is no context file: neither {LOCAL_CONTEXT} nor {home / 'geofed' / 'context.json'}",
-        hint="start one with `control-plane serve`, or name its context.json by --context or GEOFED_CONTEXT",
+        f"no context file found: neither {LOCAL_CONTEXT} nor {home / 'geofed' / 'context.json'} exists",
+        hint="start a control plane with `control-plane serve`, or pass its context.json by --context or "
+        "GEOFED_CONTEXT",
     )
 
 
-def ask_control_plane(
-    given: Path | None, conversation: Callable[[ControlClient], Awaitable[_T]], *, detach: str = ""
-) -> _T:
-    """Run a conversation with the control plane. Ctrl-C ends it with 130; `detach` says what that means."""
+def ask_control_plane(given: Path | None, request: Callable[[ControlClient], Awaitable[_T]], *, detach: str = "") -> _T:
+    """Connect to the control plane and return what `request` returns.
+
+    Ctrl-C prints `detach` and exits with status 130.
+    """
     import asyncio
 
     from control_plane.client import Context, ControlClient
 
-    async def converse() -> _T:
-        with _insisting():
+    async def connected() -> _T:
+        with _cancelled_by_ctrl_c():
             async with ControlClient.connect(Context.load(find_context(given))) as client:
-                return await conversation(client)
+                return await request(client)
 
     try:
-        return asyncio.run(converse())
+        return asyncio.run(connected())
     except (KeyboardInterrupt, asyncio.CancelledError):
         say(f"\n{detach}" if detach else "")
         raise SystemExit(int(Exit.INTERRUPTED)) from None
 
 
 @contextmanager
-def _insisting() -> Iterator[None]:
-    """Ctrl-C cancels the conversation again and again until it ends: what is cancelled just as an answer comes in may
-    not notice the first time."""
+def _cancelled_by_ctrl_c() -> Iterator[None]:
+    """Have Ctrl-C cancel the current task, repeatedly until it ends: a task that is cancelled just as a reply arrives
+    may miss the first cancellation."""
     import asyncio
 
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # So it was started: in the background of a script, or under nohup.
+        # The command was started with SIGINT ignored: in the background of a script, or under nohup.
         yield
         return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -74,12 +81,12 @@ def _insisting() -> Iterator[None]:
     def interrupt() -> None:
         nonlocal again
         task.cancel()
-        again = loop.call_later(_INSIST_SECONDS, interrupt)
+        again = loop.call_later(_CANCEL_INTERVAL_SECONDS, interrupt)
 
     try:
         loop.add_signal_handler(signal.SIGINT, interrupt)
     except (NotImplementedError, RuntimeError, ValueError):
-        # Not in the main thread, or not on this system: then asyncio's own way has to do.
+        # Signal handlers work only in the main thread and not on every system; asyncio's default handling remains.
         yield
         return
     try:
@@ -91,15 +98,18 @@ def _insisting() -> Iterator[None]:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Have the user agree to what cannot be undone; returns only then."""
+    """Ask the user to confirm an action that cannot be undone; return only if the answer is yes.
+
+    Raises ``GeofedError("USAGE")`` if the answer is no, or if there is no terminal to ask on.
+    """
     if yes:
         return
     if not can_ask():
-        raise GeofedError("USAGE", f"{question} Nobody is there to answer.", hint="add --yes")
+        raise GeofedError("USAGE", f"{question} Cannot ask: no terminal, or --no-input.", hint="add --yes")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     try:
         answer = sys.stdin.readline()
     except KeyboardInterrupt:
         raise SystemExit(int(Exit.INTERRUPTED)) from None
     if answer.strip().lower() not in ("y", "yes"):
-        raise GeofedError("USAGE", "nothing was done", hint="answer with y to continue")
+        raise GeofedError("USAGE", "not confirmed; nothing was done", hint="answer y to continue")

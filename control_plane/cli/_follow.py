@@ -1,4 +1,4 @@
-"""Watching a job to its end, over restarts of the control plane: unknown is not failed."""
+"""Watch a job until it ends. If the control plane is unreachable, the job's state is unknown, not failed: retry."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from typing import TYPE_CHECKING, Protocol
 
 from control_plane._view import ENDED, Data, clock, event_view, job_view
 from control_plane.cli._output import emit_line, say
-from control_plane.cli._settings import Format, is_lively, settings
+from control_plane.cli._settings import Format, is_interactive, settings
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
 REFRESH = timedelta(seconds=0.5)
-"""Between two looks at a job that is shown live."""
+"""Time between two status requests for a job that is shown live."""
 
 
 class Outage:
-    """Says once for each outage that the control plane cannot be reached, and once that it can again."""
+    """Reports once per outage that the control plane is unreachable, and once that it is reachable again."""
 
-    def __init__(self, tell: Callable[[str], None] = say) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str], None] = say) -> None:
+        self._report = report
         self.lasting = False
 
-    def broke(self, error: GeofedError) -> None:
-        """A call has failed."""
+    def call_failed(self, error: GeofedError) -> None:
+        """Report the outage if it begins with this failed call."""
         if not self.lasting:
-            self._tell(f"control plane unreachable, trying again ({error.message})")
+            self._report(f"control plane unreachable; retrying ({error.message})")
         self.lasting = True
 
-    def over(self) -> None:
-        """A call has succeeded."""
+    def call_succeeded(self) -> None:
+        """Report the end of the outage if there was one."""
         if self.lasting:
-            self._tell("control plane reachable again")
+            self._report("control plane reachable again")
         self.lasting = False
 
 
 class Display(Protocol):
-    """Where a watched job is shown."""
+    """Shows a watched job to the user."""
 
     def note(self, text: str) -> None:
-        """Show a line that is not of the job."""
+        """Show a line about the connection, not the job."""
 
     def event(self, event: Data) -> None:
-        """Show that something has happened."""
+        """Show an event of the job."""
 
     def job(self, view: Data) -> None:
-        """Show how the job stands."""
+        """Show the current state of the job."""
 
 
 class PlainDisplay:
-    """One line on stderr for each event."""
+    """Writes one line to stderr for each event."""
 
     def note(self, text: str) -> None:
         say(text)
@@ -64,7 +64,7 @@ class PlainDisplay:
         say(f"{clock(event['at'])}  {event['text']}")
 
     def job(self, view: Data) -> None:
-        """Its events have told it."""
+        """Show nothing: the events have reported each change."""
 
 
 @dataclass(frozen=True)
@@ -75,56 +75,57 @@ class _Watched:
 
 
 async def follow_job(client: ControlClient, job: str) -> Data:
-    """Show a job until it has ended, and those that continue with its model; returns how the last one then stands.
+    """Show a job, and after a replan its successors, until the last one has ended; return its view.
 
-    In jsonl the events are data, too.
+    With `-o jsonl` the events are written to stdout, too.
     """
     view = job_view(await client.job(job))
     with _display() as display:
         watched = _Watched(client, view["id"], Outage(display.note))
         while True:
             display.job(view)
-            view = await _shown(watched, display)
+            view = await _show_until_ended(watched, display)
             if not view["successor"]:
                 return view
-            watched, view = await _next_of(watched, view, display.note)
+            watched, view = await _successor_of(watched, view, display.note)
 
 
-async def _shown(watched: _Watched, display: Display) -> Data:
-    """Show one job until it has ended; returns how it then stands."""
-    looking = asyncio.create_task(_keep_looking(watched, display)) if not isinstance(display, PlainDisplay) else None
+async def _show_until_ended(watched: _Watched, display: Display) -> Data:
+    """Show one job until it has ended; return its final view."""
+    refreshing = (
+        asyncio.create_task(_keep_refreshing(watched, display)) if not isinstance(display, PlainDisplay) else None
+    )
     try:
         async for event in events_of(watched):
             if settings.format is Format.JSONL:
                 emit_line(event)
             display.event(event)
-        view = await _look(watched)
+        view = await _view_of(watched)
         display.job(view)
     finally:
-        if looking is not None:
-            looking.cancel()
+        if refreshing is not None:
+            refreshing.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await looking
+                await refreshing
     return view
 
 
-async def _next_of(watched: _Watched, view: Data, tell: Callable[[str], None]) -> tuple[_Watched, Data]:
-    """The job that continues with the model of one that was replanned, and how it stands."""
-    tell(f"job {view['id']} continues as {view['successor']}")
+async def _successor_of(watched: _Watched, view: Data, report: Callable[[str], None]) -> tuple[_Watched, Data]:
+    """Return the job that continues the model of a replanned job, and its view."""
+    report(f"job {view['id']} continues as {view['successor']}")
     watched = replace(watched, job=view["successor"])
-    return watched, await _look(watched)
+    return watched, await _view_of(watched)
 
 
 async def events_of(watched: _Watched) -> AsyncIterator[Data]:
-    """All events of a job from the first, until the last."""
-    async for event in watched.client.watch(watched.job, on_break=watched.outage.broke):
-        watched.outage.over()
+    """Yield all events of a job, from the first to the last."""
+    async for event in watched.client.watch(watched.job, on_break=watched.outage.call_failed):
+        watched.outage.call_succeeded()
         yield event_view(event)
 
 
 async def wait_for_job(client: ControlClient, job: str, *, running: bool = False) -> Data:
-    """Wait, silently, until a job and those that continue with its model have ended, or with `running` until it
-    trains."""
+    """Wait without output until a job and its successors have ended, or with `running` until it trains."""
     view = job_view(await client.job(job))
     watched = _Watched(client, view["id"], Outage())
     while True:
@@ -133,49 +134,49 @@ async def wait_for_job(client: ControlClient, job: str, *, running: bool = False
         async for event in events_of(watched):
             if running and event["kind"] == "job.running":
                 break
-        view = await _look(watched)
+        view = await _view_of(watched)
         if not view["successor"]:
             return view
-        watched, view = await _next_of(watched, view, say)
+        watched, view = await _successor_of(watched, view, say)
 
 
-async def _look(watched: _Watched) -> Data:
-    """How a job stands, as soon as that can be told."""
+async def _view_of(watched: _Watched) -> Data:
+    """Return the view of a job; while the control plane is unreachable, retry."""
     while True:
         try:
             view = job_view(await watched.client.job(watched.job))
-            watched.outage.over()
+            watched.outage.call_succeeded()
             return view
         except GeofedError as error:
             if error.code != "UNAVAILABLE":
                 raise
-            watched.outage.broke(error)
+            watched.outage.call_failed(error)
         await asyncio.sleep(REFRESH.total_seconds())
 
 
-async def _keep_looking(watched: _Watched, display: Display) -> None:
+async def _keep_refreshing(watched: _Watched, display: Display) -> None:
     while True:
         await asyncio.sleep(REFRESH.total_seconds())
         try:
             display.job(job_view(await watched.client.job(watched.job)))
         except GeofedError as error:
-            watched.outage.broke(error)
+            watched.outage.call_failed(error)
 
 
 def _display() -> contextlib.AbstractContextManager[Display]:
-    if is_lively():
+    if is_interactive():
         from control_plane.cli._live import LiveDisplay
 
         return LiveDisplay()
     return contextlib.nullcontext(PlainDisplay())
 
 
-def end_of(view: Data) -> None:
-    """Leave with the job's fate. Raises ``GeofedError`` where the job has ended badly."""
+def raise_unless_succeeded(view: Data) -> None:
+    """Raise ``GeofedError("JOB_CANCELLED")`` or ``("JOB_FAILED")`` if the job has ended that way."""
     if view["state"] not in ENDED or view["state"] == "succeeded":
         return
     if view["state"] == "cancelled":
         raise GeofedError("JOB_CANCELLED", f"job {view['id']} was cancelled")
-    error = view["error"] or {"code": "JOB_FAILED", "message": "no cause was told", "hint": ""}
+    error = view["error"] or {"code": "JOB_FAILED", "message": "no cause was reported", "hint": ""}
     hint = error["hint"] or f"`control-plane events {view['id']}` shows what happened"
     raise GeofedError("JOB_FAILED", f"job {view['id']} failed: {error['code']}: {error['message']}", hint=hint)

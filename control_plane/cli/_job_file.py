@@ -1,4 +1,4 @@
-"""A job file as an argument of a command."""
+"""The job file argument of a command."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.
 def read_job(
     job_file: Path, overrides: list[str] | None, name: str | None = None
 ) -> tuple[LoadedSpec, tuple[bytes, str]]:
-    """A job file, and its packed code with the digest."""
+    """Return the validated job file, and its packed code as (content, digest)."""
     from control_plane.spec import check_task, load, pack
 
-    named = [f"metadata.name={json.dumps(name)}"] if name is not None else []
-    loaded = load(job_file, [*(overrides or ()), *named])
+    name_override = [f"metadata.name={json.dumps(name)}"] if name is not None else []
+    loaded = load(job_file, [*(overrides or ()), *name_override])
     check_task(loaded.folder, loaded.spec.task.module)
     return loaded, pack(loaded.folder, loaded.spec.task.module)

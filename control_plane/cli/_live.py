@@ -1,4 +1,4 @@
-"""A watched job on a terminal: drawn on stderr, anew when it has changed."""
+"""Live display of a watched job on stderr, redrawn when the job changes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from control_plane._view import Data, bytes_text, clock, usd_text
 from control_plane.cli._report import metrics_text, number_text
 
 _EVENTS_SHOWN = 5
+"""Number of latest events below the table."""
 _SHOWN_IN_TABLE = ("partition.round", "partition.evaluated")
-_LEAST_SECONDS = 0.1
-"""Between two drawings: a long history is caught up with at once."""
+"""Event kinds that the table shows already."""
+_REDRAW_SECONDS = 0.1
+"""Least time between two redraws caused by events, so that a long history does not redraw for each of them."""
 _STYLES = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "cyan"}
 
 
 class LiveDisplay:
-    """Job line, progress, one row for each region, the last events. A context manager."""
+    """Draws the job's state, its progress, one row for each region, and the latest events. A context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, no_color="NO_COLOR" in os.environ, highlight=False)
@@ -49,7 +51,7 @@ class LiveDisplay:
     def event(self, event: Data) -> None:
         if event["kind"] not in _SHOWN_IN_TABLE:
             self._events.append(f"{clock(event['at'])}  {event['text']}")
-        if time.monotonic() - self._drawn_at > _LEAST_SECONDS:
+        if time.monotonic() - self._drawn_at > _REDRAW_SECONDS:
             self._draw()
 
     def job(self, view: Data) -> None:

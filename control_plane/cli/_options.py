@@ -17,7 +17,7 @@ def _take_format(value: Format) -> Format:
 
 Output = Annotated[
     Format,
-    typer.Option("--output", "-o", help="How data are written to stdout.", callback=_take_format, show_default=True),
+    typer.Option("--output", "-o", help="Format of the data on stdout.", callback=_take_format, show_default=True),
 ]
 ContextFile = Annotated[
     Path | None,
@@ -26,10 +26,11 @@ ContextFile = Annotated[
         metavar="FILE",
         envvar="GEOFED_CONTEXT",
         show_envvar=True,
-        help="How to reach the control plane; it writes this file into its state directory.",
+        help="Address and credentials of the control plane; it writes this file into its state directory.",
     ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, like a.b=c.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, such as train.seed=1."),
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -1,6 +1,6 @@
-"""Data go to stdout in the format that was asked for; all else goes to stderr.
+"""Write data to stdout in the requested format, and everything else to stderr.
 
-In json and yaml a command writes exactly one envelope, also when it fails; in jsonl one for each item.
+In json and yaml a command writes exactly one envelope, also when it fails; in jsonl it writes one for each item.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.output import output_failure
 
 SCHEMA_VERSION = 1
+"""Version of the envelope in json, yaml and jsonl; grows when a change breaks its readers."""
 
 
 def emit(data: Any, *, table: Callable[[Any], str], name: Callable[[Any], str]) -> None:
-    """Write what a command returns. A list is one line for each item in `jsonl` and `name`."""
+    """Write the result of a command. In `jsonl` and `name` a list becomes one line for each item."""
     items = data if isinstance(data, list) else [data]
     match settings.format:
         case Format.TABLE:
@@ -39,17 +40,17 @@ def emit(data: Any, *, table: Callable[[Any], str], name: Callable[[Any], str]) 
 
 
 def emit_line(item: Any) -> None:
-    """Write one item of a stream as one line of JSON, at once."""
+    """Write one item of a stream immediately, as one line of JSON."""
     _write(json.dumps(_envelope(item), allow_nan=False))
 
 
 def emit_error(error: GeofedError) -> None:
-    """Tell a failure: a sentence and a hint on stderr; for programs the envelope on stdout too."""
+    """Write an error: message and hint to stderr, and in json, jsonl and yaml its envelope to stdout."""
     print(f"error[{error.code}]: {error.message}", file=sys.stderr)
     if error.hint:
         print(f"hint: {error.hint}", file=sys.stderr)
     envelope = {"schema_version": SCHEMA_VERSION, "status": "error", "error": error.as_dict()}
-    # Where stdout takes nothing, the command still ends with the error that it has told above.
+    # If stdout cannot be written, the command still fails with the error printed above, not with this one.
     with contextlib.suppress(GeofedError):
         match settings.format:
             case Format.JSON:
@@ -61,19 +62,21 @@ def emit_error(error: GeofedError) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> GeofedError:
-    """A file that the user has named cannot be written."""
+    """Return the error for a file named by the user that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return GeofedError("DISK_FULL", f"no space left for {path}", hint="free space, or name another place")
-    return GeofedError("USAGE", f"cannot write {path}: {error.strerror}", hint="name another place")
+        return GeofedError(
+            "DISK_FULL", f"no space left on the device for {path}", hint="free space, or write to another path"
+        )
+    return GeofedError("USAGE", f"cannot write {path}: {error.strerror}", hint="write to another path")
 
 
 def say(text: str) -> None:
-    """Tell the user something that is not data."""
+    """Write a message that is not data to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def columns(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Rows under their heads, aligned; columns of numbers to the right."""
+    """Format rows as a table with a head; columns of numbers are aligned to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     whole = [list(heads), *cells]
     widths = [max(len(row[index]) for row in whole) for index in range(len(heads))]
@@ -89,7 +92,7 @@ def columns(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> str:
-    """Names and values under each other; what is empty is left out."""
+    """Format names and values, one pair a line; empty values are left out."""
     shown = [(name, str(value)) for name, value in pairs if value not in ("", None)]
     width = max((len(name) for name, _ in shown), default=0)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in shown)
@@ -105,7 +108,7 @@ def _envelope(data: Any) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """What is no number in JSON becomes null."""
+    """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a job, a plan and a result look like to people. Dictionaries in, text out."""
+"""Format jobs, plans and results as text, from dictionaries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from control_plane.cli._output import columns, fields
 
 
 def job_head(view: Data) -> str:
-    """Who the job is and how it stands."""
+    """Format the identity and the state of a job."""
     name = f" ({view['name']})" if view["name"] not in view["id"] else ""
     error = view["error"]
     return fields(
@@ -32,22 +32,25 @@ def job_head(view: Data) -> str:
 
 
 def _deadline(view: Data) -> str:
-    """The promise, and how it stands."""
+    """Format the promised deadline, and by how much it is or will be kept or missed."""
     if view["deadline_at"] is None:
         return ""
     slack = view["slack_seconds"]
     ended = view["finished_at"] is not None
-    words = ("kept, with" if ended else "slack") if slack >= 0 else ("broken, by" if ended else "will be broken, by")
-    return f"{view['deadline_at']}, {words} {seconds_text(abs(slack))}"
+    if slack >= 0:
+        words = "met with {} to spare" if ended else "slack {}"
+    else:
+        words = "missed by {}" if ended else "will be missed by {}"
+    return f"{view['deadline_at']}, {words.format(seconds_text(abs(slack)))}"
 
 
 def initial_model_text(model: Data | None) -> str:
-    """Whose model a job begins with."""
+    """Format the model that a job starts from; empty if it starts from the task's own."""
     return f"the model of {model['job']} ({bytes_text(model['bytes'])})" if model else ""
 
 
 def partition_table(view: Data) -> str:
-    """The job's regions as they stand."""
+    """Format the current state of a job's regions, one row each."""
     rounds = view["rounds"]
     return columns(
         ["REGION", "STATE", "WORKERS", "ROUND", "STEP", "LOSS", "SAMPLES/S", "METRICS", "WAN SENT", "USD", "CONDITION"],
@@ -71,13 +74,13 @@ def partition_table(view: Data) -> str:
 
 
 def status_text(view: Data) -> str:
-    """A job as it stands; with its account where it has ended."""
+    """Format the current state of a job, or its result if it has ended."""
     result = [result_text(view)] if view["result"] else []
     return "\n\n".join([job_head(view), *(result or [partition_table(view), *shard_table(view["shards"])])])
 
 
 def description_text(view: Data) -> str:
-    """All there is to know of a job."""
+    """Format everything known about a job."""
     parts = [job_head(view)]
     if view["plan"]:
         parts.append("PLAN\n" + plan_text(view["plan"]))
@@ -94,12 +97,12 @@ def description_text(view: Data) -> str:
         money = [{"region": part["region"], **charge} for part in view["partitions"] for charge in part["money"]]
         money += [{"region": shard["source"], **charge} for shard in view["shards"] for charge in shard["money"]]
         if money:
-            parts.append("MONEY SO FAR\n" + money_table(money))
+            parts.append("COST SO FAR\n" + money_table(money))
     return "\n\n".join(parts)
 
 
 def shard_table(shards: list[Data]) -> list[str]:
-    """Shards that are processed elsewhere, as they stand; nothing where there are none."""
+    """Format the shards that other regions process, as a list of one table, or of none if there are no such shards."""
     rows = [
         [
             shard["source"],
@@ -117,33 +120,33 @@ def shard_table(shards: list[Data]) -> list[str]:
 
 def _collective(plan: Data) -> str:
     if plan["collective"] == "auto":
-        return "in a region by what is fastest there"
+        return "within a region by the fastest collective there"
     k = plan.get("merging", {}).get("k")
-    return f"in a region by {plan['collective']}" + (f" (K = {k:.0f})" if k else "")
+    return f"within a region by {plan['collective']}" + (f" (K = {k:.0f})" if k else "")
 
 
 def _epochs(part: Data, rounds: int) -> float:
-    """How often a region passes over its data."""
+    """Return the number of passes of a region over its data."""
     replicas = part["pipeline"]["degree"] if part.get("pipeline") else part["workers"]
     return float(rounds * part["steps_per_round"] * part["batch"] * replicas / part["samples"])
 
 
 def plan_text(plan: Data) -> str:
-    """A plan: who does what, what it takes, and what may go where."""
+    """Format a plan: the regions' workers, the predicted time and cost, and where shards may be processed."""
     estimate = plan["estimate"]
     head = fields(
         [
             *(("warning", text) for text in plan.get("warnings", [])),
-            ("waits", plan.get("waits_for", "")),
+            ("waits for", plan.get("waits_for", "")),
             ("starts from", initial_model_text(plan.get("initial_model"))),
-            ("rounds", f"{plan['rounds']}, one after {plan['interval']} local steps"),
+            ("rounds", f"{plan['rounds']}, each of {plan['interval']} local steps"),
             ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
             ("exchange", _exchange(plan)),
             ("time", _range(estimate["seconds"], seconds_text)),
             ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),
-            ("money", _range(estimate["usd"], usd_text)),
+            ("cost", _range(estimate["usd"], usd_text)),
             ("model", _model(estimate)),
-            ("rests on", _BASIS.get(estimate["basis"], estimate["basis"])),
+            ("based on", _BASIS.get(estimate["basis"], estimate["basis"])),
             ("start", _START.get(estimate.get("start_basis", ""), "")),
         ]
     )
@@ -168,27 +171,27 @@ def plan_text(plan: Data) -> str:
         for part in plan["partitions"]
         if part.get("pipeline")
     ]
-    data = columns(["SHARD IN", "VERDICT"], [[region, verdict] for region, verdict in plan["residency"].items()])
+    data = columns(["SHARD IN", "RESIDENCY"], [[region, verdict] for region, verdict in plan["residency"].items()])
     parts = [head, _phases_table(estimate), regions, *stages, data, _copies_table(plan.get("copies", []))]
     parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
         evaluated = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
-        parts.append("also evaluated:\n" + "\n".join(evaluated))
+        parts.append("ALTERNATIVES\n" + "\n".join(evaluated))
     return "\n\n".join(part for part in parts if part)
 
 
 def _phases_table(estimate: Data) -> str:
-    """What the expected time is made of; plans of before do not say."""
+    """Format the expected time by phase; empty for plans of older versions, which lack ``phases``."""
     phases = estimate.get("phases", [])
     if not phases:
         return ""
     rows = [[phase["name"], phase["times"], seconds_text(phase["seconds"])] for phase in phases]
     total = ["total", "", seconds_text(estimate["seconds"]["expected"])]
-    return columns(["OF THE TIME", "TIMES", "SECONDS"], [*rows, total])
+    return columns(["PHASE", "COUNT", "TIME"], [*rows, total])
 
 
 def _copies_table(copies: list[Data]) -> str:
-    """Shards that are to be processed elsewhere, each with its way there."""
+    """Format the planned copies of shards to other regions."""
     rows = [
         [
             copy["source"],
@@ -203,36 +206,36 @@ def _copies_table(copies: list[Data]) -> str:
 
 
 def _exchange(plan: Data) -> str:
-    """The topology and what a round's exchange over it takes; plans of before do not say."""
+    """Format the topology and the time of one exchange over it; plans of older versions lack the time."""
     seconds = plan.get("exchange_seconds", 0.0)
-    took = f", {seconds_text(seconds)} a round" if seconds else ""
+    duration = f", {seconds_text(seconds)} a round" if seconds else ""
     mesh = plan["topology"] == "mesh"
     pairs = "" if mesh else ", ".join(f"{a}-{b}" for a, b in plan.get("neighbours", []))
-    return f"{plan['topology']}{took}" + (f" ({pairs})" if pairs else "")
+    return f"{plan['topology']}{duration}" + (f" ({pairs})" if pairs else "")
 
 
 def _early(result: Data) -> str:
-    # Results of before it was told lack it.
+    # Results of older versions lack the key.
     why = result.get("ended_early")
     return f", fewer than planned: {why}" if why else ""
 
 
 def rounds_text(rounds: Sequence[int]) -> str:
-    """How far a job is: in the background, and where it was broken off, regions differ."""
+    """Format the completed rounds of the regions, as a range where they differ: 12-14."""
     least, most = min(rounds, default=0), max(rounds, default=0)
     return str(least) if least == most else f"{least}-{most}"
 
 
 def _time(result: Data) -> str:
-    """Since the submission; what was predicted begins where waiting for workers ends."""
-    # Results of before it was told lack it.
+    """Format the time since submission. The prediction covers only the part after waiting for workers."""
+    # Results of older versions lack the key.
     queued = result.get("queued_seconds", 0.0)
     waited = f"waiting for workers {seconds_text(queued)}, " if queued >= 0.5 else ""
     return f"{seconds_text(result['seconds'])}, of which {waited}training {seconds_text(result['training_seconds'])}"
 
 
 def result_text(view: Data) -> str:
-    """The account of an ended job."""
+    """Format the result of an ended job."""
     result = view["result"]
     model = result["model"]
     head = fields(
@@ -263,8 +266,8 @@ def result_text(view: Data) -> str:
 
 
 def comparison_table(result: Data) -> str:
-    """What was promised beside what came."""
-    rows = [("time", "seconds", seconds_text), ("WAN bytes", "wan_bytes", bytes_text), ("money", "usd", usd_text)]
+    """Format predicted and measured time, WAN bytes and cost."""
+    rows = [("time", "seconds", seconds_text), ("WAN bytes", "wan_bytes", bytes_text), ("cost", "usd", usd_text)]
     return columns(
         ["", "PREDICTED", "MEASURED"],
         [
@@ -275,7 +278,7 @@ def comparison_table(result: Data) -> str:
 
 
 def link_table(sent: dict[str, int], predicted: Data) -> str:
-    """Bytes by directed link, beside the prediction where there is one."""
+    """Format bytes sent by directed link, with the prediction if there is one."""
     expected = predicted.get("link_bytes", {})
     if not sent:
         return ""
@@ -290,7 +293,7 @@ def link_table(sent: dict[str, int], predicted: Data) -> str:
 
 
 def wan_table(links: list[Data]) -> str:
-    """The links as they stand."""
+    """Format the current state of the WAN links."""
     return columns(
         ["LINK", "STATE", "RTT MS", "MBIT/S", "STREAMS", "CODEC", "STEPS", "SENT", "RECEIVED", "STALE", "REFUSED"],
         [
@@ -313,7 +316,7 @@ def wan_table(links: list[Data]) -> str:
 
 
 def money_table(items: list[Data]) -> str:
-    """A bill with its total."""
+    """Format cost items with their total."""
     if not items:
         return ""
     rows = [
@@ -324,35 +327,40 @@ def money_table(items: list[Data]) -> str:
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
-    """Metrics in one cell."""
+    """Format metrics for one table cell."""
     return " ".join(f"{name} {number_text(value)}" for name, value in sorted(metrics.items()))
 
 
 def number_text(value: Any) -> str:
-    """A loss or a metric; what is not there yet is a dash."""
+    """Format a loss or a metric; a missing value is a dash."""
     return "-" if value is None else f"{value:.4f}"
 
 
 _BASIS = {
     "measured": "earlier runs of this task",
     "other batch": "earlier runs of this task with another batch",
-    "probed": "a few steps of the task, which one worker has made",
-    "likened": "a few steps of the task in one region; the others are as fast, or as their operators' figures compare",
-    "stated": "the operators' figures",
-    "prior": "a guess: nobody has stated or measured the speeds",
+    "probed": "a probe: a few steps of the task by one worker",
+    "likened": "a probe in one region, scaled to the others by the speeds that their operators state",
+    "stated": "the speeds that the regions' operators state",
+    "prior": "default speeds: none were stated or measured",
 }
-
-
+"""What the predicted speeds are based on, by ``estimate.basis``."""
 _MODEL = {
     "measured": "known from earlier runs",
     "counted": "counted by an agent",
-    "prior": "a guess: nobody has seen it",
+    "prior": "a default: not measured yet",
 }
-_START = {"measured": "as in earlier runs", "probed": "as it took to make the task ready once", "prior": "a guess"}
+"""Where the model's size comes from, by ``estimate.model_basis``."""
+_START = {
+    "measured": "as in earlier runs",
+    "probed": "as measured by the probe",
+    "prior": "a default: not measured yet",
+}
+"""Where the start time comes from, by ``estimate.start_basis``."""
 
 
 def _model(estimate: Data) -> str:
-    """Its size, and who knows it; plans of before do not say."""
+    """Format the model's size and where it comes from; empty for plans of older versions, which lack it."""
     basis = estimate.get("model_basis", "")
     return f"{bytes_text(estimate['model_bytes'])}, {_MODEL.get(basis, basis)}" if basis else ""
 

@@ -1,4 +1,4 @@
-"""What the flags say that hold for a whole run of the command; set once, while the command line is read."""
+"""Global options of a command, set once while the command line is parsed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 
 class Format(StrEnum):
-    """How data are written to stdout."""
+    """Formats of the data on stdout."""
 
     TABLE = "table"
     JSON = "json"
@@ -23,20 +23,21 @@ class Settings:
     """The settings of this process."""
 
     debug: bool = False
-    """Show tracebacks."""
+    """Print tracebacks of errors."""
     ask: bool = True
-    """False: questions are answered by no."""
+    """False with --no-input: never ask for confirmation, and draw no live display."""
     format: Format = Format.TABLE
+    """Format of the data on stdout."""
 
 
 settings = Settings()
 
 
 def can_ask() -> bool:
-    """True where somebody is there to answer a question."""
+    """Whether the user can be asked: stdin and stderr are terminals, and --no-input is not set."""
     return settings.ask and sys.stdin.isatty() and sys.stderr.isatty()
 
 
-def is_lively() -> bool:
-    """True where stderr may be drawn on: a terminal that can move its cursor, and nobody said no."""
+def is_interactive() -> bool:
+    """Whether stderr can show a live display: a terminal with a movable cursor, and --no-input is not set."""
     return sys.stderr.isatty() and settings.ask and os.environ.get("TERM", "dumb") != "dumb"

@@ -1,4 +1,4 @@
-"""The `control-plane` command. Heavy imports happen inside the commands, so that `--help` answers at once."""
+"""The `control-plane` command. Heavy imports happen inside the commands, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from geofed_pb.output import written_out
 
 app = typer.Typer(
     name="control-plane",
-    help="Train one model over data in several regions, without moving the data.",
+    help="Train one model on data in several cloud regions, without moving the data.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,8 +37,10 @@ app = typer.Typer(
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", envvar="GEOFED_DEBUG", help="Show tracebacks.")] = False,
-    no_input: Annotated[bool, typer.Option("--no-input", help="Never ask, and draw no live display.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", envvar="GEOFED_DEBUG", help="Print tracebacks of errors.")] = False,
+    no_input: Annotated[
+        bool, typer.Option("--no-input", help="Never ask for confirmation, and draw no live display.")
+    ] = False,
 ) -> None:
     settings.debug = debug
     settings.ask = not no_input
@@ -72,7 +74,7 @@ app.command("simulate")(simulate.simulate)
 
 
 def main() -> None:
-    """Entry point of the console script: errors become one clear sentence and the right exit status."""
+    """Run the console script; turn errors into a message and an exit status."""
     try:
         with written_out():
             app()
@@ -83,7 +85,7 @@ def main() -> None:
         raise SystemExit(int(error.exit)) from None
     except KeyboardInterrupt:
         raise SystemExit(int(Exit.INTERRUPTED)) from None
-    except Exception as error:  # noqa: BLE001 - the edge of the process: a user gets a sentence, not a traceback
+    except Exception as error:  # noqa: BLE001 - the last handler of the process: users get a message, not a traceback
         if settings.debug:
             traceback.print_exc()
         emit_error(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))

@@ -1,7 +1,7 @@
-"""What clouds say about themselves: regions, prices, shards; one contract, one adapter for each way to ask.
+"""Query clouds for regions, prices and shards: one interface, `Cloud`, with an adapter for each SDK.
 
-An adapter loads its SDK when it is opened, takes credentials from nowhere but the SDK's own chain, and answers with
-where each figure comes from. What a cloud does not tell is an error of the catalogue, never zero.
+An adapter loads its SDK when it is opened, uses only the SDK's own credential chain, and returns the source of each
+figure. An unknown price is a ``GeofedError``, never zero.
 """
 
 from control_plane.clouds._contract import (

@@ -19,7 +19,7 @@ from control_plane.clouds._contract import (
     ShardList,
     StorePrices,
     Unit,
-    no_such_region,
+    region_unknown,
 )
 from control_plane.clouds._s3_shards import list_shards
 from geofed_pb.errors import GeofedError
@@ -179,7 +179,7 @@ class AwsCloud:
 
     def _check(self, region: str) -> None:
         if all(known.name != region for known in self.regions()):
-            raise no_such_region(self.name, region)
+            raise region_unknown(self.name, region)
 
 
 def _is_plain(offer: Any, usage: str) -> bool:

@@ -1,4 +1,4 @@
-"""The contract of the cloud adapters: what can be asked, and what an answer is."""
+"""Interface of the cloud adapters, and the types of their answers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from geofed_pb.errors import GeofedError
 
 
 class Confidence(StrEnum):
-    """How sure a price is."""
+    """How certain a price is."""
 
     LIST = "list"
-    """Of a published price list; what is billed may be less."""
+    """From a published price list; the bill may be lower."""
     QUOTED = "quoted"
-    """Named by the cloud for this very account and configuration."""
+    """Quoted by the cloud for this account and configuration."""
     OBSERVED = "observed"
-    """What a market paid at that time; it moves."""
+    """A market price at that time, which changes."""
 
 
 class Purchase(StrEnum):
-    """On what terms a machine is had."""
+    """How a machine is bought."""
 
     ON_DEMAND = "on_demand"
     PREEMPTIBLE = "preemptible"
-    """The cloud may take it back: spot, low priority."""
+    """The cloud may preempt it: spot, low priority."""
 
 
 class Unit(StrEnum):
-    """What a price is paid for."""
+    """Unit of a price."""
 
     HOUR = "hour"
     GB_SECOND = "GB-second"
@@ -41,18 +41,18 @@ class Unit(StrEnum):
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a figure comes from."""
+    """Source of a price."""
 
     source: str
-    """Who said it, about what."""
+    """Who states the price, and for what."""
     as_of: str
-    """ISO date of the source: when a list was published, when a quote was given."""
+    """ISO date of the price list's publication or of the quote."""
     confidence: Confidence
 
 
 @dataclass(frozen=True)
 class Price:
-    """USD for one unit. Raises ``GeofedError("PRICE_UNKNOWN")`` unless it is above zero and finite."""
+    """Price of one unit in USD. Raises ``GeofedError("PRICE_UNKNOWN")`` unless it is positive and finite."""
 
     usd: float
     unit: Unit
@@ -60,13 +60,13 @@ class Price:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.usd) and self.usd > 0):
-            text = f"{self.provenance.source} gives {self.usd:g} USD for a {self.unit}, which is taken for unknown"
+            text = f"{self.provenance.source} states {self.usd:g} USD per {self.unit}, which counts as unknown"
             raise GeofedError("PRICE_UNKNOWN", text)
 
 
 @dataclass(frozen=True)
 class FunctionPrices:
-    """What invocations of functions cost."""
+    """Prices of function invocations."""
 
     gb_second: Price
     request: Price
@@ -74,20 +74,21 @@ class FunctionPrices:
 
 @dataclass(frozen=True)
 class StorePrices:
-    """What requests to the cloud's object store cost."""
+    """Prices of requests to the object store."""
 
     put: Price
-    """Also of a request that lists."""
+    """Price of a PUT or LIST request."""
     get: Price
+    """Price of a GET request."""
 
 
 @dataclass(frozen=True)
 class CloudRegion:
-    """A region as its cloud names it."""
+    """A cloud's region."""
 
     name: str
     title: str = ""
-    """For people, where the cloud has one."""
+    """Human-readable name; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class ShardList:
     bucket: str
     prefix: str
     region: str
-    """Of the bucket, as the store names it."""
+    """Region of the bucket, by the store's name for it."""
     shards: tuple[Shard, ...]
 
     @property
@@ -114,50 +115,50 @@ class ShardList:
 
 
 class Cloud(Protocol):
-    """What an adapter answers. Every call may ask over the network, again and again until it has the whole answer.
+    """Interface of an adapter. Each method may send several network requests, with retries.
 
     Raises ``GeofedError`` with one of these codes:
 
     - ``CLOUD_REGION_UNKNOWN``: the cloud has no such region.
-    - ``PRICE_UNKNOWN``: there is no such price, or this cloud's interface does not tell it.
-    - ``UNAUTHENTICATED``, ``FORBIDDEN``: the SDK finds no credentials, or they may not ask this.
-    - ``CLOUD_UNAVAILABLE``: no answer, or none but "later", after several tries.
-    - ``CLOUD_REFUSED``: the cloud does not take the question, for another reason.
+    - ``PRICE_UNKNOWN``: the price does not exist, or the cloud's API does not provide it.
+    - ``UNAUTHENTICATED``, ``FORBIDDEN``: the SDK finds no credentials, or they lack the permission.
+    - ``CLOUD_UNAVAILABLE``: the cloud does not answer, or throttles requests, after several attempts.
+    - ``CLOUD_REFUSED``: the cloud rejects the request for another reason.
     """
 
     @property
     def name(self) -> str: ...
 
     def regions(self) -> tuple[CloudRegion, ...]:
-        """The regions, sorted by name."""
+        """Return the regions, sorted by name."""
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
-        """An hour of a machine with Linux. What it covers beyond the bare machine stands in its source."""
+        """Return the price per hour of a Linux machine; its source states what else it includes."""
 
     def function_prices(self, region: str) -> FunctionPrices:
-        """Functions on x86, before any discount for volume."""
+        """Return the prices of functions on x86, without volume discounts."""
 
     def store_prices(self, region: str) -> StorePrices:
-        """Requests to the object store's standard class."""
+        """Return the prices of requests to the object store's standard class."""
 
     def egress_price(self, region: str, destination: str | None = None) -> Price:
-        """A GB that leaves the region: to another region of the same cloud, or to the Internet (None)."""
+        """Return the price per GB of egress to another region of the same cloud, or to the Internet (None)."""
 
     def shards(self, bucket: str, prefix: str) -> ShardList:
-        """The objects under a prefix.
+        """Return the objects under a prefix.
 
-        Raises also ``SHARD_UNREADABLE`` where there is no such bucket, ``LIMIT_EXCEEDED`` for more than can be
-        one dataset's shards, and ``USAGE`` where the adapter knows no object store.
+        Also raises ``SHARD_UNREADABLE`` if the bucket does not exist, ``LIMIT_EXCEEDED`` for too many objects, and
+        ``USAGE`` if the adapter does not support an object store.
         """
 
 
-def not_told(asked: str, what: str) -> GeofedError:
-    """The error for a price that whoever is asked does not tell."""
-    hint = "read it on the cloud's price page and state it in the region's file"
-    return GeofedError("PRICE_UNKNOWN", f"{asked} does not tell {what}", hint=hint)
+def price_unknown(asked: str, what: str) -> GeofedError:
+    """Return the error for a price that a source does not provide."""
+    hint = "look it up on the cloud's price page and enter it in the region file"
+    return GeofedError("PRICE_UNKNOWN", f"{asked} does not provide {what}", hint=hint)
 
 
-def no_such_region(cloud: str, region: str) -> GeofedError:
-    """The error for a region that a cloud does not have."""
-    hint = f"`control-plane catalogue regions --cloud {cloud}` shows them"
+def region_unknown(cloud: str, region: str) -> GeofedError:
+    """Return the error for a region that a cloud does not have."""
+    hint = f"`control-plane catalogue regions --cloud {cloud}` lists them"
     return GeofedError("CLOUD_REGION_UNKNOWN", f"{cloud} has no region {region!r}", hint=hint)

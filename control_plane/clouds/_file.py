@@ -1,4 +1,4 @@
-"""Prices from a file that somebody keeps, through the same contract as those that clouds tell."""
+"""Prices from a CSV file, through the interface of the cloud adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from control_plane.clouds._contract import (
     Provenance,
     Purchase,
     Unit,
-    no_such_region,
+    region_unknown,
 )
 from control_plane.clouds._machines_only import MachinesOnly
 from geofed_pb.errors import GeofedError
@@ -31,10 +31,10 @@ _PURCHASES = {
 
 @dataclass(frozen=True)
 class PriceFile(MachinesOnly):
-    """The machine prices of one cloud, as a file states them."""
+    """Machine prices of one cloud from a file."""
 
     name: str
-    """Of the cloud."""
+    """Name of the cloud."""
     source: str
     as_of: str
     usd_per_hour: dict[tuple[str, str, Purchase], float]
@@ -44,7 +44,7 @@ class PriceFile(MachinesOnly):
     def load(cls, path: Path, cloud: str, as_of: str) -> PriceFile:
         """Read the rows of one cloud; see ``open_price_file``."""
         if not re.fullmatch(r"\d{4}-\d{2}(-\d{2})?", as_of):
-            raise GeofedError("USAGE", f"{as_of!r} is no date", hint="write it like 2026-11-21 or 2026-11")
+            raise GeofedError("USAGE", f"{as_of!r} is not a date", hint="write it like 2026-11-21 or 2026-11")
         clouds: set[str] = set()
         prices: dict[tuple[str, str, Purchase], float] = {}
         try:
@@ -52,7 +52,7 @@ class PriceFile(MachinesOnly):
                 rows = csv.DictReader(file)
                 missing = [column for column in COLUMNS if column not in (rows.fieldnames or ())]
                 if missing:
-                    raise GeofedError("CONFIG_INVALID", f"{path}:1: there is no column {', '.join(missing)}")
+                    raise GeofedError("CONFIG_INVALID", f"{path}:1: missing column {', '.join(missing)}")
                 for row in rows:
                     where = f"{path}:{rows.line_num}"
                     key, usd = _read(row, where)
@@ -81,19 +81,19 @@ class PriceFile(MachinesOnly):
             if all(held.name != region for held in self.regions()):
                 raise self._no_region(region)
             text = f"{self.source} has no price for {machine_type} ({purchase}) in {region}"
-            raise GeofedError("PRICE_UNKNOWN", text, hint="check the type's name as the file has it")
+            raise GeofedError("PRICE_UNKNOWN", text, hint="check the type's name in the file")
         source = f"{self.source}, {self.name}, {machine_type} ({purchase}), {region}"
         return Price(usd, Unit.HOUR, Provenance(source, self.as_of, Confidence.LIST))
 
     def _no_region(self, region: str) -> GeofedError:
         hint = f"it has {', '.join(held.name for held in self.regions())}"
-        return GeofedError("CLOUD_REGION_UNKNOWN", no_such_region(self.source, region).message, hint=hint)
+        return GeofedError("CLOUD_REGION_UNKNOWN", region_unknown(self.source, region).message, hint=hint)
 
 
 def _read(row: dict[str, str], where: str) -> tuple[tuple[str, str, Purchase], float]:
-    """A row's key and price.
+    """Return a row's key and price.
 
-    A price of zero is read, and an error once it is asked for: lists write it where they know none.
+    A price of zero, which lists use for unknown prices, is accepted here and is an error once it is queried.
     """
     purchase = _PURCHASES.get(row["purchase"] or "")
     if purchase is None:
@@ -104,5 +104,5 @@ def _read(row: dict[str, str], where: str) -> tuple[tuple[str, str, Purchase], f
     except (TypeError, ValueError):
         usd = math.nan
     if not (math.isfinite(usd) and usd >= 0):
-        raise GeofedError("CONFIG_INVALID", f"{where}: usd_per_hour is no price: {row['usd_per_hour']!r}")
+        raise GeofedError("CONFIG_INVALID", f"{where}: usd_per_hour is not a price: {row['usd_per_hour']!r}")
     return (row["region"], row["instance_type"], purchase), usd

@@ -31,11 +31,11 @@ from control_plane.clouds._contract import (
     Provenance,
     Purchase,
     Unit,
-    no_such_region,
-    not_told,
+    price_unknown,
+    region_unknown,
 )
 from control_plane.clouds._machines_only import MachinesOnly
-from control_plane.clouds._retry import Patience
+from control_plane.clouds._retry import Retries
 from geofed_pb.errors import GeofedError
 
 _Answer = TypeVar("_Answer")
@@ -46,19 +46,19 @@ _SHARED_CORES = ("micro", "small", "medium")
 """Of Google Cloud: sizes that pay for a part of a core, which libcloud counts as whole ones."""
 
 
-def open_libcloud(name: str, patience: Patience | None = None) -> Cloud:
+def open_libcloud(name: str, retries: Retries | None = None) -> Cloud:
     """The adapter of a cloud that is asked through libcloud; raises as ``open_cloud`` does."""
     kinds: dict[str, type[Azure | DigitalOcean | GoogleCloud]] = {
         "azure": Azure,
         "digitalocean": DigitalOcean,
         "gcp": GoogleCloud,
     }
-    return kinds[name](patience or Patience())
+    return kinds[name](retries or Retries())
 
 
 class _ThroughLibcloud(MachinesOnly):
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, retries: Retries) -> None:
+        self._retries = retries
 
     @property
     def asked(self) -> str:
@@ -69,11 +69,11 @@ class _ThroughLibcloud(MachinesOnly):
             with _told(self.name):
                 return question()
 
-        return self._patience.ask(once)
+        return self._retries.call(once)
 
     def _on_demand_only(self, region: str, machine_type: str, purchase: Purchase) -> None:
         if purchase is not Purchase.ON_DEMAND:
-            raise not_told(self.asked, f"what {machine_type} costs in {region} as {purchase}")
+            raise price_unknown(self.asked, f"what {machine_type} costs in {region} as {purchase}")
 
 
 class Azure(_ThroughLibcloud):
@@ -81,8 +81,8 @@ class Azure(_ThroughLibcloud):
 
     name = "azure"
 
-    def __init__(self, patience: Patience) -> None:
-        super().__init__(patience)
+    def __init__(self, retries: Retries) -> None:
+        super().__init__(retries)
         self._list, self._as_of = _price_list("azure_linux")
 
     def regions(self) -> tuple[CloudRegion, ...]:
@@ -96,8 +96,8 @@ class Azure(_ThroughLibcloud):
         usd = self._list.get(key, {}).get(region)
         if usd is None:
             if all(held.name != region for held in self.regions()):
-                raise no_such_region(self.name, region)
-            raise not_told(self.asked, f"what {machine_type} costs in {region} ({purchase})")
+                raise region_unknown(self.name, region)
+            raise price_unknown(self.asked, f"what {machine_type} costs in {region} ({purchase})")
         return _list_price(float(usd), f"azure, {machine_type} ({purchase}), {region}", self._as_of)
 
 
@@ -109,8 +109,8 @@ class GoogleCloud(_ThroughLibcloud):
 
     name = "gcp"
 
-    def __init__(self, patience: Patience) -> None:
-        super().__init__(patience)
+    def __init__(self, retries: Retries) -> None:
+        super().__init__(retries)
         _, self._as_of = _price_list("gce_instances")
         key = _google_key()
         # The token is kept in memory: libcloud would write it into the home folder.
@@ -128,7 +128,7 @@ class GoogleCloud(_ThroughLibcloud):
         self._on_demand_only(region, machine_type, purchase)
         zones = [zone for zone in self._zones() if zone.rpartition("-")[0] == region]
         if not zones:
-            raise no_such_region(self.name, region)
+            raise region_unknown(self.name, region)
         family, _, shape = machine_type.partition("-")
         # libcloud takes the first two letters for the family, and so the prices of n2 for n2d.
         if len(family) == 2 and shape not in _SHARED_CORES:
@@ -136,7 +136,7 @@ class GoogleCloud(_ThroughLibcloud):
                 usd = self._usd(zone, machine_type)
                 if usd is not None:
                     return _list_price(usd, f"gcp, {machine_type}, {region}", self._as_of)
-        raise not_told(self.asked, f"what {machine_type} costs in {region}")
+        raise price_unknown(self.asked, f"what {machine_type} costs in {region}")
 
     def _zones(self) -> list[str]:
         return sorted(held.name for held in self._ask(self._driver.list_locations))
@@ -157,8 +157,8 @@ class DigitalOcean(_ThroughLibcloud):
 
     name = "digitalocean"
 
-    def __init__(self, patience: Patience) -> None:
-        super().__init__(patience)
+    def __init__(self, retries: Retries) -> None:
+        super().__init__(retries)
         token = _from_environment(self.name, "DIGITALOCEAN_ACCESS_TOKEN")
         self._driver = get_driver(Provider.DIGITAL_OCEAN)(token)
 
@@ -169,12 +169,12 @@ class DigitalOcean(_ThroughLibcloud):
         self._on_demand_only(region, machine_type, purchase)
         place = next((held for held in self._locations() if held.id == region), None)
         if place is None:
-            raise no_such_region(self.name, region)
+            raise region_unknown(self.name, region)
         for size in self._ask(lambda: self._driver.list_sizes(place)):
             if size.id == machine_type:
                 source, today = f"DigitalOcean, {machine_type}, {region}", datetime.now(UTC).date().isoformat()
                 return Price(float(size.price), Unit.HOUR, Provenance(source, today, Confidence.LIST))
-        raise not_told(self.asked, f"what {machine_type} costs in {region}")
+        raise price_unknown(self.asked, f"what {machine_type} costs in {region}")
 
     def _locations(self) -> list[Any]:
         return sorted(self._ask(self._driver.list_locations), key=lambda held: str(held.id))

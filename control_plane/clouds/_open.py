@@ -1,4 +1,4 @@
-"""Opens the adapter of a cloud; its SDK is loaded here and nowhere earlier."""
+"""Open the adapter of a cloud, and load its SDK only then."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ def open_cloud(
     profile: str | None = None,
     usd_per_cny: float | None = None,
 ) -> Cloud:
-    """The adapter of one of ``CLOUDS``.
+    """Return the adapter of one of ``CLOUDS``.
 
-    ``region`` is where its object store is looked for, ``endpoint_url`` takes the place of the public address,
-    ``profile`` is one of the SDK's configuration (aws only). ``usd_per_cny`` says that a Tencent account belongs to the
-    site in mainland China, whose prices are in CNY, and at which rate they are told.
+    Args:
+        region: region of the object store.
+        endpoint_url: API endpoint to use instead of the public one.
+        profile: profile in the AWS configuration (aws only).
+        usd_per_cny: exchange rate for Tencent accounts of mainland China, whose prices are in CNY.
 
-    Raises ``GeofedError``: ``USAGE`` for an unknown cloud or an option that is not for it, ``CLOUD_SDK_MISSING`` with
-    the extra that installs it, ``UNAUTHENTICATED`` where its SDK finds no credentials.
+    Raises ``GeofedError``: ``USAGE`` for an unknown cloud or an option that it does not support; ``CLOUD_SDK_MISSING``
+    with the extra to install; ``UNAUTHENTICATED`` if the SDK finds no credentials.
     """
     if name not in CLOUDS:
-        raise GeofedError("USAGE", f"there is no adapter for a cloud {name!r}", hint=f"there are {', '.join(CLOUDS)}")
+        raise GeofedError("USAGE", f"unknown cloud {name!r}", hint=f"supported clouds: {', '.join(CLOUDS)}")
     given = {"profile": profile, "usd_per_cny": usd_per_cny, "endpoint_url": endpoint_url}
     taken = {"aws": {"profile", "endpoint_url"}, "tencent": {"usd_per_cny", "endpoint_url"}}.get(name, set())
     for option, value in given.items():
         if value is not None and option not in taken:
-            raise GeofedError("USAGE", f"--{option.replace('_', '-')} is not for {name}")
+            raise GeofedError("USAGE", f"--{option.replace('_', '-')} is not supported for {name}")
     try:
         if name == "aws":
             from control_plane.clouds._aws import AwsCloud
@@ -53,15 +55,15 @@ def open_cloud(
         if package not in _SDKS:
             raise
         extra = "libcloud" if name in _THROUGH_LIBCLOUD else name
-        text = f"{name} is asked through {package}, which is not installed"
+        text = f"{name} requires {package}, which is not installed"
         raise GeofedError("CLOUD_SDK_MISSING", text, hint=f"in a clone of geofed: pip install '.[{extra}]'") from None
 
 
 def open_price_file(path: Path, cloud: str, as_of: str) -> Cloud:
-    """The prices of one cloud in a file with the columns cloud, region, instance_type, purchase, usd_per_hour.
+    """Read a cloud's prices from a CSV file with the columns cloud, region, instance_type, purchase, usd_per_hour.
 
-    ``as_of`` is the ISO date of the file's prices. Raises ``GeofedError("CONFIG_INVALID")`` for a file that is not
-    such a one, with the line, and ``USAGE`` for a cloud that it does not name.
+    ``as_of`` is the ISO date of the prices. Raises ``GeofedError``: ``CONFIG_INVALID`` with the line of an error;
+    ``USAGE`` if the file does not have the cloud.
     """
     from control_plane.clouds._file import PriceFile
 

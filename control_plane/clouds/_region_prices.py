@@ -1,4 +1,4 @@
-"""All that a region's file must state about prices, as far as its cloud tells it."""
+"""Collect all prices that a region file needs, as far as the cloud provides them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class RegionPrices:
-    """The prices of one region; each is there, or the reason why not is."""
+    """Prices of one region; a missing one is the error that explains why."""
 
     cloud: str
     region: str
@@ -25,12 +25,12 @@ class RegionPrices:
     functions: FunctionPrices | GeofedError
     egress: Price | GeofedError
     egress_to: Mapping[str, Price | GeofedError]
-    """By the name that the federation has for the other region."""
+    """Egress prices by the federation's name of the other region."""
     store: StorePrices | GeofedError
 
     @property
     def known(self) -> dict[str, Price]:
-        """By the key that a region's file has for it, in the file's order; of other regions "egressTo.NAME"."""
+        """Known prices by their key in the region file, in the file's order; "egressTo.NAME" for other regions."""
         found: dict[str, Price] = {}
         if isinstance(self.functions, FunctionPrices):
             found["functionUsdPerGbSecond"] = self.functions.gb_second
@@ -43,7 +43,7 @@ class RegionPrices:
 
     @property
     def unknown(self) -> dict[str, GeofedError]:
-        """Why a price is missing, by its key."""
+        """Errors of the missing prices by their key."""
         found: dict[str, GeofedError] = {}
         if isinstance(self.functions, GeofedError):
             found |= dict.fromkeys(("functionUsdPerGbSecond", "functionUsdPerRequest"), self.functions)
@@ -70,11 +70,13 @@ def region_prices(
     purchase: Purchase = Purchase.ON_DEMAND,
     destinations: Mapping[str, str] | None = None,
 ) -> RegionPrices:
-    """Ask a cloud for all prices of a region.
+    """Query a cloud for all prices of a region.
 
-    ``machine_type`` is the machine of the parameter server; without its price there is no answer. ``destinations``
-    names regions of the same cloud by what the federation calls them. Of the errors of ``Cloud``, ``PRICE_UNKNOWN`` is
-    kept as the answer for the other prices; the rest is raised.
+    Args:
+        machine_type: machine of the parameter server; its price is required.
+        destinations: regions of the same cloud, by the federation's names for them.
+
+    Raises the errors of ``Cloud``, except ``PRICE_UNKNOWN`` of prices other than the machine's, which is returned.
     """
     return RegionPrices(
         cloud=cloud.name,
@@ -82,16 +84,16 @@ def region_prices(
         machine_type=machine_type,
         purchase=purchase,
         server=cloud.machine_price(region, machine_type, purchase),
-        functions=_or_why(partial(cloud.function_prices, region)),
-        egress=_or_why(partial(cloud.egress_price, region)),
+        functions=_or_error(partial(cloud.function_prices, region)),
+        egress=_or_error(partial(cloud.egress_price, region)),
         egress_to={
-            name: _or_why(partial(cloud.egress_price, region, place)) for name, place in (destinations or {}).items()
+            name: _or_error(partial(cloud.egress_price, region, place)) for name, place in (destinations or {}).items()
         },
-        store=_or_why(partial(cloud.store_prices, region)),
+        store=_or_error(partial(cloud.store_prices, region)),
     )
 
 
-def _or_why(question: Callable[[], _Answer]) -> _Answer | GeofedError:
+def _or_error(question: Callable[[], _Answer]) -> _Answer | GeofedError:
     try:
         return question()
     except GeofedError as error:

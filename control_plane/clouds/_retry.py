@@ -1,7 +1,7 @@
-"""Tries again where a cloud says "later", for SDKs that do not do it themselves, or not rightly.
+"""Retry requests that a cloud throttles, for SDKs that do not retry correctly.
 
-boto3 repeats by itself. libcloud does so only by a switch for the whole process. The retryer of Tencent's SDK 3.1 keeps
-the error of a failed try and raises it although a later one was answered.
+boto3 retries itself. libcloud retries only by a switch for the whole process. The retryer of Tencent's SDK 3.1 raises
+the error of a failed attempt even if a later one succeeded.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long to wait before each try after the first; drawn between half and all of it."""
+class Retries:
+    """Pauses before each attempt after the first; each is random between half and all of its value."""
 
     pauses_seconds: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
 
-    def ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """The answer to a question that may be asked twice; raises what the last try raised."""
+    def call(self, request: Callable[[], _Answer]) -> _Answer:
+        """Return the result of an idempotent request; raise the error of the last attempt."""
         for pause in self.pauses_seconds:
             try:
-                return question()
+                return request()
             except GeofedError as error:
                 if not error.retryable:
                     raise
                 time.sleep(pause * random.uniform(0.5, 1.0))
-        return question()
+        return request()

@@ -1,4 +1,4 @@
-"""The shards of a dataset in an S3-compatible store."""
+"""List the shards of a dataset in an S3-compatible store."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from control_plane.clouds._contract import Shard, ShardList
 from geofed_pb.errors import GeofedError
 
 MAX_SHARDS = 100_000
-"""More objects than any dataset that a region serves; the prefix is then not one dataset's."""
+"""Limit of objects; more of them mean that the prefix is not a dataset's."""
 
 
 def list_shards(client: Any, store: str, bucket: str, prefix: str, *, most: int = MAX_SHARDS) -> ShardList:
-    """All objects under a prefix, page by page, and the bucket's region.
+    """Return all objects under a prefix, and the bucket's region. Raises the errors of ``Cloud.shards``.
 
-    Raises as ``Cloud.shards`` does. ``store`` is who is asked, for messages. Folders, which some tools keep as empty
-    objects whose keys end in "/", are no shards.
+    Empty objects whose keys end in "/", by which some tools represent folders, are ignored.
+
+    Args:
+        store: name of the store, for messages.
     """
     shards: list[Shard] = []
     with told(store):
@@ -32,5 +34,5 @@ def list_shards(client: Any, store: str, bucket: str, prefix: str, *, most: int 
 
 def _region_of(client: Any, bucket: str) -> str:
     place = client.get_bucket_location(Bucket=bucket).get("LocationConstraint")
-    # S3 answers nothing for its first region, and an old name for one of the next.
+    # S3 returns nothing for its first region, and an old name for eu-west-1.
     return {None: "us-east-1", "": "us-east-1", "EU": "eu-west-1"}.get(place, str(place))

@@ -26,10 +26,10 @@ from control_plane.clouds._contract import (
     ShardList,
     StorePrices,
     Unit,
-    no_such_region,
-    not_told,
+    price_unknown,
+    region_unknown,
 )
-from control_plane.clouds._retry import Patience
+from control_plane.clouds._retry import Retries
 from control_plane.clouds._s3_shards import list_shards
 from geofed_pb.errors import GeofedError
 
@@ -60,13 +60,13 @@ class TencentCloud:
         region: str | None = None,
         endpoint_url: str | None = None,
         usd_per_cny: float | None = None,
-        patience: Patience | None = None,
+        retries: Retries | None = None,
     ) -> None:
         if usd_per_cny is not None and not usd_per_cny > 0:
             raise GeofedError("USAGE", f"--usd-per-cny must be above zero, not {usd_per_cny:g}")
         self._store_region, self._endpoint_url = region, endpoint_url
         self._usd_per_cny = usd_per_cny
-        self._patience = patience or Patience()
+        self._retries = retries or Retries()
         self._credentials = _credentials()
 
     def regions(self) -> tuple[CloudRegion, ...]:
@@ -95,15 +95,15 @@ class TencentCloud:
         return self._price(quote, Unit.HOUR, f"{machine_type} with its system disk, {region}", confidence)
 
     def function_prices(self, region: str) -> FunctionPrices:
-        raise not_told("CVM", f"what functions (SCF) cost in {region}")
+        raise price_unknown("CVM", f"what functions (SCF) cost in {region}")
 
     def store_prices(self, region: str) -> StorePrices:
-        raise not_told("CVM", f"what requests to COS cost in {region}")
+        raise price_unknown("CVM", f"what requests to COS cost in {region}")
 
     def egress_price(self, region: str, destination: str | None = None) -> Price:
         """The quote for traffic of a machine to the Internet, billed by the GB."""
         if destination is not None:
-            raise not_told("CVM", f"what traffic from {region} to {destination} costs")
+            raise price_unknown("CVM", f"what traffic from {region} to {destination} costs")
         zones = [held.Zone for held in self._ask(region, "DescribeZones", {}).ZoneSet if held.ZoneState == "AVAILABLE"]
         if not zones:
             raise GeofedError("PRICE_UNKNOWN", f"{self.name} has no zone in {region} that is available")
@@ -180,7 +180,7 @@ class TencentCloud:
             except TencentCloudSDKException as error:
                 raise self._told(error, region) from error
 
-        return self._patience.ask(once)
+        return self._retries.call(once)
 
     def _profile(self) -> Any:
         root = _INTERNATIONAL if self._usd_per_cny is None else _MAINLAND
@@ -197,7 +197,7 @@ class TencentCloud:
         if code.startswith(_LATER):
             return GeofedError("CLOUD_UNAVAILABLE", f"{self.name} does not answer: {code}: {error.get_message()}")
         if code.startswith(_NO_REGION):
-            return no_such_region(self.name, region)
+            return region_unknown(self.name, region)
         if code.startswith("UnauthorizedOperation") or code == "AuthFailure.UnauthorizedOperation":
             return GeofedError("FORBIDDEN", text, hint="they need the right to describe and inquire in CVM")
         if code.startswith("AuthFailure"):

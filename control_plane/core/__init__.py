@@ -1,4 +1,4 @@
-"""The pure machines: events in, actions out; no I/O, no clock, no database, no protobuf."""
+"""State machines of jobs and regions. They take events and return actions, without I/O, clock, database or protobuf."""
 
 import dataclasses
 import json
@@ -7,17 +7,17 @@ from pydantic import TypeAdapter
 
 from control_plane.core._condition import condition_of
 from control_plane.core._events import (
-    Begun,
-    CancelAsked,
+    CancelRequested,
+    ClockJumped,
     Connected,
-    Continued,
+    ControlPlaneRestarted,
     Disconnected,
     EndSession,
-    FinishAsked,
-    Heard,
+    FinishRequested,
+    Heartbeat,
     JobAction,
     JobEvent,
-    Overslept,
+    NotifyJobs,
     Planned,
     Record,
     RegionAction,
@@ -25,25 +25,25 @@ from control_plane.core._events import (
     RegionLive,
     RegionLost,
     RegionUnreachable,
-    Reloaded,
-    ReplanAsked,
+    ReplanRequested,
     Reported,
     Rerouted,
-    ScaleAsked,
+    ScaleRequested,
     SendPeers,
     SendPublish,
     SendScale,
     SendShard,
     SendStart,
     SendStop,
-    TellJobs,
+    StartAllowed,
+    StartDelayed,
+    SuccessorDecided,
     Tick,
-    Waits,
 )
 from control_plane.core._goal import federated_metrics, may_end_early
 from control_plane.core._job import MAX_PUBLISHES, JobMachine
 from control_plane.core._links import WanLink, wan_links
-from control_plane.core._meters import settled
+from control_plane.core._meters import with_late_charges
 from control_plane.core._region import RegionMachine, RegionState
 from control_plane.core._state import (
     TERMINAL,
@@ -62,24 +62,24 @@ from control_plane.core._state import (
 __all__ = [
     "MAX_PUBLISHES",
     "TERMINAL",
-    "Begun",
-    "CancelAsked",
+    "CancelRequested",
     "Charge",
+    "ClockJumped",
     "Connected",
-    "Continued",
+    "ControlPlaneRestarted",
     "Copy",
     "Disconnected",
     "EndSession",
     "Failure",
-    "FinishAsked",
+    "FinishRequested",
     "Goal",
-    "Heard",
+    "Heartbeat",
     "InitialModel",
     "JobAction",
     "JobEvent",
     "JobMachine",
     "JobState",
-    "Overslept",
+    "NotifyJobs",
     "Pairs",
     "Partition",
     "Peer",
@@ -92,21 +92,21 @@ __all__ = [
     "RegionMachine",
     "RegionState",
     "RegionUnreachable",
-    "Reloaded",
-    "ReplanAsked",
+    "ReplanRequested",
     "Report",
     "Reported",
     "Rerouted",
-    "ScaleAsked",
+    "ScaleRequested",
     "SendPeers",
     "SendPublish",
     "SendScale",
     "SendShard",
     "SendStart",
     "SendStop",
-    "TellJobs",
+    "StartAllowed",
+    "StartDelayed",
+    "SuccessorDecided",
     "Tick",
-    "Waits",
     "WanLink",
     "condition_of",
     "federated_metrics",
@@ -115,8 +115,8 @@ __all__ = [
     "may_end_early",
     "region_state_from_json",
     "region_state_to_json",
-    "settled",
     "wan_links",
+    "with_late_charges",
 ]
 
 _JOB = TypeAdapter(JobState)
@@ -124,20 +124,20 @@ _REGION = TypeAdapter(RegionState)
 
 
 def job_state_to_json(state: JobState) -> str:
-    """A job's state as it is stored."""
-    return json.dumps(dataclasses.asdict(state))  # a loss may be NaN, which pydantic would write as null
+    """Return a job's state as the JSON that the store keeps."""
+    return json.dumps(dataclasses.asdict(state))  # json.dumps keeps a NaN loss; pydantic would write null
 
 
 def job_state_from_json(text: str) -> JobState:
-    """The state that `job_state_to_json` wrote."""
+    """Parse what `job_state_to_json` returned."""
     return _JOB.validate_json(text)
 
 
 def region_state_to_json(state: RegionState) -> str:
-    """A region's state as it is stored."""
+    """Return a region's state as the JSON that the store keeps."""
     return json.dumps(dataclasses.asdict(state))
 
 
 def region_state_from_json(text: str) -> RegionState:
-    """The state that `region_state_to_json` wrote."""
+    """Parse what `region_state_to_json` returned."""
     return _REGION.validate_json(text)

@@ -1,4 +1,4 @@
-"""What a job waits for, in words."""
+"""The condition of a job: what it waits for, as a sentence."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ __all__ = ["condition_of"]
 
 
 def condition_of(state: JobState) -> str:
-    """What a job waits for, in words; empty when it waits for nothing."""
+    """Return what a job waits for, as a sentence; empty if it waits for nothing."""
     if state.terminal:
-        return _account_awaits(state)
+        return _missing_charges(state)
     if state.awaits_successor:
-        return "waiting: for the job that continues with its model to be planned"
+        return "waiting for the plan of the job that continues its model"
     waits_for_shards = bool(state.copies) and not state.copied
     away = [one for one in links_needed(state) if one[1] != "live"]
     gone = [f"region {name} {link} since {_clock(since)}" for name, link, since in away]
-    # While a job runs an agent that is not heard may well train on, and the others do as far as they say.
+    # While a job runs, an unreachable region may still be training, and the others report what they wait for.
     if gone and state.phase in ("starting", "finishing", "cancelling"):
         return "waiting: " + "; ".join(gone)
     if state.phase == "queued":
-        return f"waiting: {state.waits_for or 'for a plan'}"
+        return f"waiting {state.waits_for or 'for a plan'}"
     if state.phase == "starting" and waits_for_shards:
-        return f"waiting: {_shards_on_their_way(state)}"
+        return f"waiting {_pending_shards(state)}"
     if state.phase == "starting":
         unready = [part.region for part in state.partitions if not part.address]
-        return f"waiting: for {_listed(unready)} to get ready" if unready else ""
+        return f"waiting for {_listed(unready)} to be ready" if unready else ""
     if state.phase == "cancelling":
         going = [part.region for part in state.partitions if part.state not in ENDED_PARTITION]
         going += [copy.source for copy in state.copies if copy.report and copy.state not in ENDED_PARTITION]
-        return f"waiting: for {_listed(going)} to stop"
+        return f"waiting for {_listed(going)} to stop"
     if state.phase == "finishing":
-        return f"waiting: for {state.publisher} to hand the model in" if state.publisher else ""
-    heard = [part for part in state.partitions if part.link == "live"]
-    said = [f"{p.region}: {p.report.condition}" for p in heard if p.report and p.report.condition]
-    ending = [f"ending before its plan: {state.ends_early}"] if state.ends_early else []
-    return "; ".join([*ending, *gone, *said])
+        return f"waiting for {state.publisher} to upload the model" if state.publisher else ""
+    live = [part for part in state.partitions if part.link == "live"]
+    conditions = [f"{p.region}: {p.report.condition}" for p in live if p.report and p.report.condition]
+    ending = [f"ending early: {state.ends_early}"] if state.ends_early else []
+    return "; ".join([*ending, *gone, *conditions])
 
 
-def _shards_on_their_way(state: JobState) -> str:
-    told = []
+def _pending_shards(state: JobState) -> str:
+    texts = []
     for copy in state.copies:
-        text = f"for the shard of {copy.source} to be in {copy.destination}"
-        said = copy.report.condition if copy.report is not None else ""
-        told.append(f"{text}: {said}" if said else text)
-    return "; ".join(told)
+        text = f"for the shard of {copy.source} to arrive in {copy.destination}"
+        condition = copy.report.condition if copy.report is not None else ""
+        texts.append(f"{text}: {condition}" if condition else text)
+    return "; ".join(texts)
 
 
-def _account_awaits(state: JobState) -> str:
-    """Whose calls or shards were cut off, and have not been told as ended."""
-    # What a job succeeds with, all calls have ended for; a shard may have been on its way once more.
+def _missing_charges(state: JobState) -> str:
+    """Return which charges of an ended job are not known yet: of calls or transfers not reported as ended."""
+    # A job succeeds only after all its calls have ended; a shard may still have been sent a second time.
     parts = () if state.phase == "succeeded" else state.partitions
     open_ = [p.region for p in parts if p.report and p.report.meter and p.state not in ENDED_PARTITION]
     ended = (*ENDED_PARTITION, "sent")
     sending = [c.source for c in state.copies if c.report and c.report.meter and c.state not in ended]
-    lacks = [f"the last calls of {_listed(open_)}"] if open_ else []
-    lacks += [f"what {_listed(sending)} sent last"] if sending else []
-    return f"the account is not final: {' and '.join(lacks)} are not counted yet" if lacks else ""
+    missing = [f"the last calls of {_listed(open_)}"] if open_ else []
+    missing += [f"the last transfers of {_listed(sending)}"] if sending else []
+    return f"cost not final: {' and '.join(missing)} are not counted yet" if missing else ""
 
 
 def _listed(names: list[str]) -> str:

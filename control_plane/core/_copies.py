@@ -1,7 +1,7 @@
-"""Shards that are processed elsewhere: who is told to hand over what, and when the others may begin.
+"""Shards that other regions process: which transfers to command, and when partitions may start.
 
-A region that only hands its shard over has no partition. The regions that take shards begin first; the others begin
-once all shards have come, so that no worker is paid for waiting.
+A region that only sends its shard has no partition. Regions that receive shards start first; the others start once all
+shards have arrived, so that no worker is paid for waiting.
 """
 
 from __future__ import annotations
@@ -10,58 +10,60 @@ from dataclasses import replace
 
 from control_plane.core._events import Reported, SendShard
 from control_plane.core._meters import with_all_meters
-from control_plane.core._state import ENDED_PARTITION, Copy, Counted, JobState, Link, Partition
+from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Link, MeterTotals, Partition
 
 __all__ = [
     "copies_ended",
     "copying",
-    "held_back",
+    "forget_commands",
+    "is_awaited",
     "links_needed",
-    "orders",
-    "reported",
+    "transfer_commands",
     "unfinished",
-    "waited_for",
+    "waits_for_shards",
     "with_copy",
-    "without_told",
+    "with_report",
 ]
 
 _NOT_READY = ("pending", "assigned", "new", "preparing")
+"""States of a partition whose workers have not started."""
 
 
 def copying(state: JobState) -> bool:
     """Whether a region still waits for a shard."""
-    takers = {copy.destination for copy in state.copies}
-    return any(part.region in takers and not _supplied(part) for part in state.partitions)
+    receivers = {copy.destination for copy in state.copies}
+    return any(part.region in receivers and not _supplied(part) for part in state.partitions)
 
 
 def _supplied(part: Partition) -> bool:
-    # Until a new life of the taker has spoken, what the one before has said counts for nothing.
-    here = part.state == "preparing" and part.report is not None and part.report.shards_here
-    return here or part.state not in _NOT_READY
+    # The report may be of an earlier epoch; in state "preparing" it is of the present one.
+    arrived = part.state == "preparing" and part.report is not None and part.report.shards_here
+    return arrived or part.state not in _NOT_READY
 
 
-def held_back(state: JobState, part: Partition) -> bool:
-    """Whether a partition is not to begin yet."""
-    takes = any(copy.destination == part.region for copy in state.copies)
-    return bool(state.copies) and not state.copied and not takes
+def waits_for_shards(state: JobState, part: Partition) -> bool:
+    """Whether a partition must not start until the job's shards have arrived."""
+    receives = any(copy.destination == part.region for copy in state.copies)
+    return bool(state.copies) and not state.copied and not receives
 
 
-def orders(state: JobState) -> tuple[JobState, list[SendShard]]:
-    """What regions must be told to hand over, to addresses that they have not been told."""
-    told = []
+def transfer_commands(state: JobState) -> tuple[JobState, list[SendShard]]:
+    """Return the transfers to command: to receivers whose address is new to the sender. Marks them as commanded."""
+    commands = []
     for copy in state.copies:
         part = state.partition(copy.destination)
         address = part.report.shard_address if part is not None and part.report is not None else ""
         if part is not None and part.state == "preparing" and address and address != copy.told:
             state = with_copy(state, replace(copy, told=address))
-            told.append(SendShard(copy.source, copy.epoch, copy.destination, address))
-    return state, told
+            commands.append(SendShard(copy.source, copy.epoch, copy.destination, address))
+    return state, commands
 
 
-def waited_for(state: JobState, copy: Copy) -> bool:
-    """Whether the shard is wanted where its source was told to bring it.
+def is_awaited(state: JobState, copy: Copy) -> bool:
+    """Whether the destination still waits for the shard at the address that the source was sent.
 
-    Once it is there that port is closed, and may be another job's: what the source meets then is no word of this one.
+    After the shard has arrived, the port is closed and may be reused by another job, so that an error which the source
+    reports then does not concern this job.
     """
     part = state.partition(copy.destination)
     if part is None or part.report is None or part.state != "preparing" or part.report.shards_here:
@@ -70,24 +72,24 @@ def waited_for(state: JobState, copy: Copy) -> bool:
 
 
 def unfinished(state: JobState) -> list[Copy]:
-    """Those whose source was told to send, and has not said that it is done."""
+    """Return the copies that were commanded and whose source has not reported an end."""
     return [copy for copy in state.copies if copy.told and copy.state not in (*ENDED_PARTITION, "sent")]
 
 
-def reported(state: JobState, copy: Copy, event: Reported) -> JobState:
-    """A region says how far its shard is. One that gave up where nobody waits is told again should it be wanted."""
+def with_report(state: JobState, copy: Copy, event: Reported) -> JobState:
+    """Apply a source's report. If it failed while no receiver waits, it may be commanded again later."""
     last = copy.report
     if last is not None and copy.state == "stopped" and event.report.state != "stopped":
-        # What has been stopped is not counted on from: the source has told its last sums, and begins again with none.
-        copy = replace(copy, report=None, counted_before=Counted(last.money, last.sent_bytes, last.received_bytes))
+        # A stopped transfer has reported its last sums; a new one counts from zero.
+        copy = replace(copy, report=None, counted_before=MeterTotals(last.money, last.sent_bytes, last.received_bytes))
     before, report = with_all_meters(copy, event.report)
-    given_up = report.state in ("failed", "refused") and not waited_for(state, copy)
+    given_up = report.state in ("failed", "refused") and not is_awaited(state, copy)
     told = "" if given_up else copy.told
     return with_copy(state, replace(copy, state=report.state, report=report, counted_before=before, told=told))
 
 
-def without_told(state: JobState, region: str) -> JobState:
-    """A region has begun anew: it may wait for shards again, or, as their source, have forgotten what it was told."""
+def forget_commands(state: JobState, region: str) -> JobState:
+    """Forget the transfer commands to and from a restarted region, so that they are sent again."""
     for copy in state.copies:
         if copy.destination == region or (copy.source == region and copy.state != "sent"):
             state = with_copy(state, replace(copy, told=""))
@@ -95,19 +97,20 @@ def without_told(state: JobState, region: str) -> JobState:
 
 
 def with_copy(state: JobState, changed: Copy) -> JobState:
+    """Replace the copy that has the same source."""
     copies = tuple(changed if copy.source == changed.source else copy for copy in state.copies)
     return replace(state, copies=copies)
 
 
 def copies_ended(state: JobState) -> bool:
-    """Whether no region hands anything over any more."""
+    """Whether no region sends a shard any more."""
     return all(
         copy.link == "lost" or copy.state in ENDED_PARTITION or not (copy.told or copy.report) for copy in state.copies
     )
 
 
 def links_needed(state: JobState) -> list[tuple[str, Link, float]]:
-    """Of the regions that a job cannot continue without: name, link and since when it is so."""
+    """Return name, link state and its start time of each region that the job needs to continue."""
     found = [(part.region, part.link, part.since) for part in state.partitions]
     if not state.copied:
         found += [(copy.source, copy.link, copy.since) for copy in state.copies]

@@ -1,4 +1,4 @@
-"""What can happen to a job or a region, and what they ask for in answer. Times are Unix seconds."""
+"""Events that the state machines of jobs and regions take, and actions that they return. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -7,123 +7,125 @@ from typing import Any
 
 from control_plane.core._state import Pairs, Peer, Report
 
-# --- what happens to a job
+# --- events of a job
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The scheduler has answered."""
+    """The scheduler has admitted the job with a plan."""
 
     at: float
 
 
 @dataclass(frozen=True)
-class Waits:
-    """The job cannot start yet."""
+class StartDelayed:
+    """The job cannot start yet; it is queued."""
 
     at: float
     what_for: str
-    """In words: "for workers in frankfurt"."""
+    """What the job waits for: "for workers in frankfurt"."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The job may start now."""
+class StartAllowed:
+    """The job's workers are free; it may start now."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Reported:
-    """An agent says how its partition stands."""
+    """An agent reports the state of its partition or of its shard."""
 
     at: float
     region: str
     report: Report
     blob_bytes: int | None = None
-    """With state "published": size of the blob that was handed in; None: it is not here, or its digest is wrong."""
+    """Size of the uploaded model file, with state "published"; None: the file is missing, or its digest is wrong."""
     flat_bytes: int = 0
-    """Of its tensors as one float32 vector; 0: not known."""
+    """Size of the model's tensors as one float32 vector; 0: unknown."""
 
 
 @dataclass(frozen=True)
-class CancelAsked:
-    """A user wants the job to end."""
+class CancelRequested:
+    """A user cancels the job."""
 
     at: float
     reason: str
 
 
 @dataclass(frozen=True)
-class FinishAsked:
-    """A user wants the job to end with the model that it has."""
+class FinishRequested:
+    """A user ends the job early and keeps its model."""
 
     at: float
     reason: str
 
 
 @dataclass(frozen=True)
-class ReplanAsked:
-    """It is to end with the model that it has, and another job to continue with that, over other regions."""
+class ReplanRequested:
+    """The job is to end early, and a new job with other regions is to continue its model."""
 
     at: float
     text: str
+    """Reason, for the job's history."""
     data: dict[str, Any]
+    """Data of the recorded event."""
 
 
 @dataclass(frozen=True)
-class Continued:
-    """The job that continues with its model is there, or there will be none."""
+class SuccessorDecided:
+    """The job that continues the model of a replanned job was created, or none can be."""
 
     at: float
     successor: str
-    """Empty: there is none."""
+    """ID of the new job; empty: no job continues the model."""
     text: str
     data: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ScaleAsked:
+class ScaleRequested:
     """Regions are to continue with other numbers of workers."""
 
     at: float
     workers: dict[str, int]
-    """By region; 0: pause."""
+    """Number of workers by region; 0 pauses the region."""
     reason: str = ""
     gives_way: bool = False
-    """It pauses for another job, and is to continue once there is room again."""
+    """The job pauses in favour of another one, and is to continue once workers are free again."""
     preemptible: bool = False
-    """On workers that may be taken away."""
+    """Whether the workers are preemptible."""
 
 
 @dataclass(frozen=True)
 class Rerouted:
-    """Updates are to take other ways from now on."""
+    """Updates are to take other routes from now on."""
 
     at: float
     topology: str
-    """What they are called."""
+    """Name of the new topology."""
     neighbours: Pairs
-    """Regions that exchange directly, sorted pairs."""
+    """Regions that exchange directly in the new topology, as sorted pairs."""
     present: Pairs
-    """Those that do now."""
+    """Regions that exchange directly in the current topology, as sorted pairs."""
     text: str
     data: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RegionLive:
-    """A region holds a session."""
+    """A region's agent is connected."""
 
     at: float
     region: str
     restarted: bool
-    """True where the agent is another process than before: it may have lost what was not durable."""
+    """Whether the agent is a new process, which may have lost state that was not durable."""
 
 
 @dataclass(frozen=True)
 class RegionUnreachable:
-    """A region is silent; its lease still runs."""
+    """Nothing arrives from a region; its lease has not expired yet."""
 
     at: float
     region: str
@@ -131,7 +133,7 @@ class RegionUnreachable:
 
 @dataclass(frozen=True)
 class RegionLost:
-    """A region's lease is over."""
+    """A region's lease has expired."""
 
     at: float
     region: str
@@ -146,14 +148,14 @@ class Tick:
 
 JobEvent = (
     Planned
-    | Waits
-    | Begun
+    | StartDelayed
+    | StartAllowed
     | Reported
-    | CancelAsked
-    | FinishAsked
-    | ReplanAsked
-    | Continued
-    | ScaleAsked
+    | CancelRequested
+    | FinishRequested
+    | ReplanRequested
+    | SuccessorDecided
+    | ScaleRequested
     | Rerouted
     | RegionLive
     | RegionUnreachable
@@ -161,21 +163,22 @@ JobEvent = (
     | Tick
 )
 
-# --- what happens to a region
+# --- events of a region
 
 
 @dataclass(frozen=True)
 class Connected:
-    """An agent said hello."""
+    """An agent has opened a session."""
 
     at: float
     boot_id: str
+    """Identifies the agent's process."""
     lease_seconds: float
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Anything came from the agent of a session."""
+class Heartbeat:
+    """Any message arrived in an agent's session."""
 
     at: float
     session: int
@@ -184,63 +187,66 @@ class Heard:
 
 @dataclass(frozen=True)
 class Disconnected:
-    """The stream of a session broke."""
+    """The stream of a session has ended."""
 
     at: float
     session: int
 
 
 @dataclass(frozen=True)
-class Reloaded:
-    """The control plane was restarted. Its own absence ends no lease: all get a new one."""
+class ControlPlaneRestarted:
+    """The control plane was restarted. Every region gets a new lease, since the silence was its own fault."""
 
     at: float
     lease_seconds: float
 
 
 @dataclass(frozen=True)
-class Overslept:
-    """The control plane itself stood still, or its clock was set: the silence meanwhile says nothing."""
+class ClockJumped:
+    """The control plane was suspended, or its clock was set; the time that passed says nothing about regions."""
 
     at: float
     lease_seconds: float
 
 
-RegionEvent = Connected | Heard | Disconnected | Reloaded | Overslept | Tick
+RegionEvent = Connected | Heartbeat | Disconnected | ControlPlaneRestarted | ClockJumped | Tick
 
-# --- what they ask for
+# --- actions
 
 
 @dataclass(frozen=True)
 class SendStart:
-    """Have the region run its partition under this epoch."""
+    """Send the region its partition, to run under this epoch."""
 
     region: str
     epoch: int
     resumed: bool = False
-    """Its parameter server has run there before."""
+    """Whether its parameter server has run there before."""
     initial_model: str = ""
-    """Digest of what the job begins with, for the region whose first model counts; empty: what the task makes."""
+    """Digest of the model that the job starts from, for the region that provides the first model; empty: the task's
+    own."""
 
 
 @dataclass(frozen=True)
 class SendPeers:
-    """Tell the region whom to exchange with."""
+    """Send the region its peers."""
 
     region: str
     epoch: int
     peers: tuple[Peer, ...]
     routes: int = 0
+    """`JobState.routes`."""
     neighbours: Pairs = ()
+    """`JobState.neighbours`."""
     former: Pairs = ()
-    """As the job's state has them."""
+    """`JobState.former`."""
     finish: bool = False
-    """The job is to end as soon as all regions can end together."""
+    """Whether the job is to end early, as soon as all regions can end with the same round."""
 
 
 @dataclass(frozen=True)
 class SendScale:
-    """Have the region continue with so many workers."""
+    """Have the region continue with another number of workers."""
 
     region: str
     epoch: int
@@ -248,12 +254,12 @@ class SendScale:
     reason: str
     preemptible: bool = False
     order: int = 0
-    """Counts these commands for a partition."""
+    """Sequence number of the command within its partition."""
 
 
 @dataclass(frozen=True)
 class SendStop:
-    """Have the region end its partition."""
+    """Have the region stop its partition."""
 
     region: str
     epoch: int
@@ -263,7 +269,7 @@ class SendStop:
 
 @dataclass(frozen=True)
 class SendPublish:
-    """Have the region hand the final model in."""
+    """Have the region upload the final model."""
 
     region: str
     epoch: int
@@ -271,7 +277,7 @@ class SendPublish:
 
 @dataclass(frozen=True)
 class SendShard:
-    """Have the region hand its shard to another one."""
+    """Have the region send its shard to another one."""
 
     region: str
     epoch: int
@@ -281,7 +287,7 @@ class SendShard:
 
 @dataclass(frozen=True)
 class Record:
-    """Write an event into the job's history."""
+    """Write an event to the history."""
 
     kind: str
     text: str
@@ -292,17 +298,17 @@ class Record:
 
 @dataclass(frozen=True)
 class EndSession:
-    """Close the stream of a session: a later one has taken over, or its lease is over."""
+    """Close the stream of a session that a later one has replaced, or whose lease has expired."""
 
     session: int
 
 
 @dataclass(frozen=True)
-class TellJobs:
-    """Pass this on to the jobs of the region."""
+class NotifyJobs:
+    """Forward an event to the jobs of the region."""
 
     event: RegionLive | RegionUnreachable | RegionLost
 
 
 JobAction = SendStart | SendPeers | SendScale | SendStop | SendPublish | SendShard | Record
-RegionAction = EndSession | TellJobs | Record
+RegionAction = EndSession | NotifyJobs | Record

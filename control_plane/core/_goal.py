@@ -1,4 +1,4 @@
-"""When a job may end before its plan: its metric is good enough, or its money is spent."""
+"""Early end of a job: its goal is reached, or its budget is spent."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from control_plane.core._state import JobState, Report
 
-__all__ = ["Reached", "federated_metrics", "may_end_early", "metrics_without_goal", "reached"]
+__all__ = ["EndReason", "federated_metrics", "may_end_early", "metrics_lacking_goal", "reached"]
 
 
-_ROUNDS_APART = 16
-"""Rounds by which regions with background exchange are together, though one is late (docs/wan.md)."""
+_MAX_ROUNDS_APART = 16
+"""Largest difference in rounds at which regions with background exchange still count as together (docs/wan.md)."""
 
 
 @dataclass(frozen=True)
-class Reached:
+class EndReason:
     """Why a job ends early."""
 
     text: str
@@ -24,7 +24,7 @@ class Reached:
 
 
 def federated_metrics(reports: Iterable[Report]) -> dict[str, float]:
-    """Over the regions, weighted by the samples that each was measured on."""
+    """Return the mean of each metric over the regions, weighted by the number of evaluated samples."""
     sums: dict[str, float] = {}
     weights: dict[str, int] = {}
     for report in reports:
@@ -35,34 +35,34 @@ def federated_metrics(reports: Iterable[Report]) -> dict[str, float]:
 
 
 def may_end_early(state: JobState) -> bool:
-    """Where one region has made its last round by the plan, the others are about to."""
+    """Whether the job can still be ended early: it runs, and no region has finished its last planned round."""
     return state.phase == "running" and not state.ends_early and all(p.state != "finished" for p in state.partitions)
 
 
-def reached(state: JobState) -> Reached | None:
-    """Whether the goal or the budget has been reached, by the last reports of all regions; None: it continues."""
+def reached(state: JobState) -> EndReason | None:
+    """Return why the job ends early by the last reports of all regions; None: it continues."""
     reports = [part.report for part in state.partitions if part.report is not None]
-    return _spent(state, reports) or _good_enough(state, reports)
+    return _budget_spent(state, reports) or _goal_reached(state, reports)
 
 
-def metrics_without_goal(state: JobState) -> list[str] | None:
-    """What is measured, where all regions have measured something and none the goal's metric; None: all is well."""
+def metrics_lacking_goal(state: JobState) -> list[str] | None:
+    """Return the names of the measured metrics if all regions report metrics but none the goal's; else None."""
     metrics = _measured(state, [part.report for part in state.partitions if part.report is not None])
     if state.goal is None or metrics is None or state.goal.metric in metrics:
         return None
     return sorted(metrics)
 
 
-def _spent(state: JobState, reports: list[Report]) -> Reached | None:
-    handed = [copy.report for copy in state.copies if copy.report is not None]
-    usd = sum(charge.usd for report in (*reports, *handed) for charge in report.money)
+def _budget_spent(state: JobState, reports: list[Report]) -> EndReason | None:
+    copies = [copy.report for copy in state.copies if copy.report is not None]
+    usd = sum(charge.usd for report in (*reports, *copies) for charge in report.money)
     if state.budget_usd is None or usd < state.budget_usd:
         return None
     text = f"the budget of {state.budget_usd:.4f} USD is spent"
-    return Reached(text, {"usd": usd, "budget_usd": state.budget_usd})
+    return EndReason(text, {"usd": usd, "budget_usd": state.budget_usd})
 
 
-def _good_enough(state: JobState, reports: list[Report]) -> Reached | None:
+def _goal_reached(state: JobState, reports: list[Report]) -> EndReason | None:
     metrics, goal = _measured(state, reports), state.goal
     if goal is None or metrics is None or goal.metric not in metrics:
         return None
@@ -70,21 +70,22 @@ def _good_enough(state: JobState, reports: list[Report]) -> Reached | None:
     if not (value >= goal.bound if goal.at_least else value <= goal.bound):
         return None
     sign = "at least" if goal.at_least else "at most"
-    text = f"{goal.metric} is {value:.4f}, and was to be {sign} {goal.bound:g}"
+    text = f"{goal.metric} is {value:.4f}; the goal is {sign} {goal.bound:g}"
     newest = max(report.metrics_round for report in reports)
-    return Reached(text, {"metric": goal.metric, "value": value, "bound": goal.bound, "round": newest})
+    return EndReason(text, {"metric": goal.metric, "value": value, "bound": goal.bound, "round": newest})
 
 
 def _measured(state: JobState, reports: list[Report]) -> dict[str, float] | None:
-    """The last metrics of all regions; None where they are neither all of one evaluation or the next, nor of rounds
-    that are as near as those of regions which wait for each other are.
+    """Return the federated metrics of the regions' latest evaluations.
 
-    Regions report when they can: to wait for all to be at the same round could be to wait for ever.
+    Return None if a region has no evaluation, or if their rounds differ by more than both the evaluation interval and
+    `_MAX_ROUNDS_APART`. Equal rounds are not required, since regions report independently and may never be at the same
+    round.
     """
     goal = state.goal
     if goal is None or len(reports) < len(state.partitions):
         return None
     rounds = [report.metrics_round for report in reports]
-    if min(rounds) <= 0 or max(rounds) - min(rounds) > max(goal.every, _ROUNDS_APART):
+    if min(rounds) <= 0 or max(rounds) - min(rounds) > max(goal.every, _MAX_ROUNDS_APART):
         return None
     return federated_metrics(reports)

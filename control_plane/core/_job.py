@@ -1,8 +1,8 @@
-"""The life of a job: queued → planned → starting → running → finishing → succeeded | failed | cancelled.
+"""State machine of a job: queued → planned → starting → running → finishing → succeeded | failed | cancelled.
 
-Invariants, held against any order of events by `tests/control_plane/test_job_machine.py`: an ended job stays as it
-is; epochs only grow; at most one region is asked for the model at a time; peers are sent only when the addresses of
-all are known.
+Invariants, tested for any order of events by `tests/control_plane/test_job_machine.py`: an ended job does not change;
+epochs only grow; at most one region is asked for the model at a time; peers are sent only once the addresses of all
+regions are known.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from typing import Any
 from control_plane.core._copies import (
     copies_ended,
     copying,
-    held_back,
+    forget_commands,
+    is_awaited,
     links_needed,
-    orders,
-    reported,
+    transfer_commands,
     unfinished,
-    waited_for,
+    waits_for_shards,
     with_copy,
-    without_told,
+    with_report,
 )
 from control_plane.core._events import (
-    Begun,
-    CancelAsked,
-    Continued,
-    FinishAsked,
+    CancelRequested,
+    FinishRequested,
     JobAction,
     JobEvent,
     Planned,
@@ -35,45 +33,48 @@ from control_plane.core._events import (
     RegionLive,
     RegionLost,
     RegionUnreachable,
-    ReplanAsked,
+    ReplanRequested,
     Reported,
     Rerouted,
-    ScaleAsked,
+    ScaleRequested,
     SendPeers,
     SendPublish,
     SendScale,
     SendStart,
     SendStop,
+    StartAllowed,
+    StartDelayed,
+    SuccessorDecided,
     Tick,
-    Waits,
 )
-from control_plane.core._goal import may_end_early, metrics_without_goal, reached
-from control_plane.core._meters import settled, with_all_meters
-from control_plane.core._report_events import failure_of, fewer_workers, no_step_back, records_of
+from control_plane.core._goal import may_end_early, metrics_lacking_goal, reached
+from control_plane.core._meters import with_all_meters, with_late_charges
+from control_plane.core._report_events import failure_of, fewer_workers, never_backwards, records_of
 from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer
 
 MAX_PUBLISHES = 5
-"""How often the model is asked for before the job fails: each time it did not arrive whole."""
-_STARTED = ("starting", "running", "finishing")
-_EVERYWHERE = "starting in all regions"
+"""Number of uploads of the model that may arrive incomplete before the job fails."""
+_STARTED_PHASES = ("starting", "running", "finishing")
+"""Phases in which regions have their partitions."""
+_STARTING_EVERYWHERE = "starting in all regions"
 
 
 class JobMachine:
-    """`handle(event)` changes `state` and says what is to be done."""
+    """State machine of a job: `handle(event)` changes `state` and returns actions."""
 
     def __init__(self, state: JobState) -> None:
         self.state = state
         self._out: list[JobAction] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             Planned: self._planned,
-            Waits: self._waits,
-            Begun: self._begun,
+            StartDelayed: self._start_delayed,
+            StartAllowed: self._start_allowed,
             Reported: self._reported,
-            CancelAsked: self._cancel_asked,
-            FinishAsked: self._finish_asked,
-            ReplanAsked: self._replan_asked,
-            Continued: self._continued,
-            ScaleAsked: self._scale_asked,
+            CancelRequested: self._cancel_requested,
+            FinishRequested: self._finish_requested,
+            ReplanRequested: self._replan_requested,
+            SuccessorDecided: self._successor_decided,
+            ScaleRequested: self._scale_requested,
             Rerouted: self._rerouted,
             RegionLive: self._region_live,
             RegionUnreachable: self._region_unreachable,
@@ -82,17 +83,17 @@ class JobMachine:
         }
 
     def handle(self, event: JobEvent) -> list[JobAction]:
-        """Take one event. Never raises; what does not fit the state changes nothing."""
+        """Apply one event; return the actions. Never raises; an event that does not fit the state changes nothing."""
         if self.state.terminal:
             return []
         self._out = []
         if self.state.awaits_successor:
-            self._while_successor_is_planned(event)
+            self._awaiting_successor(event)
         else:
             self._handlers[type(event)](event)
         return self._out
 
-    # --- the way in
+    # --- from submission to start
 
     def _planned(self, event: Planned) -> None:
         if self.state.phase != "queued":
@@ -100,25 +101,28 @@ class JobMachine:
         names = [part.region for part in self.state.partitions]
         self._enter("planned", f"planned over {_listed(names)}", {"regions": names})
         for copy in self.state.copies:
-            text = f"the shard of {copy.source} is to be processed in {copy.destination}: {copy.bytes:,} bytes"
+            text = f"the shard of {copy.source} will be processed in {copy.destination}: {copy.bytes:,} bytes"
             data = {"from": copy.source, "to": copy.destination, "bytes": copy.bytes}
             self._record("shard.moves", text, copy.source, data)
 
-    def _waits(self, event: Waits) -> None:
+    def _start_delayed(self, event: StartDelayed) -> None:
         if self.state.phase != "queued" or self.state.waits_for == event.what_for:
             return
         first = not self.state.waits_for
         self.state = replace(self.state, waits_for=event.what_for)
         if first:
-            self._record("job.queued", f"waits {event.what_for}", "", {"waits_for": event.what_for})
+            self._record("job.queued", f"waiting {event.what_for}", "", {"waits_for": event.what_for})
 
-    def _begun(self, event: Begun) -> None:
+    def _start_allowed(self, event: StartAllowed) -> None:
         if self.state.phase != "planned":
             return
         self.state = replace(self.state, begun_at=event.at)
-        first = [part for part in self.state.partitions if not held_back(self.state, part)]
+        first = [part for part in self.state.partitions if not waits_for_shards(self.state, part)]
         names = _listed([part.region for part in first])
-        self._enter("starting", f"starting in {names}, the others after it" if self._waits_for_shards else _EVERYWHERE)
+        self._enter(
+            "starting",
+            f"starting in {names}; the other regions follow" if self._waits_for_shards else _STARTING_EVERYWHERE,
+        )
         for part in first:
             self._start(part)
 
@@ -126,38 +130,38 @@ class JobMachine:
     def _waits_for_shards(self) -> bool:
         return bool(self.state.copies) and not self.state.copied
 
-    def _go_on_with_copies(self) -> None:
-        """Tell the regions that hold shards where they are wanted; once all have come the others begin."""
-        self.state, told = orders(self.state)
-        self._out += told
+    def _advance_copies(self) -> None:
+        """Command the transfers of shards; once all shards have arrived, start the other regions."""
+        self.state, commands = transfer_commands(self.state)
+        self._out += commands
         if not self._waits_for_shards or copying(self.state):
             return
         self.state = replace(self.state, copied=True)
-        self._record("shard.moved", "all shards are where they are processed", "")
+        self._record("shard.moved", "all shards have arrived where they are processed", "")
         for part in self.state.partitions:
             if part.state == "pending" and part.link != "lost":
                 self._start(part)
 
     def _start(self, part: Partition) -> None:
         part = replace(part, state="assigned")
-        self._put(part)
-        # All begin with the first region's model.
-        first, begins_with = self.state.partitions[0].region, self.state.initial_model
-        digest = begins_with.digest if begins_with is not None and part.region == first else ""
+        self._update_partition(part)
+        # The first region provides the model that all regions start from.
+        first, model = self.state.partitions[0].region, self.state.initial_model
+        digest = model.digest if model is not None and part.region == first else ""
         self._out.append(SendStart(part.region, part.epoch, resumed=part.ran, initial_model=digest))
         if part.workers is not None:
-            self._order(part, part.workers, "")
+            self._command_workers(part, part.workers, "")
 
-    def _order(self, part: Partition, workers: int, reason: str) -> None:
-        """Have a region continue with so many workers; what it reports names the order that it obeys."""
+    def _command_workers(self, part: Partition, workers: int, reason: str) -> None:
+        """Command a region's number of workers; its reports name the command that it obeys."""
         part = replace(part, workers=workers, scale_order=part.scale_order + 1)
-        self._put(part)
+        self._update_partition(part)
         self._out.append(SendScale(part.region, part.epoch, workers, reason, part.preemptible, part.scale_order))
 
-    # --- what the agents say
+    # --- reports of agents
 
     def _copy_reported(self, copy: Copy, event: Reported) -> None:
-        """What a region says whose shard is processed elsewhere."""
+        """Apply the report of a region whose shard another region processes."""
         if self.state.phase in ("queued", "planned"):
             return
         last, report = copy.report, event.report
@@ -166,11 +170,11 @@ class JobMachine:
                 f" ({report.condition})" if report.condition else ""
             )
             self._record("shard.state", text, copy.source, {"state": report.state, "to": copy.destination})
-        self.state = reported(self.state, copy, event)
+        self.state = with_report(self.state, copy, event)
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
-        elif report.state in ("failed", "refused") and waited_for(self.state, copy):
-            self._fail(event.at, failure_of(copy.source, report, "the shard's way elsewhere"))
+        elif report.state in ("failed", "refused") and is_awaited(self.state, copy):
+            self._fail(event.at, failure_of(copy.source, report, "the transfer of its shard"))
 
     def _reported(self, event: Reported) -> None:
         copy = self.state.copy_from(event.region)
@@ -182,47 +186,47 @@ class JobMachine:
             return
         self._out += records_of(part, event.report)
         before, report = with_all_meters(part, event.report)
-        self._put(
+        self._update_partition(
             replace(
                 part,
                 state=event.report.state,
                 counted_before=before,
-                report=no_step_back(report, part.report),
+                report=never_backwards(report, part.report),
                 address=event.report.ps_address or part.address,
                 ran=part.ran or bool(event.report.ps_address),
             )
         )
-        self._look_at_workers(event)
-        self._note_first_steps(event)
+        self._check_worker_count(event)
+        self._note_first_step(event)
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
             return
         if event.report.state in ("failed", "refused"):
             self._fail(event.at, failure_of(event.region, event.report))
             return
-        self._go_on_with_copies()
-        self._settle_ways()
+        self._advance_copies()
+        self._settle_routes()
         self._end_early()
-        self._tell_peers()
+        self._send_peers()
         if event.report.state in ("training", "finished") and self.state.phase == "starting":
-            self._to_running(event)
+            self._start_running(event)
         if event.report.state == "published" and self.state.phase == "finishing":
             self._published(event)
         else:
             self._finish_if_all_done(event.at)
 
-    def _look_at_workers(self, event: Reported) -> None:
-        """Where it has fewer than it was told to have: what is left continues, until the job is told otherwise."""
+    def _check_worker_count(self, event: Reported) -> None:
+        """Record that a region has fewer workers than commanded; it continues with those until the next command."""
         part, report = self.state.partition(event.region), event.report
-        found = fewer_workers(part, report) if part is not None else None
-        if part is None or found is None:
+        record = fewer_workers(part, report) if part is not None else None
+        if part is None or record is None:
             return
-        self._out.append(found)
-        self._put(replace(part, workers=report.workers, preempted=part.preempted or report.preempted))
+        self._out.append(record)
+        self._update_partition(replace(part, workers=report.workers, preempted=part.preempted or report.preempted))
         if not report.workers:
             self.state = replace(self.state, gave_way=True)
 
-    def _note_first_steps(self, event: Reported) -> None:
+    def _note_first_step(self, event: Reported) -> None:
         reports = [part.report for part in self.state.partitions]
         if not self.state.stepped_at and all(report is not None and report.step > 0 for report in reports):
             steps = event.report.step
@@ -230,14 +234,14 @@ class JobMachine:
                 self.state, stepped_at=event.at, stepped_region=event.region, stepped_steps=steps
             )  # fmt: skip
 
-    def _to_running(self, event: Reported) -> None:
+    def _start_running(self, event: Reported) -> None:
         self.state = replace(self.state, started_at=event.at)
-        took = event.at - self.state.created_at
-        self._enter("running", f"training has begun, {took:.1f} s after the submission", {"seconds": took})
+        seconds = event.at - self.state.created_at
+        self._enter("running", f"training has begun, {seconds:.1f} s after the submission", {"seconds": seconds})
         for copy in unfinished(self.state):
-            self._out.append(SendStop(copy.source, copy.epoch, "the shard is where it is processed", discard=True))
+            self._out.append(SendStop(copy.source, copy.epoch, "the shard has arrived", discard=True))
 
-    def _tell_peers(self) -> None:
+    def _send_peers(self) -> None:
         parts = self.state.partitions
         if not all(part.address for part in parts):
             return
@@ -245,14 +249,14 @@ class JobMachine:
         state, finish = self.state, bool(self.state.ends_early)
         for part in parts:
             if (part.told, part.told_routes, part.told_to_finish) != (peers, state.routes, finish):
-                self._put(replace(part, told=peers, told_routes=state.routes, told_to_finish=finish))
-                ways = (state.routes, state.neighbours, state.former, finish)
-                self._out.append(SendPeers(part.region, part.epoch, peers, *ways))
+                self._update_partition(replace(part, told=peers, told_routes=state.routes, told_to_finish=finish))
+                routes = (state.routes, state.neighbours, state.former, finish)
+                self._out.append(SendPeers(part.region, part.epoch, peers, *routes))
 
-    # --- the ways of updates
+    # --- routes of updates
 
     def _rerouted(self, event: Rerouted) -> None:
-        """Old and new ways are both in force until all regions know the new ones (`sync.ps.core.ledger`)."""
+        """Use old and new routes together until all regions know the new ones (`sync.ps.core.ledger`)."""
         state = self.state
         if state.phase != "running" or state.former or event.neighbours == event.present:
             return
@@ -264,95 +268,99 @@ class JobMachine:
             routes=state.routes + 1,
         )
         self._record("wan.rerouted", event.text, "", event.data)
-        self._tell_peers()
+        self._send_peers()
 
-    def _settle_ways(self) -> None:
+    def _settle_routes(self) -> None:
         state = self.state
         if state.former and all(part.report and part.report.routes >= state.routes for part in state.partitions):
             self.state = replace(state, former=(), routes=state.routes + 1)
-            self._record("wan.settled", "all regions know the new ways; nothing takes the former ones any more", "")
+            self._record("wan.settled", "all regions know the new routes; the former ones are not used any more", "")
 
     # --- the end
 
     def _end_early(self) -> None:
-        """Where the goal is reached: all regions hear of it, and end with the same round (`sync.ps`)."""
+        """End the job early if its goal is reached or its budget is spent.
+
+        All regions then end with the same round (`sync.ps`).
+        """
         state = self.state
         if state.replanned and (why := reached(state)) is not None:
             self._without_successor(why.text, why.data)
         if not may_end_early(state):
             return
-        known = metrics_without_goal(state)
-        if known is not None and not state.goal_unknown:
+        measured = metrics_lacking_goal(state)
+        if measured is not None and not state.goal_unknown:
             self.state = replace(state, goal_unknown=True)
-            text = f"no region measures what was to end the job; measured: {_listed(known) or 'nothing'}"
-            self._record("job.goal", text, "", {"reached": False, "measured": known})
+            text = f"no region measures the goal's metric; measured metrics: {_listed(measured) or 'none'}"
+            self._record("job.goal", text, "", {"reached": False, "measured": measured})
         why = reached(state)
         if why is not None:
             self.state = replace(self.state, ends_early=why.text)
-            self._record("job.goal", f"ends before its plan: {why.text}", "", {"reached": True, **why.data})
+            self._record("job.goal", f"ending early: {why.text}", "", {"reached": True, **why.data})
 
-    def _finish_asked(self, event: FinishAsked) -> None:
-        why = "a user asked for it" + (f": {event.reason}" if event.reason else "")
+    def _finish_requested(self, event: FinishRequested) -> None:
+        why = "requested by a user" + (f": {event.reason}" if event.reason else "")
         if self.state.replanned and self.state.phase != "cancelling":
             self._without_successor(why, {"asked": True})
         if not may_end_early(self.state):
             return
         self.state = replace(self.state, ends_early=why)
-        self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, "asked": True})
-        self._tell_peers()
+        self._record("job.goal", f"ending early: {why}", "", {"reached": True, "asked": True})
+        self._send_peers()
 
-    def _replan_asked(self, event: ReplanAsked) -> None:
+    def _replan_requested(self, event: ReplanRequested) -> None:
         if not may_end_early(self.state):
             return
         self.state = replace(self.state, ends_early=event.text, replanned=True)
-        self._record("job.replanning", f"ends before its plan: {event.text}", "", event.data)
-        self._tell_peers()
+        self._record("job.replanning", f"ending early: {event.text}", "", event.data)
+        self._send_peers()
 
     def _without_successor(self, why: str, data: dict[str, Any]) -> None:
-        """It was to end in any case; now with the model that is wanted, so that nothing is left to continue with."""
+        """Drop the replan of an ending job whose goal is reached or that a user finished: no job continues it."""
         self.state = replace(self.state, ends_early=why, replanned=False)
-        self._record("job.goal", f"ends before its plan: {why}", "", {"reached": True, **data})
-        told: dict[str, Any] = {"successor": None, "regions": [], "code": None}
-        self._record("job.replanned", f"no job continues with its model: {why}", "", told)
+        self._record("job.goal", f"ending early: {why}", "", {"reached": True, **data})
+        none: dict[str, Any] = {"successor": None, "regions": [], "code": None}
+        self._record("job.replanned", f"no job continues its model: {why}", "", none)
 
-    def _while_successor_is_planned(self, event: JobEvent) -> None:
-        """The regions have been told to stop: what becomes of them does not matter any more."""
-        if isinstance(event, Continued):
-            self._continued(event)
-        elif isinstance(event, CancelAsked):
+    def _awaiting_successor(self, event: JobEvent) -> None:
+        """Apply an event while the successor is being planned; the regions are stopped, and their links do not
+        matter."""
+        if isinstance(event, SuccessorDecided):
+            self._successor_decided(event)
+        elif isinstance(event, CancelRequested):
             self._end(event.at, "cancelled", _because("cancelled", event.reason))
-        elif isinstance(event, FinishAsked):
-            self._finish_asked(event)
-            self._tell_deadline(event.at)
-            self._end_well(event.at)
+        elif isinstance(event, FinishRequested):
+            self._finish_requested(event)
+            self._report_deadline(event.at)
+            self._succeed(event.at)
         elif isinstance(event, Reported):
-            self.state = settled(self.state, event.region, event.report)
+            self.state = with_late_charges(self.state, event.region, event.report)
 
-    def _continued(self, event: Continued) -> None:
+    def _successor_decided(self, event: SuccessorDecided) -> None:
         if not self.state.awaits_successor:
             return
         self.state = replace(self.state, successor=event.successor)
         self._record("job.replanned", event.text, "", event.data)
         if not event.successor:
-            # Else the promise is the successor's.
-            self._tell_deadline(event.at)
-        self._end_well(event.at)
+            # A successor takes over the promised deadline.
+            self._report_deadline(event.at)
+        self._succeed(event.at)
 
     def _finish_if_all_done(self, at: float) -> None:
         if self.state.phase == "running" and all(part.state == "finished" for part in self.state.partitions):
             digests = {part.region: part.report.model_digest for part in self.state.partitions if part.report}
             if len(set(digests.values())) != 1 and self.state.exact:
-                told = ", ".join(f"{region} {digest or 'none'}" for region, digest in digests.items())
-                self._fail(at, Failure("INTERNAL", f"the regions ended with different models: {told}"))
+                listed = ", ".join(f"{region} {digest or 'none'}" for region, digest in digests.items())
+                self._fail(at, Failure("INTERNAL", f"the regions ended with different models: {listed}"))
                 return
             self.state = replace(self.state, model_digest=next(iter(digests.values())))
-            hold = "the same model" if self.state.exact else "every update"
-            self._enter("finishing", f"all regions are done and hold {hold}", {"model": self.state.model_digest})
+            result = "the same model" if self.state.exact else "every update"
+            self._enter("finishing", f"all regions have finished and have {result}", {"model": self.state.model_digest})
         if self.state.phase == "finishing":
             self._ask_for_model()
 
     def _ask_for_model(self) -> None:
-        """Ask the first region by name that can be reached and has the model, unless one is being waited for."""
+        """Command the first reachable region that has the model to upload it, unless an upload is already pending."""
         if self.state.publisher:
             return
         able = [part for part in self.state.partitions if part.state == "finished" and part.link == "live"]
@@ -366,7 +374,7 @@ class JobMachine:
             publishes=self.state.publishes + 1,
         )
         self._out.append(SendPublish(chosen.region, chosen.epoch))
-        self._record("job.publishing", f"{chosen.region} hands the model in", chosen.region)
+        self._record("job.publishing", f"{chosen.region} uploads the model", chosen.region)
 
     def _published(self, event: Reported) -> None:
         if event.blob_bytes is None or not event.report.blob_digest:
@@ -382,36 +390,36 @@ class JobMachine:
         )
         self._stop_all("the job has succeeded")
         if not self.state.replanned:
-            self._tell_deadline(event.at)
-            self._end_well(event.at)
+            self._report_deadline(event.at)
+            self._succeed(event.at)
 
-    def _end_well(self, at: float) -> None:
+    def _succeed(self, at: float) -> None:
         self._end(at, "succeeded", f"succeeded; the model is {self.state.blob_digest}")
 
-    def _tell_deadline(self, at: float) -> None:
+    def _report_deadline(self, at: float) -> None:
         if self.state.deadline_at is None:
             return
         slack = self.state.deadline_at - at
-        kept = f"kept, with {slack:.0f} s to spare" if slack >= 0 else f"broken, by {-slack:.0f} s"
+        kept = f"met with {slack:.0f} s to spare" if slack >= 0 else f"missed by {-slack:.0f} s"
         self._record(
             "job.deadline", f"the promised deadline was {kept}", "", {"kept": slack >= 0, "slack_seconds": slack}
         )
 
     def _not_published(self, event: Reported) -> None:
-        """A region believes to have handed the model in, but it is not here."""
+        """Retry an upload that the region reports as done, but whose file is missing or incomplete."""
         part = self.state.partition(event.region)
         if part is not None:
-            self._put(replace(part, state="finished"))
+            self._update_partition(replace(part, state="finished"))
         if event.region != self.state.publisher:
             return
         if self.state.publishes >= MAX_PUBLISHES:
-            text = f"the model did not arrive whole from {event.region} after {MAX_PUBLISHES} attempts"
+            text = f"the model did not arrive completely from {event.region} in {MAX_PUBLISHES} attempts"
             self._fail(event.at, Failure("DIGEST_MISMATCH", text))
             return
         self.state = replace(self.state, publisher="")
         self._ask_for_model()
 
-    def _cancel_asked(self, event: CancelAsked) -> None:
+    def _cancel_requested(self, event: CancelRequested) -> None:
         if self.state.phase == "cancelling":
             return
         self.state = replace(self.state, reason=event.reason, publisher="")
@@ -422,7 +430,7 @@ class JobMachine:
         self._stop_all(event.reason or "cancelled")
         self._cancelled_if_all_ended(event.at)
 
-    def _scale_asked(self, event: ScaleAsked) -> None:
+    def _scale_requested(self, event: ScaleRequested) -> None:
         if self.state.phase not in ("starting", "running"):
             return
         self.state = replace(self.state, gave_way=event.gives_way)
@@ -433,9 +441,9 @@ class JobMachine:
             if (part.workers, part.preemptible, part.preempted) == (workers, event.preemptible, False):
                 continue
             part = replace(part, preemptible=event.preemptible, preempted=False)
-            self._order(part, workers, event.reason)
+            self._command_workers(part, workers, event.reason)
             kind = "preemptible workers" if event.preemptible else "workers"
-            text = _because(f"{region} is to continue with {workers} {kind}", event.reason)
+            text = _because(f"scaling {region} to {workers} {kind}", event.reason)
             data = {"workers": workers, "reason": event.reason, "preemptible": event.preemptible}
             self._record("partition.scaling", text, region, data)
 
@@ -459,32 +467,32 @@ class JobMachine:
         self.state = replace(self.state, finished_at=at)
         self._enter(phase, text, data, terminal=True)
 
-    # --- regions come and go
+    # --- regions that are lost or come back
 
     def _region_live(self, event: RegionLive) -> None:
         copy, part = self.state.copy_from(event.region), self.state.partition(event.region)
         if copy is not None:
-            self._source_live(copy, event)
+            self._source_back(copy, event)
         if part is None:
             return
         before, part = part, self._relink(part, "live", event.at)
         if self.state.phase == "cancelling" and event.restarted:
             self._out.append(SendStop(part.region, part.epoch, self.state.reason or "cancelled", discard=True))
-        if self.state.phase not in _STARTED:
+        if self.state.phase not in _STARTED_PHASES:
             return
         if before.link == "lost" or event.restarted:
-            self._restart(part)
+            self._restart_partition(part)
         elif before.link != "live" and self.state.phase == "finishing":
             self._ask_for_model()
 
-    def _source_live(self, copy: Copy, event: RegionLive) -> None:
-        """What it holds durably it continues from; what it may have forgotten it is told again."""
+    def _source_back(self, copy: Copy, event: RegionLive) -> None:
+        """Send a restarted source its commands again; it resumes from what it has stored."""
         self._relink_source(copy, "live", event.at)
         if event.restarted and self.state.phase == "cancelling":
             self._out.append(SendStop(copy.source, copy.epoch, self.state.reason or "cancelled", discard=True))
         elif event.restarted:
-            self.state = without_told(self.state, copy.source)
-            self._go_on_with_copies()
+            self.state = forget_commands(self.state, copy.source)
+            self._advance_copies()
 
     def _relink_source(self, copy: Copy, link: Link, at: float) -> None:
         if copy.link != link:
@@ -492,16 +500,16 @@ class JobMachine:
             words = "reachable again" if link == "live" else link
             self._record(f"region.{link}", f"region {copy.source} is {words}", copy.source, {"before": copy.link})
 
-    def _restart(self, part: Partition) -> None:
-        """The agent gets its orders anew; what it holds durably, it continues from."""
-        if held_back(self.state, part):
+    def _restart_partition(self, part: Partition) -> None:
+        """Send a region its partition again; it resumes from what it has stored."""
+        if waits_for_shards(self.state, part):
             return
-        self.state = without_told(self.state, part.region)
+        self.state = forget_commands(self.state, part.region)
         if self.state.publisher == part.region:
             self.state = replace(self.state, publisher="")
         self._record(
             "partition.restarted",
-            f"{part.region} is given its partition again, epoch {part.epoch}",
+            f"{part.region} restarts its partition, epoch {part.epoch}",
             part.region,
             {"epoch": part.epoch},
         )
@@ -525,12 +533,12 @@ class JobMachine:
         part = self._relink(part, "lost", event.at)
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
-        if self.state.phase not in _STARTED:
+        if self.state.phase not in _STARTED_PHASES:
             return
-        self._put(replace(part, epoch=part.epoch + 1, state="pending", address="", told=()))
+        self._update_partition(replace(part, epoch=part.epoch + 1, state="pending", address="", told=()))
         self._record(
             "partition.fenced",
-            f"{part.region} is lost; epoch {part.epoch} ends, {part.epoch + 1} begins when it is back",
+            f"{part.region} is lost; epoch {part.epoch} ends, and {part.epoch + 1} begins when it is back",
             part.region,
             {"epoch": part.epoch + 1},
         )
@@ -539,11 +547,11 @@ class JobMachine:
             self._ask_for_model()
 
     def _tick(self, event: Tick) -> None:
-        if self.state.phase not in _STARTED or self.state.publisher:
+        if self.state.phase not in _STARTED_PHASES or self.state.publisher:
             return
         for name, link, since in links_needed(self.state):
             if link == "lost" and event.at - since > self.state.lost_limit_seconds:
-                text = f"region {name} was lost for longer than {self.state.lost_limit_seconds:.0f} s"
+                text = f"region {name} has been lost for longer than {self.state.lost_limit_seconds:.0f} s"
                 self._fail(event.at, Failure("REGION_LOST", text))
                 return
 
@@ -551,15 +559,15 @@ class JobMachine:
         if part.link == link:
             return part
         changed = replace(part, link=link, since=at)
-        self._put(changed)
+        self._update_partition(changed)
         words = "reachable again" if link == "live" else link
         data = {"before": part.link, "seconds": at - part.since if part.since else None}
         self._record(f"region.{link}", f"region {part.region} is {words}", part.region, data)
         return changed
 
-    # --- small change
+    # --- helpers
 
-    def _put(self, changed: Partition) -> None:
+    def _update_partition(self, changed: Partition) -> None:
         parts = tuple(changed if part.region == changed.region else part for part in self.state.partitions)
         self.state = replace(self.state, partitions=parts)
 

@@ -1,4 +1,4 @@
-"""The links of a job, each from what both of its ends say."""
+"""WAN links of a job, each combined from the reports of both ends."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ __all__ = ["WanLink", "wan_links"]
 
 @dataclass(frozen=True)
 class WanLink:
-    """One directed pair of regions: how updates go from one to the other."""
+    """A directed pair of regions, and how updates are sent from one to the other."""
 
     source: str
     destination: str
     state: str
-    """"idle": nothing has been sent; "up"; "down": the last try failed; "relayed": others pass the updates on, from the
-    start or by now; "unknown": the source's agent is not heard; "closed": the job has ended."""
+    """"idle": nothing has been sent; "up"; "down": the last attempt failed; "relayed": other regions pass the updates
+    on; "unknown": the source is not reachable; "closed": the job has ended."""
     rtt_ms: float
-    """0: not measured."""
+    """Round-trip time; 0: not measured."""
     goodput_mbps: float
-    """Payload rate of the last update; 0: not measured."""
+    """Payload rate of the last update, in Mbit/s; 0: not measured."""
     streams: int
-    """That carried the last update; 0: it went through the exchange port."""
+    """Number of parallel streams of the last update; 0: it was sent through the exchange port."""
     codec: str
-    """Of the source's last update."""
+    """Codec of the source's last update."""
     interval: int
-    """Steps of the source's open round."""
+    """Number of steps of the source's current round."""
     sent_bytes: int
-    """As the source counts."""
+    """Counted by the source."""
     received_bytes: int
-    """As the destination counts."""
+    """Counted by the destination."""
     staleness: float
-    """Of the source's updates when they were merged, mean, in rounds of the destination."""
+    """Mean age of the source's updates when they were merged, in rounds of the destination."""
     refused: int
-    """Updates of the source that did not pass the destination's guard."""
+    """Number of the source's updates that the destination's guard refused."""
 
 
 def wan_links(state: JobState) -> tuple[WanLink, ...]:
-    """All that updates go over, or are merged from, in the order of the regions' names."""
+    """Return the links that carry updates, directly or relayed, sorted by the regions' names."""
     pairs = [(a, b) for a in state.partitions for b in state.partitions if a.region != b.region]
     links = [_link(state, source, destination) for source, destination in pairs]
     return tuple(link for link in links if link is not None)
@@ -69,7 +69,7 @@ def _link(state: JobState, source: Partition, destination: Partition) -> WanLink
 
 
 def _in_use(state: JobState, source: str, to: str) -> bool:
-    """Unless updates take other ways than at first."""
+    """Whether the present or the former routes use the link directly; always true before a first rerouting."""
     pair = (min(source, to), max(source, to))
     return not state.routes or pair in state.neighbours or pair in state.former
 

@@ -1,29 +1,29 @@
-"""What a region's meters have counted, over the lives of its agent."""
+"""Money and bytes that a region's meters have counted, summed over restarts of its agent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from control_plane.core._state import Charge, Copy, Counted, JobState, Partition, Report
+from control_plane.core._state import Charge, Copy, JobState, MeterTotals, Partition, Report
 
-__all__ = ["settled", "with_all_meters"]
+__all__ = ["with_all_meters", "with_late_charges"]
 
 
-def with_all_meters(part: Partition | Copy, report: Report) -> tuple[Counted, Report]:
-    """A new report with what earlier meters have counted, and that.
+def with_all_meters(part: Partition | Copy, report: Report) -> tuple[MeterTotals, Report]:
+    """Add the totals of earlier meters to a new report; return these totals and the summed report.
 
-    Sums of a report are those of one meter since it began. Another meter than before means that the old one is lost;
-    what it told last stays in the account.
+    A report has the sums of one meter since it began. If the meter differs from the last report's, the old meter was
+    lost, and its last sums are added to the totals.
     """
     last, before = part.report, part.counted_before
     if last is not None and last.meter and not report.meter:
-        # An agent that knows no more of the partition has counted nothing; that it says so is no account.
+        # The agent does not know the partition any more, so its zeros are not a count.
         kept = replace(report, money=last.money, sent_bytes=last.sent_bytes, received_bytes=last.received_bytes)
         return before, replace(kept, meter=last.meter)
     if last is not None and last.meter and report.meter and last.meter != report.meter:
-        before = Counted(last.money, last.sent_bytes, last.received_bytes)
-    if before == Counted():
+        before = MeterTotals(last.money, last.sent_bytes, last.received_bytes)
+    if before == MeterTotals():
         return before, report
     whole = replace(
         report,
@@ -34,11 +34,11 @@ def with_all_meters(part: Partition | Copy, report: Report) -> tuple[Counted, Re
     return before, whole
 
 
-def settled(state: JobState, region: str, report: Report) -> JobState:
-    """An ended job with what a region's meters say after its end: it stays as it is but for the account.
+def with_late_charges(state: JobState, region: str, report: Report) -> JobState:
+    """Return an ended job's state with the charges that a region reports after the end; all else stays.
 
-    Calls and shards that were cut off are charged when they have stopped, and by a region that was away when it is
-    back: also what an agent says under an older epoch was used.
+    Interrupted calls and transfers are reported once they have stopped, or once a lost region is back. Reports of older
+    epochs count, too, since their resources were used.
     """
     held = state.copy_from(region) or state.partition(region)
     if held is None or not report.meter:

@@ -1,7 +1,7 @@
-"""The life of a region as the control plane sees it: invited → live ⇄ unreachable → lost → live.
+"""State machine of a region: invited → live ⇄ unreachable → lost → live.
 
-A lease is kept in memory only and is renewed by every message. After a restart of the control plane every region
-gets a whole new lease, since silence towards a dead listener says nothing.
+Every message of the agent renews the region's lease, which is kept in memory only. After a restart of the control plane
+every region gets a new lease, since agents could not reach a control plane that was down.
 """
 
 from __future__ import annotations
@@ -10,60 +10,61 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from control_plane.core._events import (
+    ClockJumped,
     Connected,
+    ControlPlaneRestarted,
     Disconnected,
     EndSession,
-    Heard,
-    Overslept,
+    Heartbeat,
+    NotifyJobs,
     Record,
     RegionAction,
     RegionEvent,
     RegionLive,
     RegionLost,
     RegionUnreachable,
-    Reloaded,
-    TellJobs,
     Tick,
 )
 
-SILENCE = 0.5
-"""Part of the lease after which a silent region counts as unreachable; agents speak every third of it."""
+UNREACHABLE_AFTER = 0.5
+"""Fraction of the lease after which a silent region is unreachable. Agents send a message every third of the lease."""
 
 
 @dataclass(frozen=True)
 class RegionState:
-    """All that the region machine knows."""
+    """State of a region."""
 
     name: str
     phase: Literal["invited", "live", "unreachable", "lost"] = "invited"
     since: float = 0.0
-    """When `phase` became what it is."""
+    """When `phase` last changed."""
     session: int = 0
-    """The last one that was given out; only it counts."""
+    """Number of the latest session; messages of earlier ones are ignored."""
     connected: bool = False
     boot_id: str = ""
+    """Identifies the agent's process."""
     last_contact: float = 0.0
     lease_ends: float = 0.0
 
 
 class RegionMachine:
-    """`handle(event)` changes `state` and says what is to be done."""
+    """State machine of a region: `handle(event)` changes `state` and returns actions."""
 
     def __init__(self, state: RegionState) -> None:
         self.state = state
 
     def handle(self, event: RegionEvent) -> list[RegionAction]:
-        """Take one event. Never raises; what does not fit the state changes nothing."""
+        """Apply one event; return the actions. Never raises; an event that does not fit the state changes nothing."""
         if isinstance(event, Connected):
             return self._connected(event)
-        if isinstance(event, Heard):
-            return self._heard(event)
+        if isinstance(event, Heartbeat):
+            return self._heartbeat(event)
         if isinstance(event, Disconnected):
             return self._disconnected(event)
-        if isinstance(event, Reloaded):
-            return self._reloaded(event)
-        if isinstance(event, Overslept):
-            return self._overslept(event)
+        if isinstance(event, ControlPlaneRestarted):
+            return self._control_plane_restarted(event)
+        if isinstance(event, ClockJumped):
+            return self._clock_jumped(event)
         return self._tick(event)
 
     def _connected(self, event: Connected) -> list[RegionAction]:
@@ -81,19 +82,19 @@ class RegionMachine:
             lease_ends=event.at + event.lease_seconds,
         )
         if before.phase != "live" or restarted:
-            how = "with a new process" if restarted and before.boot_id else "again" if before.boot_id else "first"
+            how = "reconnected with a new agent process" if restarted else "reconnected"
             actions.append(
                 Record(
                     "region.live",
-                    f"region {before.name} is connected {how}" if how != "first" else f"region {before.name} joined",
+                    f"region {before.name} {how if before.boot_id else 'joined'}",
                     before.name,
                     {"session": self.state.session, "restarted": restarted, "before": before.phase},
                 )
             )
-        actions.append(TellJobs(RegionLive(event.at, before.name, restarted)))
+        actions.append(NotifyJobs(RegionLive(event.at, before.name, restarted)))
         return actions
 
-    def _heard(self, event: Heard) -> list[RegionAction]:
+    def _heartbeat(self, event: Heartbeat) -> list[RegionAction]:
         before = self.state
         if not before.connected or event.session != before.session:
             return []
@@ -105,20 +106,20 @@ class RegionMachine:
         return [
             Record(
                 "region.live",
-                f"region {before.name} is heard again after {silent:.0f} s",
+                f"region {before.name} is reachable again after {silent:.0f} s",
                 before.name,
                 {"session": before.session, "restarted": False, "before": before.phase, "silent_seconds": silent},
             ),
-            TellJobs(RegionLive(event.at, before.name, False)),
+            NotifyJobs(RegionLive(event.at, before.name, False)),
         ]
 
     def _disconnected(self, event: Disconnected) -> list[RegionAction]:
         if not self.state.connected or event.session != self.state.session:
             return []
         self.state = replace(self.state, connected=False)
-        return self._unreachable(event.at, "its connection ended") if self.state.phase == "live" else []
+        return self._unreachable(event.at, "connection closed") if self.state.phase == "live" else []
 
-    def _reloaded(self, event: Reloaded) -> list[RegionAction]:
+    def _control_plane_restarted(self, event: ControlPlaneRestarted) -> list[RegionAction]:
         if self.state.phase in ("invited", "lost"):
             self.state = replace(self.state, connected=False)
             return []
@@ -127,7 +128,7 @@ class RegionMachine:
             return []
         return self._unreachable(event.at, "the control plane was restarted")
 
-    def _overslept(self, event: Overslept) -> list[RegionAction]:
+    def _clock_jumped(self, event: ClockJumped) -> list[RegionAction]:
         if self.state.phase in ("live", "unreachable"):
             contact = event.at if self.state.connected else min(self.state.last_contact, event.at)
             self.state = replace(self.state, last_contact=contact, lease_ends=event.at + event.lease_seconds)
@@ -138,8 +139,8 @@ class RegionMachine:
         if state.phase in ("live", "unreachable") and event.at >= state.lease_ends:
             return self._lost(event.at)
         whole_lease = state.lease_ends - state.last_contact
-        if state.phase == "live" and event.at - state.last_contact > SILENCE * whole_lease:
-            return self._unreachable(event.at, "nothing is heard of it")
+        if state.phase == "live" and event.at - state.last_contact > UNREACHABLE_AFTER * whole_lease:
+            return self._unreachable(event.at, "no message received")
         return []
 
     def _unreachable(self, at: float, why: str) -> list[RegionAction]:
@@ -149,17 +150,17 @@ class RegionMachine:
         return [
             Record(
                 "region.unreachable",
-                f"region {name} is unreachable ({why}); its lease runs for {left:.0f} s",
+                f"region {name} is unreachable ({why}); its lease expires in {left:.0f} s",
                 name,
                 {"lease_seconds_left": left},
             ),
-            TellJobs(RegionUnreachable(at, name)),
+            NotifyJobs(RegionUnreachable(at, name)),
         ]
 
     def _lost(self, at: float) -> list[RegionAction]:
         before = self.state
         self.state = replace(before, phase="lost", since=at, connected=False)
         actions: list[RegionAction] = [EndSession(before.session)] if before.connected else []
-        actions.append(Record("region.lost", f"region {before.name} is lost: its lease is over", before.name))
-        actions.append(TellJobs(RegionLost(at, before.name)))
+        actions.append(Record("region.lost", f"region {before.name} is lost: its lease has expired", before.name))
+        actions.append(NotifyJobs(RegionLost(at, before.name)))
         return actions

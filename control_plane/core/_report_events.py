@@ -1,4 +1,4 @@
-"""What an agent's report says that is new."""
+"""Events for what is new in an agent's report."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from control_plane.core._events import Record
 from control_plane.core._state import Failure, Partition, Report
 
 _SHOWN_METRICS = 20
-"""In the sentence of an event; its data hold all."""
-_WITHOUT_WORKERS = ("finished", "published", "failed", "refused", "stopped")
-"""States of a partition whose number of workers means nothing any more."""
+"""Number of metrics in an event's text; its data have all."""
+_ENDED_STATES = ("finished", "published", "failed", "refused", "stopped")
+"""States of a partition that has no workers any more."""
 
 
 def records_of(part: Partition, report: Report) -> list[Record]:
-    """What is to be written down since a partition's last report."""
+    """Return the events for what has changed since a partition's last report."""
     last, name, found = part.report or Report(part.epoch, ""), part.region, list[Record]()
     if report.state != part.state:
         text = f"{name}: {report.state}" + (f" ({report.condition})" if report.condition else "")
@@ -35,33 +35,35 @@ def records_of(part: Partition, report: Report) -> list[Record]:
         data = {"round": report.metrics_round, "metrics": report.metrics, "samples": report.metrics_samples}
         found.append(Record("partition.evaluated", text, name, data))
     if report.metrics_error and report.metrics_round > last.metrics_round:
-        lack = "not all" if report.metrics else "no"
-        text = f"{name}: {lack} metrics after round {report.metrics_round}, the job continues: {report.metrics_error}"
+        missing = "some metrics missing" if report.metrics else "no metrics"
+        text = f"{name}: {missing} after round {report.metrics_round}; the job continues: {report.metrics_error}"
         data = {"round": report.metrics_round, "error": report.metrics_error}
         found.append(Record("partition.unmeasured", text, name, data))
     return found
 
 
 def fewer_workers(part: Partition, report: Report) -> Record | None:
-    """Where a partition has fewer workers than it was told to have; what crosses an order is no word of what became of
-    it."""
-    if part.workers is None or report.workers >= part.workers or part.state in _WITHOUT_WORKERS:
+    """Return an event if a partition has fewer workers than it was commanded to have, else None.
+
+    A report sent before the latest command was obeyed says nothing about that command, and is ignored.
+    """
+    if part.workers is None or report.workers >= part.workers or part.state in _ENDED_STATES:
         return None
     obeys, left = report.scale_order == part.scale_order > 0, report.workers
-    # An older agent names no order, and says nothing of those that stay.
+    # Agents of older versions send no `scale_order`.
     if not obeys and not (report.scale_order == 0 and report.preempted and part.preemptible):
         return None
     data = {"before": part.workers, "workers": left}
     if report.preempted:
         kind = "preemptible workers" if part.preemptible else "workers"
-        text = f"{part.region}: {part.workers - left} of {part.workers} {kind} were taken away"
+        text = f"{part.region}: {part.workers - left} of {part.workers} {kind} were preempted"
         return Record("partition.preempted", text, part.region, data)
-    text = f"{part.region} has {left} of {part.workers} workers that it is to continue with"
+    text = f"{part.region} continues with only {left} of {part.workers} workers"
     return Record("partition.short", text, part.region, data)
 
 
-def no_step_back(report: Report, last: Report | None) -> Report:
-    """A parameter server that has just been restarted knows less than it told before; what it told stays."""
+def never_backwards(report: Report, last: Report | None) -> Report:
+    """Keep the last report's progress if a report is behind it, as after a restart of the parameter server."""
     if last is None or report.round >= last.round:
         return report
     return replace(
@@ -82,8 +84,8 @@ def no_step_back(report: Report, last: Report | None) -> Report:
 
 
 def failure_of(region: str, report: Report, what: str = "the partition") -> Failure:
-    """The report's own error, with what failed where."""
+    """Return the report's error, with the region and what failed in its message."""
     if report.error is None:
-        return Failure("INTERNAL", f"region {region} {report.state} {what} without saying why")
-    verb = f"refuses {what}" if report.state == "refused" else "failed"
+        return Failure("INTERNAL", f"region {region} {report.state} {what} without giving a reason")
+    verb = f"refused {what}" if report.state == "refused" else "failed"
     return replace(report.error, message=f"region {region} {verb}: {report.error.message}")

@@ -1,4 +1,4 @@
-"""What a job is at one moment: frozen, and the same after a trip through JSON."""
+"""State of a job: frozen dataclasses that survive a round trip through JSON unchanged."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ JobPhase = Literal[
 ]
 Link = Literal["live", "unreachable", "lost"]
 Pairs = tuple[tuple[str, str], ...]
+"""Pairs of regions' names, or of other strings."""
 TERMINAL: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+"""Phases of an ended job."""
 ENDED_PARTITION: frozenset[str] = frozenset({"stopped", "failed", "refused"})
+"""States of a partition or a copy in which nothing runs any more."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why something failed, in the words of the error catalogue."""
+    """Why something failed, with a code of the error catalogue (docs/errors.md)."""
 
     code: str
     message: str
@@ -25,7 +28,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Charge:
-    """One item of a region's meter, cumulative."""
+    """One cost item of a region's meter, cumulative."""
 
     item: str
     quantity: float
@@ -36,7 +39,7 @@ class Charge:
 
 @dataclass(frozen=True)
 class Report:
-    """How an agent says its partition stands; the fields of the wire's PartitionReport."""
+    """An agent's report on its partition; the fields of the protocol's PartitionReport."""
 
     epoch: int
     state: str
@@ -50,7 +53,7 @@ class Report:
     metrics_samples: int = 0
     metrics_round: int = 0
     metrics_error: str = ""
-    """Why the last evaluation found nothing; empty: it did."""
+    """Why the last evaluation returned no or not all metrics; empty: it succeeded."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
     received_bytes: dict[str, int] = field(default_factory=dict)
     money: tuple[Charge, ...] = ()
@@ -61,13 +64,13 @@ class Report:
     attempt: int = 0
     samples_per_second: float = 0.0
     round_samples_per_second: float = 0.0
-    """Of one worker, in the last round; `samples_per_second` is the mean of all invocations that have ended."""
+    """Speed of one worker in the last round; `samples_per_second` is the mean of all ended invocations."""
     merge_seconds: float = 0.0
-    """Of one step of one worker, mean, beyond its compute."""
+    """Mean time of a worker's step beyond its compute."""
     step_seconds: float = 0.0
-    """Of steps that came right after another one, the usual; 0: none did."""
+    """Typical time of a step that directly followed another one; 0: none did."""
     merged_by: str = ""
-    """The collective that its workers used, with its K."""
+    """Collective that its workers used, with its K."""
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
     applied_updates: int = 0
@@ -80,24 +83,24 @@ class Report:
     interval: int = 0
     codec: str = ""
     routes: int = 0
-    """Number of the ways that its parameter server knows."""
+    """Number of the latest routes that its parameter server knows, as in `JobState.routes`."""
     update_bytes: int = 0
-    """Of its last update; 0: not known."""
+    """Size of its last update; 0: unknown."""
     preempted: bool = False
-    """It has fewer workers than it was told to have, because some were taken away."""
+    """Whether it has fewer workers than commanded because some were preempted."""
     scale_order: int = 0
-    """The last order about its number of workers that it obeys; 0: not told."""
+    """Sequence number of the latest scaling command that it obeys; 0: not reported."""
     meter: int = 0
-    """Which meter has counted money and bytes; 0: not told."""
+    """Identifies the meter that has counted money and bytes; 0: not reported."""
     shard_address: str = ""
-    """Where its agent takes other regions' shards; empty: it waits for none."""
+    """Address at which its agent receives shards of other regions; empty: it waits for none."""
     shards_here: bool = False
-    """All shards that it is trained on."""
+    """Whether all shards that it trains on have arrived."""
 
 
 @dataclass(frozen=True)
-class Counted:
-    """Money and bytes of meters that are no more: an agent that loses its disk counts from nothing again."""
+class MeterTotals:
+    """Totals of lost meters: an agent that loses its disk counts from zero again."""
 
     money: tuple[Charge, ...] = ()
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -106,7 +109,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Peer:
-    """A parameter server that others exchange with."""
+    """A parameter server and its address, as sent to the other regions."""
 
     region: str
     epoch: int
@@ -119,34 +122,34 @@ class Partition:
 
     region: str
     epoch: int = 1
-    """Fences what an older holder of this partition still says."""
+    """Fences reports of earlier runs of the partition."""
     state: str = "pending"
-    """"pending", "assigned", then what the reports of this epoch say."""
+    """"pending", "assigned", then the state in the latest report of this epoch."""
     report: Report | None = None
-    """The last one, of this or an earlier epoch: its figures are cumulative."""
+    """The latest report, of this or an earlier epoch; its figures are cumulative."""
     address: str = ""
-    """Of the parameter server of this epoch."""
+    """Address of the parameter server of this epoch; empty: not started."""
     ran: bool = False
-    """A parameter server had an address, in this or an earlier epoch: others may have something of this region. Before,
-    nothing can be lost there."""
+    """Whether a parameter server has run, in this or an earlier epoch, so that it may hold progress to resume."""
     told: tuple[Peer, ...] = ()
-    """The peers that this region was last sent."""
+    """Peers that were last sent to this region."""
     told_routes: int = 0
-    """Number of the ways that it was last sent."""
+    """Number of the routes that were last sent to this region."""
     told_to_finish: bool = False
-    counted_before: Counted = field(default_factory=Counted)
-    """By earlier meters of this region."""
+    """Whether the region was commanded to end early."""
+    counted_before: MeterTotals = field(default_factory=MeterTotals)
+    """Totals of earlier meters of this region."""
     link: Link = "live"
     since: float = 0.0
-    """When `link` became what it is."""
+    """When `link` last changed."""
     workers: int | None = None
-    """That were asked for last, or are left after some were taken away; None: as planned."""
+    """Number commanded last, or left after a preemption; None: as planned."""
     preemptible: bool = False
-    """They are of those that may be taken away."""
+    """Whether the workers are preemptible."""
     preempted: bool = False
-    """Some were, since then."""
+    """Whether some workers were preempted since the last scaling command."""
     scale_order: int = 0
-    """Number of the order by which they were asked for."""
+    """Sequence number of the last scaling command."""
 
 
 @dataclass(frozen=True)
@@ -156,129 +159,130 @@ class Copy:
     source: str
     destination: str
     bytes: int
-    """As the source has told."""
+    """Size of the shard, as reported by the source."""
     epoch: int = 1
     state: str = "pending"
-    """"pending", then what the source's reports say: "sending", "sent", "refused", "failed", "stopped"."""
+    """"pending", then the state in the source's reports: "sending", "sent", "refused", "failed", "stopped"."""
     report: Report | None = None
-    """The last one of the source; its figures are cumulative."""
-    counted_before: Counted = field(default_factory=Counted)
-    """By earlier meters of the source."""
+    """The latest report of the source; its figures are cumulative."""
+    counted_before: MeterTotals = field(default_factory=MeterTotals)
+    """Totals of earlier meters of the source."""
     told: str = ""
-    """The address that the source was told last."""
+    """Address that was last sent to the source; empty: the transfer is not commanded."""
     link: Link = "live"
-    """Of the source."""
+    """Link to the source."""
     since: float = 0.0
-    """When `link` became what it is."""
+    """When `link` last changed."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A metric that is good enough to end with."""
+    """A bound of a metric at which the job ends early."""
 
     metric: str
     bound: float
     at_least: bool
-    """Else: at most."""
+    """True: the metric must be at least `bound`; False: at most."""
     every: int
-    """Rounds between evaluations."""
+    """Number of rounds between evaluations."""
 
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What a job begins with: the model of another one."""
+    """The model of another job that a job starts from."""
 
     job: str
     digest: str
-    """Of the safetensors file."""
+    """Digest of the safetensors file."""
     bytes: int
 
 
 @dataclass(frozen=True)
 class JobState:
-    """All that the job machine knows."""
+    """State of a job."""
 
     job: str
     lost_limit_seconds: float
-    """How long a region may stay lost before the job fails."""
+    """How long a region may stay lost before the job fails (`limits.lostRegion`)."""
     created_at: float
     phase: JobPhase = "queued"
     partitions: tuple[Partition, ...] = ()
     """Sorted by region."""
     copies: tuple[Copy, ...] = ()
-    """Sorted by source; no source has a partition."""
+    """Shards that other regions process, sorted by source; no source has a partition."""
     copied: bool = False
-    """All shards that are processed elsewhere have come."""
+    """Whether all these shards have arrived."""
     begun_at: float = 0.0
-    """It had waited for workers until then; 0: it waits, or began before this was kept."""
+    """When the job had its workers and started; 0: not yet, or started under an older version."""
     started_at: float = 0.0
-    """A region's workers were called; 0: not yet."""
+    """When the first region began to train; 0: not yet."""
     stepped_at: float = 0.0
-    """It was heard that every region has made a step; 0: not yet."""
+    """When the last region had reported its first step; 0: not yet."""
     stepped_region: str = ""
-    """The last of which that was heard,"""
+    """That last region."""
     stepped_steps: int = 0
-    """and how many it had made by then."""
+    """Number of steps that it had made by then."""
     finished_at: float = 0.0
     exact: bool = True
-    """All regions must end with the same bits. In the background they merge the same updates in another order, so that
-    the last bits differ."""
+    """Whether all regions must end with a bit-identical model. With exchange in the background regions merge the same
+    updates in different orders, so that the last bits differ."""
     model_digest: str = ""
-    """Of the flat final model: the regions', or where they need not agree to the bit, the publisher's."""
+    """Digest of the flat final model; the publisher's if the regions' models may differ in the last bits."""
     publisher: str = ""
-    """The region that was asked to hand the model in."""
+    """Region that was commanded to upload the model; empty: none."""
     publish_epoch: int = 0
+    """Epoch of the publisher's partition."""
     publishes: int = 0
-    """How often a region was asked to."""
+    """Number of uploads commanded so far."""
     blob_digest: str = ""
     blob_bytes: int = 0
     flat_bytes: int = 0
-    """Of the model as one float32 vector, as it travels; 0: not known."""
+    """Size of the model as one float32 vector, as workers exchange it; 0: unknown."""
     error: Failure | None = None
     reason: str = ""
-    """Why it is being cancelled."""
+    """Why the job is being cancelled."""
     gave_way: bool = False
-    """It pauses for another job."""
+    """Whether the job is paused in favour of another one, or for lack of workers."""
     waits_for: str = ""
-    """While it is queued, in words."""
+    """What the queued job waits for: "for workers in frankfurt"."""
     topology: str = ""
-    """Of the present ways; empty: as planned."""
+    """Present topology; empty: as planned."""
     neighbours: Pairs = ()
-    """Regions that exchange directly, sorted pairs; empty: as planned."""
+    """Regions that exchange directly, as sorted pairs; empty: as planned."""
     former: Pairs = ()
-    """Those that still do as well, until every region knows the present ones; empty: none."""
+    """Pairs of the former topology, which stay in use until every region knows the present one; else empty."""
     routes: int = 0
-    """Number of these ways: each change of `neighbours` or `former` has the next one."""
+    """Number of the present routes; it grows with each change of `neighbours` or `former`."""
     deadline_at: float | None = None
-    """Unix seconds; promised when the job was admitted."""
+    """Deadline promised when the job was admitted, in Unix seconds."""
     goal: Goal | None = None
     budget_usd: float | None = None
-    """What it may cost."""
+    """Cost at which the job ends early."""
     ends_early: str = ""
-    """Why it was told to end before its plan; empty: it was not."""
+    """Why the job ends before its plan; empty: it does not."""
     initial_model: InitialModel | None = None
-    """None: what its task makes."""
+    """None: the model that the task creates."""
     replanned: bool = False
-    """It was told to end so that another job continues with its model, over other regions."""
+    """Whether the job ends early so that another job continues its model with other regions."""
     successor: str = ""
-    """That job."""
+    """ID of the job that continues the model; empty: none."""
     goal_unknown: bool = False
-    """No region measures the goal's metric."""
+    """Whether it was recorded that no region measures the goal's metric."""
 
     def partition(self, region: str) -> Partition | None:
-        """The partition of a region, if it takes part."""
+        """Return the partition of a region, or None."""
         return next((part for part in self.partitions if part.region == region), None)
 
     def copy_from(self, region: str) -> Copy | None:
-        """The shard that a region hands over, if it does."""
+        """Return the copy whose source is a region, or None."""
         return next((copy for copy in self.copies if copy.source == region), None)
 
     @property
     def awaits_successor(self) -> bool:
-        """True where its model is here, and the job that continues with it is still to be planned."""
+        """Whether the job is replanned and its model is uploaded, but its successor is not planned yet."""
         return self.replanned and bool(self.blob_digest) and not self.terminal
 
     @property
     def terminal(self) -> bool:
-        """True once nothing can change any more."""
+        """Whether the job has ended."""
         return self.phase in TERMINAL

@@ -1,4 +1,4 @@
-"""The dashboard: pages that show the federation and its jobs, made where they are asked for. They change nothing."""
+"""The dashboard: read-only pages on the federation and its jobs, rendered on request."""
 
 from control_plane.dashboard._pages import Dashboard
 

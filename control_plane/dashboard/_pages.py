@@ -1,4 +1,4 @@
-"""What the pages show, and to whom: the same as the commands do, to whoever has a token of the federation."""
+"""Pages of the dashboard. They show what the commands show, to callers with a token of the federation."""
 
 from __future__ import annotations
 
@@ -36,11 +36,17 @@ from geofed_pb.errors import GeofedError
 __all__ = ["Dashboard"]
 
 _REFRESH_SECONDS = 5
-_GOING_JOBS = 100
+"""Interval in which pages reload."""
+_ACTIVE_JOBS = 100
+"""Limit of active jobs on the overview."""
 _ENDED_JOBS = 20
+"""Limit of ended jobs on the overview."""
 _REGIONS = 200
+"""Limit of regions on a page of the overview."""
 _EVENTS = 40
+"""Limit of events on a job's page."""
 _ROUNDS = 5000
+"""Limit of rounds in the loss chart."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self'; frame-ancestors 'none'",
     "Cache-Control": "no-store",
@@ -54,7 +60,7 @@ class Dashboard:
     """The pages of one federation."""
 
     def __init__(self, federation: Federation, operator_hash: str) -> None:
-        """``operator_hash``: of the operator's token."""
+        """Create the pages; ``operator_hash`` is the hash of the operator's token."""
         self._federation, self._operator_hash = federation, operator_hash
         self._templates = Environment(
             loader=PackageLoader("control_plane.dashboard"),
@@ -80,7 +86,7 @@ class Dashboard:
             Route("/style.css", self._stylesheet),
         ]
 
-    # Who may look
+    # Authentication
 
     def _guarded(self, page: Callable[[Request, Caller], Awaitable[str]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
@@ -97,7 +103,7 @@ class Dashboard:
         return answer
 
     def _caller(self, request: Request) -> Caller:
-        """Browsers ask for a name and a password: any name, and the token."""
+        """Return the caller. In a browser the password is the token, and the user name is ignored."""
         shown = request.headers.get("authorization", "")
         kind, _, value = shown.partition(" ")
         if kind.lower() == "basic":
@@ -112,9 +118,9 @@ class Dashboard:
 
     async def _overview(self, request: Request, caller: Caller) -> str:
         federation = self._federation
-        # Those that continue are in memory, however many there are; of the others the last ones.
+        # Active jobs are in memory; the latest ended ones are read from the store.
         newest = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
-        going = [job_view(federation.summarise(entry)) for entry in newest[:_GOING_JOBS]]
+        active = [job_view(federation.summarise(entry)) for entry in newest[:_ACTIVE_JOBS]]
         ended = [job_view(federation.summarise(entry)) for entry in await federation.list_jobs(TERMINAL, _ENDED_JOBS)]
         after = request.query_params.get("regions-after", "")
         names = sorted(name for name in federation.regions if name > after)
@@ -124,8 +130,8 @@ class Dashboard:
         for part in (part for entry in newest for part in entry.state.partitions):
             used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
         return self._templates.get_template("overview.html").render(
-            going=going,
-            more=max(0, len(newest) - _GOING_JOBS),
+            active=active,
+            more=max(0, len(newest) - _ACTIVE_JOBS),
             ended=ended,
             regions=regions,
             more_regions=len(names) - len(shown),
@@ -165,7 +171,7 @@ class Dashboard:
 
 
 def _loss_chart(regions: list[str], rounds: list[tuple[str, Any]]) -> str:
-    """The loss of each region's workers by round; a region's colour is that of its place among all, sorted."""
+    """Return the chart of each region's loss by round; colours are assigned in the order of the sorted regions."""
     series: dict[str, list[tuple[float, float]]] = {region: [] for region in regions}
     for region, data in rounds:
         if isinstance(data.get("loss"), int | float):
@@ -174,7 +180,7 @@ def _loss_chart(regions: list[str], rounds: list[tuple[str, Any]]) -> str:
 
 
 def _money(job: Data) -> list[tuple[str, str, float]]:
-    """(region, item, US dollars), as metered."""
+    """Return metered costs as (region, item, US dollars)."""
     found: dict[tuple[str, str], float] = {}
     charges = [(part["region"], charge) for part in job["partitions"] for charge in part["money"]]
     charges += [(copy["source"], charge) for copy in job["shards"] for charge in copy["money"]]
@@ -185,7 +191,7 @@ def _money(job: Data) -> list[tuple[str, str, float]]:
 
 
 def _time(text: str | None) -> str:
-    """A time of `time_text`, as people read it."""
+    """Format a time that `time_text` returned."""
     return f"{text[:10]} {text[11:19]} UTC" if text else ""
 
 

@@ -1,4 +1,4 @@
-"""The gRPC services, and the one place where state changes."""
+"""The control plane's gRPC services, and the federation's state behind them."""
 
 from control_plane.service._metrics import Meter
 from control_plane.service.jobs._succession import Succession
@@ -6,7 +6,7 @@ from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._probing import WAIT, Probing
 from control_plane.service.measuring._profiling import Profiling
 from control_plane.service.rpc._agents import AgentHubService
-from control_plane.service.rpc._control import ControlService, Door
+from control_plane.service.rpc._control import AccessConfig, ControlService
 from control_plane.service.rpc._enrolment import EnrolmentService
 from control_plane.service.rpc._users import Caller, caller_of
 from control_plane.service.rpc._wire import event_message
@@ -14,10 +14,10 @@ from control_plane.service.state._federation import Federation
 
 __all__ = [
     "WAIT",
+    "AccessConfig",
     "AgentHubService",
     "Caller",
     "ControlService",
-    "Door",
     "EnrolmentService",
     "Federation",
     "Measurements",

@@ -1,4 +1,4 @@
-"""Prometheus metrics, read from the federation at the moment of the scrape."""
+"""Prometheus metrics of the federation, read at the time of the scrape."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from geofed_pb.errors import GeofedError
 
 REGION_PHASES = ("invited", "live", "unreachable", "lost")
 LINK_GAUGES: tuple[tuple[str, str, Callable[[WanLink], float | None]], ...] = (
-    ("geofed_link_up", "0 where the last try to speak to the destination failed", lambda link: link.state != "down"),
-    ("geofed_link_rtt_seconds", "Round trip", lambda link: link.rtt_ms / 1e3 or None),
+    ("geofed_link_up", "1 if the last attempt to reach the destination succeeded", lambda link: link.state != "down"),
+    ("geofed_link_rtt_seconds", "Round-trip time", lambda link: link.rtt_ms / 1e3 or None),
     (
         "geofed_link_goodput_bytes_per_second",
         "Payload rate of the last update",
         lambda link: link.goodput_mbps * 1e6 / 8 or None,
     ),
-    ("geofed_link_sent_bytes", "Sent, as the source counts", lambda link: link.sent_bytes),
-    ("geofed_link_received_bytes", "Received, as the destination counts", lambda link: link.received_bytes),
+    ("geofed_link_sent_bytes", "Bytes sent, as counted by the source", lambda link: link.sent_bytes),
+    ("geofed_link_received_bytes", "Bytes received, as counted by the destination", lambda link: link.received_bytes),
     (
         "geofed_link_staleness_rounds",
         "Mean age of the source's updates when they were merged",
         lambda link: link.staleness,
     ),
-    ("geofed_link_interval_steps", "Steps of the source's open round", lambda link: link.interval or None),
-    ("geofed_link_streams", "That carried the last update; 0: the exchange port did", lambda link: link.streams),
-    ("geofed_link_refused_updates", "That did not pass the destination's guard", lambda link: link.refused),
+    ("geofed_link_interval_steps", "Steps of the source's current round", lambda link: link.interval or None),
+    ("geofed_link_streams", "Streams of the last update; 0: sent through the exchange port", lambda link: link.streams),
+    ("geofed_link_refused_updates", "Updates refused by the destination's guard", lambda link: link.refused),
 )
-"""Name, meaning and value of what is told of each link; None: not measured."""
+"""Name, help text and value of the metrics of each link; None: not measured."""
 PARTITION_GAUGES: tuple[tuple[str, str, Callable[[Report], float | None]], ...] = (
     (
         "geofed_partition_loss",
-        "Of the workers, in their last step",
+        "Loss of the workers in their last step",
         lambda report: report.loss if report.step else None,
     ),
-    ("geofed_partition_round", "Rounds completed", lambda report: report.round),
-    ("geofed_partition_workers", "At work", lambda report: report.workers),
-    ("geofed_partition_samples_per_second", "Of all workers together", lambda report: report.samples_per_second),
-    ("geofed_partition_usd", "Metered so far", lambda report: sum(charge.usd for charge in report.money)),
+    ("geofed_partition_round", "Completed rounds", lambda report: report.round),
+    ("geofed_partition_workers", "Active workers", lambda report: report.workers),
+    ("geofed_partition_samples_per_second", "Speed of all workers together", lambda report: report.samples_per_second),
+    ("geofed_partition_usd", "Metered cost so far", lambda report: sum(charge.usd for charge in report.money)),
 )
-"""The same of what each region of a job that continues has told last."""
+"""Name, help text and value of the metrics of each partition of an active job, from its last report."""
 
 
 class Meter(grpc.aio.ServerInterceptor, Collector):
-    """Counts calls as they end, and shows the federation. Labels are bounded: regions, phases, and jobs under way."""
+    """Exports metrics of the federation, and counts gRPC calls. Labels are bounded: regions, phases and active jobs."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -60,43 +60,43 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
         self._phases: dict[str, int] = {}
         self._registry = CollectorRegistry()
         self._calls = Counter(
-            "geofed_rpc_calls", "gRPC calls that ended, by outcome", ["method", "outcome"], registry=self._registry
+            "geofed_rpc_calls", "Ended gRPC calls, by outcome", ["method", "outcome"], registry=self._registry
         )
         self._registry.register(self)
 
     async def exposition(self) -> bytes:
-        """The text of `/metrics`."""
+        """Return the text of `/metrics`."""
         self._pending = await self._federation.read(lambda store: store.commands_pending())
         self._phases = await self._federation.read(lambda store: store.jobs_by_phase())
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What the federation is like now."""
+        """Yield the metrics of the federation's current state."""
         yield from self._job_metrics()
         yield from self._link_metrics()
         yield from self._region_metrics()
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry need not ask before the first scrape."""
+        """Yield nothing, so that registering needs no state."""
         return iter(())
 
     def _job_metrics(self) -> Iterator[Metric]:
         jobs = list(self._federation.jobs.values())
-        by_phase = GaugeMetricFamily("geofed_jobs", "Jobs by state, ended ones too", labels=["state"])
+        by_phase = GaugeMetricFamily("geofed_jobs", "Jobs by state, including ended ones", labels=["state"])
         for phase in sorted(ACTIVE | TERMINAL):
             by_phase.add_metric([phase], self._phases.get(phase, 0))
         yield by_phase
         deadline = GaugeMetricFamily(
-            "geofed_job_deadline_seconds", "Unix time that was promised, of the running jobs", labels=["job"]
+            "geofed_job_deadline_seconds", "Promised deadlines of active jobs, in Unix seconds", labels=["job"]
         )
         for entry in jobs:
             if entry.state.deadline_at is not None:
                 deadline.add_metric([entry.row.id], entry.state.deadline_at)
         yield deadline
         yield from self._partition_metrics()
-        rounds = GaugeMetricFamily("geofed_rounds", "Rounds completed by the running jobs", labels=["region"])
+        rounds = GaugeMetricFamily("geofed_rounds", "Rounds completed by active jobs", labels=["region"])
         sent = GaugeMetricFamily(
-            "geofed_wan_bytes", "Bytes sent over the WAN by the running jobs", labels=["source", "destination"]
+            "geofed_wan_bytes", "Bytes sent over the WAN by active jobs", labels=["source", "destination"]
         )
         completed: dict[str, int] = {}
         bytes_: dict[tuple[str, str], int] = {}
@@ -118,7 +118,7 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
         yield sent
 
     def _partition_metrics(self) -> Iterator[Metric]:
-        told = [
+        reports = [
             (job, part.region, part.report)
             for job, entry in self._federation.jobs.items()
             for part in entry.state.partitions
@@ -126,7 +126,7 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
         ]
         for name, text, value in PARTITION_GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["job", "region"])
-            for job, region, report in told:
+            for job, region, report in reports:
                 if (shown := value(report)) is not None:
                     gauge.add_metric([job, region], shown)
             yield gauge
@@ -139,7 +139,7 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
                 if (measured := value(link)) is not None:
                     gauge.add_metric([job, link.source, link.destination], measured)
             yield gauge
-        info = InfoMetricFamily("geofed_link", "How a link is used now", labels=["job", "source", "destination"])
+        info = InfoMetricFamily("geofed_link", "Present use of a link", labels=["job", "source", "destination"])
         for job, link in links:
             info.add_metric([job, link.source, link.destination], {"codec": link.codec, "state": link.state})
         yield info
@@ -147,10 +147,10 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
     def _region_metrics(self) -> Iterator[Metric]:
         federation = self._federation
         now = federation.clock()
-        up = GaugeMetricFamily("geofed_region_up", "1 where the region is live", labels=["region"])
-        lease = GaugeMetricFamily("geofed_lease_remaining_seconds", "Until the lease ends", labels=["region"])
+        up = GaugeMetricFamily("geofed_region_up", "1 if the region is live", labels=["region"])
+        lease = GaugeMetricFamily("geofed_lease_remaining_seconds", "Time until the lease expires", labels=["region"])
         expires = GaugeMetricFamily(
-            "geofed_region_certificate_expires_seconds", "Unix time when the certificate ends", labels=["region"]
+            "geofed_region_certificate_expires_seconds", "Expiry of the certificate, in Unix seconds", labels=["region"]
         )
         for name, entry in federation.regions.items():
             up.add_metric([name], entry.state.phase == "live")
@@ -161,8 +161,8 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
         for phase in REGION_PHASES:
             states.add_metric([phase], sum(e.state.phase == phase for e in federation.regions.values()))
         yield states
-        yield GaugeMetricFamily("geofed_sessions", "Agents that are connected", value=len(federation.sessions))
-        pending = GaugeMetricFamily("geofed_commands_pending", "Commands not yet taken", labels=["region"])
+        yield GaugeMetricFamily("geofed_sessions", "Connected agents", value=len(federation.sessions))
+        pending = GaugeMetricFamily("geofed_commands_pending", "Commands not yet acknowledged", labels=["region"])
         for name, count in self._pending.items():
             pending.add_metric([name], count)
         yield pending
@@ -174,7 +174,7 @@ class Meter(grpc.aio.ServerInterceptor, Collector):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap a call so that its end is counted."""
+        """Wrap a call's handler so that its end is counted."""
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None:

@@ -1,4 +1,4 @@
-"""The job file: its schema, how it is read, and how the code beside it is packed."""
+"""The job file: its schema, parsing it, and packing the code next to it."""
 
 from typing import Any
 
@@ -24,6 +24,6 @@ __all__ = [
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the job file, for editors."""
+    """Return the JSON Schema (draft 2020-12) of the job file, for editors."""
     schema = JobSpec.model_json_schema(by_alias=True)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "geofed training job", **schema}

@@ -1,4 +1,4 @@
-"""From the user's words to the scheduler's."""
+"""Convert a job file to the scheduler's demand."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from control_plane.spec._model import JobSpec, Wan
 from scheduler import Demand
 
 LEAD = 8
-"""Rounds; staleness without a bound makes a model diverge where rounds are shorter than the WAN's round trip."""
+"""Default of `wan.lead`, in rounds. Unbounded staleness makes a model diverge if rounds are shorter than the WAN's
+round-trip time."""
 COMPENSATION_STRENGTH = 0.04
-"""Of DC-ASGD's term, as its paper has it for the adaptive form (arXiv 1609.08326, section 6.1)."""
+"""Strength of DC-ASGD's compensation, from its paper for the adaptive form (arXiv 1609.08326, section 6.1)."""
 
 
 def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = None) -> Demand:
-    """What the job asks of the scheduler at the time `now` (with a zone); ``deadline``: another than the first."""
+    """Return a job's demand at the time `now`, which has a time zone.
+
+    Args:
+        deadline: a soft deadline to use instead of the job's first deadline.
+    """
     return Demand(
         job=job,
         dataset=spec.data.dataset,
@@ -58,22 +63,22 @@ def _parallelism(spec: JobSpec) -> str:
 
 
 def _minimise(spec: JobSpec) -> str:
-    """Of a tuned job the plan chooses the most workers that it may have: those that would make the epochs fastest. How
-    many are worth their money only training shows."""
+    """Return what the plan minimises. For a tuned job with automatic workers that is time: the plan then chooses the
+    largest useful pool, and the tuner finds the cost-efficient number while the job trains."""
     return "time" if spec.train.scaling != "fixed" and spec.train.workers == "auto" else spec.objective.minimise
 
 
 def _merging(spec: JobSpec) -> dict[str, float]:
-    """What the job file sets of the collective, as numbers by name."""
+    """Return the collective's settings in the job file, as numbers by name."""
     found = {"k": _count(spec.k), "staleness": spec.merge.staleness or None, "significance": spec.merge.significance}
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _settings(wan: Wan) -> dict[str, float]:
-    """What the job file sets of policy and exchange, as numbers by name."""
+    """Return the settings of WAN policy and exchange in the job file, as numbers by name."""
     found = dict(wan.outer or {})
-    plain = {"fragments": 1, "guard": 100.0}
-    found |= {name: float(getattr(wan, name)) for name, default in plain.items() if getattr(wan, name) != default}
+    defaults = {"fragments": 1, "guard": 100.0}
+    found |= {name: float(getattr(wan, name)) for name, default in defaults.items() if getattr(wan, name) != default}
     if wan.quorum is not None or wan.traits.on_arrival:
         found["quorum"] = float(wan.quorum or 1)
         found["lead"] = float(LEAD if wan.lead is None else wan.lead)

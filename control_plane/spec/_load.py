@@ -1,4 +1,4 @@
-"""From a job file to a checked specification, with every error at its line."""
+"""Load and validate a job file, and report each error with its line."""
 
 from __future__ import annotations
 
@@ -19,37 +19,41 @@ from control_plane.spec._yaml import Document, Position, Problem
 from geofed_pb.errors import GeofedError
 
 MAX_FILE_BYTES = 1 << 20
-_HINT = "correct the job file; `control-plane schema` prints what it may hold"
+"""Limit of a job file's size, and of its normalised form."""
+_HINT = "correct the job file; `control-plane schema` prints its JSON Schema"
+_SPELLINGS = {("objective", "minimize"): "minimise"}
+"""Keys that have another spelling in the normalised form."""
 
 
 @dataclass(frozen=True)
 class LoadedSpec:
-    """A job file that has passed all checks that need no control plane."""
+    """A job file that has passed all checks that do not need a control plane."""
 
     spec: JobSpec
     json: str
-    """The normalised form: what is submitted."""
+    """The normalised form, which is submitted."""
     folder: Path
-    """Where the job file lies; the task module is packed from here."""
+    """Folder of the job file, which is packed with the task module."""
     digest: str
     """"sha256:<hex>" of `json`."""
 
     @property
     def code_digest(self) -> str:
-        """Of the Python files beside the job file, "sha256:<hex>": the same for the same code under any name."""
+        """ "sha256:<hex>" of the code files in the job file's folder."""
         return code_digest(self.folder)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
-    """Read and check a job file; `overrides` are ``a.b=c``, taken after the file.
+    """Read and validate a job file; `overrides` such as ``a.b=c`` replace keys of the file.
 
     Raises ``GeofedError``: SPEC_NOT_FOUND, or SPEC_INVALID with one line for each error.
     """
     document = _yaml.parse(_read(path))
     if not document.problems and not isinstance(document.value, dict):
-        document.problems.append(Problem(Position(1, 1), "a job file is a mapping; it begins with apiVersion"))
+        document.problems.append(Problem(Position(1, 1), "a job file must be a mapping that begins with apiVersion"))
     if document.problems:
         raise _invalid([_line(str(path), problem) for problem in document.problems])
+    _normalise_spellings(document)
     origins = _override(document.value, overrides)
     try:
         spec = JobSpec.model_validate(document.value)
@@ -60,7 +64,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
 
 
 def parse_json(text: str) -> JobSpec:
-    """Read the normalised form. Raises ``GeofedError`` SPEC_INVALID."""
+    """Parse the normalised form. Raises ``GeofedError("SPEC_INVALID")``."""
     try:
         return JobSpec.model_validate_json(text)
     except ValidationError as error:
@@ -68,13 +72,27 @@ def parse_json(text: str) -> JobSpec:
 
 
 def parse_request(text: str) -> JobSpec:
-    """The same for what a client asks: agents get a part of it, in one message. Raises ``GeofedError`` LIMIT_EXCEEDED,
-    too."""
+    """Parse the normalised form in a client's request.
+
+    Raises ``GeofedError``: SPEC_INVALID; LIMIT_EXCEEDED if it is too large, since agents receive a part of it in one
+    message.
+    """
     if (length := len(text.encode())) > MAX_FILE_BYTES:
-        hint = "make task.config smaller: what is large belongs into a file beside the task module"
-        told = f"the job file has {length:,} bytes; {MAX_FILE_BYTES:,} at most are taken"
-        raise GeofedError("LIMIT_EXCEEDED", told, hint=hint)
+        hint = "make task.config smaller: put large values into a file next to the task module"
+        text = f"the job file has {length:,} bytes and exceeds the limit of {MAX_FILE_BYTES:,}"
+        raise GeofedError("LIMIT_EXCEEDED", text, hint=hint)
     return parse_json(text)
+
+
+def _normalise_spellings(document: Document) -> None:
+    """Rename keys in another spelling, with their positions, unless both spellings are given."""
+    for (section, other), key in _SPELLINGS.items():
+        held = document.value.get(section)
+        if isinstance(held, dict) and other in held and key not in held:
+            held[key] = held.pop(other)
+            for positions in (document.values, document.keys):
+                if (section, other) in positions:
+                    positions[section, key] = positions.pop((section, other))
 
 
 def _read(path: Path) -> str:
@@ -83,7 +101,7 @@ def _read(path: Path) -> str:
             raise GeofedError("SPEC_INVALID", f"{path} is larger than {MAX_FILE_BYTES} bytes; is it a job file?")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise GeofedError("SPEC_NOT_FOUND", f"there is no job file {path}") from None
+        raise GeofedError("SPEC_NOT_FOUND", f"job file {path} not found") from None
     except UnicodeDecodeError:
         raise GeofedError("SPEC_INVALID", f"{path} is not UTF-8 text") from None
     except OSError as error:
@@ -91,20 +109,22 @@ def _read(path: Path) -> str:
 
 
 def _override(root: dict[str, Any], overrides: Sequence[str]) -> dict[_yaml.Path, str]:
-    """Write the overrides into `root`; returns which path came from which override."""
+    """Write the overrides into `root`; return by path the override that has set it."""
     origins: dict[_yaml.Path, str] = {}
     for override in overrides:
         dotted, equals, text = override.partition("=")
         keys = dotted.split(".")
+        if tuple(keys) in _SPELLINGS:
+            keys[-1] = _SPELLINGS[keys[0], keys[-1]]
         if not equals or not all(keys):
             raise GeofedError("SPEC_INVALID", f"--set {override}: write it as key.key=value")
-        place = root
+        section = root
         for depth, key in enumerate(keys[:-1], start=1):
-            below = place.setdefault(key, {})
+            below = section.setdefault(key, {})
             if not isinstance(below, dict):
-                raise GeofedError("SPEC_INVALID", f"--set {override}: {'.'.join(keys[:depth])} holds no keys")
-            place = below
-        place[keys[-1]] = _yaml.scalar(text)
+                raise GeofedError("SPEC_INVALID", f"--set {override}: {'.'.join(keys[:depth])} has no keys")
+            section = below
+        section[keys[-1]] = _yaml.scalar(text)
         for depth in range(1, len(keys) + 1):
             origins[tuple(keys[:depth])] = f"--set {override}"
     return origins
@@ -119,7 +139,7 @@ def _explain(error: ValidationError, source: str, document: Document, origins: d
         if path in origins:
             lines.append(f"{origins[path]}: {text}")
         else:
-            problems.append(Problem(_place(path, found["type"], document), text))
+            problems.append(Problem(_position_of(path, found["type"], document), text))
     nowhere = Position(0, 0)
     problems.sort(key=lambda problem: ((problem.position or nowhere).line, (problem.position or nowhere).column))
     return [_line(source, problem) for problem in problems] + lines
@@ -131,7 +151,7 @@ def _sentence(path: _yaml.Path, found: Any) -> str:
     if found["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(path[-1]), _keys_at(path[:-1]), n=1, cutoff=0.5)
         text = f"unknown key `{path[-1]}` in {where}"
-        return f"{text}; did you mean `{near[0]}`?" if near else f"{text}; it takes {', '.join(_keys_at(path[:-1]))}"
+        return f"{text}; did you mean `{near[0]}`?" if near else f"{text}; valid keys: {', '.join(_keys_at(path[:-1]))}"
     if found["type"] == "missing":
         return f"`{dotted}` is required"
     if found["type"] == "literal_error":
@@ -141,16 +161,16 @@ def _sentence(path: _yaml.Path, found: Any) -> str:
     if found["type"] == "string_pattern_mismatch":
         return f"`{dotted}` must be a DNS label (lower-case letters, digits, hyphens), not {found['input']!r}"
     if found["type"] == "string_type" and isinstance(found["input"], int | float):
-        return f"`{dotted}` must be text, and {found['input']!r} is a {_kind(found['input'])}: put it in quotes"
+        return f"`{dotted}` must be a string, but {found['input']!r} is a {_kind(found['input'])}: put it in quotes"
     if found["type"] in ("model_type", "model_attributes_type", "dict_type") and dotted:
         keys = ", ".join(_keys_at(path))
-        return f"`{dotted}` must be a mapping" + (f"; it takes {keys}" if keys else "")
+        return f"`{dotted}` must be a mapping" + (f" with the keys {keys}" if keys else "")
     message = found["msg"].removeprefix("Value error, ")
     return f"`{dotted}`: {message[:1].lower()}{message[1:]}" if dotted else message
 
 
 def _kind(value: Any) -> str:
-    return "truth value" if isinstance(value, bool) else "number"
+    return "boolean" if isinstance(value, bool) else "number"
 
 
 def _words(expected: str) -> list[str]:
@@ -172,7 +192,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
 
 
-def _place(path: _yaml.Path, kind: str, document: Document) -> Position | None:
+def _position_of(path: _yaml.Path, kind: str, document: Document) -> Position | None:
     if kind == "extra_forbidden" and path in document.keys:
         return document.keys[path]
     for end in range(len(path), -1, -1):

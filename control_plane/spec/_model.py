@@ -1,4 +1,7 @@
-"""The job file as types. Keys are camelCase in the file; what is not listed here is an error."""
+"""Types of the job file. Keys are camelCase in the file; unknown keys are errors.
+
+Docstrings of attributes are the descriptions in the JSON Schema.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,11 @@ from sync.codec import codecs
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 
 LONGEST_SLICE = timedelta(minutes=10)
+"""Limit of `function.slice`: workers' tokens are valid for 15 minutes."""
 _FIRST_YEAR, _LAST_YEAR = 2000, 2199
-"""Of a deadline: every system can write the date, in whatever time zone."""
+"""Years of valid deadlines, which every system can represent in any time zone."""
 _BELOW = 1 << 31
-"""Whole numbers are smaller: what is counted with them must fit the messages that carry it."""
+"""Integers must be smaller, so that they fit the protocol's messages."""
 
 
 def _auto_or_count(value: Any) -> int | Literal["auto"]:
@@ -41,14 +45,14 @@ def _auto_or_count(value: Any) -> int | Literal["auto"]:
         return "auto"
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _BELOW:
         return value
-    raise ValueError("write `auto` or a whole number from 1 on")
+    raise ValueError("must be `auto` or a positive integer")
 
 
 def _duration(value: Any) -> timedelta:
     if isinstance(value, timedelta):
         return value
     if not isinstance(value, str):
-        raise ValueError("write a duration like 30s, 10m or 1h30m")
+        raise ValueError("must be a duration like 30s, 10m or 1h30m")
     return parse_duration(value)
 
 
@@ -58,7 +62,7 @@ def _workers(value: Any) -> Any:
         if count == "auto" and not isinstance(value, dict):
             continue
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < _BELOW:
-            raise ValueError("write `auto`, a whole number from 1 on, or such numbers by region, like {frankfurt: 4}")
+            raise ValueError("must be `auto`, a positive integer, or positive integers by region, like {frankfurt: 4}")
     return value
 
 
@@ -73,19 +77,19 @@ def _deadline(value: Any) -> Any:
     except ValueError:
         raise ValueError(f"{value!r} is neither a duration like 2h nor a time like 2030-01-31T18:00:00Z") from None
     if moment.tzinfo is None:
-        raise ValueError(f"{value!r} names no time zone; end it with Z or an offset")
+        raise ValueError(f"{value!r} has no time zone; append Z or an offset")
     if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
         raise ValueError(f"{value!r} is not between the years {_FIRST_YEAR} and {_LAST_YEAR}")
     return value
 
 
-def _those(trait: Callable[[WanPolicy], object]) -> str:
-    """Names, for an error, of the policies that have a trait."""
+def _policies_with(trait: Callable[[WanPolicy], object]) -> str:
+    """Return the names of the policies that have a trait, for an error message."""
     return " or ".join(f"`policy: {name}`" for name in policies() if trait(policy_named(name)))
 
 
 class _OneOf:
-    """Of a key that takes one of these names: as `Literal`, of names that are known only when this runs."""
+    """Annotation of a key with one of the given values, like `Literal` for values known only at run time."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -135,16 +139,16 @@ class _Section(BaseModel):
 
 class Metadata(_Section):
     name: Name
-    """What the job is called; need not be unique."""
+    """Name of the job; need not be unique."""
     labels: dict[str, str] = Field(default_factory=dict)
-    """For the user's own order; not used for decisions."""
+    """Labels for the user's own purposes; not used for decisions."""
 
 
 class Task(_Section):
     module: str
     """Path of the task module, relative to the job file."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Handed to the module's functions as a dict."""
+    """Passed to the module's functions as a dict."""
 
     @field_validator("module")
     @classmethod
@@ -165,17 +169,19 @@ class Task(_Section):
 
 class Data(_Section):
     dataset: str = Field(min_length=1)
-    """Name in the catalogue of the regions."""
+    """Name of the dataset in the region files."""
     residency: Literal["region", "cloud", "anywhere"] | list[str] = "region"
-    """How far this job lets raw data go, where their owner allows it: `region`, they stay where they are; `cloud`, into
-    regions of the same cloud; `anywhere`; or the names of the regions that they may go to."""
+    """Where raw data may be processed, if their owner allows it, too. `region`: only in their own region; `cloud`: in
+    regions of the same cloud; `anywhere`; or a list of regions."""
 
 
 class GoodEnough(_Section):
     metric: str = Field(min_length=1)
-    """One of those that the task's `metrics` gives; `loss` where it has none."""
+    """A metric that the task's `metrics` returns; `loss` if the task has no `metrics`."""
     at_least: float | None = None
+    """The goal is reached once the metric is at least this."""
     at_most: float | None = None
+    """The goal is reached once the metric is at most this."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> GoodEnough:
@@ -188,9 +194,9 @@ class End(_Section):
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data."""
     steps: int | None = Field(default=None, ge=1, lt=_BELOW)
-    """Steps of the region that makes the most."""
+    """Number of steps of the region with the most steps."""
     goal: GoodEnough | None = None
-    """The job ends before that once this is measured."""
+    """The job ends early once all regions together measure this."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> End:
@@ -201,156 +207,182 @@ class End(_Section):
 
 class LearningRate(_Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How it falls after the warm-up, to `floor` at the end: in a line, or along half a cosine."""
+    """Decay after the warm-up, to `floor` at the end: linear, or half a cosine."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the steps over which it rises from nothing."""
+    """Fraction of the steps over which the rate rises from 0."""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Part of it that is left at the end."""
+    """Final rate, as a fraction of the optimiser's rate."""
     begin: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the way that another job has gone: with `initialModel` it continues from there."""
+    """Where the schedule begins, as a fraction of its length; with `initialModel`, to continue another job's
+    schedule."""
 
 
 class InitialModel(_Section):
     job: str = Field(min_length=1)
-    """Id of a job that has succeeded, or its name where only one job has it; of those replanned, the last one's."""
+    """ID of a job that has succeeded, or its name if it is unique; of a replanned job, the last successor counts."""
 
 
 class Train(_Section):
     batch: int = Field(ge=1, lt=_BELOW)
-    """Samples of one worker in one step."""
+    """Number of samples of one worker in one step."""
     learning_rate: LearningRate | None = None
-    """How the learning rate of the task's optimiser goes over the job's planned steps; none: it stays."""
+    """Schedule of the optimiser's learning rate over the job's planned steps; default: constant."""
     initial_model: InitialModel | None = None
-    """What all regions begin with: the model of an earlier job. None: what the task makes."""
+    """Model of an earlier job that all regions start from; default: the task's own."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
+    """Seed of the model, of the order of samples, and of all randomness in steps."""
     workers: Workers = "auto"
-    """Workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""
+    """Number of workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""
     scaling: Literal["fixed", "tuned", "mlless"] = "fixed"
-    """`fixed`: a step has the same samples to the end, however many workers share them. `tuned`: each worker keeps its
-    `batch`, and while the job trains workers leave and come as reaches `end.goal` for the least money, in hardly more
-    time than all of them where it minimises time. `mlless`: they leave by the rule of MLLess. Then `workers` are as
-    many as there will be at most."""
+    """`fixed`: the global batch of a step stays constant, however many workers share it. `tuned`: each worker keeps its
+    `batch`, and the number of workers is changed while the job trains, so that it reaches `end.goal` at the least cost
+    or, if it minimises time, in hardly more time than with all workers. `mlless`: workers are removed by MLLess's rule.
+    With the last two, `workers` is the maximum."""
     end: End
     balance: Literal["data", "speed"] = "data"
-    """What a region's steps in a round are in proportion to: `data`, so that all regions make the same epochs, or
-    `speed`, so that all their rounds take equally long and none waits; together they make as many epochs."""
+    """What a region's number of steps in a round is proportional to: `data`, so that all regions make the same number
+    of epochs, or `speed`, so that their rounds take equally long and none waits; the total number of samples is the
+    same."""
     eval_batch: int | None = Field(default=None, ge=1, lt=_BELOW)
-    """Samples that an evaluation takes at a time; none: as many as a worker's step, which its memory was chosen for."""
+    """Batch of an evaluation; default: `batch`, which the worker's memory is chosen for."""
     evaluate_every: int = Field(default=0, ge=0, lt=_BELOW)
-    """Rounds between evaluations; 0: only at the end."""
+    """Number of rounds between evaluations; 0: only at the end."""
 
     @model_validator(mode="after")
     def _measures_the_goal(self) -> Train:
         if self.end.goal is not None and not self.evaluate_every:
-            raise ValueError("`end.goal` needs `evaluateEvery`: it is looked at after each evaluation")
+            raise ValueError("`end.goal` requires `evaluateEvery`, since it is checked after each evaluation")
         return self
 
     @model_validator(mode="after")
     def _has_a_loss_to_reach(self) -> Train:
         if self.scaling != "fixed" and (self.end.goal is None or self.end.goal.at_most is None):
-            raise ValueError(f"`scaling: {self.scaling}` needs a loss to reach: an `end.goal` with `atMost`")
+            raise ValueError(f"`scaling: {self.scaling}` requires a loss to reach: an `end.goal` with `atMost`")
         return self
+
+
+def _with_other_spelling(schema: dict[str, Any]) -> None:
+    """Accept `objective.minimize` in the JSON Schema, too."""
+    properties = schema["properties"]
+    properties["minimize"] = {**properties["minimise"], "description": "Other spelling of `minimise`."}
 
 
 class SoftDeadline(_Section):
     deadline: Annotated[str, BeforeValidator(_deadline)]
-    """Later than the one before it."""
+    """A deadline later than the one before it."""
     value: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """What this date is worth, of what `deadline` is; where not all promises can be kept, the least value waits."""
+    """Value of this deadline relative to `deadline`; if not all promises can be kept, those of least value are late."""
 
 
 class Objective(_Section):
+    model_config = ConfigDict(json_schema_extra=_with_other_spelling)
+
     minimise: Literal["cost", "time"] = "cost"
+    """What the plan minimises; of two plans that differ in it by less than a twentieth, the one that is better in the
+    other is chosen. `minimize` is accepted, too."""
     deadline: Annotated[str | None, BeforeValidator(_deadline)] = None
-    """A duration from the submission, like 2h, or a time, like 2030-01-31T18:00:00Z."""
+    """Duration from the submission, like 2h, or time, like 2030-01-31T18:00:00Z; the job is declined if it cannot be
+    promised."""
     soft: list[SoftDeadline] = Field(default_factory=list)
-    """Later dates that would do, each worth less than the one before. The first that can be promised is; where none
-    can, the job is taken without a promise instead of being refused."""
+    """Later acceptable deadlines, each of less value than the one before. The first one that can be promised is; if
+    none can, the job is admitted without a promise instead of being declined."""
     budget: float | None = Field(default=None, gt=0)
-    """In USD."""
+    """Limit of the cost, in USD."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalise_spelling(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "minimize" not in given:
+            return given
+        if "minimise" in given:
+            raise ValueError("give only one of `minimise` and `minimize`")
+        return {"minimise" if key == "minimize" else key: value for key, value in given.items()}
 
     @model_validator(mode="after")
     def _softens(self) -> Objective:
         if self.soft and self.deadline is None:
-            raise ValueError("`soft` goes with a `deadline`")
+            raise ValueError("`soft` requires a `deadline`")
         values = [1.0, *(step.value for step in self.soft)]
         if any(later >= sooner for sooner, later in pairwise(values)):
-            raise ValueError("each step of `soft` is worth less than the one before it, the first less than 1")
+            raise ValueError("the values of `soft` must decrease, beginning below 1")
         return self
 
 
 class Regions(_Section):
     use: list[Name] = Field(default_factory=list)
-    """Empty: all that hold data."""
+    """Regions to use; default: all that have data."""
     avoid: list[Name] = Field(default_factory=list)
+    """Regions not to use."""
     replan: Literal["asked", "auto"] = "asked"
-    """When a region that comes while the job runs is taken up: where a user asks for it (`control-plane replan`), or by
-    itself where that pays, too."""
+    """When the job is replanned to use regions that join while it runs: `asked`, by `control-plane replan` only;
+    `auto`, also automatically if that pays."""
 
 
 class Wan(_Section):
     policy: Annotated[str, _OneOf("auto", *policies())] = "auto"
-    """`ma`: model averaging every `interval` steps. `diloco`: the same, with an outer optimiser. `bsp`: the exact mean
-    after every step. `asgd`, `asgd-ga`: every region's steps are made in every region. `asp`: Gaia's filter."""
+    """WAN policy. `ma`: model averaging every `interval` steps. `diloco`: the same with an outer optimiser. `bsp`: the
+    exact mean after every step. `asgd`, `asgd-ga`: each region applies the steps of all regions. `asp`: Gaia's
+    significance filter."""
     outer: dict[str, float] | None = None
-    """The policy's own settings. Of `diloco`, its outer optimiser: `lr` 0.7, `momentum` 0.9."""
+    """Settings of the policy. `diloco`: those of its outer optimiser, `lr` (default 0.7) and `momentum` (0.9)."""
     exchange: Literal["auto", "synchronous", "background"] = "auto"
-    """`synchronous`: a round ends when all updates are here. `background`: training continues while they travel.
-    `auto`: in the background, unless waiting costs less than a twentieth of the time; always so with what is said of
-    late updates."""
+    """`synchronous`: a round ends when the updates of all regions have arrived. `background`: training continues during
+    the exchange. `auto`: background, unless waiting costs less than a twentieth of the time; always background if
+    settings for late updates are given."""
     interval: AutoOrCount = "auto"
-    """Local steps between WAN exchanges of the region that makes the most."""
+    """Number of local steps between two WAN exchanges, of the region with the most steps."""
     codec: Annotated[str, _OneOf("auto", *codecs())] = "auto"
-    """How an update becomes bytes; what a lossy one holds back is sent with the next update. `auto`: fp32, or int8
-    where that shortens the exchange; in the background also ternary, where neither keeps up."""
+    """Codec of updates; the residual of a lossy one is added to the next update. `auto`: fp32, or int8 if that shortens
+    the exchange; in the background also ternary, if neither keeps up."""
     topology: Literal["auto", "mesh", "star", "tree", "ring", "two-level"] = "auto"
-    """Which regions exchange directly; the others' updates are passed on. `auto`: the fastest by the link table, or a
-    cheaper one that is as fast, give or take."""
+    """Which regions exchange directly; updates of others are relayed. `auto`: the fastest by the regions' links, or a
+    cheaper one that is about as fast."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Parts of the model of which one is sent in each round, in turn."""
+    """Number of parts of the model; one of them is sent in each round, in turn."""
     quorum: Annotated[int, Field(ge=1, lt=_BELOW)] | None = None
-    """Regions, this one included, whose new updates a merge waits for within `grace`; in the background. None: all that
-    keep up, each with the same round; `asgd`, `asgd-ga` and `asp` merge what there is."""
+    """Number of regions, including the own one, whose new updates a merge in the background waits for within `grace`.
+    Default: all that keep up, each with the same round; `asgd`, `asgd-ga` and `asp` merge the updates that have
+    arrived."""
     grace: Duration | None = None
-    """How long a merge waits for its quorum; none: it does not."""
+    """How long a merge waits for its quorum; default: not at all."""
     lead: Annotated[int, Field(ge=0, lt=_BELOW)] | None = None
-    """Rounds that a region may be ahead of the slowest one that keeps up, where there is a `quorum` or the policy
-    merges what there is; 0: any number; none: 8."""
+    """Number of rounds that a region may be ahead of the slowest one that keeps up, with a `quorum` or a policy that
+    merges the updates that have arrived. 0: unlimited; default: 8."""
     staleness: Literal["none", "damping", "compensation"] = "none"
-    """What is done about late updates: `damping` divides by 1 + staleness, `compensation` is DC-ASGD."""
+    """Treatment of late updates: `damping` divides them by 1 + staleness, `compensation` is DC-ASGD's."""
     significance: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of `asp`: relative change below which a coordinate waits; none: 0.01."""
+    """For `asp`: relative change below which a coordinate is not sent yet; default: 0.01."""
     guard: Annotated[float, Field(ge=0)] = 100.0
-    """An update whose norm is more than this many times its region's usual one is refused; 0: none is."""
+    """An update is refused if its norm exceeds its region's usual norm by more than this factor; 0: never."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Wan:
         if self.outer is not None:
             self._check_settings(self.outer)
         if self.traits.every_step and self.interval not in ("auto", 1):
-            raise ValueError(f"`policy: {self.policy}` exchanges after every step: leave `interval` out")
+            raise ValueError(f"`policy: {self.policy}` exchanges after every step: omit `interval`")
         if self.traits.synchronous and self.exchange == "background":
             raise ValueError(f"`policy: {self.policy}` is synchronous")
         if self.significance is not None and not self.traits.significance:
-            raise ValueError(f"`significance` goes with {_those(lambda policy: policy.significance)}")
+            raise ValueError(f"`significance` requires {_policies_with(lambda policy: policy.significance)}")
         if self.exchange == "synchronous" or self.traits.synchronous:
             late = {"quorum": self.quorum, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
             if odd := [name for name, value in late.items() if value not in (None, "none")]:
-                raise ValueError(f"`{odd[0]}` goes with `exchange: background`")
+                raise ValueError(f"`{odd[0]}` requires `exchange: background`")
         if self.lead is not None and self.quorum is None and not self.traits.on_arrival:
-            raise ValueError("`lead` goes with `quorum`: without one a region is never more than a round ahead")
+            raise ValueError("`lead` requires `quorum`: without one a region is never more than a round ahead")
         return self
 
     @property
     def traits(self) -> WanPolicy:
-        """What there is to know of the policy."""
+        """Properties of the policy."""
         return policy_named(DEFAULT if self.policy == "auto" else self.policy)
 
     def _check_settings(self, given: dict[str, float]) -> None:
         if not self.traits.settings:
-            raise ValueError(f"`outer` goes with {_those(lambda policy: policy.settings)}")
+            raise ValueError(f"`outer` requires {_policies_with(lambda policy: policy.settings)}")
         if unknown := sorted(set(given) - set(self.traits.settings)):
-            raise ValueError(f"unknown key `{unknown[0]}` in wan.outer; it takes {', '.join(self.traits.settings)}")
+            raise ValueError(f"unknown key `{unknown[0]}` in wan.outer; valid keys: {', '.join(self.traits.settings)}")
         try:
             self.traits.make(**{**self.traits.settings, **given})
         except GeofedError as error:
@@ -359,33 +391,35 @@ class Wan(_Section):
 
 class PipelineStages(_Section):
     stages: AutoOrCount = "auto"
-    """How many parts the model's layers are cut into; where, the plan says."""
+    """Number of stages that the model's layers are divided into; the plan chooses where."""
     activations: Literal["auto", "fp32", "bf16"] = "auto"
-    """What stages send each other activations and their gradients in. `auto`: bfloat16 where that makes a step at least
-    5 % shorter, or cheaper where the job minimises cost, and float32 elsewhere."""
+    """Precision in which stages exchange activations and their gradients. `auto`: bfloat16 if that makes a step at
+    least 5 % shorter, or cheaper if the job minimises cost; else float32."""
 
 
 class Parallelism(_Section):
     pipeline: PipelineStages = Field(default_factory=PipelineStages)
-    """Workers hold consecutive layers each, and pass activations on."""
+    """Pipeline parallelism: each worker holds consecutive layers, and sends activations to the next."""
 
 
 class Merge(_Section):
-    """How the workers of a region merge, beyond the collective's name."""
+    """Settings of the collective."""
 
     codec: Literal["fp32", "bf16", "int8", "fp8", "int4"] = "fp32"
-    """What they send each other in, both ways; what a lossy one holds back goes with the next step. `fp8` and `int4`
-    send only what is not zero, where that is less. `int8`: not of `isp`."""
+    """Codec in both directions; the residual of a lossy one is added to the next step. `fp8` and `int4` omit zeros if
+    that is smaller. `int8` cannot be used with `isp`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
-    """Of `k-reduce`: workers that merge no part continue with the mean of so many steps before (FasDL: 1)."""
+    """For `k-reduce`: workers that merge no part continue with the mean from this many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
-    """Of `isp`: v of the filter |change / weight| > v / sqrt(t); none: 0.7."""
+    """For `isp`: v in the filter |change / weight| > v / sqrt(t); default: 0.7."""
 
 
 class Function(_Section):
     memory_mb: AutoOrCount = "auto"
+    """Memory of a worker, in MB."""
     slice: Duration = timedelta(seconds=30)
-    """An invocation ends at the first step boundary after this; at most 10 minutes, as the workers' tokens live 15."""
+    """An invocation ends at the first step boundary after this time; at most 10 minutes, since workers' tokens are
+    valid for 15."""
 
     @field_validator("slice")
     @classmethod
@@ -397,7 +431,7 @@ class Function(_Section):
 
 class Limits(_Section):
     lost_region: Duration = timedelta(minutes=10)
-    """How long the job waits for a region whose lease is over."""
+    """How long the job waits for a lost region before it fails."""
 
 
 class JobSpec(_Section):
@@ -414,14 +448,15 @@ class JobSpec(_Section):
     collective: Literal[
         "auto", "server-reduce", "all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"
     ] = "auto"
-    """How the workers of a region merge. `auto`: each region takes the fastest, by what it measures of its channel."""
+    """How the workers of a region merge. `auto`: each region uses the fastest one by its measurements of the
+    channel."""
     parallelism: Literal["auto", "data"] | Parallelism = "auto"
-    """`data`: every worker holds the whole model. `pipeline`: each holds a stage of its layers. `auto`: a pipeline
-    where a profile says that the model does not fit a function's memory, else `data`."""
+    """`data`: each worker holds the whole model. `pipeline`: each worker holds a stage of its layers. `auto`: a
+    pipeline if, by a profile, the model does not fit into a function's memory, else `data`."""
     k: AutoOrCount = "auto"
-    """Of `k-reduce` and `isp`: how many workers merge a part each; never more than there are."""
+    """For `k-reduce` and `isp`: number of workers that merge a part each; limited to the number of workers."""
     channel: Literal["auto", "file", "redis", "s3"] = "auto"
-    """What the workers of a region exchange tensors through. `auto`: what the region has."""
+    """Store through which the workers of a region exchange tensors. `auto`: the region's own."""
     merge: Merge = Field(default_factory=lambda: Merge())
     wan: Wan = Field(default_factory=Wan)
     function: Function = Field(default_factory=Function)
@@ -433,32 +468,32 @@ class JobSpec(_Section):
             return self
         key = f"`train.scaling: {self.train.scaling}`"
         if isinstance(self.parallelism, Parallelism):
-            raise ValueError(f"{key} goes with whole models: the stages of a pipeline are not given up")
+            raise ValueError(f"{key} cannot be used with a pipeline, whose stages all need a worker")
         if self.wan.exchange == "background" or self.wan.traits.on_arrival:
             raise ValueError(
-                f"{key} goes with `wan.exchange: synchronous`, and with the policies `ma`, `diloco` and `bsp`: a batch "
-                "changes between two rounds, and in the background there is no such moment"
+                f"{key} requires `wan.exchange: synchronous` and the policy `ma`, `diloco` or `bsp`: its batch "
+                "changes between two rounds, which overlap in the background"
             )
         return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> JobSpec:
         if self.train.balance == "speed" and (self.wan.traits.every_step or self.wan.interval == 1):
-            raise ValueError("`train.balance: speed` needs rounds of several steps")
+            raise ValueError("`train.balance: speed` requires rounds of several steps")
         if self.k != "auto" and self.collective not in ("k-reduce", "isp"):
-            raise ValueError("`k` goes with `collective: k-reduce` or `isp`")
+            raise ValueError("`k` requires `collective: k-reduce` or `isp`")
         if self.merge.staleness and self.collective != "k-reduce":
-            raise ValueError("`merge.staleness` goes with `collective: k-reduce`")
+            raise ValueError("`merge.staleness` requires `collective: k-reduce`")
         if self.merge.significance is not None and self.collective != "isp":
-            raise ValueError("`merge.significance` goes with `collective: isp`")
+            raise ValueError("`merge.significance` requires `collective: isp`")
         if self.merge.codec != "fp32" and self.collective in ("auto", "server-reduce"):
-            raise ValueError("`merge.codec` goes with a `collective` other than `server-reduce`; name one")
+            raise ValueError("`merge.codec` requires an explicit `collective` other than `server-reduce`")
         if self.merge.codec == "int8" and self.collective == "isp":
-            raise ValueError("`merge.codec: int8` does not go with `collective: isp`; `fp8` has eight bits as well")
+            raise ValueError("`merge.codec: int8` cannot be used with `collective: isp`; `fp8` has eight bits, too")
         return self
 
     def to_json(self) -> str:
-        """The normalised form: all defaults filled in, keys in the order of the model."""
+        """Return the normalised form: with all defaults, and keys in the order of the model."""
         return self.model_dump_json(by_alias=True)
 
 

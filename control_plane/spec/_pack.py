@@ -1,4 +1,4 @@
-"""The code of a job as one archive: the same bytes for the same files, whoever packs them, whenever."""
+"""Pack a job's code reproducibly: the same files give the same archive."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 
 MAX_BUNDLE_BYTES = 3 << 20
-_MOST_UNPACKED_BYTES = 64 << 20
-"""As an agent unpacks at most."""
+"""Limit of the packed archive."""
+_MAX_UNPACKED_BYTES = 64 << 20
+"""Limit of the unpacked archive, equal to the agents'."""
 _CODE = (".py", ".pyc", ".so")
-"""What Python imports."""
-_LEFT_OUT = {"__pycache__", "node_modules", "venv"}
+"""Suffixes of files that Python imports."""
+_EXCLUDED_FOLDERS = {"__pycache__", "node_modules", "venv"}
+"""Folders that are not packed, in addition to hidden ones."""
 
 
 def pack(folder: Path, module: str) -> tuple[bytes, str]:
-    """Pack `folder` into a tar.gz; `module` must be in it. Returns the bytes and their "sha256:<hex>".
+    """Pack `folder`, which must contain `module`, into a tar.gz; return its bytes and their "sha256:<hex>".
 
-    Hidden files, caches, virtual environments and links that leave the folder stay out.
+    Hidden files, caches, virtual environments and links that leave the folder are excluded.
     Raises ``GeofedError``: TASK_INVALID, LIMIT_EXCEEDED.
     """
     if not (folder / module).is_file():
-        raise GeofedError("TASK_INVALID", f"there is no task module {module} in {folder}")
+        raise GeofedError("TASK_INVALID", f"task module {module} not found in {folder}")
     files = _files(folder)
     if module not in files:
-        raise GeofedError("TASK_INVALID", f"the task module {module} lies in a folder that is not packed")
+        raise GeofedError("TASK_INVALID", f"the task module {module} is in a folder that is not packed")
     total = sum(path.stat().st_size for path in files.values())
     if total > 16 * MAX_BUNDLE_BYTES:
         raise _too_large(folder, total, files)
@@ -51,27 +53,27 @@ def pack(folder: Path, module: str) -> tuple[bytes, str]:
 
 
 def code_digest(folder: Path) -> str:
-    """ "sha256:<hex>" of what is packed of `folder` and is code."""
+    """Return the "sha256:<hex>" of the code files that would be packed of `folder`."""
     return _digest_of_code((name, path.read_bytes) for name, path in _files(folder).items())
 
 
 def packed_code_digest(bundle: bytes) -> str:
-    """The same of a folder that was packed, whoever packed it.
+    """Return the `code_digest` of a packed folder.
 
-    Raises ``GeofedError``: TASK_INVALID, LIMIT_EXCEEDED where it unpacks to more than an agent would take.
+    Raises ``GeofedError``: TASK_INVALID; LIMIT_EXCEEDED if it unpacks to more than agents accept.
     """
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(bundle)) as file:
-            # Before a header is believed that claims more than there is.
-            raw = file.read(_MOST_UNPACKED_BYTES + 1)
-        if len(raw) > _MOST_UNPACKED_BYTES:
-            text = f"the task folder unpacks to more than {_MOST_UNPACKED_BYTES >> 20} MiB"
+            # Unpack with a limit first, instead of trusting the sizes in the headers.
+            raw = file.read(_MAX_UNPACKED_BYTES + 1)
+        if len(raw) > _MAX_UNPACKED_BYTES:
+            text = f"the task folder unpacks to more than {_MAX_UNPACKED_BYTES >> 20} MiB"
             raise GeofedError("LIMIT_EXCEEDED", text, hint="keep data and models out of the job's folder")
         with tarfile.open(fileobj=io.BytesIO(raw), mode="r:") as archive:
             members = sorted((member for member in archive if not member.isdir()), key=lambda member: member.name)
             odd = next((one.name for one in members if not one.isfile() or one.issparse()), None)
             if odd is not None:
-                raise GeofedError("TASK_INVALID", f"{odd}: the task folder may hold files and folders only")
+                raise GeofedError("TASK_INVALID", f"{odd}: the task folder may contain only files and folders")
             return _digest_of_code((member.name, partial(_content, archive, member)) for member in members)
     except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError) as error:
         raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
@@ -95,7 +97,7 @@ def _files(folder: Path) -> dict[str, Path]:
     root = folder.resolve()
     found = {}
     for parent, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _LEFT_OUT)
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in _EXCLUDED_FOLDERS)
         for name in names:
             path = Path(parent, name)
             inside = path.is_file() and path.resolve().is_relative_to(root)

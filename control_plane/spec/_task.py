@@ -1,4 +1,4 @@
-"""What can be known of a task module without running it."""
+"""Check a task module without running it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,28 @@ from pathlib import Path
 from geofed_pb.errors import GeofedError
 
 _CALLED = {"model": 1, "layers": 1, "dataset": 3, "loss": 2}
-"""With how many positional arguments the functions of a task module are called."""
+"""Number of positional arguments with which each function of a task module is called."""
 _REQUIRED = (("model", "layers"), ("dataset",), ("loss",))
-"""What every task module defines: one of each."""
+"""Functions that every task module must define: one of each group."""
 
 
 def check_task(folder: Path, module: str) -> None:
-    """See that the module parses and defines `model` or `layers`, `dataset` and `loss`. Raises ``GeofedError``
-    TASK_INVALID."""
+    """Check that the module parses, and defines `dataset`, `loss`, and `model` or `layers` with the right arguments.
+
+    Raises ``GeofedError("TASK_INVALID")``.
+    """
     path = folder / module
     try:
         tree = ast.parse(path.read_bytes(), filename=module)
     except FileNotFoundError:
-        raise GeofedError("TASK_INVALID", f"there is no task module {module} in {folder}") from None
+        raise GeofedError("TASK_INVALID", f"task module {module} not found in {folder}") from None
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         raise GeofedError("TASK_INVALID", f"{module}:{line}: {getattr(error, 'msg', None) or error}") from None
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    there = _bound(tree)
-    missing = [names[0] for names in _REQUIRED if there.isdisjoint(names)]
-    if missing and "*" not in there:
+    bound = _bound(tree)
+    missing = [names[0] for names in _REQUIRED if bound.isdisjoint(names)]
+    if missing and "*" not in bound:
         last = max((node.end_lineno or 1 for node in tree.body), default=1)
         raise GeofedError("TASK_INVALID", f"{module}:{last}: defines no {', no '.join(missing)}")
     for name, count in _CALLED.items():
@@ -41,7 +43,7 @@ def check_task(folder: Path, module: str) -> None:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Names that the module binds itself, also within ``if`` and ``try``; "*": others that are not known."""
+    """Return the names that a module binds, also within ``if`` and ``try``; "*" means unknown further names."""
     names = set()
     left: list[ast.AST] = list(tree.body)
     while left:
@@ -58,6 +60,7 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _takes(arguments: ast.arguments, count: int) -> bool:
+    """Whether a function with these parameters can be called with `count` positional arguments."""
     positional = len(arguments.posonlyargs) + len(arguments.args)
     enough = arguments.vararg is not None or positional >= count
     required_keyword = any(default is None for default in arguments.kw_defaults)

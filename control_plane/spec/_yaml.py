@@ -1,4 +1,4 @@
-"""YAML 1.2 with a position for every key and value, and without what a job file does not need: tags and aliases."""
+"""Parse YAML 1.2 with the position of each key and value. Tags and aliases are not supported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLAIN = {"str", "int", "float", "bool", "null", "timestamp", "map", "seq", "val
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the file, from 1."""
+    """A position in the file; line and column begin at 1."""
 
     line: int
     column: int
@@ -24,7 +24,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, and where."""
+    """An error and its position."""
 
     position: Position | None
     text: str
@@ -32,18 +32,18 @@ class Problem:
 
 @dataclass
 class Document:
-    """What a file holds, with the places it holds it at."""
+    """A parsed file, with the positions of its keys and values."""
 
     value: Any
     values: dict[Path, Position]
-    """Where the value of a path begins."""
+    """Position of the value at each path."""
     keys: dict[Path, Position]
-    """Where the key of a path stands."""
+    """Position of the key at each path."""
     problems: list[Problem]
 
 
 def parse(text: str) -> Document:
-    """Read one document. What is wrong with it stands in `problems`; nothing is raised."""
+    """Parse one document. Errors are listed in `problems`; nothing is raised."""
     document = Document(None, {}, {}, [])
     yaml = YAML(typ="safe", pure=True)
     yaml.version = (1, 2)
@@ -52,7 +52,7 @@ def parse(text: str) -> Document:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         position = Position(mark.line + 1, mark.column + 1) if mark else None
-        document.problems.append(Problem(position, error.problem or "this is not YAML"))
+        document.problems.append(Problem(position, error.problem or "invalid YAML"))
         return document
     except YAMLError as error:
         document.problems.append(Problem(None, str(error).splitlines()[0]))
@@ -63,9 +63,9 @@ def parse(text: str) -> Document:
 
 
 def scalar(text: str) -> Any:
-    """The value of `text` where YAML would expect one, as in `--set key=text`; text that is no YAML stands for itself.
+    """Parse `text` as a YAML value, as in `--set key=text`; invalid YAML is returned as a string.
 
-    ``[a, b]`` and ``{a: 1}`` are taken too.
+    Lists and mappings such as ``[a, b]`` and ``{a: 1}`` are supported, too.
     """
     document = parse(text)
     return text if document.problems else document.value
@@ -80,12 +80,12 @@ class _Reader:
         position = Position(node.start_mark.line + 1, node.start_mark.column + 1)
         self._document.values[path] = position
         if id(node) in self._seen:
-            self._refuse(position, "aliases (`*name`) are not taken; write the value out")
+            self._refuse(position, "aliases (`*name`) are not supported; repeat the value")
             return None
         self._seen.add(id(node))
         tag = str(node.tag or "")
         if not tag.startswith(_TAG) or tag.removeprefix(_TAG) not in _PLAIN:
-            self._refuse(position, f"tags are not taken: {tag}")
+            self._refuse(position, f"tags are not supported: {tag}")
             return None
         if isinstance(node, MappingNode):
             return self._mapping(node, path)
@@ -98,12 +98,12 @@ class _Reader:
         for key_node, value_node in node.value:
             position = Position(key_node.start_mark.line + 1, key_node.start_mark.column + 1)
             if not isinstance(key_node, ScalarNode):
-                self._refuse(position, "a key must be a word")
+                self._refuse(position, "a key must be a scalar")
                 continue
             key = str(key_node.value)
             if key in mapping:
                 first = self._document.keys[(*path, key)]
-                self._refuse(position, f"key `{key}` stands here a second time; first in line {first.line}")
+                self._refuse(position, f"duplicate key `{key}`; first used in line {first.line}")
                 continue
             self._document.keys[(*path, key)] = position
             mapping[key] = self.read(value_node, (*path, key))
@@ -121,7 +121,7 @@ class _Reader:
             if kind == "float":
                 return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
         except ValueError:
-            self._refuse(position, f"{text!r} is no number")
+            self._refuse(position, f"{text!r} is not a number")
         return text
 
     def _refuse(self, position: Position, text: str) -> None:

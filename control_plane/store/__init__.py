@@ -1,4 +1,4 @@
-"""The durable state of the control plane."""
+"""Durable state of the control plane, in SQLite or PostgreSQL."""
 
 from control_plane.store._open import open_store
 from control_plane.store._records import (

@@ -1,4 +1,4 @@
-"""Open a store by URL and bring its tables up to date."""
+"""Open a store by URL, and migrate its schema."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from geofed_pb.errors import GeofedError
 
 
 def open_store(url: str, *, max_log_lines: int = MAX_LOG_LINES) -> Store:
-    """Open the store at ``sqlite:///path`` or ``postgresql://…`` and run the migrations that it lacks.
+    """Open the store at ``sqlite:///path`` or ``postgresql://…`` and run pending migrations.
 
-    Raises ``GeofedError``: CONFIG_INVALID (the URL), STATE_INVALID (damaged, or of a newer version), UNAVAILABLE.
+    Raises ``GeofedError``: CONFIG_INVALID for an invalid URL; STATE_INVALID if the database is damaged or of a newer
+    version; UNAVAILABLE if it cannot be reached.
     """
     engine = _engine(url)
     try:
@@ -28,7 +29,7 @@ def open_store(url: str, *, max_log_lines: int = MAX_LOG_LINES) -> Store:
             _migrate(connection)
     except CommandError as error:
         engine.dispose()
-        raise GeofedError("STATE_INVALID", f"the database is of another version of geofed: {error}") from error
+        raise GeofedError("STATE_INVALID", f"the database belongs to another version of geofed: {error}") from error
     except GeofedError:
         engine.dispose()
         raise
@@ -41,9 +42,7 @@ def _engine(url: str) -> Engine:
         if parsed.drivername in ("postgres", "postgresql"):
             parsed = parsed.set(drivername="postgresql+psycopg")
         if not parsed.drivername.startswith(("sqlite", "postgresql")):
-            raise GeofedError(
-                "CONFIG_INVALID", f"{parsed.drivername} is no database for geofed; use sqlite or postgresql"
-            )
+            raise GeofedError("CONFIG_INVALID", f"{parsed.drivername} is not supported; use sqlite or postgresql")
         engine = create_engine(parsed, pool_pre_ping=parsed.drivername.startswith("postgresql"))
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
         hint = "for PostgreSQL, in a clone of geofed, pip install '.[postgres]'; write the URL like postgresql://user@host/name"
@@ -55,7 +54,7 @@ def _engine(url: str) -> Engine:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, record: Any) -> None:
-    connection.isolation_level = None  # the driver's own BEGIN comes late, and is never IMMEDIATE
+    connection.isolation_level = None  # the driver's implicit BEGIN is late, and never IMMEDIATE
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "busy_timeout=10000", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}").close()
 

@@ -1,4 +1,4 @@
-"""What goes into the store and what comes out: frozen rows, and the change that one incoming message makes."""
+"""Rows of the store as frozen dataclasses, and the change that one message causes."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class JobRow:
-    """A job as it is stored."""
+    """A stored job."""
 
     id: str
     name: str
     request_id: str
     content_digest: str
-    """Of spec and bundle together: what a request id stands for."""
+    """Digest of spec and bundle together; a repeated request ID must have the same."""
     bundle_digest: str
     task_key: str
-    """Jobs with the same key run the same code on the same data at the same batch; their speeds compare."""
+    """Key of the task: jobs with the same key run the same code on the same data, so that their speeds compare."""
     spec_json: str
     plan_json: str
     state_json: str
     phase: str
     created_at: float
     result_json: str = ""
-    """Empty until the job ended."""
+    """Empty until the job has ended."""
     user: str = ""
-    """Who submitted it; empty: the operator."""
+    """Name of the user who submitted the job; empty: the operator."""
     unpromised_worker_seconds: float = 0.0
-    """That it has had, of a job without a promised deadline that has ended."""
+    """Worker seconds used by an ended job without a promised deadline; else 0."""
 
 
 @dataclass(frozen=True)
 class EventRow:
-    """One thing that happened."""
+    """An event of the history."""
 
     at: float
     job: str
@@ -42,12 +42,12 @@ class EventRow:
     data_json: str = "{}"
     terminal: bool = False
     cursor: int = 0
-    """Given by the store; 0: not stored yet."""
+    """Assigned by the store; 0: not stored yet."""
 
 
 @dataclass(frozen=True)
 class RegionRow:
-    """A region as it is stored."""
+    """A stored region."""
 
     name: str
     cloud: str
@@ -55,25 +55,26 @@ class RegionRow:
     catalogue_json: str
     state_json: str
     serials: tuple[str, ...]
-    """Serial numbers of the certificates that are taken."""
+    """Serial numbers of the valid certificates."""
     certificate_expires: float
 
 
 @dataclass(frozen=True)
 class Cursors:
-    """How far the two directions of a region's conversation have come."""
+    """Sequence numbers of both directions of a region's message streams."""
 
     command_seq: int
-    """Of the last command that was made."""
+    """Sequence number of the last command created."""
     command_cursor: int
-    """Of the last command that the agent has stored."""
+    """Sequence number of the last command that the agent has stored."""
     report_cursor: int
-    """Of the last report that was applied."""
+    """Sequence number of the last report applied."""
     shared_seq: int | None = None
-    """Of the last command that there was when the control plane began, where the agent has not connected since."""
+    """`command_seq` when the control plane started; None once the agent has connected since."""
 
     def older_than(self, taken: int) -> bool:
-        """Whether an agent that has taken this command knows more than is stored here: it was put back from a copy."""
+        """Whether an agent that has received command `taken` is ahead of the store: the store was restored from a
+        backup."""
         return taken > (self.command_seq if self.shared_seq is None else self.shared_seq)
 
 
@@ -85,7 +86,7 @@ class CommandRow:
     job: str
     payload: bytes
     seq: int = 0
-    """Given by the store, 1, 2, 3 … for each region; 0: not stored yet."""
+    """Assigned by the store: 1, 2, 3 … for each region; 0: not stored yet."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +97,17 @@ class Invitation:
     region: str
     expires: float
     used_at: float = 0.0
-    """0: not used."""
+    """When it was used; 0: not used."""
 
 
 @dataclass(frozen=True)
 class UserRow:
-    """Who may submit jobs, besides the operator."""
+    """A user who may submit jobs, in addition to the operator."""
 
     name: str
     token_hash: str
     promised_workers: int | None
-    """The quota: that the promises to this user may hold at once, over all regions; None: any number."""
+    """Quota: limit of workers reserved for the user's promises at any time, over all regions; None: unlimited."""
     created_at: float
 
 
@@ -124,50 +125,50 @@ class LogRow:
 
 @dataclass(frozen=True)
 class RunRow:
-    """What an ended run, or a profile, taught about a task in a region."""
+    """Measurements of a task in a region, by an ended run or a profile."""
 
     job: str
     region: str
     task_key: str
     at: float
     samples_per_second: float
-    """Of one worker."""
+    """Speed of one worker."""
     model_bytes: int
     start_seconds: float
     profile_json: str = ""
-    """`scheduler.tuning.TaskProfile`, where this was no job but a profile."""
+    """`scheduler.tuning.Profile` of a profile; empty for a run."""
     merge_json: str = ""
-    """`scheduler.tuning.MergePoint`, where the workers of the region merged in a way that a model predicts."""
+    """`scheduler.tuning.MergePoint` if the region's workers merged by a collective with a cost model; else empty."""
     kin_key: str = ""
-    """Of tasks that it says something about, where nothing is known of their own code."""
+    """Key of all versions of the task, for versions without own measurements."""
     batch: int = 0
-    """Samples of one worker in a step; 0: not known."""
+    """Samples of one worker in a step; 0: unknown."""
     stage_pace: float = 0.0
-    """A step's seconds over those that the profile alone predicted, where the model ran in stages; 0: it did not."""
+    """Ratio of measured to profiled step time of a pipeline; 0: not a pipeline."""
 
 
 @dataclass(frozen=True)
 class WeightRow:
-    """What one agent has found of a task before its first plan."""
+    """Result of a task's probe by one agent."""
 
     task_key: str
     region: str
-    """Whose agent it was."""
+    """Region of the agent."""
     at: float
     parameters: int
     model_bytes: int
-    """Of the flat model."""
+    """Size of the flat model."""
     steps_json: str = "[]"
-    """[batch, seconds] of one worker's steps there, the job's own batch first; none: they were not timed."""
+    """[batch, seconds] of one worker's steps, the job's own batch first; empty: not timed."""
     start_seconds: float = 0.0
-    """Until the first step could be made; 0: not known."""
+    """Time until the first step could begin; 0: unknown."""
     note: str = ""
-    """Why there are no steps."""
+    """Why no steps were timed, or other warnings."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """All that one incoming message changes; stored as a whole or not at all."""
+    """All changes caused by one message, stored in one transaction."""
 
     jobs: tuple[JobRow, ...] = ()
     regions: tuple[RegionRow, ...] = ()
@@ -177,27 +178,28 @@ class Change:
     runs: tuple[RunRow, ...] = ()
     weights: tuple[WeightRow, ...] = ()
     invitations: tuple[Invitation, ...] = ()
-    """New, or used now."""
+    """New or just used invitations."""
     users: tuple[UserRow, ...] = ()
-    """New, or changed."""
+    """New or changed users."""
     removed_users: tuple[str, ...] = ()
     report_cursor: tuple[str, int] | None = None
-    """Region and sequence of the report that this change applies."""
+    """Region and sequence number of the report that is applied."""
     command_cursor: tuple[str, int] | None = None
-    """Region and sequence up to which its agent has stored commands."""
+    """Region and sequence number up to which its agent has stored commands."""
     met: tuple[str, int] | None = None
-    """Region whose agent has begun a session, and the last command that it has taken."""
+    """Region whose agent has opened a session, and the last command that the agent has received."""
     dropped_command: tuple[str, int] | None = None
-    """Region and sequence of a command that cannot be sent."""
+    """Region and sequence number of a command that cannot be sent."""
     renumbered_region: str = ""
-    """A region that has joined anew: its agent may have kept its state or lost it, so its reports may begin with any
-    number. Commands keep theirs: what was not taken is still to be done."""
+    """Region that has joined again. Its agent may have lost its state, so that its reports may start at any number.
+    Pending commands keep their numbers."""
 
 
 @dataclass(frozen=True)
 class Committed:
-    """A change as it was stored: with cursors and sequence numbers."""
+    """A stored change, with the assigned cursors and sequence numbers."""
 
     events: tuple[EventRow, ...] = ()
     commands: tuple[CommandRow, ...] = ()
     logged: bool = False
+    """Whether log lines were stored."""

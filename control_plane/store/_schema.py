@@ -1,4 +1,4 @@
-"""The tables, as the newest migration leaves them."""
+"""Tables of the store, as of the latest migration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ metadata = MetaData(
         "fk": "fk_%(table_name)s_%(column_0_N_name)s",
     }
 )
-# SQLite numbers rows by itself only where the key is exactly INTEGER.
+# SQLite generates keys only for columns of the exact type INTEGER.
 _Cursor = BigInteger().with_variant(Integer, "sqlite")
 
 jobs = Table(

@@ -1,4 +1,4 @@
-"""The durable state, on SQLite or PostgreSQL. Blocking; the services call it from one thread of their own."""
+"""Store on SQLite or PostgreSQL. Its methods block, so that the services call them in threads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from control_plane.store._records import (
 from geofed_pb.errors import GeofedError
 
 MAX_LOG_LINES = 20_000
-"""Kept of one job; the oldest go first."""
+"""Limit of stored log lines of a job; the oldest are dropped."""
 
 
 class Store:
-    """All reads are of committed state; all writes go through `commit`, one transaction each."""
+    """Reads return committed state; all writes go through `commit`, one transaction each."""
 
     def __init__(self, engine: Engine, *, max_log_lines: int = MAX_LOG_LINES) -> None:
         self._engine = engine
@@ -49,19 +49,19 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close all connections."""
         self._engine.dispose()
 
     # --- writing
 
     def commit(self, change: Change) -> Committed:
-        """Store a change as a whole. Raises ``GeofedError``: REQUEST_CONFLICT, DISK_FULL, UNAVAILABLE."""
+        """Store a change in one transaction. Raises ``GeofedError``: REQUEST_CONFLICT, DISK_FULL, UNAVAILABLE."""
         with self._writing() as connection:
             if change.renumbered_region:
                 of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
                 connection.execute(of_region.values(report_cursor=0))
             if change.met:
-                self._meet(connection, *change.met)
+                self._renumber_commands(connection, *change.met)
             if change.dropped_command:
                 name, seq = change.dropped_command
                 connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
@@ -87,12 +87,13 @@ class Store:
         return Committed(events, commands, bool(change.logs))
 
     def put_meta(self, key: str, value: str) -> None:
-        """Keep a value of the whole store."""
+        """Store a value under a key."""
         with self._writing() as connection:
             _put(connection, t.meta, {"key": key}, {"key": key, "value": value})
 
     def begin(self) -> None:
-        """The control plane begins: what agents have taken of commands beyond the present ones, this store lacks."""
+        """Record the start of the control plane: an agent with later commands than the present ones is ahead of this
+        store."""
         with self._writing() as connection:
             first = update(t.regions).where(t.regions.c.shared_seq.is_(None))
             connection.execute(first.values(shared_seq=t.regions.c.command_seq))
@@ -100,30 +101,30 @@ class Store:
     # --- reading
 
     def job(self, job_id: str) -> JobRow | None:
-        """A job by its id."""
+        """Return a job by its ID, or None."""
         found = self._jobs(t.jobs.c.id == job_id, 1)
         return found[0] if found else None
 
     def job_of_request(self, request_id: str) -> JobRow | None:
-        """The job that a request id has made."""
+        """Return the job created with a request ID, or None."""
         found = self._jobs(t.jobs.c.request_id == request_id, 1)
         return found[0] if found else None
 
     def jobs_named(self, name: str) -> list[JobRow]:
-        """Jobs by name, newest first."""
+        """Return the jobs with a name, newest first."""
         return self._jobs(t.jobs.c.name == name, 100)
 
     def jobs(self, *, phases: frozenset[str] | None = None, limit: int = 1000, after: str = "") -> list[JobRow]:
-        """Jobs in one of `phases` (None: any), newest first; those behind the job with the id `after`."""
+        """Return jobs in `phases` (None: any), newest first, starting after the job with ID `after`."""
         wanted: list[Any] = [t.jobs.c.phase.in_(phases)] if phases is not None else []
         if after:
-            begun = select(t.jobs.c.created_at).where(t.jobs.c.id == after).scalar_subquery()
-            older = t.jobs.c.created_at < begun
-            wanted.append(or_(older, and_(t.jobs.c.created_at == begun, t.jobs.c.id > after)))
+            created = select(t.jobs.c.created_at).where(t.jobs.c.id == after).scalar_subquery()
+            older = t.jobs.c.created_at < created
+            wanted.append(or_(older, and_(t.jobs.c.created_at == created, t.jobs.c.id > after)))
         return self._jobs(and_(True, *wanted), limit)
 
     def regions(self) -> list[RegionRow]:
-        """All regions, sorted by name."""
+        """Return all regions, sorted by name."""
         names = [
             column
             for column in t.regions.c
@@ -134,25 +135,25 @@ class Store:
             return [RegionRow(**{**row, "serials": tuple(json.loads(row["serials"]))}) for row in rows]
 
     def cursors(self, region: str) -> Cursors:
-        """How far the conversation with a region has come; zeros for one that is not known."""
+        """Return the sequence numbers of a region; zeros if it is unknown."""
         with self._reading() as connection:
             return _cursors(connection, region)
 
     def commands_after(self, region: str, seq: int, limit: int = 100) -> list[CommandRow]:
-        """Commands that the agent has not taken, in order."""
+        """Return the commands after a sequence number, in order."""
         wanted = select(t.commands).where(t.commands.c.region == region, t.commands.c.seq > seq)
         with self._reading() as connection:
             rows = connection.execute(wanted.order_by(t.commands.c.seq).limit(limit)).mappings()
             return [CommandRow(**row) for row in rows]
 
     def commands_pending(self) -> dict[str, int]:
-        """Commands that agents have not taken, by region."""
+        """Return the number of commands that agents have not stored, by region."""
         with self._reading() as connection:
             rows = connection.execute(select(t.commands.c.region, func.count()).group_by(t.commands.c.region))
             return {row[0]: row[1] for row in rows}
 
     def events_after(self, cursor: int, *, job: str | None = None, limit: int = 500) -> list[EventRow]:
-        """Events in order, of one job or of all."""
+        """Return the events after a cursor in order, of one job or of all."""
         wanted = select(t.events).where(t.events.c.cursor > cursor)
         if job is not None:
             wanted = wanted.where(t.events.c.job == job)
@@ -161,13 +162,13 @@ class Store:
             return [EventRow(**row) for row in rows]
 
     def jobs_by_phase(self) -> dict[str, int]:
-        """How many jobs there are in each phase."""
+        """Return the number of jobs in each phase."""
         with self._reading() as connection:
             rows = connection.execute(select(t.jobs.c.phase, func.count()).group_by(t.jobs.c.phase))
             return {row[0]: row[1] for row in rows}
 
     def newest_events(self, *, job: str, kind: str = "", limit: int = 500) -> list[EventRow]:
-        """The last events of a job, in order, of one kind or of all."""
+        """Return the last events of a job in order, of one kind or of all."""
         wanted = select(t.events).where(t.events.c.job == job)
         if kind:
             wanted = wanted.where(t.events.c.kind == kind)
@@ -176,41 +177,41 @@ class Store:
             return [EventRow(**row) for row in rows][::-1]
 
     def logs_after(self, job: str, cursor: int, *, region: str = "", limit: int = 500) -> list[LogRow]:
-        """Log lines of a job in order."""
+        """Return the log lines of a job after a cursor, in order."""
         with self._reading() as connection:
             wanted = select(t.logs).where(_log_filter(job, region), t.logs.c.cursor > cursor)
             rows = connection.execute(wanted.order_by(t.logs.c.cursor).limit(limit)).mappings()
             return [LogRow(**row) for row in rows]
 
     def log_tail_cursor(self, job: str, lines: int, *, region: str = "") -> int:
-        """The cursor after which the last `lines` log lines come."""
+        """Return the cursor before the last `lines` log lines."""
         with self._reading() as connection:
             wanted = select(t.logs.c.cursor).where(_log_filter(job, region)).order_by(t.logs.c.cursor.desc())
             found = connection.execute(wanted.offset(lines).limit(1)).scalar()
             return int(found) if found is not None else 0
 
     def invitation(self, secret_hash: str) -> Invitation | None:
-        """An invitation by the hash of its secret."""
+        """Return an invitation by the hash of its secret, or None."""
         with self._reading() as connection:
             wanted = select(t.invitations).where(t.invitations.c.secret_hash == secret_hash)
             row = connection.execute(wanted).mappings().first()
             return Invitation(**row) if row else None
 
     def users(self) -> list[UserRow]:
-        """All users, sorted by name."""
+        """Return all users, sorted by name."""
         with self._reading() as connection:
             rows = connection.execute(select(t.users).order_by(t.users.c.name)).mappings()
             return [UserRow(**row) for row in rows]
 
     def unpromised_worker_seconds(self, since: float) -> dict[str, float]:
-        """What ended jobs without a promise have had, by user, of those that were submitted after `since`."""
+        """Return the worker seconds of ended jobs without a promise, by user, for jobs submitted after `since`."""
         total = func.sum(t.jobs.c.unpromised_worker_seconds)
         wanted = select(t.jobs.c.user, total).where(t.jobs.c.created_at > since).group_by(t.jobs.c.user)
         with self._reading() as connection:
             return {row[0]: float(row[1]) for row in connection.execute(wanted)}
 
     def runs(self, task_key: str, kin_key: str = "", limit: int = 100) -> list[RunRow]:
-        """Earlier runs of a task, newest first; where there are none, those of its kin."""
+        """Return earlier runs of a task, newest first; if there are none, those of its other versions."""
         with self._reading() as connection:
             for column, key in ((t.runs.c.task_key, task_key), (t.runs.c.kin_key, kin_key)):
                 wanted = select(t.runs).where(column == key).order_by(t.runs.c.at.desc()).limit(limit)
@@ -219,17 +220,17 @@ class Store:
         return []
 
     def weight(self, task_key: str) -> WeightRow | None:
-        """What was found of a task before its first plan."""
+        """Return the result of a task's probe, or None."""
         with self._reading() as connection:
             row = connection.execute(select(t.weights).where(t.weights.c.task_key == task_key)).mappings().first()
             return WeightRow(**row) if row else None
 
     def meta(self, key: str) -> str | None:
-        """A value of the whole store."""
+        """Return the value of a key, or None."""
         with self._reading() as connection:
             return connection.execute(select(t.meta.c.value).where(t.meta.c.key == key)).scalar()
 
-    # --- inside
+    # --- helpers
 
     def _jobs(self, condition: Any, limit: int) -> list[JobRow]:
         wanted = select(t.jobs).where(condition).order_by(t.jobs.c.created_at.desc(), t.jobs.c.id).limit(limit)
@@ -256,7 +257,7 @@ class Store:
             .returning(t.regions.c.command_seq)
         ).scalar()
         if seq is None:
-            raise GeofedError("REGION_NOT_FOUND", f"there is no region {command.region} to command")
+            raise GeofedError("REGION_NOT_FOUND", f"region {command.region} not found")
         numbered = replace(command, seq=seq)
         connection.execute(insert(t.commands), asdict(numbered))
         return numbered
@@ -267,19 +268,22 @@ class Store:
         for job in {line.job for line in lines}:
             _drop_oldest(connection, job, self._max_log_lines)
 
-    def _meet(self, connection: Connection, region: str, taken: int) -> None:
-        """Number the commands that wait behind what the agent has taken, where this store does not remember all of it.
-        Those of before the loss are among what it has taken."""
-        here, cursors = t.commands.c.region == region, _cursors(connection, region)
+    def _renumber_commands(self, connection: Connection, region: str, taken: int) -> None:
+        """If the store is behind the agent, since it was restored from a backup, give its pending commands numbers
+        after the last one that the agent has received. Commands from before the backup are dropped: the agent has
+        them."""
+        of_region, cursors = t.commands.c.region == region, _cursors(connection, region)
         values: dict[str, int | None] = {"shared_seq": None}
         if cursors.older_than(taken):
             if cursors.shared_seq is not None:
-                connection.execute(delete(t.commands).where(here, t.commands.c.seq <= cursors.shared_seq))
-            of_region = select(t.commands.c.seq).where(here).order_by(t.commands.c.seq)
-            waiting = connection.execute(of_region).scalars().all()
-            # The last one first, since the ranges may overlap.
+                connection.execute(delete(t.commands).where(of_region, t.commands.c.seq <= cursors.shared_seq))
+            pending = select(t.commands.c.seq).where(of_region).order_by(t.commands.c.seq)
+            waiting = connection.execute(pending).scalars().all()
+            # Last one first, since the old and new ranges may overlap.
             for rank, seq in reversed(list(enumerate(waiting, 1))):
-                connection.execute(update(t.commands).where(here, t.commands.c.seq == seq).values(seq=taken + rank))
+                connection.execute(
+                    update(t.commands).where(of_region, t.commands.c.seq == seq).values(seq=taken + rank)
+                )
             values |= {"command_seq": taken + len(waiting), "command_cursor": taken}
         connection.execute(update(t.regions).where(t.regions.c.name == region).values(**values))
 
@@ -311,7 +315,7 @@ def _put(
     *,
     on_insert: dict[str, Any] | None = None,
 ) -> None:
-    """Update the row, or insert it. Safe because a store has one writer."""
+    """Update a row, or insert it. This is safe because a store has one writer."""
     where = and_(*(table.c[name] == value for name, value in key.items()))
     if connection.execute(update(table).where(where).values(**values)).rowcount == 0:
         connection.execute(insert(table).values(**values, **(on_insert or {})))
@@ -328,33 +332,33 @@ def _log_filter(job: str, region: str) -> Any:
 
 
 def _drop_oldest(connection: Connection, job: str, most: int) -> None:
-    """Keep so many of a job's lines, the newest; of no region is the one that says how many there were before them."""
+    """Keep the newest `most` log lines of a job; a line without a region then states how many were dropped."""
     of_job = select(t.logs.c.cursor, t.logs.c.region).where(t.logs.c.job == job).order_by(t.logs.c.cursor.desc())
     last = connection.execute(of_job.offset(most).limit(1)).first()
     if last is None or not last.region:
         return
     before = and_(t.logs.c.job == job, t.logs.c.cursor < last.cursor)
-    said = connection.execute(select(t.logs.c.text).where(before, t.logs.c.region == "")).scalar()
-    dropped = int(said.split()[1].replace(",", "")) if said else 0
+    marker = connection.execute(select(t.logs.c.text).where(before, t.logs.c.region == "")).scalar()
+    dropped = int(marker.split()[1].replace(",", "")) if marker else 0
     dropped += connection.execute(delete(t.logs).where(before, t.logs.c.region != "")).rowcount + 1
     connection.execute(delete(t.logs).where(before))
-    told = {"region": "", "source": "control-plane", "text": f"… {dropped:,} lines dropped"}
-    connection.execute(update(t.logs).where(t.logs.c.cursor == last.cursor).values(**told))
+    values = {"region": "", "source": "control-plane", "text": f"… {dropped:,} lines dropped"}
+    connection.execute(update(t.logs).where(t.logs.c.cursor == last.cursor).values(**values))
 
 
 @contextmanager
 def _mapped() -> Iterator[None]:
-    """Give the failures of a database the codes of the catalogue."""
+    """Convert database errors to ``GeofedError``."""
     try:
         yield
     except IntegrityError as error:
-        raise GeofedError("REQUEST_CONFLICT", f"the store already holds another row: {error.orig}") from error
+        raise GeofedError("REQUEST_CONFLICT", f"the store already has a conflicting row: {error.orig}") from error
     except DataError as error:
-        raise GeofedError("FRAME_INVALID", f"the database does not take it: {error.orig}") from error
+        raise GeofedError("FRAME_INVALID", f"the database rejects the value: {error.orig}") from error
     except (OperationalError, DatabaseError) as error:
         text = str(error.orig)
         if "disk is full" in text or "No space left" in text:
-            raise GeofedError("DISK_FULL", "the database cannot grow: no space left") from error
+            raise GeofedError("DISK_FULL", "no space left for the database") from error
         if "not a database" in text or "malformed" in text:
             raise GeofedError("STATE_INVALID", f"the database is damaged: {text}") from error
-        raise GeofedError("UNAVAILABLE", f"the database does not answer: {text.splitlines()[0]}") from error
+        raise GeofedError("UNAVAILABLE", f"the database is unavailable: {text.splitlines()[0]}") from error

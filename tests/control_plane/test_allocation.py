@@ -26,10 +26,10 @@ def test_a_job_without_room_waits_in_line_and_starts_when_there_is(serve_config:
             late = (await stage.submit(job_file, "r2", ("train.seed=2",))).job
             hurried = (await stage.submit(job_file, "r3", ("train.seed=3", HELD, "objective.deadline=1h"))).job
             assert (late.state, hurried.state) == ("queued", "queued")
-            assert late.condition == f"waiting: for workers in a, b, behind {first}"
+            assert late.condition == f"waiting for workers in a, b, behind {first}"
             told = json.loads((await stage.client.plan(load(job_file).json)).plan_json)
             assert late.id in told["waits_for"]
-            with pytest.raises(GeofedError, match="the promises to other jobs kept") as caught:
+            with pytest.raises(GeofedError, match="without breaking promises to other jobs") as caught:
                 await stage.submit(job_file, "r4", ("objective.deadline=40s",))
             assert caught.value.code == "INADMISSIBLE"
             with pytest.raises(GeofedError, match="9 are needed"):
@@ -88,7 +88,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config:
             assert second.state == "queued"
             for agent in (a, b):
                 paused = await agent.command("scale")
-                assert (paused.job, paused.workers, paused.reason) == (first, 0, f"gives way to {second.id}")
+                assert (paused.job, paused.workers, paused.reason) == (first, 0, f"paused in favour of {second.id}")
                 assert (await agent.command("start", 2)).job == second.id
             await stage.client.cancel(second.id)
             for agent in (a, b):
@@ -96,7 +96,7 @@ def test_a_job_pauses_for_one_with_a_deadline_and_goes_on_after_it(serve_config:
                 agent.report(second.id, "stopped")
             for agent in (a, b):
                 again = await agent.command("scale", 2)
-                assert (again.job, again.workers, again.reason) == (first, 1, "there is room again")
+                assert (again.job, again.workers, again.reason) == (first, 1, "workers are free again")
             for agent in (a, b):
                 await agent.close()
 
@@ -113,7 +113,7 @@ def test_a_promise_holds_workers_until_another_promise_has_ended(serve_config: S
             assert second.state == "queued", "the first one's workers are its own until it has ended"
             alone = json.loads(first.plan_json)["estimate"]["seconds"]["high"]
             soon = int(2.2 * alone)
-            with pytest.raises(GeofedError, match="the promises to other jobs kept") as caught:
+            with pytest.raises(GeofedError, match="without breaking promises to other jobs") as caught:
                 await stage.submit(job_file, "r3", ("train.seed=3", HELD, f"objective.deadline={soon}s"))
             assert caught.value.code == "INADMISSIBLE"
             seconds = re.search(r"of (\d+) s from now", str(caught.value.hint))

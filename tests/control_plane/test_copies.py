@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from support.budget import budget
 
 from control_plane.core import (
-    Begun,
-    CancelAsked,
+    CancelRequested,
     Charge,
     Copy,
     Failure,
@@ -30,11 +29,12 @@ from control_plane.core import (
     SendShard,
     SendStart,
     SendStop,
+    StartAllowed,
     Tick,
     condition_of,
     job_state_from_json,
     job_state_to_json,
-    settled,
+    with_late_charges,
 )
 
 LIMIT = 100.0
@@ -50,7 +50,7 @@ def machine() -> JobMachine:
 def begun() -> JobMachine:
     made = machine()
     made.handle(Planned(0.0))
-    assert _started(made.handle(Begun(0.0))) == ["taker"]
+    assert _started(made.handle(StartAllowed(0.0))) == ["taker"]
     return made
 
 
@@ -101,7 +101,7 @@ class AnyOrder(RuleBasedStateMachine):
                 assert told in (set(), {*REGIONS, *SOURCES})
         assert not (before.copied and not self.machine.state.copied)
 
-    @rule(event=st.sampled_from([Planned, Begun, Tick]))
+    @rule(event=st.sampled_from([Planned, StartAllowed, Tick]))
     def go_on(self, event: Any) -> None:
         self.at += 1
         self.tell(event(self.at))
@@ -129,7 +129,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def cancel(self) -> None:
-        self.tell(CancelAsked(self.at, ""))
+        self.tell(CancelRequested(self.at, ""))
 
 
 AnyOrder.TestCase.settings = settings(max_examples=budget(150), stateful_step_count=25, deadline=None)
@@ -138,7 +138,7 @@ TestAnyOrder = AnyOrder.TestCase
 
 def test_the_others_begin_once_the_shards_are_there() -> None:
     made = waiting()
-    assert "for the shard of holder to be in taker" in condition_of(made.state)
+    assert "for the shard of holder to arrive in taker" in condition_of(made.state)
     say(made, "holder", "sending", condition="10 of 1,000 bytes are in taker")
     assert "10 of 1,000 bytes" in condition_of(made.state)
     assert _started(say(made, "keeper", "sent")) == []
@@ -182,7 +182,7 @@ def test_a_source_that_refuses_fails_the_job_with_its_code() -> None:
     actions = say(made, "holder", "refused", error=Failure("RESIDENCY_VIOLATION", "not there"))
     assert made.state.error is not None
     assert made.state.error.code == "RESIDENCY_VIOLATION"
-    assert "region holder refuses" in made.state.error.message
+    assert "region holder refused" in made.state.error.message
     assert {action.region for action in actions if isinstance(action, SendStop)} == {*REGIONS, *SOURCES}
 
 
@@ -199,7 +199,7 @@ def test_a_source_that_stays_lost_fails_the_job_only_while_it_is_needed() -> Non
 def test_a_cancelled_job_waits_for_its_sources() -> None:
     made = waiting()
     say(made, "holder", "sending")
-    made.handle(CancelAsked(2.0, ""))
+    made.handle(CancelRequested(2.0, ""))
     for region in (*REGIONS, "keeper"):
         say(made, region, "stopped")
     assert "holder" in condition_of(made.state)
@@ -227,15 +227,17 @@ def test_what_a_source_has_spent_last_is_in_the_account_of_an_ended_job(phase: A
     made = waiting()
     say(made, "holder", "sending", sent_bytes={"taker": 100}, meter=1)
     ended = replace(made.state, phase=phase)
-    assert "what holder sent last" in condition_of(ended)
+    assert "the last transfers of holder" in condition_of(ended)
     spent = (Charge("egress to taker", 0.9, "GB", 0.08, "list"),)
-    late = settled(ended, "holder", Report(1, "stopped", sent_bytes={"taker": 900}, money=spent, meter=1))
+    late = with_late_charges(ended, "holder", Report(1, "stopped", sent_bytes={"taker": 900}, money=spent, meter=1))
     copy = late.copy_from("holder")
     assert copy is not None
     assert copy.report is not None
     assert (copy.state, copy.report.sent_bytes, copy.report.money) == ("stopped", {"taker": 900}, spent)
     assert condition_of(late) == ""
-    assert settled(late, "holder", Report(1, "stopped")) == late, "one who has counted nothing changes nothing"
+    assert with_late_charges(late, "holder", Report(1, "stopped")) == late, (
+        "one who has counted nothing changes nothing"
+    )
 
 
 @pytest.mark.parametrize("there", ["here", "anew", "training"])

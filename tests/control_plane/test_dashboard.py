@@ -52,7 +52,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         async with browser(stage) as pages:
             empty = (await pages.get("/")).text
-            assert "None is running." in empty
+            assert "No jobs are active." in empty
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
             for round_ in (1, 2):
@@ -76,7 +76,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             assert "job.succeeded" in page
             assert "$0.50" in page
             assert 'http-equiv="refresh"' not in page
-            assert "None is running." in (await pages.get("/")).text
+            assert "No jobs are active." in (await pages.get("/")).text
 
     told(serve_config, scene)
 
@@ -84,7 +84,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
 def test_no_job_that_goes_on_is_hidden_unseen(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_pages, "_GOING_JOBS", 1)
+    monkeypatch.setattr(_pages, "_ACTIVE_JOBS", 1)
     monkeypatch.setattr(_pages, "_ENDED_JOBS", 1)
 
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
@@ -95,12 +95,12 @@ def test_no_job_that_goes_on_is_hidden_unseen(
             page = (await pages.get("/")).text
             assert second in page
             assert first not in page
-            assert "1 more, begun before these" in page
+            assert "1 older jobs are active" in page
             await finish(first, a, b)
             page = (await pages.get("/")).text
             assert first in page
             assert second in page
-            assert "begun before these" not in page
+            assert "older jobs are active" not in page
 
     told(serve_config, scene)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from control_plane.service.measuring._known import Learnt
-from control_plane.service.planning._admission import Asked, Decision
+from control_plane.service.planning._admission import Admission, Decision
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._planning import first_state, plan_json
 from control_plane.service.rpc._enrolment import unseen_region
@@ -56,7 +56,7 @@ class Stand:
     def asks(self, job_file: Path, *overrides: str) -> tuple[JobSpec, Decision | Declined]:
         spec = load(job_file, overrides).spec
         draft = Draft(self.at, self.jobs, self.regions)
-        return spec, self.allocation.asked(draft, spec, "new", Learnt()).answer()
+        return spec, self.allocation.admission(draft, spec, "new", Learnt()).answer()
 
     def takes(self, job_file: Path, *overrides: str) -> None:
         """Take a job in, if it can be; it waits in line with its promise."""
@@ -186,25 +186,25 @@ def test_an_answer_holds_as_long_as_what_it_rests_on_does(job_file: Path) -> Non
     seconds = int(60 + 1.3 * alone.plan.estimate.seconds.high)
     spec = load(job_file, (f"objective.deadline={seconds}s",)).spec
 
-    def asked() -> Asked:
-        return stand.allocation.asked(Draft(stand.at, stand.jobs, stand.regions), spec, "new", Learnt())
+    def asked() -> Admission:
+        return stand.allocation.admission(Draft(stand.at, stand.jobs, stand.regions), spec, "new", Learnt())
 
     before = asked()
     answer = before.answer()
     assert isinstance(answer, Decision)
     stand.at += 2.0
-    now = asked().still(answer, before)
+    now = asked().confirm(answer, before)
     assert now == replace(answer, deadline_at=stand.at + seconds), "the date counts from when it is stored"
     whole = dict(stand.regions)
     entry = stand.regions["r1"]
     stand.regions["r1"] = replace(entry, state=replace(entry.state, phase="lost"))
-    assert asked().still(answer, before) is None
+    assert asked().confirm(answer, before) is None
     assert entry.catalogue is not None
     stand.regions["r1"] = replace(entry, catalogue=replace(entry.catalogue, capacity=Capacity(1, 2048, 900.0)))
-    assert asked().still(answer, before) is None
+    assert asked().confirm(answer, before) is None
     stand.regions.update(whole)
     stand.takes(job_file, f"objective.deadline={seconds}s")
     stand.takes(job_file, f"objective.deadline={seconds}s")
-    assert asked().still(answer, before) is None, "what it needs is promised to others by now"
+    assert asked().confirm(answer, before) is None, "what it needs is promised to others by now"
     stand.jobs.clear()
-    assert asked().still(answer, before) is not None
+    assert asked().confirm(answer, before) is not None

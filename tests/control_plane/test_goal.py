@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from control_plane.core import (
-    Begun,
     Charge,
-    FinishAsked,
+    FinishRequested,
     Goal,
     JobAction,
     JobMachine,
@@ -23,6 +22,7 @@ from control_plane.core import (
     Report,
     Reported,
     SendPeers,
+    StartAllowed,
     condition_of,
 )
 from control_plane.service.planning._planning import goal_of
@@ -38,7 +38,7 @@ def running(goal: Goal | None, budget_usd: float | None = None) -> JobMachine:
         JobState("j", 100.0, 0.0, partitions=(Partition("a"), Partition("b")), goal=goal, budget_usd=budget_usd)
     )
     machine.handle(Planned(0.0))
-    machine.handle(Begun(0.0))
+    machine.handle(StartAllowed(0.0))
     for region in "ab":
         machine.handle(Reported(1.0, region, Report(1, "training", ps_address=f"{region}:1")))
     return machine
@@ -167,7 +167,7 @@ def test_a_region_whose_agent_is_a_new_process_is_told_again() -> None:
     [
         (["train.end.goal={metric: accuracy}", "train.evaluateEvery=1"], "exactly one of `atLeast` and `atMost`"),
         (["train.end.goal={metric: loss, atMost: 1, atLeast: 0}", "train.evaluateEvery=1"], "exactly one of"),
-        (["train.end.goal={metric: accuracy, atLeast: 0.9}", "train.evaluateEvery=0"], "needs `evaluateEvery`"),
+        (["train.end.goal={metric: accuracy, atLeast: 0.9}", "train.evaluateEvery=0"], "requires `evaluateEvery`"),
     ],
 )
 def test_a_goal_that_says_too_little_is_refused(job_file: Path, settings: list[str], says: str) -> None:
@@ -183,15 +183,15 @@ def test_a_goal_of_the_job_file_is_the_jobs(job_file: Path) -> None:
 
 def test_a_user_may_have_a_job_end_with_the_model_that_it_has() -> None:
     machine = running(None)
-    asked = machine.handle(FinishAsked(3.0, "good enough"))
+    asked = machine.handle(FinishRequested(3.0, "good enough"))
     assert finishing(asked) == ["a", "b"]
     assert told(asked) == [{"reached": True, "asked": True}]
-    assert machine.state.ends_early == "a user asked for it: good enough"
-    assert machine.handle(FinishAsked(4.0, "again")) == []
+    assert machine.state.ends_early == "requested by a user: good enough"
+    assert machine.handle(FinishRequested(4.0, "again")) == []
 
 
 @pytest.mark.parametrize("phase", ["queued", "planned", "starting", "finishing", "cancelling"])
 def test_where_there_is_nothing_to_end_early_asking_for_it_changes_nothing(phase: Any) -> None:
     machine = running(None)
     machine.state = replace(machine.state, phase=phase)
-    assert machine.handle(FinishAsked(3.0, "")) == []
+    assert machine.handle(FinishRequested(3.0, "")) == []

@@ -102,7 +102,7 @@ def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: Serve
                 await refused(client.plan(load(job_file, [starting_from(job)]).json), code, text)
                 await refused(submitted(client, job_file, "never", starting_from(job)), code, text)
 
-            await both(stage.client, "nobody", "JOB_NOT_FOUND", "there is no job nobody")
+            await both(stage.client, "nobody", "JOB_NOT_FOUND", "job nobody not found")
             async with as_user(stage, ann) as client:
                 job = (await submitted(client, job_file, "r1")).id
                 await both(client, job, "MODEL_NOT_FOUND", "it has no model to start from")
@@ -113,7 +113,7 @@ def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: Serve
                 await both(client, job, "FORBIDDEN", "is the job of ann")
             assert (await stage.client.plan(load(job_file, [starting_from(job)]).json)).admissible
             (serve_config.state_dir / "blobs" / digest_of(MODEL).removeprefix("sha256:")).unlink()
-            await both(stage.client, job, "MODEL_NOT_FOUND", "is not here")
+            await both(stage.client, job, "MODEL_NOT_FOUND", "is missing")
             cancelled = (await stage.submit(job_file, "r3")).job.id
             await stage.client.cancel(cancelled)
             await both(stage.client, cancelled, "MODEL_NOT_FOUND", "is cancelling; it has no model to start from")

@@ -12,12 +12,10 @@ from support.budget import budget
 
 from control_plane.core import (
     MAX_PUBLISHES,
-    Begun,
-    CancelAsked,
+    CancelRequested,
     Charge,
-    Continued,
     Failure,
-    FinishAsked,
+    FinishRequested,
     Goal,
     InitialModel,
     JobEvent,
@@ -29,16 +27,18 @@ from control_plane.core import (
     RegionLive,
     RegionLost,
     RegionUnreachable,
-    ReplanAsked,
+    ReplanRequested,
     Report,
     Reported,
     Rerouted,
-    ScaleAsked,
+    ScaleRequested,
     SendPeers,
     SendPublish,
     SendScale,
     SendStart,
     SendStop,
+    StartAllowed,
+    SuccessorDecided,
     Tick,
     condition_of,
     job_state_from_json,
@@ -141,11 +141,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(region=st.sampled_from((*REGIONS, "x")), workers=st.integers(0, 3))
     def scale(self, region: str, workers: int) -> None:
-        self.tell(ScaleAsked(self.at, {region: workers}, "because"))
+        self.tell(ScaleRequested(self.at, {region: workers}, "because"))
 
     @rule()
     def begin(self) -> None:
-        self.tell(Begun(self.at))
+        self.tell(StartAllowed(self.at))
 
     @rule(
         region=st.sampled_from(REGIONS),
@@ -188,19 +188,19 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def replan(self) -> None:
-        self.tell(ReplanAsked(self.at, "a region has come", {}))
+        self.tell(ReplanRequested(self.at, "a region has come", {}))
 
     @rule(successor=st.sampled_from(("", "k")))
     def go_on(self, successor: str) -> None:
         awaited = self.machine.state.awaits_successor
-        self.tell(Continued(self.at, successor, "continues", {}))
+        self.tell(SuccessorDecided(self.at, successor, "continues", {}))
         assert self.machine.state.successor == (successor if awaited else self.machine.state.successor)
         assert not awaited or self.machine.state.phase == "succeeded"
 
     @rule()
     def finish(self) -> None:
         before = self.machine.state
-        self.tell(FinishAsked(self.at, "enough"))
+        self.tell(FinishRequested(self.at, "enough"))
         now = self.machine.state
         if before.phase in ("running", "finishing"):
             assert not now.replanned, "what a user wants ended is not continued with"
@@ -210,7 +210,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def cancel(self) -> None:
-        self.tell(CancelAsked(self.at, "why not"))
+        self.tell(CancelRequested(self.at, "why not"))
 
     @rule(region=st.sampled_from(REGIONS), restarted=st.booleans())
     def live(self, region: str, restarted: bool) -> None:
@@ -258,7 +258,7 @@ TestAnyOrder = AnyOrder.TestCase
 def running(*regions: str) -> JobMachine:
     machine = fresh(*regions)
     machine.handle(Planned(0))
-    machine.handle(Begun(0))
+    machine.handle(StartAllowed(0))
     for state in ("ready", "training"):
         for part in machine.state.partitions:
             machine.handle(Reported(1, part.region, Report(part.epoch, state, ps_address=f"{part.region}:1")))
@@ -307,7 +307,7 @@ def test_a_region_has_run_once_its_server_had_an_address() -> None:
     """Until then nobody can have anything of it, and it begins as if for the first time."""
     machine = fresh("a", "b")
     machine.handle(Planned(0))
-    machine.handle(Begun(0))
+    machine.handle(StartAllowed(0))
     machine.handle(Reported(1, "a", Report(1, "preparing")))
     assert sent(machine.handle(RegionLive(2, "a", True)), SendStart) == [SendStart("a", 1, resumed=False)]
     machine.handle(RegionLost(3, "a"))
@@ -360,7 +360,7 @@ def test_a_model_that_never_arrives_whole_fails_the_job() -> None:
 
 def test_cancel_waits_for_all_but_the_lost() -> None:
     machine = running("a", "b")
-    actions = machine.handle(CancelAsked(5, "enough"))
+    actions = machine.handle(CancelRequested(5, "enough"))
     assert {stop.region for stop in sent(actions, SendStop)} == {"a", "b"}
     machine.handle(Reported(6, "a", Report(1, "stopped")))
     assert machine.state.phase == "cancelling"
@@ -372,10 +372,10 @@ def test_cancel_waits_for_all_but_the_lost() -> None:
 def test_a_veto_fails_the_job_with_its_code() -> None:
     machine = fresh("a", "b")
     machine.handle(Planned(0))
-    machine.handle(Begun(0))
+    machine.handle(StartAllowed(0))
     refusal = Report(1, "refused", error=Failure("RESIDENCY_VIOLATION", "not this data"))
     machine.handle(Reported(1, "a", refusal))
-    assert machine.state.error == Failure("RESIDENCY_VIOLATION", "region a refuses the partition: not this data")
+    assert machine.state.error == Failure("RESIDENCY_VIOLATION", "region a refused the partition: not this data")
 
 
 def test_a_loss_that_is_no_number_survives_storage() -> None:
@@ -388,16 +388,16 @@ def test_a_loss_that_is_no_number_survives_storage() -> None:
 
 def test_a_region_is_told_its_workers_again_when_it_gets_its_orders_anew() -> None:
     machine = fresh("a", "b")
-    assert machine.handle(ScaleAsked(1.0, {"a": 3})) == [], "nothing runs yet"
+    assert machine.handle(ScaleRequested(1.0, {"a": 3})) == [], "nothing runs yet"
     machine.handle(Planned(1.0))
-    machine.handle(Begun(1.0))
-    actions = machine.handle(ScaleAsked(2.0, {"a": 3, "b": 0}, "cheaper"))
+    machine.handle(StartAllowed(1.0))
+    actions = machine.handle(ScaleRequested(2.0, {"a": 3, "b": 0}, "cheaper"))
     sent = [action for action in actions if isinstance(action, SendScale)]
     assert [(action.region, action.workers, action.reason) for action in sent] == [
         ("a", 3, "cheaper"),
         ("b", 0, "cheaper"),
     ]
-    assert machine.handle(ScaleAsked(3.0, {"a": 3})) == [], "it is told once"
+    assert machine.handle(ScaleRequested(3.0, {"a": 3})) == [], "it is told once"
     machine.handle(RegionLost(4.0, "a"))
     again = machine.handle(RegionLive(5.0, "a", restarted=True))
     assert [type(a) for a in again if not isinstance(a, Record)] == [SendStart, SendScale]
@@ -408,7 +408,7 @@ def test_the_first_region_brings_in_what_the_job_begins_with() -> None:
     machine = fresh("a", "b")
     machine.state = replace(machine.state, initial_model=InitialModel("before", "sha256:m", 7))
     machine.handle(Planned(0))
-    starts = sent(machine.handle(Begun(0)), SendStart)
+    starts = sent(machine.handle(StartAllowed(0)), SendStart)
     assert [(start.region, start.initial_model) for start in starts] == [("a", "sha256:m"), ("b", "")]
     machine.handle(RegionLost(1, "a"))
     (again,) = sent(machine.handle(RegionLive(2, "a", restarted=True)), SendStart)
@@ -419,14 +419,14 @@ def replanned() -> JobMachine:
     """Its model is here, and another job is to continue with it."""
     machine = running("a", "b")
     machine.state = replace(machine.state, deadline_at=100.0)
-    told = sent(machine.handle(ReplanAsked(3, "c has come", {"regions": ["a", "b"]})), SendPeers)
+    told = sent(machine.handle(ReplanRequested(3, "c has come", {"regions": ["a", "b"]})), SendPeers)
     assert [peers.finish for peers in told] == [True, True]
     finished(machine)
     published = Report(1, "published", model_digest="m", blob_digest="sha256:x")
     actions = machine.handle(Reported(7, "a", published, 12))
     assert {stop.region for stop in sent(actions, SendStop)} == {"a", "b"}
     assert (machine.state.phase, machine.state.awaits_successor) == ("finishing", True)
-    assert "to be planned" in condition_of(machine.state)
+    assert "waiting for the plan" in condition_of(machine.state)
     return machine
 
 
@@ -435,7 +435,7 @@ def test_a_job_that_is_planned_anew_ends_with_the_job_that_goes_on() -> None:
     late = Report(1, "stopped", meter=1, money=(Charge("function-seconds", 1.0, "GB-s", 0.5, "file"),))
     machine.handle(Reported(8, "b", late))
     assert [machine.handle(event) for event in (RegionLost(8, "a"), Tick(900), RegionLive(901, "a", True))] == [[]] * 3
-    kinds = [record.kind for record in sent(machine.handle(Continued(902, "k", "continues", {})), Record)]
+    kinds = [record.kind for record in sent(machine.handle(SuccessorDecided(902, "k", "continues", {})), Record)]
     assert kinds == ["job.replanned", "job.succeeded"], "the promise is the other's"
     assert (machine.state.phase, machine.state.successor) == ("succeeded", "k")
     part = machine.state.partition("b")
@@ -446,12 +446,12 @@ def test_a_job_that_is_planned_anew_ends_with_the_job_that_goes_on() -> None:
 
 def test_where_none_can_go_on_it_ends_with_its_own_account() -> None:
     machine = replanned()
-    kinds = [record.kind for record in sent(machine.handle(Continued(9, "", "no room", {})), Record)]
+    kinds = [record.kind for record in sent(machine.handle(SuccessorDecided(9, "", "no room", {})), Record)]
     assert kinds == ["job.replanned", "job.deadline", "job.succeeded"]
     machine = replanned()
-    machine.handle(CancelAsked(9, "enough"))
+    machine.handle(CancelRequested(9, "enough"))
     assert (machine.state.phase, machine.state.blob_digest) == ("cancelled", "sha256:x")
-    assert machine.handle(Continued(10, "k", "too late", {})) == []
+    assert machine.handle(SuccessorDecided(10, "k", "too late", {})) == []
 
 
 def kinds_of(actions: list[Any]) -> list[str]:
@@ -460,17 +460,17 @@ def kinds_of(actions: list[Any]) -> list[str]:
 
 def test_what_a_user_finishes_is_not_gone_on_with() -> None:
     machine = running("a", "b")
-    machine.handle(ReplanAsked(3, "c has come", {}))
-    assert kinds_of(machine.handle(FinishAsked(4, "enough"))) == ["job.goal", "job.replanned"]
-    assert machine.state.ends_early == "a user asked for it: enough"
-    assert machine.handle(FinishAsked(4, "enough")) == [], "it is told once"
+    machine.handle(ReplanRequested(3, "c has come", {}))
+    assert kinds_of(machine.handle(FinishRequested(4, "enough"))) == ["job.goal", "job.replanned"]
+    assert machine.state.ends_early == "requested by a user: enough"
+    assert machine.handle(FinishRequested(4, "enough")) == [], "it is told once"
     finished(machine)
     machine.handle(Reported(7, "a", Report(1, "published", model_digest="m", blob_digest="sha256:x"), 12))
     assert (machine.state.phase, machine.state.successor) == ("succeeded", "")
     machine = replanned()
-    told = kinds_of(machine.handle(FinishAsked(9, "enough")))
+    told = kinds_of(machine.handle(FinishRequested(9, "enough")))
     assert told == ["job.goal", "job.replanned", "job.deadline", "job.succeeded"], "its model is here already"
-    assert machine.handle(Continued(10, "k", "too late", {})) == []
+    assert machine.handle(SuccessorDecided(10, "k", "too late", {})) == []
 
 
 def test_metrics_that_fail_are_told_of_once_and_cost_no_model() -> None:
@@ -484,7 +484,7 @@ def test_metrics_that_fail_are_told_of_once_and_cost_no_model() -> None:
 
 def test_a_goal_that_the_last_round_meets_leaves_nothing_to_go_on_with() -> None:
     machine = running("a", "b")
-    machine.handle(ReplanAsked(3, "c has come", {}))
+    machine.handle(ReplanRequested(3, "c has come", {}))
     told = []
     for region in ("a", "b"):
         good = {"metrics": {"accuracy": 0.5}, "metrics_samples": 10, "metrics_round": 3}
@@ -493,4 +493,4 @@ def test_a_goal_that_the_last_round_meets_leaves_nothing_to_go_on_with() -> None
     assert told == ["job.goal", "job.replanned", "job.finishing", "job.publishing"]
     machine.handle(Reported(7, "a", Report(1, "published", model_digest="m", blob_digest="sha256:x"), 12))
     assert machine.state.phase == "succeeded"
-    assert machine.state.ends_early == "accuracy is 0.5000, and was to be at least 0.4"
+    assert machine.state.ends_early == "accuracy is 0.5000; the goal is at least 0.4"

@@ -159,7 +159,7 @@ def test_the_account_of_an_ended_job_takes_in_what_its_regions_tell_late(
             await b.command("stop")
             done = await stage.client.job(job)
             assert json.loads(done.result_json)["usd"] == 3.0
-            assert done.condition == "the account is not final: the last calls of b are not counted yet"
+            assert done.condition == "cost not final: the last calls of b are not counted yet"
             ends = await stage.events(job)
             b.report(job, "stopped", epoch=0, money=spent(8.0), meter=5, sent_bytes={"a": 7})
             await b.settled()

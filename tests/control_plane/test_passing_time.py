@@ -38,7 +38,7 @@ def test_leases_end_also_where_a_look_at_the_jobs_fails(tmp_path: Path, monkeypa
         await federation.load()
         told = TypeAdapter(Region).dump_json(catalogue("a")).decode()
         session = await federation.connect("a", agent_pb2.Hello(boot_id="1", catalogue_json=told))
-        await federation.heard(session)
+        await federation.renew_lease(session)
         monkeypatch.setattr(federation.allocation, "review", fails)
         monkeypatch.setattr(federation.routing, "review", lambda draft: looked.append(draft.at))
         for _ in range(int(LEASE.total_seconds()) + 3):

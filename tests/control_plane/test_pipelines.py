@@ -68,7 +68,7 @@ def test_a_plan_keeps_its_stages_and_tells_them() -> None:
     assert (told.degree, told.micro_batch, told.order) == (shape.degree, shape.micro_batch, shape.order)
     text = plan_text(STORED.dump_python(plan, mode="json"))
     assert all(sentence in text for sentence in shape.why)
-    rows = text.split("OF THE TIME", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    rows = text.split("PHASE ", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
     names = [phase.name for phase in plan.estimate.phases]
     assert [row.startswith(name) for row, name in zip(rows, [*names, "total"], strict=True)] == [True] * len(rows)
 

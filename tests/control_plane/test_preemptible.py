@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.core import JobMachine, JobState, Partition, Report, Reported, ScaleAsked, SendScale
+from control_plane.core import JobMachine, JobState, Partition, Report, Reported, ScaleRequested, SendScale
 from control_plane.server import ServeConfig
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
@@ -100,7 +100,7 @@ def test_a_job_goes_on_where_its_workers_are_taken_away_also_over_a_restart(
 
                 await soon(moved)
                 last = [c.scale for c in agent.commands if c.WhichOneof("body") == "scale"][-1]
-                assert last.reason == "preemptible workers were taken away"
+                assert last.reason == "preemptible workers were preempted"
             kinds = await stage.events(job)
             assert "partition.preempted" in kinds
             capacity = [
@@ -127,10 +127,10 @@ def test_what_is_left_is_known_once_and_a_late_word_of_it_changes_nothing() -> N
     part = machine.state.partitions[0]
     assert (part.workers, part.preempted) == (2, True)
     # Told to continue as it is, the region hears of it once, so that it knows that it was seen.
-    told = machine.handle(ScaleAsked(2.0, {"a": 2}, "", preemptible=True))
+    told = machine.handle(ScaleRequested(2.0, {"a": 2}, "", preemptible=True))
     assert [action for action in told if isinstance(action, SendScale)] == [SendScale("a", 1, 2, "", True, 1)]
-    assert not machine.handle(ScaleAsked(3.0, {"a": 2}, "", preemptible=True))
-    machine.handle(ScaleAsked(4.0, {"a": 3}, "its deadline"))
+    assert not machine.handle(ScaleRequested(3.0, {"a": 2}, "", preemptible=True))
+    machine.handle(ScaleRequested(4.0, {"a": 3}, "its deadline"))
     machine.handle(word)
     part = machine.state.partitions[0]
     assert (part.workers, part.preemptible, part.preempted) == (3, False, False), "it was said before the move"
@@ -138,11 +138,11 @@ def test_what_is_left_is_known_once_and_a_late_word_of_it_changes_nothing() -> N
 
 def test_a_report_that_crosses_an_order_is_no_word_of_what_became_of_it() -> None:
     machine = JobMachine(state(4, preemptible=True))
-    machine.handle(ScaleAsked(0.5, {"a": 3}, "a test", preemptible=True))
+    machine.handle(ScaleRequested(0.5, {"a": 3}, "a test", preemptible=True))
     word = Reported(1.0, "a", Report(1, "training", workers=2, preempted=True, scale_order=1))
     machine.handle(word)
     assert (machine.state.partitions[0].workers, machine.state.partitions[0].preempted) == (2, True)
-    machine.handle(ScaleAsked(2.0, {"a": 3}, "more are back", preemptible=True))
+    machine.handle(ScaleRequested(2.0, {"a": 3}, "more are back", preemptible=True))
     machine.handle(word)
     part = machine.state.partitions[0]
     assert (part.workers, part.preempted, part.scale_order) == (3, False, 2)
@@ -155,18 +155,18 @@ def test_fewer_workers_than_asked_for_are_noted_whatever_their_kind_so_that_the_
     preempted: bool,
 ) -> None:
     machine = JobMachine(state(2, preemptible=True))
-    machine.handle(ScaleAsked(1.0, {"a": 4}, "a test"))
+    machine.handle(ScaleRequested(1.0, {"a": 4}, "a test"))
     word = Reported(2.0, "a", Report(1, "training", workers=2, preempted=preempted, scale_order=1))
     kind = "partition.preempted" if preempted else "partition.short"
     assert kind in [getattr(action, "kind", "") for action in machine.handle(word)]
     assert kind not in [getattr(action, "kind", "") for action in machine.handle(word)]
-    told = machine.handle(ScaleAsked(3.0, {"a": 4}, "a test"))
+    told = machine.handle(ScaleRequested(3.0, {"a": 4}, "a test"))
     assert SendScale("a", 1, 4, "a test", False, 2) in told
 
 
 def test_workers_of_one_that_is_done_are_not_missed() -> None:
     machine = JobMachine(state(2, preemptible=True))
-    machine.handle(ScaleAsked(1.0, {"a": 4}, "a test"))
+    machine.handle(ScaleRequested(1.0, {"a": 4}, "a test"))
     machine.handle(Reported(2.0, "a", Report(1, "finished", workers=2, scale_order=1)))
     assert machine.state.partitions[0].workers == 4
 
@@ -216,7 +216,7 @@ def test_by_hand_no_region_is_put_onto_workers_that_others_have(serve_config: Se
             b.report(two, "training", workers=2, ps_address="b.example:9001")
             await b.settled()
             for workers in ({"b": 2}, {"a": 1}):
-                with pytest.raises(GeofedError, match="INADMISSIBLE: region b has 0 workers that stay"):
+                with pytest.raises(GeofedError, match="INADMISSIBLE: region b has 0 regular workers"):
                     await stage.client.scale(one, workers)
             assert [scale.workers for scale in _scales(b, one)] == [2], "it continues as it was"
             for agent in (a, b):

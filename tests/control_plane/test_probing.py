@@ -118,12 +118,17 @@ def test_an_answer_waits_no_longer_than_it_may_and_later_ones_know_more(
         async with staged(replace(serve_config, probe_wait=SOON)) as stage, scales(stage) as agent:
             told = await plan(stage, job_file)
             assert told["estimate"]["model_basis"] == "prior"
-            assert "the task was not probed: that takes longer than 0.3 s; later plans will know" in told["warnings"]
+            assert (
+                "the task was not probed: the probe takes longer than 0.3 s; later plans will use its result"
+                in told["warnings"]
+            )
             command = await agent.command("probe")
             agent.tell_profile(command.id, weight=weight(steps=[], last=False))
             told = await told_so(stage, job_file, '"counted"')
             assert told["estimate"]["basis"] == "prior"
-            assert any("of a has not timed the task's steps: that takes longer" in text for text in told["warnings"])
+            assert any(
+                "of a has not timed the task's steps: the probe is still running" in text for text in told["warnings"]
+            )
             agent.tell_profile(command.id, weight=weight(steps=[], note="TASK_FAILED: loss raised KeyError"))
             await told_so(stage, job_file, "has not timed the task's steps: TASK_FAILED: loss raised KeyError")
             assert asked(agent) == 1
@@ -169,7 +174,7 @@ def test_one_of_several_regions_refuses_nobody(serve_config: ServeConfig, job_fi
             two.tell_profile((await two.command("probe")).id, weight=weight())
             told = await answer
             assert told["estimate"]["model_basis"] == "counted"
-            assert f"where the task was probed before b it failed: a: {LACKS}" in told["warnings"]
+            assert f"the probe in another region failed: a: {LACKS}" in told["warnings"]
             assert (await stage.submit(job_file)).created
             assert (asked(one), asked(two)) == (1, 1)
 
@@ -327,7 +332,7 @@ def test_an_agent_that_goes_away_leaves_what_it_has_told(serve_config: ServeConf
 def test_no_more_tasks_than_so_many_are_probed_at_once(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_probing, "_MOST_AT_ONCE", 2)
+    monkeypatch.setattr(_probing, "_MAX_PROBES", 2)
 
     async def scenario() -> None:
         async with staged(serve_config) as stage, scales(stage) as agent:
@@ -348,7 +353,7 @@ def test_an_agent_that_talks_nonsense_is_not_believed(serve_config: ServeConfig,
             answer = asyncio.create_task(plan(stage, job_file))
             command = await agent.command("probe")
             agent.tell_profile(command.id, weight=weight(model_bytes=2**63))
-            assert "what region a has probed makes no sense" in str((await answer)["warnings"])
+            assert "region a reported an implausible probe" in str((await answer)["warnings"])
 
     run(scenario())
 
@@ -367,7 +372,7 @@ def test_a_number_that_cannot_be_is_left_out_and_the_rest_kept(serve_config: Ser
                 "counted",
                 "prior",
             )
-            assert "some of what region a has probed makes no sense" in str(answered["warnings"])
+            assert "region a reported implausible values" in str(answered["warnings"])
 
     run(scenario())
 
@@ -407,7 +412,7 @@ def test_without_agents_workers_or_code_it_is_planned_as_before(serve_config: Se
             agent.tell_profile(command.id, weight=weight())
             assert (await first).created
             told = await plan(stage, job_file, "task.config.width=9")
-            assert "no region that holds its data has a worker free" in str(told["warnings"])
+            assert "no region that holds its data has a free worker" in str(told["warnings"])
 
     run(scenario())
 

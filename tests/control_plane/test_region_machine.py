@@ -8,19 +8,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from support.budget import budget
 
 from control_plane.core import (
+    ClockJumped,
     Connected,
+    ControlPlaneRestarted,
     Disconnected,
     EndSession,
-    Heard,
-    Overslept,
+    Heartbeat,
+    NotifyJobs,
     RegionEvent,
     RegionLive,
     RegionLost,
     RegionMachine,
     RegionState,
     RegionUnreachable,
-    Reloaded,
-    TellJobs,
     Tick,
     region_state_from_json,
     region_state_to_json,
@@ -55,7 +55,7 @@ class AnyOrder(RuleBasedStateMachine):
         for action in actions:
             if isinstance(action, EndSession):
                 assert action.session == before.session
-            elif isinstance(action, TellJobs):
+            elif isinstance(action, NotifyJobs):
                 names = {RegionLive: "live", RegionUnreachable: "unreachable", RegionLost: "lost"}
                 self.jobs_think = names[type(action.event)]
 
@@ -68,7 +68,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(back=st.integers(0, 1))
     def heard(self, back: int) -> None:
         before = self.machine.state
-        self.tell(Heard(self.at, before.session - back, LEASE))
+        self.tell(Heartbeat(self.at, before.session - back, LEASE))
         if back:
             assert self.machine.state == before, "an earlier session is fenced"
 
@@ -81,12 +81,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def restart_of_the_control_plane(self) -> None:
-        self.tell(Reloaded(self.at, LEASE))
+        self.tell(ControlPlaneRestarted(self.at, LEASE))
 
     @rule()
     def standstill_of_the_control_plane(self) -> None:
         self.at += 1000.0
-        self.tell(Overslept(self.at, LEASE))
+        self.tell(ClockJumped(self.at, LEASE))
         before = self.machine.state.phase
         self.tell(Tick(self.at))
         assert self.machine.state.phase in (before, "unreachable")
@@ -117,7 +117,7 @@ def test_silence_is_seen_before_the_lease_ends() -> None:
     assert machine.handle(Tick(15)) == []
     machine.handle(Tick(16))
     assert machine.state.phase == "unreachable"
-    machine.handle(Heard(20, 1, LEASE))
+    machine.handle(Heartbeat(20, 1, LEASE))
     assert machine.state.phase == "live"
     machine.handle(Tick(36))
     machine.handle(Tick(50))

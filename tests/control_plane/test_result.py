@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.cli._report import result_text
-from control_plane.core import Begun, JobMachine, JobState, Partition, Planned, Report, Reported, Waits
+from control_plane.core import JobMachine, JobState, Partition, Planned, Report, Reported, StartAllowed, StartDelayed
 from control_plane.service.jobs._result import result_of, runs_of
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._planning import plan_json, snapshot_of
@@ -55,9 +55,9 @@ def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
 @pytest.mark.parametrize("waited", [0.0, 30.0])
 def test_a_job_begins_when_it_gets_its_workers(waited: float) -> None:
     machine = JobMachine(replace(ended(0.0, 0.0), phase="queued", finished_at=0.0, partitions=(Partition("r0"),)))
-    machine.handle(Waits(100.0, "for workers in r0"))
+    machine.handle(StartDelayed(100.0, "for workers in r0"))
     machine.handle(Planned(100.0 + waited))
-    machine.handle(Begun(100.0 + waited))
+    machine.handle(StartAllowed(100.0 + waited))
     assert machine.state.begun_at == 100.0 + waited
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from control_plane.core import Report
 from control_plane.service.planning._planning import first_state
-from control_plane.service.planning._routing import FIRST_REST_SECONDS, LOOK_SECONDS, Routing
+from control_plane.service.planning._routing import FIRST_REST_SECONDS, REVIEW_SECONDS, Routing
 from control_plane.service.state._draft import Draft, JobEntry
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow
@@ -111,9 +111,9 @@ def test_good_links_change_nothing(star: Watched) -> None:
 def test_a_link_that_has_become_slow_is_gone_round(star: Watched) -> None:
     star.pass_time(20)
     star.slow_down("a", "b", 1.0)
-    star.pass_time(2 * LOOK_SECONDS)
+    star.pass_time(2 * REVIEW_SECONDS)
     assert not star.told, "it may be over in a moment"
-    star.pass_time(LOOK_SECONDS)
+    star.pass_time(REVIEW_SECONDS)
     ((kind, text, data),) = star.told
     assert kind == "wan.rerouted"
     assert ("a", "b") not in star.pairs
@@ -128,20 +128,20 @@ def test_a_link_that_has_become_slow_is_gone_round(star: Watched) -> None:
 
 def test_a_link_that_is_cut_is_gone_round(star: Watched) -> None:
     star.down |= {("a", "c"), ("c", "a")}
-    star.pass_time(3 * LOOK_SECONDS + 1)
+    star.pass_time(3 * REVIEW_SECONDS + 1)
     ((_, text, data),) = star.told
     assert ("a", "c") not in star.pairs
     assert "a>c is down" in text
-    assert "not for ever" in text
+    assert "instead of forever" in text
     assert '"round_seconds_before": null' in data
 
 
 def test_a_short_disturbance_changes_nothing(star: Watched) -> None:
     for _ in range(20):
         star.slow_down("a", "b", 1.0)
-        star.pass_time(2 * LOOK_SECONDS)
+        star.pass_time(2 * REVIEW_SECONDS)
         star.slow_down("a", "b", FAST)
-        star.pass_time(LOOK_SECONDS)
+        star.pass_time(REVIEW_SECONDS)
     assert not star.told
 
 

@@ -117,7 +117,7 @@ class Life:
         parts = (replace(p, report=report) if p.region == region else p for p in self.state.partitions)
         self.state = replace(self.state, partitions=tuple(parts))
         draft = Draft(self.at, {"j": self.entry}, dict(self.regions))
-        self.allocation.heard(draft, "j")
+        self.allocation.reported(draft, "j")
         self.told += draft.events
 
     def _obey(self, draft: Draft) -> None:
@@ -284,7 +284,7 @@ def test_a_clock_that_is_set_back_and_a_loss_that_is_none_do_no_harm() -> None:
     seen = []
     for round_, at, loss in ((1, 12.0, 0.6), (2, 11.0, 0.59), (3, 13.0, math.nan), (4, 14.0, 0.58)):
         both = _state(a=_report(round_, round_ * 8 * 320, loss), b=_report(round_, round_ * 4 * 160, loss))
-        if (answer := tuning.heard(both, at)) is not None:
+        if (answer := tuning.observe(both, at)) is not None:
             seen.append((answer[0].step, answer[0].at_seconds, answer[0].workers))
     assert seen == [(1, 12.0, 12), (2, 12.0, 12), (4, 14.0, 12)]
 
@@ -392,11 +392,11 @@ def _begun(folder: Path, phase: str, *, paused: bool) -> tuple[Life, dict[str, i
     ("override", "told"),
     [
         ("train.end.goal.atMost=null", "give exactly one of"),
-        ("train.end.goal=null", "needs a loss to reach"),
-        ("train.end.goal={metric: accuracy, atLeast: 0.9}", "needs a loss to reach"),
-        ("wan.exchange=background", "goes with `wan.exchange: synchronous`"),
-        ("wan={policy: asgd}", "goes with `wan.exchange: synchronous`"),
-        ("parallelism={pipeline: {stages: 2}}", "the stages of a pipeline are not given up"),
+        ("train.end.goal=null", "requires a loss to reach"),
+        ("train.end.goal={metric: accuracy, atLeast: 0.9}", "requires a loss to reach"),
+        ("wan.exchange=background", "requires `wan.exchange: synchronous`"),
+        ("wan={policy: asgd}", "requires `wan.exchange: synchronous`"),
+        ("parallelism={pipeline: {stages: 2}}", "cannot be used with a pipeline"),
         ("train.scaling=auto", "must be 'fixed', 'tuned' or 'mlless'"),
     ],
 )

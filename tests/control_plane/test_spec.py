@@ -85,24 +85,24 @@ function: {slice: 11m}
     ("change", "told"),
     [
         (("batch: 10", "batch: '10'"), "F:6:16: `train.batch`: input should be a valid integer"),
-        (("batch: 10", "batch: 10, batch: 11"), "F:6:20: key `batch` stands here a second time; first in line 6"),
-        (("interval: 2", "interval: 0"), "F:7:17: `wan.interval`: write `auto` or a whole number from 1 on"),
+        (("batch: 10", "batch: 10, batch: 11"), "F:6:20: duplicate key `batch`; first used in line 6"),
+        (("interval: 2", "interval: 0"), "F:7:17: `wan.interval`: must be `auto` or a positive integer"),
         (
             ("batch: 10", "batch: 10, workers: {a: 0}"),
-            "F:6:29: `train.workers`: write `auto`, a whole number from 1 on, or such",
+            "F:6:29: `train.workers`: must be `auto`, a positive integer, or",
         ),
         (
             (
                 "batch: 10, end: {steps: 4}}\nwan: {interval: 2}",
                 "batch: 9, balance: speed, end: {steps: 4}}\nwan: {interval: 1}",
             ),
-            "F:1:1: `train.balance: speed` needs rounds of several steps",
+            "F:1:1: `train.balance: speed` requires rounds of several steps",
         ),
-        (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: write a duration like 30s, 10m or 1h30m"),
-        (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is no duration"),
+        (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: must be a duration like 30s, 10m or 1h30m"),
+        (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is not a valid duration"),
         (("{width: 8}", "{width: .nan}"), "F:4:33: `task.config`: numbers must be finite"),
-        (("{width: 8}", "&a {width: *a}"), "F:4:33: aliases (`*name`) are not taken"),
-        (("{width: 8}", "!!python/object:os.system {}"), "F:4:33: tags are not taken"),
+        (("{width: 8}", "&a {width: *a}"), "F:4:33: aliases (`*name`) are not supported"),
+        (("{width: 8}", "!!python/object:os.system {}"), "F:4:33: tags are not supported"),
         (("kind:", "kind"), "F:3:1: could not find expected"),
         (("geofed/v1", "geofed/v2"), "F:1:13: `apiVersion` must be 'geofed/v1', not 'geofed/v2'; did you mean"),
     ],
@@ -116,7 +116,7 @@ def test_overrides_are_told_as_such(job_file: Path) -> None:
         "--set regions.usee=[a]: unknown key `usee` in regions; did you mean `use`?"
     ]
     assert errors_of(job_file, JOB, "nothing") == ["--set nothing: write it as key.key=value"]
-    assert errors_of(job_file, JOB, "kind.x=1") == ["--set kind.x=1: kind holds no keys"]
+    assert errors_of(job_file, JOB, "kind.x=1") == ["--set kind.x=1: kind has no keys"]
 
 
 def test_codecs_of_merges_go_with_collectives(job_file: Path) -> None:
@@ -125,13 +125,13 @@ def test_codecs_of_merges_go_with_collectives(job_file: Path) -> None:
             loaded = load(job_file, [f"collective={collective}", f"merge.codec={codec}"])
             assert to_demand(loaded.spec, "j", NOW).merging_codec == codec
     (told,) = errors_of(job_file, JOB, "collective=isp", "merge.codec=int8")
-    assert "`merge.codec: int8` does not go with `collective: isp`; `fp8` has eight bits as well" in told
+    assert "`merge.codec: int8` cannot be used with `collective: isp`; `fp8` has eight bits, too" in told
 
 
 def test_a_section_is_a_mapping(job_file: Path) -> None:
     told = {
-        "train.initialModel=digits-1": "`train.initialModel` must be a mapping; it takes job",
-        "train.end=[4]": "`train.end` must be a mapping; it takes epochs, steps, goal",
+        "train.initialModel=digits-1": "`train.initialModel` must be a mapping with the keys job",
+        "train.end=[4]": "`train.end` must be a mapping with the keys epochs, steps, goal",
         "task.config=3": "`task.config` must be a mapping",
     }
     for setting, text in told.items():
@@ -147,9 +147,9 @@ def test_deadlines_are_durations_or_times(job_file: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("metadata.name=2026", "`metadata.name` must be text, and 2026 is a number: put it in quotes"),
-        ("metadata.labels={version: 1.5}", "`metadata.labels.version` must be text, and 1.5 is a number"),
-        ("metadata.labels={on: true}", "`metadata.labels.on` must be text, and True is a truth value"),
+        ("metadata.name=2026", "`metadata.name` must be a string, but 2026 is a number: put it in quotes"),
+        ("metadata.labels={version: 1.5}", "`metadata.labels.version` must be a string, but 1.5 is a number"),
+        ("metadata.labels={on: true}", "`metadata.labels.on` must be a string, but True is a boolean"),
     ],
 )
 def test_what_is_no_text_is_told_to_be_put_in_quotes(job_file: Path, setting: str, says: str) -> None:
@@ -158,6 +158,23 @@ def test_what_is_no_text_is_told_to_be_put_in_quotes(job_file: Path, setting: st
 
 def test_dates_are_text(job_file: Path) -> None:
     assert load(job_file, ["metadata.labels={as: 2026-11-05}"]).spec.metadata.labels == {"as": "2026-11-05"}
+
+
+def test_minimize_is_another_spelling_of_minimise(job_file: Path) -> None:
+    loaded = load(job_file, ["objective.minimise=time"])
+    assert load(job_file, ["objective.minimize=time"]).json == loaded.json
+    job_file.write_text(JOB + "objective: {minimize: time}\n")
+    assert load(job_file).json == loaded.json
+    assert '"minimize"' not in loaded.json
+    assert load(job_file, ["objective.minimise=cost"]).spec.objective.minimise == "cost"
+    assert parse_json(loaded.json.replace('"minimise"', '"minimize"')) == loaded.spec
+    last = len(JOB.splitlines()) + 1
+    (told,) = errors_of(job_file, JOB + "objective: {minimize: money}\n")
+    assert told.startswith(f"F:{last}:23: `objective.minimise` must be 'cost' or 'time'")
+    (told,) = errors_of(job_file, JOB + "objective: {minimize: time, minimise: time}\n")
+    assert "give only one of `minimise` and `minimize`" in told
+    properties = json_schema()["$defs"]["Objective"]["properties"]
+    assert properties["minimize"]["enum"] == properties["minimise"]["enum"]
 
 
 def test_workers_are_stated_once_or_by_region(job_file: Path) -> None:

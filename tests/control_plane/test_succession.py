@@ -95,7 +95,7 @@ def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeCo
                 job = (await submitted(client, job_file, "r1", *wanted)).id
                 await train(job, a, b)
                 await rounds(job, (a, b), 5)
-                await refused(client.replan(job), "INADMISSIBLE", "in the same regions again")
+                await refused(client.replan(job), "INADMISSIBLE", "in the same regions, so")
                 c = await come(stage, "c")
                 ended_by = await client.replan(job, "c is here")
                 assert "over a, b, c: c is here" in ended_by.condition
@@ -137,7 +137,7 @@ def test_a_crash_between_the_two_loses_neither(
 
     async def scenario() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(Succession, "_go_on", nothing)
+            patch.setattr(Succession, "_create_successor", nothing)
             async with staged(serve_config) as stage:
                 a, b = await bring_up(stage)
                 job = (await stage.submit(job_file, overrides=LONG)).job.id
@@ -148,10 +148,10 @@ def test_a_crash_between_the_two_loses_neither(
                 await end_early(job, (a, b), 5)
                 waits = await stage.client.job(job)
                 assert (waits.state, waits.successor) == ("finishing", "")
-                assert "continues with its model to be planned" in waits.condition
+                assert "plan of the job that continues its model" in waits.condition
                 await close(a, b, c)
         # What it was to continue in is not there any more: so long that is waited for.
-        monkeypatch.setattr(_succession, "_BACK_SECONDS", 0.2)
+        monkeypatch.setattr(_succession, "_RECONNECT_SECONDS", 0.2)
         async with staged(serve_config) as stage:
             first = await ended(stage, job)
             assert first.state == "succeeded"
@@ -163,7 +163,7 @@ def test_a_crash_between_the_two_loses_neither(
 
 @pytest.mark.parametrize(
     ("usd", "count", "why", "code"),
-    [(5.0, 5, "the budget of", None), (0.25, 20, "nothing is left to train", "ILLEGAL_STATE")],
+    [(5.0, 5, "the budget of", None), (0.25, 20, "has nothing left to train", "ILLEGAL_STATE")],
 )
 def test_where_nothing_is_left_there_is_no_other(
     serve_config: ServeConfig, job_file: Path, usd: float, count: int, why: str, code: str | None
@@ -203,7 +203,7 @@ def test_nothing_waits_for_a_region_that_has_left_meanwhile(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(_succession, "_BACK_SECONDS", 0.2)
+        monkeypatch.setattr(_succession, "_RECONNECT_SECONDS", 0.2)
         async with staged(replace(serve_config, lease=timedelta(hours=1))) as stage:
             a, b = await bring_up(stage)
             job = (await stage.submit(job_file, overrides=LONG)).job.id
@@ -225,7 +225,7 @@ def test_nothing_waits_for_a_region_that_has_left_meanwhile(
                 agent.report(after.id, "ready", ps_address=f"{agent.region}.example:9000")
                 agent.report(after.id, "training")
             await rounds(after.id, (a, b), 5)
-            await refused(stage.client.replan(after.id), "INADMISSIBLE", "in the same regions again")
+            await refused(stage.client.replan(after.id), "INADMISSIBLE", "in the same regions, so")
             c = await come(stage, "c")
             await stage.client.replan(after.id)
             await close(a, b, c)
@@ -237,7 +237,7 @@ def test_a_region_that_comes_back_in_a_moment_is_waited_for(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(_succession, "_BACK_SECONDS", 60.0)
+        monkeypatch.setattr(_succession, "_RECONNECT_SECONDS", 60.0)
         async with staged(replace(serve_config, lease=timedelta(hours=1))) as stage:
             a, b = await bring_up(stage)
             job = (await stage.submit(job_file, overrides=LONG)).job.id
@@ -280,7 +280,7 @@ def test_a_user_who_wants_a_job_ended_gets_no_other(serve_config: ServeConfig, j
             c = await come(stage, "c")
             await rounds(job, (a, b), 5)
             await stage.client.replan(job)
-            assert "a user asked for it: enough" in (await stage.client.finish(job, "enough")).condition
+            assert "requested by a user: enough" in (await stage.client.finish(job, "enough")).condition
             await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already")
             await end_early(job, (a, b), 6)
             first = await ended(stage, job)
@@ -325,13 +325,13 @@ def test_what_is_planned_anew_must_run_and_be_ones_own(serve_config: ServeConfig
             bob = (await stage.client.add_user("bob")).token
             job = (await stage.submit(job_file, overrides=LONG)).job.id
             await refused(stage.client.replan("nobody"), "JOB_NOT_FOUND")
-            await refused(stage.client.replan(job), "ILLEGAL_STATE", "does not run")
+            await refused(stage.client.replan(job), "ILLEGAL_STATE", "is not running")
             await train(job, a, b)
             await rounds(job, (a, b), 5)
             async with as_user(stage, bob) as client:
                 await refused(client.replan(job), "FORBIDDEN")
             await stage.client.finish(job)
-            await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already: a user asked for it")
+            await refused(stage.client.replan(job), "ILLEGAL_STATE", "is ending already: requested by a user")
             await close(a, b)
 
     run(scenario())
@@ -341,7 +341,7 @@ def test_a_job_takes_up_a_region_by_itself_where_its_file_says_so(
     serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        monkeypatch.setattr(_succession, "_SETTLED_SECONDS", 0.0)
+        monkeypatch.setattr(_succession, "_STABLE_SECONDS", 0.0)
         wanted = ("train.end.steps=40000", "train.workers=1")
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
@@ -361,7 +361,7 @@ def test_a_job_takes_up_a_region_by_itself_where_its_file_says_so(
             assert (told.job, told.finish) == (job, True)
             data = await data_of(stage, job, "job.replanning")
             assert data == {
-                "regions": ["a", "b"], "wanted": ["a", "b", "c"], "reason": "c can bring data in", "by_itself": True,
+                "regions": ["a", "b"], "wanted": ["a", "b", "c"], "reason": "c adds data", "by_itself": True,
             }  # fmt: skip
             assert (await stage.client.job(quiet)).condition == ""
             await close(a, b, c)
@@ -398,7 +398,7 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
     assert all(getattr(rest, name) == getattr(job.spec, name) for name in kept)
     # One that was taken without a promise continues without one.
     assert rest_of(job).objective.deadline is None
-    with pytest.raises(GeofedError, match="nothing is left to train"):
+    with pytest.raises(GeofedError, match="has nothing left to train"):
         rest_of(running(tmp_path, "train.end={steps: 195}", done=20))
     with pytest.raises(GeofedError, match="budget of j is spent"):
         rest_of(running(tmp_path, "objective.budget=1", done=5))
@@ -418,7 +418,7 @@ def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: 
         parts = tuple(replace(part, report=Report(1, "training", round=done)) for part in job.state.partitions)
         job = replace(job, state=replace(job.state, partitions=parts))
         if total - done * 10 <= 0:
-            with pytest.raises(GeofedError, match="nothing is left"):
+            with pytest.raises(GeofedError, match="has nothing left"):
                 rest_of(job)
             return
         job = replace(job, spec=rest_of(job))
@@ -433,7 +433,7 @@ def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: 
     ("change", "why"),
     [
         ({}, ""),
-        ({"regions": ("a", "b", "c")}, "c can bring data in"),
+        ({"regions": ("a", "b", "c")}, "c adds data"),
         ({"regions": ("a", "b", "c"), "begun_at": 0.0}, ""),  # its start alone takes a tenth of what is left
         ({"seconds": 60.0, "minimise": "time"}, "it ends 53% sooner"),
         ({"seconds": 130.0, "minimise": "time"}, ""),
@@ -467,12 +467,12 @@ def test_when_it_pays_to_take_a_region_up(tmp_path: Path, change: dict[str, Any]
 def test_a_pause_makes_no_pace(took: list[float], paused: int, seconds: float, new: bool) -> None:
     """Nor does a look between two rounds, or what had been done before anybody looked."""
     pace, at, done = Pace(1000.0 if new else None), 1000.0, 0 if new else 500
-    pace.heard(done, at)
+    pace.record(done, at)
     for index, each in enumerate(took):
         at += each / 2
-        pace.heard(done, at)
+        pace.record(done, at)
         at, done = at + each / 2 + seconds * (index == paused), done + 1
-        pace.heard(done, at)
+        pace.record(done, at)
         known = index + 1 if new else index
         assert (pace.round_seconds is not None) == (known >= 3)
         if pace.round_seconds is not None:
@@ -481,9 +481,9 @@ def test_a_pause_makes_no_pace(took: list[float], paused: int, seconds: float, n
 
 def test_rounds_that_are_heard_of_at_once_do_not_outweigh_those_that_come_one_by_one() -> None:
     pace = Pace(None)
-    pace.heard(500, 0.0)
-    pace.heard(501, 1.0)
-    pace.heard(900, 1.5)
+    pace.record(500, 0.0)
+    pace.record(501, 1.0)
+    pace.record(900, 1.5)
     for n in range(1, 5):
-        pace.heard(900 + n, 1.5 + 10.0 * n)
+        pace.record(900 + n, 1.5 + 10.0 * n)
     assert pace.round_seconds == pytest.approx(10.0)

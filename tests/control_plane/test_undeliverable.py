@@ -95,7 +95,7 @@ def test_a_report_that_cannot_be_stored_is_passed_over(
             assert "gateway.restarted" in [event.kind for event in events]
             told = [event.text for event in events if event.kind == "message.undeliverable"]
             assert len(told) == bool(code)
-            assert all(f"is set aside: {code}: " in text for text in told)
+            assert all(f"is skipped: {code}: " in text for text in told)
             assert all("\0" not in event.text + event.kind + event.job for event in events)
             await _next_job_succeeds(stage, job_file, a, b, "r1")
 
@@ -128,7 +128,7 @@ def test_a_stored_command_that_cannot_be_sent_fails_its_job_alone(
             await _stopped(job, a, b)
             ended = await stage.client.job(job)
             assert (ended.state, ended.error.code) == ("failed", "FRAME_INVALID" if payload else "LIMIT_EXCEEDED")
-            assert "of region a is set aside" in ended.error.message
+            assert "of region a is skipped" in ended.error.message
             await _next_job_succeeds(stage, job_file, a, b, "r2")
 
     run(scenario())

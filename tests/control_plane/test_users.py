@@ -57,9 +57,9 @@ def test_users_come_and_go_and_their_tokens_are_not_kept(serve_config: ServeConf
             told = await stage.client.add_user("ann", 4)
             assert (told.user.name, told.user.promised_workers) == ("ann", 4)
             bob = (await stage.client.add_user("bob")).token
-            await refused(stage.client.add_user("ann"), "ILLEGAL_STATE", "a user ann already")
+            await refused(stage.client.add_user("ann"), "ILLEGAL_STATE", "user ann exists already")
             for name in ("operator", "Ann", "", "-a"):
-                await refused(stage.client.add_user(name), "CONFIG_INVALID", "cannot be the name of a user")
+                await refused(stage.client.add_user(name), "CONFIG_INVALID", "is not a valid user name")
             async with as_user(stage, told.token) as ann:
                 assert [user.name for user in await ann.users()] == ["ann"]
                 await refused(ann.add_user("eve"), "FORBIDDEN")
@@ -97,9 +97,9 @@ def test_a_job_is_its_users_and_others_may_only_look(serve_config: ServeConfig, 
                 job = await submitted(ann, job_file, "r1")
                 assert (job.user, (await bob.job(job.id)).user) == ("ann", "ann")
                 assert (await submitted(ann, job_file, "r1")).id == job.id
-                await refused(submitted(bob, job_file, "r1"), "REQUEST_CONFLICT", "of another user")
+                await refused(submitted(bob, job_file, "r1"), "REQUEST_CONFLICT", "by another user")
                 await train(job.id, a, b)
-                await refused(bob.cancel(job.id), "FORBIDDEN", f"{job.id} is the job of ann; bob may only look at it")
+                await refused(bob.cancel(job.id), "FORBIDDEN", f"{job.id} is the job of ann; bob may only read it")
                 await refused(bob.scale(job.id, {"a": 2}), "FORBIDDEN")
                 await refused(bob.cancel(job.name), "FORBIDDEN")
                 await ann.scale(job.id, {"a": 2})
@@ -153,7 +153,7 @@ def test_a_quota_bounds_what_is_promised_over_all_regions_and_restarts(
             async with as_user(stage, token) as ann:
                 held = await submitted(ann, job_file, "r1", ONE, "train.end={epochs: 900}", "objective.deadline=3h")
                 told = await refused(
-                    submitted(ann, job_file, "r2", ONE, SOON), "QUOTA_EXCEEDED", "more than 2 workers at once"
+                    submitted(ann, job_file, "r2", ONE, SOON), "QUOTA_EXCEEDED", "exceed the quota of 2 workers"
                 )
                 assert (await stage.client.users())[0].promised_now == 2
         async with staged(serve_config) as stage:
@@ -188,7 +188,7 @@ def test_a_quota_bounds_what_is_promised_over_all_regions_and_restarts(
             await stage.client.change_user("ann", 1)
             async with as_user(stage, token) as ann:
                 none = await refused(submitted(ann, job_file, "r8", ONE, SOON), "QUOTA_EXCEEDED")
-                assert "it takes 2 workers at least" in str(none.hint)
+                assert "the job needs at least 2 workers" in str(none.hint)
             for agent in (a, b):
                 await agent.close()
 
@@ -213,7 +213,7 @@ def test_whose_jobs_have_had_less_comes_first_in_line(serve_config: ServeConfig,
                 await a.settled()
                 early = await submitted(ann, job_file, "r2", "train.workers=2", "train.seed=2")
                 late = await submitted(bob, job_file, "r3", "train.workers=2", "train.seed=3")
-                assert late.condition == f"waiting: for workers in a, b, behind {had.id}"
+                assert late.condition == f"waiting for workers in a, b, behind {had.id}"
 
                 async def told() -> bool:
                     condition = (await ann.job(early.id)).condition

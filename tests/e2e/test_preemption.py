@@ -84,6 +84,6 @@ def test_a_job_with_a_deadline_trains_on_workers_that_are_taken_away_and_keeps_i
     assert halves < lost
     assert lost - halves <= {(region, 1, 0) for region in REGIONS}
     why = [event["data"]["reason"] for event in events if event["kind"] == "partition.scaling"]
-    assert "preemptible workers were taken away" in why
+    assert "preemptible workers were preempted" in why
     assert usd(ended, "preemptible-function-seconds") > 0
     assert usd(ended, "function-seconds") > 0

@@ -48,7 +48,7 @@ def _finished(running: Running, job: str) -> dict[str, Any]:
     running.federation.control_plane("finish", job, "--reason", "all is seen")
     ended = running.wait_end(job)
     check_succeeded(ended)
-    assert ended["result"]["ended_early"] == "a user asked for it: all is seen"
+    assert ended["result"]["ended_early"] == "requested by a user: all is seen"
     assert _samples(ended) == _expected(ended)
     return ended
 
@@ -170,7 +170,7 @@ def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(runni
     assert told["job.deadline"]["data"]["kept"]
     _finished(running, first)
     reasons = [event["data"]["reason"] for event in _scaled(running, first)]
-    assert f"makes room for {second}" in reasons
+    assert f"workers are needed by {second}" in reasons
 
 
 def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running: Running) -> None:
@@ -182,5 +182,5 @@ def test_a_job_pauses_for_one_with_a_deadline_and_both_come_to_their_end(running
     eventually(lambda: len(_scaled(running, first)) >= 2 * len(PAIR), "the first one continues")
     _finished(running, first)
     reasons = [event["data"]["reason"] for event in _scaled(running, first)]
-    assert f"gives way to {second}" in reasons
-    assert "there is room again" in reasons
+    assert f"paused in favour of {second}" in reasons
+    assert "workers are free again" in reasons

@@ -48,7 +48,7 @@ def test_whoever_is_killed_the_job_goes_on(running: Running, exchange: str) -> N
     running.federation.control_plane("finish", job, "--reason", "good enough")
     ended = running.wait_end(job)
     check_succeeded(ended)
-    assert ended["result"]["ended_early"] == "a user asked for it: good enough"
+    assert ended["result"]["ended_early"] == "requested by a user: good enough"
     rounds = {part["region"]: part["round"] for part in ended["partitions"]}
     assert max(rounds.values()) < ended["plan"]["rounds"], rounds
 

@@ -1,1 +1,1 @@
-"""The verbs of `control-plane`."""
+"""The subcommands of `control-plane`."""

@@ -1,4 +1,4 @@
-"""`catalogue regions`, `prices`, `shards` and `import`: what clouds say of themselves, for a region's file."""
+"""`catalogue regions`, `prices`, `shards` and `import`: query clouds for the prices of a region file, and for data."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ from control_plane.cli._settings import Format
 from control_plane.clouds import CLOUDS, Price, Purchase, RegionPrices, StorePrices
 from geofed_pb.errors import GeofedError
 
-app = typer.Typer(name="catalogue", help="What clouds cost, and which shards they hold.", no_args_is_help=True)
+app = typer.Typer(
+    name="catalogue", help="Cloud regions, their prices, and shards in object stores.", no_args_is_help=True
+)
 
 _KEYS = ("functionUsdPerGbSecond", "functionUsdPerRequest", "serverUsdPerHour", "egressUsdPerGb")
-"""Of `prices` in a region's file, in its order."""
+"""Keys of `prices` in a region file, in the file's order."""
 Cloud = Annotated[str, typer.Option("--cloud", help=f"One of {', '.join(CLOUDS)}.", show_default=False)]
-RegionOfCloud = Annotated[str, typer.Option("--region", help="As the cloud names it.", show_default=False)]
+RegionOfCloud = Annotated[str, typer.Option("--region", help="Region, by the cloud's name for it.", show_default=False)]
 MachineType = Annotated[
-    str, typer.Option("--type", help="Of the parameter server's machine, as the cloud names it.", show_default=False)
+    str,
+    typer.Option(
+        "--type", help="Machine type of the parameter server, by the cloud's name for it.", show_default=False
+    ),
 ]
-Bought = Annotated[Purchase, typer.Option("--purchase", help="On what terms the machine is had.")]
-Profile = Annotated[str | None, typer.Option(help="Of the SDK's configuration; aws only.")]
-Endpoint = Annotated[str | None, typer.Option("--endpoint-url", help="Ask there and not at the public address.")]
+Bought = Annotated[Purchase, typer.Option("--purchase", help="How the machine is bought.")]
+Profile = Annotated[str | None, typer.Option(help="Profile in the AWS configuration; aws only.")]
+Endpoint = Annotated[str | None, typer.Option("--endpoint-url", help="API endpoint to use instead of the public one.")]
 UsdPerCny = Annotated[
     float | None,
-    typer.Option("--usd-per-cny", help="The Tencent account is of mainland China's site, which quotes CNY; the rate."),
+    typer.Option(
+        "--usd-per-cny", help="Exchange rate for Tencent accounts of mainland China, whose prices are in CNY."
+    ),
 ]
 
 
@@ -58,14 +65,18 @@ def prices(
     purchase: Bought = Purchase.ON_DEMAND,
     egress_to: Annotated[
         list[str] | None,
-        typer.Option("--egress-to", metavar="NAME=REGION", help="Also egress to a region of the cloud, here NAME."),
+        typer.Option(
+            "--egress-to",
+            metavar="NAME=REGION",
+            help="Also the egress price to REGION, for the region NAME of the federation.",
+        ),
     ] = None,
     profile: Profile = None,
     endpoint_url: Endpoint = None,
     usd_per_cny: UsdPerCny = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Ask a cloud for a region's prices, as the region's file has them."""
+    """Query a cloud for a region's prices; print them as a block for the region file."""
     from control_plane.clouds import open_cloud, region_prices
 
     destinations = dict(_pair(text) for text in egress_to or ())
@@ -76,14 +87,16 @@ def prices(
 @app.command("import")
 def import_prices(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="CSV; see docs/catalogue.md.", show_default=False)],
-    cloud: Annotated[str, typer.Option("--cloud", help="As the file has it.", show_default=False)],
+    cloud: Annotated[str, typer.Option("--cloud", help="Cloud, as named in the file.", show_default=False)],
     region: RegionOfCloud,
     machine_type: MachineType,
-    as_of: Annotated[str, typer.Option("--as-of", metavar="DATE", help="Of the file's prices.", show_default=False)],
+    as_of: Annotated[
+        str, typer.Option("--as-of", metavar="DATE", help="Date of the file's prices.", show_default=False)
+    ],
     purchase: Bought = Purchase.ON_DEMAND,
     output: Output = Format.TABLE,
 ) -> None:
-    """Take a region's prices from a price file, as the region's file has them."""
+    """Read a region's prices from a price file; print them as a block for the region file."""
     from control_plane.clouds import open_price_file, region_prices
 
     _emit_prices(region_prices(open_price_file(file, cloud, as_of), region, machine_type, purchase))
@@ -91,9 +104,11 @@ def import_prices(
 
 @app.command()
 def shards(
-    uri: Annotated[str, typer.Argument(metavar="s3://BUCKET/PREFIX", help="Where they lie.", show_default=False)],
+    uri: Annotated[
+        str, typer.Argument(metavar="s3://BUCKET/PREFIX", help="Bucket and prefix of the shards.", show_default=False)
+    ],
     cloud: Annotated[str, typer.Option("--cloud", help="aws, or tencent for COS.")] = "aws",
-    region: Annotated[str | None, typer.Option("--region", help="Of the bucket; COS must be told.")] = None,
+    region: Annotated[str | None, typer.Option("--region", help="Region of the bucket; required for tencent.")] = None,
     profile: Profile = None,
     endpoint_url: Endpoint = None,
     output: Output = Format.TABLE,
@@ -104,10 +119,10 @@ def shards(
     scheme, _, rest = uri.partition("://")
     bucket, _, prefix = rest.partition("/")
     if scheme != "s3" or not bucket:
-        raise GeofedError("USAGE", f"{uri!r} is no address of shards", hint="write it like s3://bucket/prefix")
+        raise GeofedError("USAGE", f"{uri!r} is not an S3 address", hint="write it like s3://bucket/prefix")
     found = open_cloud(cloud, region=region, profile=profile, endpoint_url=endpoint_url).shards(bucket, prefix)
     if not found.shards:
-        raise GeofedError("SHARD_UNREADABLE", f"there is nothing under {uri}", hint="check the bucket and the prefix")
+        raise GeofedError("SHARD_UNREADABLE", f"no objects found under {uri}", hint="check the bucket and the prefix")
     data = {
         "uri": uri,
         "region": found.region,
@@ -122,14 +137,16 @@ def shards(
 def _pair(text: str) -> tuple[str, str]:
     name, sign, place = text.partition("=")
     if not (name and sign and place):
-        raise GeofedError("USAGE", f"--egress-to {text!r}: not a pair", hint="write it like virginia=us-east-1")
+        raise GeofedError(
+            "USAGE", f"--egress-to {text!r} is not of the form NAME=REGION", hint="write it like virginia=us-east-1"
+        )
     return name, place
 
 
 def _emit_prices(found: RegionPrices) -> None:
     emit(_prices_view(found), table=lambda _: _block(found), name=lambda view: f"{view['region']}/{view['type']}")
     if found.unknown:
-        say(f"not told, and to be stated before the region takes part: {', '.join(found.unknown)}")
+        say(f"unknown prices, to be added before the region can join: {', '.join(found.unknown)}")
         for why in dict.fromkeys(str(error.message) for error in found.unknown.values()):
             say(f"  {why}")
 
@@ -164,36 +181,36 @@ def _store_view(store: StorePrices) -> Data:
 
 
 def _origin(price: Price) -> Data:
-    told = price.provenance
+    provenance = price.provenance
     return {
         "usd": price.usd,
         "unit": price.unit.value,
-        "source": told.source,
-        "as_of": told.as_of,
-        "confidence": told.confidence.value,
+        "source": provenance.source,
+        "as_of": provenance.as_of,
+        "confidence": provenance.confidence.value,
     }
 
 
 def _block(found: RegionPrices) -> str:
-    """The block for the region's file; a price that is missing is missing there too, so that the file is refused."""
+    """Format `prices` for a region file. Unknown prices are left out, so that an incomplete file is refused."""
     known = found.known
     lines = ["prices:", f"  source: {_quoted(found.source)}", f"  asOf: {_quoted(found.as_of)}"]
     for key in _KEYS:
         if key in known:
-            told = known[key].provenance
+            provenance = known[key].provenance
             value = f"  {key}: {_plain(known[key])}"
-            lines.append(f"{value:<44}  # {told.confidence}, {told.as_of}: {told.source}")
+            lines.append(f"{value:<44}  # {provenance.confidence}, {provenance.as_of}: {provenance.source}")
         else:
-            lines.append(f"  # {key}: not told")
+            lines.append(f"  # {key}: unknown")
     elsewhere = {name: price for name, price in found.egress_to.items() if isinstance(price, Price)}
     if elsewhere:
         lines.append("  egressTo:")
         lines += [f"    {_quoted(name)}: {_plain(price)}" for name, price in elsewhere.items()]
-    lines += [f"  # egressTo.{name}: not told" for name in found.egress_to if name not in elsewhere]
+    lines += [f"  # egressTo.{name}: unknown" for name in found.egress_to if name not in elsewhere]
     if isinstance(found.store, StorePrices):
         view, store = _store_view(found.store), found.store
         lines += [
-            "# and for `channel`, where it is a bucket in this region:",
+            "# and for `channel`, if it is a bucket in this region:",
             "#   prices:",
             f"#     source: {_quoted(str(view['source']))}",
             f"#     asOf: {_quoted(str(view['asOf']))}",
@@ -204,7 +221,7 @@ def _block(found: RegionPrices) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of YAML; without quotes a date would be read as something else."""
+    """Quote a YAML string, since YAML would parse an unquoted date as a date."""
     return json.dumps(text, ensure_ascii=False)
 
 

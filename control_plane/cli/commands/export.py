@@ -1,4 +1,4 @@
-"""`export`: the model of a job, verified, with its manifest."""
+"""`export`: write the model of a job, verified, with a manifest."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
 _ATTEMPTS = 20
+"""Number of download attempts over lost connections."""
 _RETRY_SECONDS = 0.5
+"""Pause between two attempts."""
 
 
 def export(
     job: JobArgument,
     output_file: Annotated[
         Path | None,
-        typer.Option("--output-file", metavar="FILE", help="Where to; default: JOB.safetensors.", show_default=False),
+        typer.Option(
+            "--output-file", metavar="FILE", help="File to write; default: JOB.safetensors.", show_default=False
+        ),
     ] = None,
     yes: Yes = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Write a job's model as safetensors, with a manifest of where it comes from beside it."""
+    """Write a job's model as safetensors, and a manifest next to it."""
 
     async def fetch(client: ControlClient) -> Data:
         view = job_view(await client.job(job))
@@ -43,22 +47,22 @@ def export(
             raise _no_model(view)
         target = output_file or Path(f"{view['id']}.safetensors")
         if target.is_file() and not _holds(target, view["result"]["model"]["digest"]):
-            confirm(f"Write over {target}?", yes=yes)
+            confirm(f"Overwrite {target}?", yes=yes)
         await _download(client, view, target)
         return _with_manifest(view, target)
 
-    emit(ask_control_plane(context, fetch), table=_told, name=lambda data: str(data["file"]))
+    emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
 
 
 def _no_model(view: Data) -> GeofedError:
     job, state = view["id"], view["state"]
-    comes = state not in (*ENDED, "cancelling")
-    hint = "wait for it to succeed" if comes else f"`control-plane events {job}` shows what happened"
+    pending = state not in (*ENDED, "cancelling")
+    hint = "wait for it to succeed" if pending else f"`control-plane events {job}` shows what happened"
     return GeofedError("MODEL_NOT_FOUND", f"job {job} {standing_text(state)}; it has no model", hint=hint)
 
 
 def _holds(path: Path, digest: str) -> bool:
-    """True where the file is this very model: writing over it loses nothing."""
+    """Whether the file already is this model, so that overwriting it loses nothing."""
     import hashlib
 
     try:
@@ -69,13 +73,16 @@ def _holds(path: Path, digest: str) -> bool:
 
 
 async def _download(client: ControlClient, view: Data, target: Path) -> None:
-    """Write the model, or nothing. A broken connection is taken up where it broke."""
+    """Write the complete model, or nothing. After a lost connection, resume at the last byte.
+
+    Raises ``GeofedError("DIGEST_MISMATCH")`` if the bytes are not those of the job's model.
+    """
     import asyncio
     import hashlib
 
     expected, digest, have = view["result"]["model"], hashlib.sha256(), 0
     plain = target.is_file() or not target.exists()
-    # A device cannot be replaced by a file.
+    # A device such as /dev/stdout cannot be replaced by a file, so it is written directly.
     draft = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
     try:
         with draft.open("wb") as file:
@@ -107,7 +114,7 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
 
 
 def _with_manifest(view: Data, target: Path) -> Data:
-    """Write what is known of the model beside it; returns the answer of the command."""
+    """Write the manifest next to the model; return the result of the command."""
     result = view["result"]
     manifest = {
         "apiVersion": "geofed/v1",
@@ -132,5 +139,5 @@ def _with_manifest(view: Data, target: Path) -> Data:
     return {"job": view["id"], "file": str(target), "manifest": str(path), **result["model"]}
 
 
-def _told(data: Data) -> str:
+def _exported_text(data: Data) -> str:
     return fields([("model", data["file"]), ("digest", data["digest"]), ("manifest", data["manifest"])])

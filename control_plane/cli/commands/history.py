@@ -1,4 +1,4 @@
-"""`events` and `logs`: what has happened, and what was written, in order."""
+"""`events` and `logs`: show the events and the log lines of a job, in order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Stream = Callable[[ControlClient, Outage], AsyncIterator[Data]]
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")]
-After = Annotated[int, typer.Option("--after", metavar="CURSOR", help="Only what came after this one.", min=0)]
+After = Annotated[int, typer.Option("--after", metavar="CURSOR", help="Only entries after this cursor.", min=0)]
 
 
 def events(
@@ -36,8 +36,8 @@ def events(
     """Show the events of a job."""
 
     async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
-        async for event in client.watch(job, cursor=after, follow=follow, on_break=outage.broke):
-            outage.over()
+        async for event in client.watch(job, cursor=after, follow=follow, on_break=outage.call_failed):
+            outage.call_succeeded()
             yield event_view(event)
 
     _show(context, stream, _event_line, follow=follow, again=f"control-plane events {job} --follow")
@@ -45,8 +45,8 @@ def events(
 
 def logs(
     job: JobArgument,
-    region: Annotated[str, typer.Option(help="Only of this region.")] = "",
-    tail: Annotated[int, typer.Option(help="Only the last so many lines.", min=0)] = 0,
+    region: Annotated[str, typer.Option(help="Only lines of this region.")] = "",
+    tail: Annotated[int, typer.Option(help="Only the last N lines.", min=0)] = 0,
     follow: Follow = False,
     after: After = 0,
     context: ContextFile = None,
@@ -56,9 +56,9 @@ def logs(
 
     async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
         async for line in client.logs(
-            job, region=region, cursor=after, tail=tail, follow=follow, on_break=outage.broke
+            job, region=region, cursor=after, tail=tail, follow=follow, on_break=outage.call_failed
         ):
-            outage.over()
+            outage.call_succeeded()
             yield log_view(line)
 
     _show(context, stream, _log_line, follow=follow, again=f"control-plane logs {job} --follow")
@@ -69,7 +69,7 @@ def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], 
         raise GeofedError("USAGE", f"--follow writes a stream; {settings.format} is one document", hint="use -o jsonl")
     collected: list[Data] = []
 
-    async def converse(client: ControlClient) -> None:
+    async def collect(client: ControlClient) -> None:
         from control_plane.cli._follow import Outage
 
         async for item in stream(client, Outage(say)):
@@ -80,7 +80,7 @@ def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], 
             else:
                 emit([item], table=lambda items: line_of(items[0]), name=_cursor_of)
 
-    ask_control_plane(context, converse, detach=f"detached; the job continues. Follow it again: {again}")
+    ask_control_plane(context, collect, detach=f"detached; the job continues. Follow it again: {again}")
     if settings.format in (Format.JSON, Format.YAML):
         emit(collected, table=str, name=_cursor_of)
 

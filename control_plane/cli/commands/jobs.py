@@ -1,4 +1,4 @@
-"""`status`, `list`, `describe`, `wait` and `cancel`."""
+"""`status`, `list`, `describe`, `wait`, `scale`, `replan`, `finish` and `cancel`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from geofed_pb.errors import GeofedError
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of the job, or its name.", show_default=False)]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="ID of the job, or its name.", show_default=False)]
 
 
 def status(
     job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="Id or name; none: the federation.", show_default=False)
+        str | None,
+        typer.Argument(metavar="[JOB]", help="ID or name; default: the whole federation.", show_default=False),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job until it has ended.")] = False,
     context: ContextFile = None,
@@ -31,18 +32,18 @@ def status(
     """Show the state of a job, or of the federation."""
     if job is None:
         if watch:
-            raise GeofedError("USAGE", "say which job to watch", hint="`control-plane list` shows the jobs")
+            raise GeofedError("USAGE", "--watch needs a job", hint="`control-plane list` shows the jobs")
         emit(ask_control_plane(context, _federation), table=_federation_text, name=lambda data: str(data["federation"]))
     elif watch:
-        see_to_the_end(context, job, shown=True)
+        finish_with_job(context, job, shown=True)
     else:
-        view = ask_control_plane(context, _look_at(job))
-        emit(_without_request(view), table=lambda _: _status_text(view), name=_id_of)
+        view = ask_control_plane(context, _view_of(job))
+        emit(_without_spec_and_plan(view), table=lambda _: _status_text(view), name=_id_of)
 
 
 def list_jobs(
-    ended: Annotated[bool, typer.Option("--all", "-a", help="Ended jobs, too.")] = False,
-    limit: Annotated[int, typer.Option(help="At most so many, the newest.", min=1)] = 100,
+    ended: Annotated[bool, typer.Option("--all", "-a", help="Include ended jobs.")] = False,
+    limit: Annotated[int, typer.Option(help="Maximum number of jobs, newest first.", min=1)] = 100,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -61,31 +62,31 @@ def describe(job: JobArgument, context: ContextFile = None, output: Output = For
     """Show everything about a job: plan, residency, regions, links, costs, result."""
     from control_plane.cli._report import description_text
 
-    emit(ask_control_plane(context, _look_at(job)), table=description_text, name=_id_of)
+    emit(ask_control_plane(context, _view_of(job)), table=description_text, name=_id_of)
 
 
 def wait(
     job: JobArgument,
     until: Annotated[str, typer.Option("--for", metavar="ended|running", help="What to wait for.")] = "ended",
-    timeout: Annotated[str | None, typer.Option(help="Give up after this, like 10m; the job continues.")] = None,
+    timeout: Annotated[str | None, typer.Option(help="Stop waiting after this, like 10m; the job continues.")] = None,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Wait until a job has ended; the exit status says how."""
+    """Wait until a job has ended; the exit status reports its outcome."""
     if until not in ("ended", "running"):
-        raise GeofedError("USAGE", f"--for is ended or running, not {until}")
-    see_to_the_end(context, job, shown=False, running=until == "running", seconds=_seconds(timeout))
+        raise GeofedError("USAGE", f"invalid value {until!r} for --for", hint="give ended or running")
+    finish_with_job(context, job, shown=False, running=until == "running", seconds=_seconds(timeout))
 
 
 def cancel(
     job: JobArgument,
-    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the job's history.")] = "",
     yes: Yes = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Cancel a job and discard its model."""
-    confirm(f"Cancel job {job}? What it has trained is lost.", yes=yes)
+    confirm(f"Cancel job {job}? Its model is lost.", yes=yes)
 
     async def ask(client: ControlClient) -> Data:
         return job_summary(job_view(await client.cancel(job, reason)))
@@ -97,7 +98,7 @@ def cancel(
 
 def finish(
     job: JobArgument,
-    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the job's history.")] = "",
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -113,7 +114,7 @@ def finish(
 
 def replan(
     job: JobArgument,
-    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the job's history.")] = "",
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -131,36 +132,45 @@ def scale(
     job: JobArgument,
     workers: Annotated[
         list[str],
-        typer.Argument(metavar="REGION=WORKERS...", help="How many, by region; 0 pauses it.", show_default=False),
+        typer.Argument(
+            metavar="REGION=WORKERS...", help="Number of workers, by region; 0 pauses the region.", show_default=False
+        ),
     ],
-    reason: Annotated[str, typer.Option(help="Why, for its history.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason, for the job's history.")] = "",
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Scale the workers of regions of a running job in or out; what the job computes stays the same."""
     wanted = {}
-    for told in workers:
-        region, equals, count = told.partition("=")
+    for assignment in workers:
+        region, equals, count = assignment.partition("=")
         if not (region and equals and count.isascii() and count.isdigit()):
-            raise GeofedError("USAGE", f"{told!r} is not like frankfurt=4")
+            raise GeofedError(
+                "USAGE", f"{assignment!r} is not of the form REGION=WORKERS", hint="write it like frankfurt=4"
+            )
         wanted[region] = int(count)
 
     async def ask(client: ControlClient) -> Data:
-        return _without_request(job_view(await client.scale(job, wanted, reason)))
+        return _without_spec_and_plan(job_view(await client.scale(job, wanted, reason)))
 
     emit(ask_control_plane(context, ask), table=_status_text, name=_id_of)
 
 
-def see_to_the_end(
+def finish_with_job(
     context: Path | None, job: str, *, shown: bool, running: bool = False, seconds: float | None = None
 ) -> None:
-    """Stay with a job until it has ended, write its account, and leave with its fate."""
+    """Wait until a job has ended or, with `running`, until it trains; write its result; raise if it did not succeed.
+
+    Args:
+        shown: show its progress meanwhile.
+        seconds: timeout of waiting; None: none.
+    """
     import asyncio
 
-    from control_plane.cli._follow import end_of, follow_job, wait_for_job
+    from control_plane.cli._follow import follow_job, raise_unless_succeeded, wait_for_job
     from control_plane.cli._report import status_text
 
-    async def stay(client: ControlClient) -> Data:
+    async def last_view(client: ControlClient) -> Data:
         try:
             async with asyncio.timeout(seconds):
                 return await (follow_job(client, job) if shown else wait_for_job(client, job, running=running))
@@ -168,26 +178,26 @@ def see_to_the_end(
             raise GeofedError("WAIT_TIMEOUT", f"timed out after {seconds:g} s; job {job} is still running") from None
 
     again = f"detached; the job continues. Watch it again: control-plane status {job} --watch"
-    view = ask_control_plane(context, stay, detach=again)
+    view = ask_control_plane(context, last_view, detach=again)
     try:
-        end_of(view)
+        raise_unless_succeeded(view)
     except GeofedError:
-        # In json the one envelope on stdout is the error's; the account of a failed job is `describe`'s.
+        # In json stdout has one envelope, and that is the error; `describe` shows the result of a failed job.
         if settings.format in (Format.TABLE, Format.NAME):
             emit(view, table=status_text, name=_id_of)
         raise
-    emit(_without_request(view), table=status_text, name=_id_of)
+    emit(_without_spec_and_plan(view), table=status_text, name=_id_of)
 
 
-def _look_at(job: str) -> Any:
-    async def look(client: ControlClient) -> Data:
+def _view_of(job: str) -> Any:
+    async def request(client: ControlClient) -> Data:
         return job_view(await client.job(job))
 
-    return look
+    return request
 
 
-def _without_request(view: Data) -> Data:
-    """A job as it stands; the account where it has ended, what was asked for only in `describe`."""
+def _without_spec_and_plan(view: Data) -> Data:
+    """Return the job's view without its spec and plan, which only `describe` shows."""
     return {key: value for key, value in view.items() if key not in ("spec", "plan")}
 
 
@@ -203,10 +213,10 @@ def _seconds(duration: str | None) -> float | None:
 async def _federation(client: ControlClient) -> Data:
     import asyncio
 
-    told, jobs, regions = await asyncio.gather(client.version(), client.jobs(), client.regions())
+    about, jobs, regions = await asyncio.gather(client.version(), client.jobs(), client.regions())
     return {
-        "federation": told.federation,
-        "version": told.version,
+        "federation": about.federation,
+        "version": about.version,
         "regions": [region_view(region) for region in regions],
         "jobs": [job_summary(job_view(job)) for job in jobs],
     }

@@ -1,4 +1,4 @@
-"""`schema`, `version` and `completion`: about the command itself."""
+"""`schema`, `version` and `completion`: information about the command itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from control_plane.cli._settings import Format
 
 
 class Shell(StrEnum):
-    """Shells that completion is written for."""
+    """Shells that have a completion script."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -29,7 +29,7 @@ class Kind(StrEnum):
 
 
 def schema(
-    kind: Annotated[Kind, typer.Argument(help="Of which file.")] = Kind.JOB, output: Output = Format.TABLE
+    kind: Annotated[Kind, typer.Argument(help="Kind of file.")] = Kind.JOB, output: Output = Format.TABLE
 ) -> None:
     """Print the JSON Schema of the job file."""
     from control_plane.spec import json_schema
@@ -51,9 +51,10 @@ def version(output: Output = Format.TABLE) -> None:
 
 
 def completion(
-    context: typer.Context, shell: Annotated[Shell, typer.Argument(help="For which shell.", show_default=False)]
+    context: typer.Context,
+    shell: Annotated[Shell, typer.Argument(help="Shell to write the script for.", show_default=False)],
 ) -> None:
-    """Print a script that completes commands and options: source <(control-plane completion bash)."""
+    """Print a shell completion script; use it by source <(control-plane completion bash)."""
     from control_plane.cli._completion import script
 
     print(script(shell.value, context.find_root().command))

@@ -1,4 +1,4 @@
-"""`profile`: what a task takes, measured where its data are, and what to make of it."""
+"""`profile`: measure a task in the regions that hold its data, and predict the cost of configurations."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
     from control_plane.spec import LoadedSpec
 
-_SHOWN = 8
-"""Rows of a front in a table."""
+_FRONT_ROWS = 8
+"""Number of rows shown of a Pareto front."""
 
 
 def profile(
@@ -30,29 +30,30 @@ def profile(
     overrides: Overrides = None,
     memory: Annotated[
         list[int] | None,
-        typer.Option("--memory", metavar="MB", min=64, help="Measure with so much memory; again for several."),
+        typer.Option("--memory", metavar="MB", min=64, help="Memory of a function to measure with; may be repeated."),
     ] = None,
     request_id: Annotated[
-        str | None, typer.Option(help="Profiles with one id are one; give it again to continue after a break.")
+        str | None, typer.Option(help="Repeat the ID of an interrupted profile to continue it.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the fronts of time and money there too.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="Also draw the Pareto fronts of time and cost to this file."),
     ] = None,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Profile a task for a minute in every region that holds its data, and predict what configurations would take.
+    """Profile a task for a minute in each region that holds its data; predict time and cost of configurations.
 
-    Later plans of the task rest on it. Nothing of the data leaves a region.
+    Later plans of the task use the measurements. No data leave a region.
     """
     import uuid
 
     loaded, bundle = read_job(job_file, overrides)
-    mark = request_id or str(uuid.uuid4())
+    request_id = request_id or str(uuid.uuid4())
     result = ask_control_plane(
         context,
-        lambda client: measured(client, loaded, bundle, mark, memory or ()),
-        detach=f"detached; continue with --request-id {mark}",
+        lambda client: run_profile(client, loaded, bundle, request_id, memory or ()),
+        detach=f"detached; continue with --request-id {request_id}",
     )
     emit(result, table=_text, name=lambda data: "\n".join(data["regions"]))
     if plot is not None:
@@ -62,27 +63,27 @@ def profile(
             plot.write_text(front_picture({name: one["front"] for name, one in result["regions"].items()}))
         except OSError as error:
             raise unwritable(plot, error) from None
-        say(f"drawn in {plot}")
+        say(f"wrote {plot}")
 
 
-async def measured(
-    client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str], mark: str, memories: Sequence[int] = ()
+async def run_profile(
+    client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str], request_id: str, memories: Sequence[int] = ()
 ) -> Data:
-    """Measure a task, and tell on the way what is being done; profiles with one ``mark`` are one."""
+    """Profile a task and report progress on stderr; a repeated ``request_id`` continues the same profile."""
     content, digest = bundle
     await client.put_bundle(content, digest)
     try:
-        async for progress in client.profile(loaded.json, digest, mark, memories):
+        async for progress in client.profile(loaded.json, digest, request_id, memories):
             if progress.result_json:
-                told: Data = json.loads(progress.result_json)
-                return told
+                result: Data = json.loads(progress.result_json)
+                return result
             say(f"{progress.region}: {progress.text}" if progress.region else progress.text)
     except GeofedError as error:
         if error.code != "UNAVAILABLE":
             raise
-        hint = f"{error.hint}; --request-id {mark} continues with this profile"
+        hint = f"{error.hint}; --request-id {request_id} continues this profile"
         raise GeofedError("UNAVAILABLE", error.message, hint=hint) from None
-    raise GeofedError("UNAVAILABLE", "the control plane ended without a result")
+    raise GeofedError("UNAVAILABLE", "the control plane ended the profile without a result")
 
 
 def _text(data: Data) -> str:
@@ -96,17 +97,17 @@ def _region_text(name: str, one: Data) -> str:
     head = fields(
         [
             ("region", name),
-            ("model", f"{one['parameters']:,} parameters, {bytes_text(one['model_bytes'])} as it travels"),
-            ("speed", f"{one['samples_per_second']:.0f} samples/s of one worker at batch {one['batch']}"),
-            ("noise scale", f"{noise:.0f} samples" if noise is not None else "not told by the gradients"),
+            ("model", f"{one['parameters']:,} parameters, {bytes_text(one['model_bytes'])} on the wire"),
+            ("speed", f"{one['samples_per_second']:.0f} samples/s per worker at batch {one['batch']}"),
+            ("noise scale", f"{noise:.0f} samples" if noise is not None else "not measurable from the gradients"),
             (
                 "channel",
                 f"{channel['name']}: put {1e3 * channel['put_seconds']:.1f} ms, get "
                 f"{1e3 * channel['get_seconds']:.1f} ms, {channel['down_bytes_per_second'] / 1e6:.0f} MB/s",
             ),
-            ("start", f"{seconds_text(one['start_seconds'])}, again {seconds_text(one['again_seconds'])}"),
+            ("start", f"cold {seconds_text(one['start_seconds'])}, warm {seconds_text(one['again_seconds'])}"),
             ("layers", f"{len(one['layers'])} measured" if one["layers"] else f"none: {one['layers_note']}"),
-            ("cost of this", usd_text(one["usd"])),
+            ("profile cost", usd_text(one["usd"])),
         ]
     )
     steps = columns(
@@ -122,15 +123,15 @@ def _region_text(name: str, one: Data) -> str:
 def _front_text(one: Data) -> str:
     front, chosen = one["front"], one["chosen"]
     if not front:
-        return "no configuration of this region has memory enough"
+        return "no configuration in this region has enough memory"
     shown = front
-    if len(front) > _SHOWN:
-        step = (len(front) - 1) / (_SHOWN - 1)
-        shown = [front[round(number * step)] for number in range(_SHOWN)]
+    if len(front) > _FRONT_ROWS:
+        step = (len(front) - 1) / (_FRONT_ROWS - 1)
+        shown = [front[round(number * step)] for number in range(_FRONT_ROWS)]
     if chosen is not None and chosen not in shown:
         shown = sorted([*shown, chosen], key=lambda row: float(row["seconds"]))
     table = columns(
-        ["", "WORKERS", "MEMORY MB", "MERGED BY", "K", "ITERATION MS", "OF IT MERGE", "TIME", "USD"],
+        ["", "WORKERS", "MEMORY MB", "COLLECTIVE", "K", "STEP MS", "MERGE MS", "TIME", "USD"],
         [
             [
                 "*" if row == chosen else "",
@@ -146,5 +147,5 @@ def _front_text(one: Data) -> str:
             for row in shown
         ],
     )
-    note = "" if chosen is not None else "\nnone of them keeps deadline and budget"
-    return f"{table}{note}\n* what the job file's objective takes, if it ran in this region alone; predicted"
+    note = "" if chosen is not None else "\nno configuration meets deadline and budget"
+    return f"{table}{note}\npredicted for a job in this region alone; *: chosen by the job file's objective"

@@ -16,13 +16,13 @@ from geofed_pb.errors import GeofedError
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
-app = typer.Typer(name="region", help="The regions of the federation.", no_args_is_help=True)
+app = typer.Typer(name="region", help="Regions of the federation.", no_args_is_help=True)
 RegionName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the region.", show_default=False)]
 
 
 @app.command("list")
 def list_regions(context: ContextFile = None, output: Output = Format.TABLE) -> None:
-    """List the regions with what they hold."""
+    """List the regions with their workers and datasets."""
     views = ask_control_plane(context, _regions)
     emit(views, table=regions_table, name=_name_of)
     if not views:
@@ -34,18 +34,18 @@ def describe(region: RegionName, context: ContextFile = None, output: Output = F
     """Show everything about a region: datasets, capacity, prices, links."""
     views = [view for view in ask_control_plane(context, _regions) if view["name"] == region]
     if not views:
-        raise GeofedError("REGION_NOT_FOUND", f"there is no region {region}")
+        raise GeofedError("REGION_NOT_FOUND", f"region {region} not found")
     emit(views[0], table=_region_text, name=_name_of)
 
 
 @app.command()
 def invite(
     region: RegionName,
-    ttl: Annotated[str, typer.Option(help="How long the token can be used, like 1h.")] = "24h",
+    ttl: Annotated[str, typer.Option(help="How long the token is valid, like 1h.")] = "24h",
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Print a one-time token with which a region agent can join."""
+    """Print a one-time token for a region agent to join the federation."""
     from control_plane._durations import parse_duration
 
     try:
@@ -55,7 +55,7 @@ def invite(
     reply = ask_control_plane(context, lambda client: client.invite(region, life))
     data = {"name": region, "token": reply.token, "expires": time_text(reply.expires)}
     emit(data, table=lambda shown: str(shown["token"]), name=_name_of)
-    say(f"The token works once, until {data['expires']}. Put it into a file on the region's machine, and there:")
+    say(f"The token is valid once, until {data['expires']}. Save it to a file on the region's machine, and run there:")
     say(f"  region-agent join --token-file {region}.token")
 
 
@@ -64,7 +64,7 @@ async def _regions(client: ControlClient) -> list[Data]:
 
 
 def regions_table(views: list[Data]) -> str:
-    """Regions, one row each."""
+    """Format regions as a table, one row each."""
     return columns(
         ["REGION", "CLOUD", "STATE", "WORKERS", "DATASETS", "LAST CONTACT", "AGENT", "CONDITION"],
         [
@@ -101,7 +101,7 @@ def _region_text(view: Data) -> str:
                 ("agent", view["agent_version"]),
                 ("certificate", f"until {view['certificate_expires']}" if view["certificate_expires"] else ""),
                 ("workers", _workers_text(capacity) if capacity else ""),
-                ("memory", f"{capacity['memory_mb']} MB for a function at most" if capacity else ""),
+                ("memory", f"at most {capacity['memory_mb']} MB per function" if capacity else ""),
                 ("samples/s", capacity.get("samples_per_second")),
             ]
         )
@@ -122,7 +122,7 @@ def _region_text(view: Data) -> str:
 
 
 def _size(part: Data) -> str:
-    """Told only of what may be processed elsewhere."""
+    """Format the size; it is known only of datasets that other regions may process."""
     return bytes_text(part["bytes"]) if part.get("bytes") is not None else "-"
 
 

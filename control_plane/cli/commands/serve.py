@@ -1,4 +1,4 @@
-"""`serve`: the control plane itself."""
+"""`serve`: run the control plane."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from geofed_pb.errors import GeofedError
 
 def serve(
     state_dir: Annotated[
-        Path, typer.Option(help="Where identity, state and models are kept.", envvar="GEOFED_STATE_DIR")
+        Path, typer.Option(help="Directory for keys, state and models.", envvar="GEOFED_STATE_DIR")
     ] = Path(".geofed/control-plane"),
-    listen: Annotated[str, typer.Option(help="host:port for users and for regions that join.")] = "127.0.0.1:7443",
+    listen: Annotated[str, typer.Option(help="host:port for users and for joining regions.")] = "127.0.0.1:7443",
     agent_listen: Annotated[str, typer.Option(help="host:port for region agents.")] = "127.0.0.1:7444",
     metrics_listen: Annotated[
         str, typer.Option(help="host:port for the dashboard, /metrics and /healthz.")
     ] = "127.0.0.1:7445",
     advertise: Annotated[
         list[str] | None,
-        typer.Option(help="Host or host:port under which this is reached; the first goes into invitations."),
+        typer.Option(help="Public host or host:port of this server; the first one goes into invitations."),
     ] = None,
     database_url: Annotated[
         str | None,
@@ -32,12 +32,12 @@ def serve(
             show_envvar=True,
         ),
     ] = None,
-    database_url_file: Annotated[Path | None, typer.Option(help="A file that holds the database URL.")] = None,
-    lease: Annotated[str, typer.Option(help="How long a silent region keeps its work.")] = "30s",
+    database_url_file: Annotated[Path | None, typer.Option(help="File with the database URL.")] = None,
+    lease: Annotated[str, typer.Option(help="Time after which a region without contact is lost.")] = "30s",
     federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",
-    region_certificate_life: Annotated[str, typer.Option(help="Life of the certificates of regions.")] = "30d",
-    ready_file: Annotated[Path | None, typer.Option(help="Written with the actual ports once all listen.")] = None,
-    log_format: Annotated[str, typer.Option(help="console or json, on stderr.")] = "console",
+    region_certificate_life: Annotated[str, typer.Option(help="Lifetime of the regions' certificates.")] = "30d",
+    ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
+    log_format: Annotated[str, typer.Option(help="Format of the log on stderr: console or json.")] = "console",
 ) -> None:
     """Run the control plane."""
     import asyncio
@@ -76,7 +76,7 @@ def _database_url(url: str | None, file: Path | None) -> str | None:
     if url and "GEOFED_DATABASE_URL" not in os.environ and _has_password(url):
         raise GeofedError(
             "CONFIG_INVALID",
-            "a password on the command line can be read by every user of the machine",
+            "the database URL on the command line has a password, which every user of the machine can read",
             hint="use --database-url-file, the environment variable GEOFED_DATABASE_URL, or ~/.pgpass",
         )
     return url

@@ -1,4 +1,4 @@
-"""`simulate`: what schedulers make of a trace of jobs with deadlines."""
+"""`simulate`: run a trace of jobs with deadlines under several scheduling policies."""
 
 from __future__ import annotations
 
@@ -15,51 +15,63 @@ import typer
 from control_plane._view import Data
 from control_plane.cli._options import Output
 from control_plane.cli._output import columns, emit, say, unwritable
-from control_plane.cli._settings import Format, is_lively
+from control_plane.cli._settings import Format, is_interactive
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from scheduler.simulate import SimulationRun, Tables, TraceJob
 
 _CLUSTER = re.compile(r"([1-9]\d*)x([1-9]\d*)")
-_MOST_DEVICES = 1 << 16
+_MAX_DEVICES = 1 << 16
+"""Limit of NODES times DEVICES; it bounds the simulation's memory."""
 _DEFAULT_POLICIES = ["geofed", "elasticflow"]
 
 
 def simulate(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="CSV file: ElasticFlow's or Chronus' columns.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="TRACE", help="CSV file with the columns of ElasticFlow's or Chronus' traces.", show_default=False
+        ),
     ],
-    cluster: Annotated[str, typer.Option("--cluster", metavar="NODESxDEVICES", help="Like 16x4.")],
+    cluster: Annotated[str, typer.Option("--cluster", metavar="NODESxDEVICES", help="Size of the cluster, like 16x4.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="May be given several times; `all`: every one. Default: geofed, elasticflow."),
+        typer.Option("--policy", help="Scheduling policy, or `all`; may be repeated. Default: geofed, elasticflow."),
     ] = None,
-    device: Annotated[str, typer.Option("--device", help="Whose speeds: ../throughputs_DEVICE of the trace.")] = "T4",
+    device: Annotated[
+        str,
+        typer.Option("--device", help="Device whose speeds to use: ../throughputs_DEVICE next to the trace's folder."),
+    ] = "T4",
     speeds: Annotated[
-        Path | None, typer.Option("--speeds", metavar="DIR", help="Speeds as MODEL.csv instead.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--speeds", metavar="DIR", help="Folder with speeds as MODEL.csv, instead of --device.", show_default=False
+        ),
     ] = None,
     slot: Annotated[float, typer.Option("--slot", min=1, help="Seconds between decisions of slotted policies.")] = 60.0,
     own_pauses: Annotated[
-        bool, typer.Option("--own-pauses", help="A change pauses only the jobs that it changes, not all.")
+        bool, typer.Option("--own-pauses", help="A change of allocation pauses only the jobs that it changes, not all.")
     ] = False,
     curve_error: Annotated[
-        float, typer.Option("--curve-error", min=0, max=0.5, help="How far off the speeds are that policies see.")
+        float, typer.Option("--curve-error", min=0, max=0.5, help="Relative error of the speeds that policies see.")
     ] = 0.0,
-    failures: Annotated[
-        float, typer.Option("--failures", min=0, help="Failures of nodes in 1,000 device hours.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of errors and failures.")] = 1,
-    bound: Annotated[bool, typer.Option("--ceiling", help="Also what no scheduler could exceed.")] = False,
+    failures: Annotated[float, typer.Option("--failures", min=0, help="Node failures per 1,000 device hours.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed of errors and failures.")] = 1,
+    bound: Annotated[bool, typer.Option("--ceiling", help="Also compute an upper bound for any scheduler.")] = False,
     csv_file: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="A row for each job and policy.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--csv", metavar="FILE", help="Write a row for each job and policy to this file.", show_default=False
+        ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="An SVG picture.", show_default=False)
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Draw the results as SVG to this file.", show_default=False),
     ] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """SimulationRun a trace of jobs with deadlines under several schedulers."""
+    """Simulate a trace of jobs with deadlines under several scheduling policies."""
     from scheduler.simulate import Incidents, ceiling, policy_named
     from scheduler.simulate import simulate as run_trace
 
@@ -70,8 +82,8 @@ def simulate(
     for name in names:
         chosen, pauses = policy_named(name, nodes * per_node, slot, everyone=not own_pauses, curve_error=curve_error)
         incidents = Incidents(failures / 1000, seed=seed)
-        with _progress(name, len(jobs)) as tell:
-            runs.append(run_trace(jobs, chosen, nodes, per_node, pauses, incidents, curve_error, seed, tell))
+        with _progress(name, len(jobs)) as report:
+            runs.append(run_trace(jobs, chosen, nodes, per_node, pauses, incidents, curve_error, seed, report))
     if csv_file is not None:
         _write_csv(csv_file, runs)
     if plot is not None:
@@ -83,8 +95,10 @@ def simulate(
 
 def _cluster(text: str) -> tuple[int, int]:
     match = _CLUSTER.fullmatch(text)
-    if match is None or int(match[1]) * int(match[2]) > _MOST_DEVICES:
-        raise GeofedError("USAGE", f"{text!r} is no cluster", hint=f"write 16x4; at most {_MOST_DEVICES} devices")
+    if match is None or int(match[1]) * int(match[2]) > _MAX_DEVICES:
+        raise GeofedError(
+            "USAGE", f"{text!r} is not a valid cluster", hint=f"write it like 16x4, with at most {_MAX_DEVICES} devices"
+        )
     return int(match[1]), int(match[2])
 
 
@@ -95,7 +109,7 @@ def _policies(names: Sequence[str]) -> list[str]:
         return list(POLICIES)
     for name in names:
         if name not in POLICIES:
-            raise GeofedError("USAGE", f"there is no policy {name}", hint=f"there are {', '.join(POLICIES)}, or all")
+            raise GeofedError("USAGE", f"unknown policy {name}", hint=f"known policies: {', '.join(POLICIES)}, or all")
     return list(dict.fromkeys(names))
 
 
@@ -106,23 +120,23 @@ def _jobs(trace: Path, speeds: Path) -> list[TraceJob]:
         with trace.open(encoding="utf-8", newline="") as lines:
             jobs = read_trace(lines, _tables(speeds), str(trace))
     except TraceError as error:
-        hint = "correct the file; docs/deadlines.md, `The trace`, says what it may hold"
+        hint = "correct the file; its columns are in docs/deadlines.md, `The trace`"
         if "no speeds for" in str(error):
-            hint = f"--speeds names the folder with MODEL.csv; it was {speeds}"
+            hint = f"name the folder with MODEL.csv by --speeds; it was {speeds}"
         raise GeofedError("CONFIG_INVALID", str(error), hint=hint) from None
     except UnicodeDecodeError:
-        raise GeofedError("CONFIG_INVALID", f"{trace} is no text in UTF-8", hint="name a CSV file") from None
+        raise GeofedError("CONFIG_INVALID", f"{trace} is not UTF-8 text", hint="name a CSV file") from None
     except OSError as error:
         raise GeofedError(
             "USAGE", f"cannot read {error.filename or trace}: {error.strerror}", hint="name a file"
         ) from None
     if not jobs:
-        raise GeofedError("CONFIG_INVALID", f"{trace} holds no jobs", hint="a trace has a row for each job")
+        raise GeofedError("CONFIG_INVALID", f"{trace} has no jobs", hint="a trace has a row for each job")
     return jobs
 
 
 def _tables(folder: Path) -> Tables:
-    """The speeds in a folder; none where there is no such folder: some traces need none."""
+    """Read the speeds in a folder; empty if it does not exist, since some traces need none."""
     from scheduler.simulate import read_table
 
     found: dict[tuple[str, int], dict[int, float]] = {}
@@ -153,7 +167,7 @@ class _Bar:
 
 
 def _progress(name: str, jobs: int) -> AbstractContextManager[Callable[[int, int], None]]:
-    return _Bar(name, jobs) if is_lively() else nullcontext(lambda done, jobs: None)
+    return _Bar(name, jobs) if is_interactive() else nullcontext(lambda done, jobs: None)
 
 
 def _write_csv(path: Path, runs: Sequence[SimulationRun]) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
     from control_plane.spec import LoadedSpec
 
-JobName = Annotated[str | None, typer.Option("--name", help="Call the job so, whatever the file says.")]
+JobName = Annotated[str | None, typer.Option("--name", help="Name of the job, instead of the job file's.")]
 
 
 def submit(
@@ -30,52 +30,50 @@ def submit(
     name: JobName = None,
     request_id: Annotated[
         str | None,
-        typer.Option(
-            help="Submissions with one id make one job; give it again to retry safely. Default: a random one."
-        ),
+        typer.Option(help="Repeat the ID to retry safely: submissions with one ID make one job. Default: random."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan with its price; run nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan with its cost; run nothing.")] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Measure the task first, unless its plan rests on measurements already.")
+        bool, typer.Option("--profile", help="Profile the task first, unless it has been measured already.")
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job until it has ended.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Submit a job, or with --dry-run show what it would take."""
+    """Submit a job, or with --dry-run show its plan."""
     loaded, bundle = read_job(job_file, overrides, name)
     if profile:
-        _measure_unless_known(context, loaded, bundle, request_id)
+        _profile_unless_measured(context, loaded, bundle, request_id)
     if dry_run:
         _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
         return
-    order = _Order(loaded, bundle, request_id or _random_id())
-    view = ask_control_plane(context, order.send)
+    submission = _Submission(loaded, bundle, request_id or _random_id())
+    view = ask_control_plane(context, submission.send)
     if not (watch or wait):
         emit(job_summary(view), table=_submitted_text, name=_id_of)
         say(f"watch it: control-plane status {view['id']} --watch")
         return
-    from control_plane.cli.commands.jobs import see_to_the_end
+    from control_plane.cli.commands.jobs import finish_with_job
 
-    see_to_the_end(context, view["id"], shown=watch)
+    finish_with_job(context, view["id"], shown=watch)
 
 
-def _measure_unless_known(
+def _profile_unless_measured(
     context: Path | None, loaded: LoadedSpec, bundle: tuple[bytes, str], request_id: str | None
 ) -> None:
-    from control_plane.cli.commands.profile import measured
+    from control_plane.cli.commands.profile import run_profile
 
     plan = json.loads(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)).plan_json)
     if plan.get("estimate", {}).get("basis") == "measured":
         return
-    mark = f"{request_id or _random_id()}-profile"
+    profile_id = f"{request_id or _random_id()}-profile"
     try:
-        result = ask_control_plane(context, lambda client: measured(client, loaded, bundle, mark))
+        result = ask_control_plane(context, lambda client: run_profile(client, loaded, bundle, profile_id))
     except GeofedError as error:
         if error.code != "INADMISSIBLE":
             raise
-        say(f"it is not measured now: {error.message}")
+        say(f"the task is not profiled: {error.message}")
         return
     for region, failed in result["failed"].items():
         say(f"{region} could not be measured: {failed['code']}: {failed['message']}")
@@ -86,12 +84,13 @@ def explain(
     overrides: Overrides = None,
     name: JobName = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw regions and links there too.")
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="Also draw the plan's regions and links to this file."),
     ] = None,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show where a job would run, what it would take and cost, and why; run nothing."""
+    """Show the plan of a job with predicted time and cost, and the alternatives; run nothing."""
     loaded, bundle = read_job(job_file, overrides, name)
     plan = _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
     if plot is not None:
@@ -101,7 +100,7 @@ def explain(
             plot.write_text(plan_picture(plan))
         except OSError as error:
             raise unwritable(plot, error) from None
-        say(f"drawn in {plot}")
+        say(f"wrote {plot}")
 
 
 def validate(
@@ -121,15 +120,15 @@ def validate(
 
 
 @dataclass(frozen=True)
-class _Order:
-    """A submission; sent twice it makes one job."""
+class _Submission:
+    """A submission of a job; sending it twice creates one job."""
 
     loaded: LoadedSpec
     bundle: tuple[bytes, str]
     request_id: str
 
     async def send(self, client: ControlClient) -> Data:
-        """Have the job run."""
+        """Upload the code and submit the job; return the job's view."""
         content, digest = self.bundle
         try:
             await client.put_bundle(content, digest)
@@ -137,15 +136,15 @@ class _Order:
         except GeofedError as error:
             if error.code != "UNAVAILABLE":
                 raise
-            hint = f"{error.hint}; a retry with --request-id {self.request_id} makes one job at most"
+            hint = f"{error.hint}; retry with --request-id {self.request_id} to create the job at most once"
             raise GeofedError("UNAVAILABLE", error.message, hint=hint) from None
         if not reply.created:
-            say(f"request id {self.request_id} has made this job before; it is the same one")
+            say(f"request ID {self.request_id} has created this job before; no new job was created")
         return job_view(reply.job) | {"created": reply.created, "request_id": self.request_id}
 
 
 async def _planned(client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str]) -> Any:
-    """What would be done with a job; its code goes along, in case that nobody knows it."""
+    """Return the plan of a job; upload its code first, in case a region has to probe the task."""
     content, digest = bundle
     await client.put_bundle(content, digest)
     return await client.plan(loaded.json, bundle_digest=digest)

@@ -1,4 +1,4 @@
-"""`template list`, `template show` and `new`: jobs to start from. They are data; nothing of them is imported."""
+"""`template list`, `template show` and `new`: example jobs. Templates are data files; their code is not imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from control_plane.cli._output import columns, emit, say, unwritable
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
 
-app = typer.Typer(name="template", help="Jobs to start from.", no_args_is_help=True)
+app = typer.Typer(name="template", help="Example jobs to start from.", no_args_is_help=True)
 TemplateName = Annotated[str, typer.Argument(metavar="TEMPLATE", show_default=False)]
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
@@ -37,17 +37,21 @@ def show(template: TemplateName, output: Output = Format.TABLE) -> None:
 
 def new(
     template: TemplateName,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made where it is not there.", show_default=False)],
-    name: Annotated[str | None, typer.Option("--name", help="Name of the job; default: that of the template.")] = None,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.", show_default=False)
+    ],
+    name: Annotated[str | None, typer.Option("--name", help="Name of the job; default: the template's.")] = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Write a job to start from into a folder."""
+    """Write a new job from a template into a folder."""
     source = _find(template)
     if name is not None and not _LABEL.fullmatch(name):
-        raise GeofedError("USAGE", f"{name!r} cannot name a job", hint="take lower-case letters, digits and hyphens")
+        raise GeofedError(
+            "USAGE", f"{name!r} is not a valid job name", hint="use lower-case letters, digits and hyphens"
+        )
     try:
         if folder.is_dir() and any(folder.iterdir()):
-            raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="name another folder")
+            raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         written = [_write(file, folder / file.name, template, name) for file in _files(source)]
     except OSError as error:
@@ -55,7 +59,7 @@ def new(
     data = {"template": template, "name": name or template, "folder": str(folder), "files": written}
     emit(data, table=lambda shown: "\n".join(shown["files"]), name=lambda shown: str(shown["folder"]))
     say("next:")
-    say(f"  read {folder / 'README.md'}; it says what data the task takes and how to make some")
+    say(f"  read {folder / 'README.md'}; it describes the data that the task needs and how to make some")
     say(f"  control-plane validate {folder / 'job.yaml'}")
     say(f"  control-plane submit {folder / 'job.yaml'} --watch")
 
@@ -65,7 +69,7 @@ def _folders() -> list[Traversable]:
         root = files("deploy") / "templates"
         return sorted((entry for entry in root.iterdir() if (entry / "job.yaml").is_file()), key=lambda e: e.name)
     except (ModuleNotFoundError, FileNotFoundError):
-        raise GeofedError("TEMPLATE_NOT_FOUND", "this installation holds no templates") from None
+        raise GeofedError("TEMPLATE_NOT_FOUND", "no templates are installed") from None
 
 
 def _find(template: str) -> Traversable:
@@ -73,7 +77,7 @@ def _find(template: str) -> Traversable:
         if folder.name == template:
             return folder
     names = ", ".join(folder.name for folder in _folders())
-    raise GeofedError("TEMPLATE_NOT_FOUND", f"there is no template {template}; there are {names}")
+    raise GeofedError("TEMPLATE_NOT_FOUND", f"template {template} not found; the templates are {names}")
 
 
 def _files(folder: Traversable) -> list[Traversable]:
@@ -98,7 +102,7 @@ def _write(source: Traversable, target: Path, template: str, name: str | None) -
 
 
 def _table(views: list[Data]) -> str:
-    return columns(["TEMPLATE", "WHAT IT IS"], [[view["name"], view["summary"]] for view in views])
+    return columns(["TEMPLATE", "DESCRIPTION"], [[view["name"], view["summary"]] for view in views])
 
 
 def _name_of(view: Data) -> str:

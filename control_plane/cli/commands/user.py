@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
     from geofed_pb.v1 import control_pb2
 
-app = typer.Typer(name="user", help="Who may submit jobs, besides the operator.", no_args_is_help=True)
+app = typer.Typer(name="user", help="Users who may submit jobs, in addition to the operator.", no_args_is_help=True)
 UserName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the user.", show_default=False)]
 Quota = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Most workers that promises may hold for the user at once, over all regions; none: any number."
+        min=0, help="Limit of workers reserved for the user's promises at any time, over all regions. Default: none."
     ),
 ]
 
@@ -46,25 +46,23 @@ def list_users(context: ContextFile = None, output: Output = Format.TABLE) -> No
     views = ask_control_plane(context, ask)
     emit(views, table=_users_table, name=_name_of)
     if not views:
-        say("no users but the operator; let one in: control-plane user add NAME")
+        say("no users except the operator; create one: control-plane user add NAME")
 
 
 @app.command()
 def change(
     user: UserName,
     promised_workers: Quota = None,
-    no_quota: Annotated[bool, typer.Option("--no-quota", help="Any number of workers may be promised.")] = False,
-    new_token: Annotated[
-        bool, typer.Option("--new-token", help="Print another token; the old one is good no more.")
-    ] = False,
+    no_quota: Annotated[bool, typer.Option("--no-quota", help="Remove the limit of promised workers.")] = False,
+    new_token: Annotated[bool, typer.Option("--new-token", help="Print a new token and revoke the old one.")] = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Change a user's quota or token; promises already given stay."""
+    """Change a user's quota or token; existing promises stay valid."""
     if no_quota and promised_workers is not None:
         raise GeofedError("USAGE", "--promised-workers and --no-quota contradict each other")
     if not (no_quota or new_token or promised_workers is not None):
-        raise GeofedError("USAGE", "say what to change: --promised-workers N, --no-quota or --new-token")
+        raise GeofedError("USAGE", "nothing to change", hint="give --promised-workers N, --no-quota or --new-token")
 
     async def ask(client: ControlClient) -> control_pb2.UserReply:
         return await client.change_user(user, promised_workers, no_quota=no_quota, new_token=new_token)
@@ -94,7 +92,7 @@ def remove(user: UserName, yes: Yes = False, context: ContextFile = None, output
 
 def _show_token(reply: control_pb2.UserReply) -> None:
     data = _user_view(reply.user) | {"token": reply.token}
-    # It is what there is to be passed on, in every form of output.
+    # Every output format shows the token, since it cannot be read again.
     emit(data, table=lambda shown: str(shown["token"]), name=lambda shown: str(shown["token"]))
     say(f"The token is shown once. {data['name']} needs it in a file, the control plane's pki/ca.crt, and a copy of")
     say("its context.json in which `token_file` and `ca_file` name these two.")
@@ -111,7 +109,7 @@ def _user_view(user: control_pb2.User) -> Data:
 
 
 def _quota_text(view: Data) -> str:
-    return "any number" if view["promised_workers"] is None else str(view["promised_workers"])
+    return "unlimited" if view["promised_workers"] is None else str(view["promised_workers"])
 
 
 def _users_table(views: list[Data]) -> str:
@@ -125,8 +123,8 @@ def _user_text(view: Data) -> str:
     return fields(
         [
             ("user", view["name"]),
-            ("quota", f"{_quota_text(view)} of promised workers"),
-            ("promised", f"{view['promised_now']} workers at once"),
+            ("quota", f"promised workers: {_quota_text(view)}"),
+            ("promised", f"{view['promised_now']} workers"),
             ("jobs", view["jobs"]),
             ("since", view["created_at"]),
         ]

@@ -1,1 +1,1 @@
-"""The life of jobs: submitted, replanned, ended."""
+"""Submission, replanning and results of jobs."""

@@ -1,4 +1,4 @@
-"""The account of an ended job: what was promised beside what was measured."""
+"""The result of an ended job, with predicted and measured figures."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scheduler.tuning import COLLECTIVES, MergePoint
 
 
 def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
-    """The result and manifest of a job that has ended. Every figure of the regions is from their own meters."""
+    """Return the result of an ended job. The figures of each region are from its own meters."""
     reports = {part.region: part.report for part in state.partitions if part.report is not None}
-    handed = {copy.source: copy.report for copy in state.copies if copy.report is not None}
-    told = {**reports, **handed}
-    money = [{"region": name, **asdict(charge)} for name, report in told.items() for charge in report.money]
+    copies = {copy.source: copy.report for copy in state.copies if copy.report is not None}
+    every = {**reports, **copies}
+    money = [{"region": name, **asdict(charge)} for name, report in every.items() for charge in report.money]
     usd = sum(item["usd"] for item in money)
-    links = {f"{name}>{other}": count for name, report in told.items() for other, count in report.sent_bytes.items()}
+    links = {f"{name}>{other}": count for name, report in every.items() for other, count in report.sent_bytes.items()}
     seconds = state.finished_at - row.created_at
-    # A job that never began has only waited.
+    # A job that never started was queued all the time.
     queued = (state.begun_at or (row.created_at if state.started_at else state.finished_at)) - row.created_at
     expected = plan.estimate
     planned = {part.region: part for part in plan.partitions}
@@ -68,13 +68,13 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
 
 
 def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[RunRow, ...]:
-    """What a job that succeeded teaches about its task."""
+    """Return the measurements of a task by a job that has succeeded; empty if it did not."""
     return runs_so_far(row, state, spec, plan, state.finished_at) if state.phase == "succeeded" else ()
 
 
 def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: float) -> tuple[RunRow, ...]:
-    """What a job that runs has taught of its task by now."""
-    # How long a copy took says nothing of the next start.
+    """Return the measurements of a task by a running or ended job, one for each region."""
+    # With shards to copy, the start time says nothing about the next job's start.
     start_seconds = 0.0 if state.copies else max(0.0, _first_steps_at(state, spec) - (state.begun_at or row.created_at))
     planned = {part.region: part for part in plan.partitions}
     return tuple(
@@ -97,17 +97,17 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
 
 
 def _first_steps_at(state: JobState, spec: JobSpec) -> float:
-    """When the last region began to train: its first report of steps comes after some of them."""
+    """Return when the last region began to train: its first report minus the time of the steps made by then."""
     last = state.partition(state.stepped_region)
     if last is None or last.report is None or last.report.samples_per_second <= 0 or not spec.train.batch:
-        # It began before this was kept.
+        # Jobs started under an older version lack these fields.
         return state.started_at
     made_seconds = state.stepped_steps * spec.train.batch / last.report.samples_per_second
     return max(state.started_at, state.stepped_at - made_seconds)
 
 
 def unpromised_worker_seconds(state: JobState, plan: Plan) -> float:
-    """Worker seconds that a job without a promised deadline has had by its meters; 0 of one with a promise."""
+    """Return the metered worker seconds of a job without a promised deadline; 0 for a job with one."""
     if state.deadline_at is not None:
         return 0.0
     memory_gb = {part.region: part.memory_mb / 1024 for part in plan.partitions}
@@ -121,7 +121,7 @@ def unpromised_worker_seconds(state: JobState, plan: Plan) -> float:
 
 
 def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: int) -> str:
-    """How long merges took, of a run whose workers did the same all the time; else nothing."""
+    """Return the measured merge time as JSON; empty unless the same workers ran all the time, uncompressed."""
     collective, _, chunks = report.merged_by.partition(" with K = ")
     plain = plan.merging_codec == "fp32" and not plan.merging.get("staleness")
     whole = planned is not None and planned.pipeline is None and report.workers == planned.workers
@@ -141,7 +141,7 @@ def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: 
 
 
 def _stage_pace_of(report: Report, planned: Planned | None) -> float:
-    """Of a run whose model was in the stages of its plan all the time; else 0."""
+    """Return the ratio of measured to profiled step time of a pipeline; 0 unless its planned workers ran."""
     if planned is None or planned.pipeline is None or report.workers != planned.workers:
         return 0.0
     return report.step_seconds / (planned.pipeline.step_seconds / planned.pipeline.pace)
@@ -149,18 +149,18 @@ def _stage_pace_of(report: Report, planned: Planned | None) -> float:
 
 def _region(part: Partition, planned: Planned | None, training_seconds: float) -> dict[str, Any]:
     report = part.report or Report(part.epoch, part.state)
-    # All but the waits for other regions: evaluations, and invocations that begin again, are in it.
+    # Includes evaluations and restarts of invocations, but not the waits for other regions.
     own_seconds = max(0.0, training_seconds - report.wait_seconds)
-    took = own_seconds / report.step if report.step else None
+    measured_step_seconds = own_seconds / report.step if report.step else None
     if planned is not None and planned.pipeline is not None and report.step_seconds > 0:
-        # Ends of rounds of a large model take as long as many steps; they are predicted by themselves.
-        took = report.step_seconds
+        # The end of a round of a large model takes as long as many steps, and is predicted separately.
+        measured_step_seconds = report.step_seconds
     return {
         "name": part.region,
         "epoch": part.epoch,
         "workers": report.workers or (planned.workers if planned is not None else 0),
         "predicted_step_seconds": step_seconds(planned) if planned is not None else None,
-        "step_seconds": took,
+        "step_seconds": measured_step_seconds,
         "merge_seconds": report.merge_seconds,
         "samples": report.samples,
         "steps": report.step,
@@ -177,7 +177,7 @@ def _region(part: Partition, planned: Planned | None, training_seconds: float) -
 
 
 def _shard(copy: Copy) -> dict[str, Any]:
-    """A shard that was processed elsewhere."""
+    """Return the result of a shard that another region processed."""
     report = copy.report or Report(copy.epoch, copy.state)
     return {
         "source": copy.source,

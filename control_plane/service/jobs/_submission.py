@@ -1,4 +1,4 @@
-"""Planning and taking in jobs."""
+"""Plan, admit and scale jobs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from control_plane.core import InitialModel, ScaleAsked, Waits, job_state_to_json
+from control_plane.core import InitialModel, ScaleRequested, StartDelayed, job_state_to_json
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.planning._admission import Decision
@@ -32,27 +32,27 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
 from scheduler import Declined, Plan
 
-_MOST_ANSWERS = 5
-"""Times that a job is replanned because what the plan rests on has changed before it was stored."""
+_MAX_PLANS = 5
+"""Number of times that a new job is planned, since the federation may change before the plan is stored."""
 
 
 @dataclass(frozen=True)
-class Newcomer:
-    """A job that is to be planned, and stored where it can be run."""
+class NewJob:
+    """A job that is to be planned and, if it can be run, stored."""
 
     row: JobRow
     spec: JobSpec
     learnt: Learnt
-    """Of its task."""
+    """Measurements of its task."""
     initial_model: InitialModel | None
 
 
 async def answer_plan(
     federation: Federation, probing: Probing, request: control_pb2.PlanRequest, user: str = ""
 ) -> tuple[str, bool]:
-    """What would be done with a job of a user (empty: the operator), as JSON, and whether it is admissible.
+    """Plan a job of a user (empty: the operator) without storing it; return the plan as JSON, and if it is admissible.
 
-    Raises ``GeofedError``: SPEC_INVALID, TASK_FAILED or TASK_INVALID where its model cannot be made, and what
+    Raises ``GeofedError``: SPEC_INVALID; TASK_FAILED or TASK_INVALID if the task cannot create its model; and what
     `initial_model_of` raises.
     """
     spec, code_digest = parse_request(request.spec_json), request.code_digest
@@ -83,13 +83,14 @@ async def _code_digest(federation: Federation, bundle_digest: str) -> str:
 async def submit(
     federation: Federation, probing: Probing, request: control_pb2.SubmitRequest, user: str = ""
 ) -> tuple[JobEntry, bool]:
-    """Store a job of a user (empty: the operator) and have it start; True where it is new.
+    """Store and start a job of a user (empty: the operator); return it, and whether it is new.
 
-    Raises ``GeofedError``: SPEC_INVALID, LIMIT_EXCEEDED, TASK_INVALID, TASK_FAILED where its model cannot be made,
-    REQUEST_CONFLICT, INADMISSIBLE or the code of the reason, and what `initial_model_of` raises.
+    Raises ``GeofedError``: SPEC_INVALID, LIMIT_EXCEEDED, REQUEST_CONFLICT; TASK_FAILED or TASK_INVALID if the task
+    cannot create its model; INADMISSIBLE, or the code of the reason, if it is declined; and what `initial_model_of`
+    raises.
     """
     if not 1 <= len(request.request_id) <= 256:
-        raise GeofedError("SPEC_INVALID", "a submission needs a request id of 1 to 256 characters")
+        raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
     spec = parse_request(request.spec_json)
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
@@ -98,18 +99,18 @@ async def submit(
     initial_model = await initial_model_of(federation, spec, user)
     row = replace(row, task_key=task_keys(spec, code_digest)[0])
     learnt = await probing.learnt(spec, code_digest, request.bundle_digest)
-    new = Newcomer(row, spec, learnt, initial_model)
+    new = NewJob(row, spec, learnt, initial_model)
 
-    async def look(draft: Draft) -> JobEntry | None:
+    async def check(draft: Draft) -> JobEntry | None:
         if user and user not in draft.users:
-            raise GeofedError("UNAUTHENTICATED", f"user {user} is let in no more")
+            raise GeofedError("UNAUTHENTICATED", f"user {user} was removed")
         return await _earlier(federation, row)
 
-    return await admit(federation, new, look)
+    return await admit(federation, new, check)
 
 
 def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> JobRow:
-    """A job that nobody has planned yet, under a new id."""
+    """Return the row of a new job, under a new ID, without a plan."""
     return JobRow(
         id=f"{spec.metadata.name[:40].rstrip('-')}-{secrets.token_hex(4)}",
         name=spec.metadata.name,
@@ -128,27 +129,33 @@ def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> Jo
 
 async def admit(
     federation: Federation,
-    new: Newcomer,
-    look: Callable[[Draft], Awaitable[JobEntry | None]],
+    new: NewJob,
+    check: Callable[[Draft], Awaitable[JobEntry | None]],
     also: Callable[[Draft, Decision], None] = lambda draft, decided: None,
 ) -> tuple[JobEntry, bool]:
-    """Plan a job, store it and have it start; True where it is new.
+    """Plan a job, store it and start it; return it, and whether it is new.
 
-    ``look`` is asked in each change before anything is stored: what it returns is there already, what it raises ends
-    it. ``also`` is stored with the job. Raises ``GeofedError``: INADMISSIBLE or the code of the reason, UNAVAILABLE.
+    Args:
+        check: called in each change before the job is stored; returns a job that exists already, and aborts by raising.
+        also: further changes, stored together with the job.
+
+    Raises ``GeofedError``: INADMISSIBLE, or the code of the reason, if it is declined; UNAVAILABLE if the federation
+    changes faster than it is planned.
     """
     spec, row = new.spec, new.row
     async with federation.planning:
-        for _ in range(_MOST_ANSWERS):
-            asked, answer = await federation.answer(spec, row.id, new.learnt, row.user)
+        for _ in range(_MAX_PLANS):
+            admission, answer = await federation.answer(spec, row.id, new.learnt, row.user)
             async with federation.change() as draft:
-                if (earlier := await look(draft)) is not None:
+                if (earlier := await check(draft)) is not None:
                     return earlier, False
                 if isinstance(answer, Declined):
                     raise declined_error(answer)
-                decided = federation.allocation.asked(draft, spec, row.id, new.learnt, row.user).still(answer, asked)
+                decided = federation.allocation.admission(draft, spec, row.id, new.learnt, row.user).confirm(
+                    answer, admission
+                )
                 if decided is not None:
-                    _take_in(draft, new, decided)
+                    _store(draft, new, decided)
                     also(draft, decided)
             if decided is not None:
                 return federation.jobs[row.id], True
@@ -156,20 +163,20 @@ async def admit(
 
 
 async def _earlier(federation: Federation, row: JobRow) -> JobEntry | None:
-    """The job that the same request has made before."""
+    """Return the job that was created with the same request ID, or None."""
     earlier = await federation.read(lambda store: store.job_of_request(row.request_id))
     if earlier is None:
         return None
     if earlier.user != row.user:
-        raise GeofedError("REQUEST_CONFLICT", f"request id {row.request_id} has made a job of another user")
+        raise GeofedError("REQUEST_CONFLICT", f"request ID {row.request_id} was used by another user")
     if earlier.content_digest != row.content_digest:
-        text = f"request id {row.request_id} has made job {earlier.id}, of another content"
+        text = f"request ID {row.request_id} was used for job {earlier.id}, with other content"
         raise GeofedError("REQUEST_CONFLICT", text)
     return await federation.find_job(earlier.id)
 
 
-def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
-    """A new job, which begins or waits."""
+def _store(draft: Draft, new: NewJob, decided: Decision) -> None:
+    """Add a new job to a draft, and start it or have it wait."""
     row, spec, model = new.row, new.spec, new.initial_model
     state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at, model)
     warnings = _warnings_of(decided.plan, spec, new.learnt, draft.regions, draft.at)
@@ -187,59 +194,60 @@ def _take_in(draft: Draft, new: Newcomer, decided: Decision) -> None:
     data = {"user": row.user or OPERATOR, "initial_model": asdict(model) if model is not None else None}
     draft.record("job.submitted", f"job {row.id} was submitted{by}{start}", job=row.id, data=data)
     if decided.waits_for:
-        draft.tell_job(row.id, Waits(draft.at, decided.waits_for))
+        draft.apply_to_job(row.id, StartDelayed(draft.at, decided.waits_for))
     else:
         begin(draft, entry, decided.workers, preemptible=decided.preemptible)
 
 
 async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str) -> None:
-    """Have regions continue with other numbers of workers; 0: pause.
+    """Change the numbers of workers of a job's regions; 0 pauses a region.
 
-    Raises ``GeofedError``: ILLEGAL_STATE where the job does not run, REGION_NOT_FOUND, INADMISSIBLE where a region has
-    not so many workers free, or a step has not so many samples.
+    Raises ``GeofedError``: ILLEGAL_STATE if the job does not run; REGION_NOT_FOUND; INADMISSIBLE if a region lacks free
+    workers, or if a step has fewer samples than workers.
     """
     entry = await federation.find_job(job)
     async with federation.change() as draft:
         entry = draft.job(entry.row.id) or entry
         if entry.state.phase not in ("starting", "running"):
             raise GeofedError(
-                "ILLEGAL_STATE", f"job {entry.row.id} is {entry.state.phase}; only a running job is scaled"
+                "ILLEGAL_STATE", f"job {entry.row.id} is {entry.state.phase}; only a running job can be scaled"
             )
         planned = {part.region: part for part in entry.plan.partitions}
         snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), Learnt())
         capacity = {region.name: region.capacity.workers for region in snapshot.regions}
         if unknown := next((region for region in workers if region not in planned), ""):
             raise GeofedError(
-                "REGION_NOT_FOUND", f"region {unknown} takes no part in {entry.row.id}", hint=", ".join(planned)
+                "REGION_NOT_FOUND", f"region {unknown} is not part of job {entry.row.id}", hint=", ".join(planned)
             )
         moves = on_preemptible(entry)
         if moves:
-            # By hand a job is put onto workers that stay, everywhere.
+            # Scaling by hand moves all regions of the job from preemptible to regular workers.
             workers = {**workers_now(entry), **workers}
         for region, wanted in workers.items():
             batch = planned[region].replicas * planned[region].batch
             held = lasting_workers_now(entry).get(region, 0)
             free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
             if wanted > free:
-                kind, hint = "workers that stay" if moves else "workers", ""
+                kind, hint = "regular workers" if moves else "workers", ""
                 if moves:
-                    hint = "by hand a job is put onto workers that stay, in all its regions: name fewer of them in each"
-                text = f"region {region} has {free} {kind} for this job, {wanted} are asked for"
+                    hint = "scaling moves all regions of the job to regular workers: give fewer for each region"
+                text = f"region {region} has {free} {kind} for this job; {wanted} were requested"
                 raise GeofedError("INADMISSIBLE", text, hint=hint or None)
             if is_tuned(entry.spec) and wanted > (most := pool_of(entry.plan)[region]):
-                text = f"region {region} has at most {most} workers of a job with train.scaling, {wanted} are asked for"
+                text = f"region {region} is limited to {most} workers of this tuned job; {wanted} were requested"
                 raise GeofedError("INADMISSIBLE", text)
             if wanted > batch:
                 raise GeofedError(
-                    "INADMISSIBLE", f"a step in {region} has {batch} samples, too few for {wanted} workers"
+                    "INADMISSIBLE", f"a step in {region} has {batch} samples, fewer than {wanted} workers"
                 )
             stages = len(shape.stages) if (shape := planned[region].pipeline) is not None else 1
             if wanted % stages:
                 raise GeofedError(
-                    "INADMISSIBLE", f"region {region} runs a pipeline of {stages} stages: give a multiple of {stages}"
+                    "INADMISSIBLE",
+                    f"region {region} runs a pipeline of {stages} stages: its workers must be a multiple of {stages}",
                 )
         federation.allocation.scaled_by_hand(entry, workers, draft.at)
-        draft.tell_job(entry.row.id, ScaleAsked(draft.at, workers, reason))
+        draft.apply_to_job(entry.row.id, ScaleRequested(draft.at, workers, reason))
 
 
 def _content_digest(spec: JobSpec, bundle_digest: str) -> str:

@@ -1,1 +1,1 @@
-"""What is known of tasks: from probes, profiles and earlier runs."""
+"""Measurements of tasks: by probes, profiles and earlier runs."""

@@ -1,4 +1,4 @@
-"""What earlier runs and profiles teach about a task: which tasks count as the same, and how fast one is."""
+"""Measurements of a task from earlier runs and profiles: which tasks count as the same, and how fast they are."""
 
 from __future__ import annotations
 
@@ -15,32 +15,42 @@ from scheduler.tuning import MergePoint, TaskProfile, fit_compute
 
 __all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "stage_paces_of", "task_keys"]
 
-_NO_MATTER = {"lr", "learning_rate", "learningRate", "momentum", "weight_decay", "weightDecay", "betas", "eps", "seed"}
-"""Names in a task's configuration, as they are usual, that change what is learnt and not how long it takes."""
-_PACES = 5
-"""Runs whose pace counts."""
+_IRRELEVANT_KEYS = {
+    "lr",
+    "learning_rate",
+    "learningRate",
+    "momentum",
+    "weight_decay",
+    "weightDecay",
+    "betas",
+    "eps",
+    "seed",
+}
+"""Usual keys of a task's configuration that affect what it learns, but not its speed."""
+_RECENT_RUNS = 5
+"""Number of latest runs whose median stage pace counts."""
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """All that is known of a task."""
+    """Measurements of a task."""
 
     runs: Sequence[RunRow] = ()
-    """Of it, newest first; where there are none, of its kin."""
+    """Earlier runs of the task, newest first; if there are none, of its other versions."""
     weight: WeightRow | None = None
-    """What an agent has found before its first plan."""
+    """Result of the task's probe."""
     note: str = ""
-    """A sentence for whoever reads the plan: what could not be found out."""
+    """What could not be measured, as a sentence for the plan."""
 
     def of_own_code(self, task_key: str) -> bool:
-        """Whether the runs are of the task itself."""
+        """Whether a run is of this very code, not of another version of the task."""
         return any(run.task_key == task_key for run in self.runs)
 
 
 def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
-    """Of the task itself, whatever the job is called: the same code, configuration and dataset; and of its kin, the
-    tasks of that name, though their code may have changed. Neither learning rates nor the batch count."""
-    config = {name: value for name, value in spec.task.config.items() if name not in _NO_MATTER}
+    """Return two keys: of the task itself, with this code, configuration and dataset under any job name; and of all
+    versions of the task, with this job name and any code. Learning rates and batch do not count."""
+    config = {name: value for name, value in spec.task.config.items() if name not in _IRRELEVANT_KEYS}
     same = [spec.task.module, config, spec.data.dataset]
     kin = _key([spec.metadata.name, *same])
     return (_key([code_digest, *same]) if code_digest else kin), kin
@@ -51,29 +61,28 @@ def _key(same: list[object]) -> str:
 
 
 def merges_of(runs: Iterable[RunRow], region: str) -> tuple[MergePoint, ...]:
-    """What earlier runs of a task in a region have measured of its merges."""
+    """Return the merge times that earlier runs of a task have measured in a region."""
     found = (merge_from_json(run.merge_json) for run in runs if run.region == region and run.merge_json)
     return tuple(point for point in found if point is not None)
 
 
 def stage_paces_of(runs: Iterable[RunRow]) -> dict[str, float]:
-    """Of models in stages, by region: how many times as long as by the profile alone a step took, as earlier runs of
-    the task have it, the median of the last few."""
-    told: dict[str, list[float]] = {}
+    """Return for pipelines, by region, the median ratio of measured to profiled step time over the latest runs."""
+    ratios: dict[str, list[float]] = {}
     for run in runs:
         if run.stage_pace > 0:
-            told.setdefault(run.region, []).append(run.stage_pace)
-    # What a single run had to share its machine with is no reason to plan for ten times as long.
-    return {region: min(max(statistics.median(own[:_PACES]), 0.5), 4.0) for region, own in told.items()}
+            ratios.setdefault(run.region, []).append(run.stage_pace)
+    # Limit the effect of a single run on a machine that was busy otherwise.
+    return {region: min(max(statistics.median(own[:_RECENT_RUNS]), 0.5), 4.0) for region, own in ratios.items()}
 
 
 def speeds_of(
     runs: Sequence[RunRow], batch: int, profiles: Mapping[str, TaskProfile]
 ) -> tuple[dict[str, float], frozenset[str]]:
-    """Samples/s of one worker at a batch by region, by its newest run; and the regions where that is a guess.
+    """Return samples/s of one worker at a batch by region, and the regions where the value is a guess.
 
-    A run with that batch counts before all others. A step of another one is longer by what a profile says, or two runs
-    with different batches; where there is neither, it is taken to be half fixed and half in proportion.
+    The newest run with that batch counts. A run with another batch is converted by the profile, or by two runs with
+    different batches; without either, half of its step time is assumed fixed and half proportional to the batch.
     """
     speeds, guessed = {}, set()
     for region in dict.fromkeys(run.region for run in runs):
@@ -93,7 +102,7 @@ def speeds_of(
 
 
 def probed_speeds(weight: WeightRow | None, batch: int) -> dict[str, float]:
-    """Samples/s of one worker at a batch, by the steps that an agent has timed; empty where it has timed none."""
+    """Return samples/s of one worker at a batch, by the steps that the probe has timed; empty if it has timed none."""
     if weight is None:
         return {}
     timed = [
@@ -104,7 +113,7 @@ def probed_speeds(weight: WeightRow | None, batch: int) -> dict[str, float]:
 
 
 def _line(own: Sequence[RunRow], profile: TaskProfile | None) -> tuple[float, float]:
-    """Seconds of a step that are fixed, and of each sample; both 0: not known."""
+    """Return the fixed seconds of a step and the seconds per sample; both 0: unknown."""
     if profile is not None:
         compute = fit_compute(profile.steps)
         return compute.fixed_seconds, compute.seconds_per_sample
@@ -114,6 +123,6 @@ def _line(own: Sequence[RunRow], profile: TaskProfile | None) -> tuple[float, fl
         return 0.0, 0.0
     step, step_of_other = newest.batch / newest.samples_per_second, other.batch / other.samples_per_second
     each = (step - step_of_other) / (newest.batch - other.batch)
-    # What two runs say may be noise: no step is shorter with more samples, or has less than nothing fixed.
+    # Limit noise of two runs: more samples take no less time, and the fixed part is not negative.
     each = min(max(each, 0.0), step / newest.batch)
     return step - each * newest.batch, each

@@ -1,4 +1,4 @@
-"""What agents are asked to measure, and what they tell of it; commands and answers that no store keeps."""
+"""Measurements by agents: send the command and receive the reports, neither of which is stored."""
 
 from __future__ import annotations
 
@@ -15,57 +15,59 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 
 USUAL_MEMORY_MB = 1024
+"""Default memory of a measuring function."""
 SILENCE_SECONDS = 240.0
-"""An agent that says nothing for so long is given up."""
+"""Timeout for the next report of a measuring agent."""
 AWAY_SECONDS = 30.0
-"""How long an agent may be without a session."""
-_LOOK_SECONDS = 1.0
+"""Timeout for a disconnected agent to reconnect."""
+_POLL_SECONDS = 1.0
+"""Interval in which session and timeouts are checked."""
 
 
 @dataclass
 class _Open:
-    """A region's measurement that is waited for."""
+    """A running measurement in a region."""
 
     region: str
     digest: str
     reports: asyncio.Queue[agent_pb2.ProfileReport] = field(default_factory=asyncio.Queue)
 
 
-class Unmeasured(GeofedError):
-    """What an agent failed with."""
+class MeasurementFailed(GeofedError):
+    """A measurement failed in an agent."""
 
     def __init__(self, region: str, report: agent_pb2.ProfileReport) -> None:
         failure = failure_of(report.error)
         super().__init__(failure.code, f"{region}: {failure.message}", hint=failure.hint or None)
         self.usd = report.usd
-        """Of its calls until then."""
+        """Cost of its calls until then."""
 
 
 class Measurements:
-    """Those under way."""
+    """Running measurements, by command ID."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
         self._open: dict[str, _Open] = {}
 
     def may_fetch(self, region: str, digest: str) -> bool:
-        """Whether a region is measuring a task that is made of this bundle."""
+        """Whether a region is measuring a task with this code bundle."""
         return any(one.region == region and one.digest == digest for one in self._open.values())
 
-    def heard(self, region: str, report: agent_pb2.ProfileReport) -> None:
-        """An agent has told something; what nobody waits for is dropped."""
+    def received(self, region: str, report: agent_pb2.ProfileReport) -> None:
+        """Pass on an agent's report; reports of ended measurements are dropped."""
         waiting = self._open.get(report.id)
         if waiting is not None and waiting.region == region:
             waiting.reports.put_nowait(report)
 
-    def going_on(self, region: str) -> int:
-        """How many there are in a region."""
+    def running(self, region: str) -> int:
+        """Return the number of running measurements in a region."""
         return sum(one.region == region for one in self._open.values())
 
     def live_holders(self, spec: JobSpec) -> list[str]:
-        """Live regions that hold a training split of a job's data and may be used, sorted.
+        """Return the allowed live regions that hold a training split of a job's dataset, sorted.
 
-        Raises ``GeofedError``: REGION_NOT_FOUND, DATASET_UNKNOWN, INADMISSIBLE where none is live.
+        Raises ``GeofedError``: REGION_NOT_FOUND; DATASET_UNKNOWN; INADMISSIBLE if none is live.
         """
         regions = self._federation.regions
         for name in (*spec.regions.use, *spec.regions.avoid):
@@ -79,7 +81,7 @@ class Measurements:
         dataset = spec.data.dataset
         held = [name for name in wanted if self.train_samples(name, dataset)]
         if not held:
-            raise GeofedError("DATASET_UNKNOWN", f"no region that may be used holds a training split of {dataset}")
+            raise GeofedError("DATASET_UNKNOWN", f"no allowed region has a training split of {dataset}")
         live = [name for name in held if regions[name].state.phase == "live"]
         if not live:
             text = f"no agent of a region that holds {dataset} is connected: {', '.join(held)}"
@@ -87,36 +89,37 @@ class Measurements:
         return live
 
     def train_samples(self, region: str, dataset: str) -> int:
-        """In the training split that a region holds; 0: it holds none."""
+        """Return the number of samples of a region's training split; 0: it has none."""
         catalogue = self._federation.regions[region].catalogue
         held = catalogue.datasets if catalogue is not None else ()
         return sum(one.splits["train"].samples for one in held if one.name == dataset and "train" in one.splits)
 
     def require_free(self, region: str) -> None:
-        """A worker that measures must not share the cores of workers that train. Raises ``GeofedError``
-        INADMISSIBLE."""
+        """Raise ``GeofedError("INADMISSIBLE")`` unless a worker is free, since measuring and training must not share
+        cores."""
         entry = self._federation.regions[region]
         held = sum(lasting_workers_now(job).get(region, 0) for job in self._federation.jobs.values())
         if entry.catalogue is not None and held >= entry.catalogue.capacity.workers:
-            text = f"region {region} has no worker free: {held} are at work"
+            text = f"region {region} has no free worker; {held} are in use"
             raise GeofedError("INADMISSIBLE", text, hint="wait for a job to end")
 
     def usual_memory_mb(self, region: str) -> int:
-        """What is measured with unless somebody says otherwise; never more than the region gives."""
+        """Return the default memory to measure with: at most what the region allows."""
         entry = self._federation.regions.get(region)
         known = entry.catalogue if entry is not None else None
         return min(USUAL_MEMORY_MB, known.capacity.memory_mb) if known is not None else USUAL_MEMORY_MB
 
-    async def told(self, message: agent_pb2.ToAgent) -> AsyncGenerator[agent_pb2.ProfileReport]:
-        """Have an agent measure; what it tells, its last word included. The command, a ``ProfileTask``, is sent again
-        over each new session.
+    async def run(self, message: agent_pb2.ToAgent) -> AsyncGenerator[agent_pb2.ProfileReport]:
+        """Have an agent measure a task; yield its reports up to the last one.
 
-        Raises ``GeofedError``: REGION_LOST, WAIT_TIMEOUT, UNAVAILABLE; ``Unmeasured``: what the agent failed with.
+        The command, a ``ProfileTask``, is sent again over each new session.
+
+        Raises ``GeofedError``: REGION_LOST, WAIT_TIMEOUT, UNAVAILABLE; ``MeasurementFailed`` if the agent fails.
         """
         command: agent_pb2.ProfileTask = getattr(message, str(message.WhichOneof("body")))
         region = command.region
         waiting = self._open[command.id] = _Open(region, command.task.bundle_digest)
-        sent, seen, heard = -1, time.monotonic(), time.monotonic()
+        sent, connected_at, reported_at = -1, time.monotonic(), time.monotonic()
         try:
             while True:
                 session = self._federation.sessions.get(region)
@@ -124,21 +127,23 @@ class Measurements:
                     session.send(message)
                     sent = session.number
                 now = time.monotonic()
-                seen = now if session is not None else seen
-                if now - seen > AWAY_SECONDS:
-                    raise GeofedError("REGION_LOST", f"the agent of region {region} went away while it measured")
-                if now - heard > SILENCE_SECONDS:
-                    raise GeofedError("WAIT_TIMEOUT", f"region {region} has told nothing for {SILENCE_SECONDS:g} s")
+                connected_at = now if session is not None else connected_at
+                if now - connected_at > AWAY_SECONDS:
+                    raise GeofedError(
+                        "REGION_LOST", f"lost the connection to the agent of region {region} during a measurement"
+                    )
+                if now - reported_at > SILENCE_SECONDS:
+                    raise GeofedError("WAIT_TIMEOUT", f"region {region} timed out: no report for {SILENCE_SECONDS:g} s")
                 if self._federation.stopping:
                     raise GeofedError("UNAVAILABLE", "the control plane is stopping")
                 try:
-                    async with asyncio.timeout(_LOOK_SECONDS):
+                    async with asyncio.timeout(_POLL_SECONDS):
                         report = await waiting.reports.get()
                 except TimeoutError:
                     continue
-                heard = time.monotonic()
+                reported_at = time.monotonic()
                 if report.HasField("error"):
-                    raise Unmeasured(region, report)
+                    raise MeasurementFailed(region, report)
                 yield report
                 if report.profile_json or report.weight.last:
                     return

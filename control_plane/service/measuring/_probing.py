@@ -1,5 +1,8 @@
-"""Probes tasks that nobody has run: before the first plan an agent that holds the data counts the model, and times a
-few steps. Else that plan would rest on a guess of the model's size."""
+"""Probe new tasks: before the first plan of a task, an agent that holds its data counts the model and times a few
+steps.
+
+Without a probe, the plan would be based on a default for the model's size.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from datetime import timedelta
 import structlog
 
 from control_plane.service.measuring._known import Learnt, task_keys
-from control_plane.service.measuring._measurements import Measurements, Unmeasured
+from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
@@ -25,37 +28,38 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 
 WAIT = timedelta(seconds=10)
-"""How long an answer waits for a task to be probed; what comes later is for later plans."""
+"""How long a plan waits for a task's probe; a later result is used by later plans."""
 PROBE_SECONDS = 2.0
-"""Of steps, once model and data are there."""
+"""Time for steps, once model and data are loaded."""
 _LIMIT_SECONDS = 120.0
-"""After it a probing is given up, by the agent as well."""
-_LAST_WORD_SECONDS = 10.0
-"""And so much later it has told what it took."""
-_MOST_AT_ONCE = 8
-"""Tasks; each takes a worker of a region for some seconds."""
+"""Timeout of a probe over all regions; the agent gets it, too."""
+_LAST_REPORT_SECONDS = 10.0
+"""Time after that timeout for the agent's last report, with the cost."""
+_MAX_PROBES = 8
+"""Number of tasks probed at the same time; each occupies a worker of a region for some seconds."""
 _REST_SECONDS = 60.0
-"""A task that could not be probed is not tried again for so long."""
-_TASK = frozenset({"TASK_FAILED", "TASK_INVALID"})
-"""What came of running the task's code; what it runs on, a package or a download, may be the reason all the same."""
+"""Time after which a task that could not be probed may be tried again."""
+_TASK_CODES = frozenset({"TASK_FAILED", "TASK_INVALID"})
+"""Error codes of running the task's code. The cause may still be its environment, such as a missing package."""
 _RAISED, _PLACE = re.compile(r"[\w' ]{1,60} raised (\w+)"), re.compile(r" at [^\s:]{1,200}:\d+$")
-"""How a worker tells what the user's code has raised, and at its end in which line of it."""
-_OWN_KINDS = frozenset(
+"""Beginning and end of a worker's message on an exception of the user's code: its type, and file and line."""
+_CODE_ERRORS = frozenset(
     {
         "AttributeError", "IndentationError", "IndexError", "KeyError", "NameError", "NotImplementedError",
         "SyntaxError", "TabError", "TypeError", "UnboundLocalError", "ZeroDivisionError",
     }
 )  # fmt: skip
-"""Raised in a line of the task these are the code's own fault. An ImportError, an OSError or a RuntimeError, of which
-torch makes all sorts of things, may be its surroundings'."""
+"""Exceptions that are certainly faults of the code if a line of the task raises them. An ImportError, an OSError or a
+RuntimeError, which PyTorch uses for many causes, may be due to the environment."""
 _INCOMPLETE = re.compile(r"does not define|there is no task module|\breturned\b|must return")
-"""In words of TASK_INVALID: nothing of the surroundings is in play."""
-_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory|OutOfMemoryError|MemoryError")
-"""A plan may choose a function that has more."""
-_MOST_BYTES, _MOST_BATCH, _MOST_STEPS = 2**46, 2**31, 16
-_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e6
-"""Of what an agent tells: what lies beyond is a fault of its, and would stay in every later plan."""
-_LONGEST_NOTE = 1000
+"""Messages of TASK_INVALID that do not depend on the environment."""
+_OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory|OutOfMemoryError|MemoryError")
+"""Messages on lack of memory, which are no fault of the code: a plan may choose more memory."""
+_MAX_BYTES, _MAX_BATCH, _MAX_STEPS = 2**46, 2**31, 16
+_MIN_SECONDS, _MAX_SECONDS = 1e-6, 1e6
+"""Limits of plausible results. Values beyond are errors of the agent, and would distort every later plan."""
+_MAX_NOTE_CHARACTERS = 1000
+"""Limit of a stored note."""
 _log = structlog.get_logger("geofed.probing")
 
 
@@ -65,83 +69,83 @@ class _Unprobed:
 
     error: GeofedError
     certain: bool = False
-    """Any run would fail so: there is no use in planning one."""
+    """Whether any run of the task would fail the same way, so that planning it is useless."""
 
 
 class Probing:
-    """Weighings under way, each task's once, whoever asks for it."""
+    """Running probes, at most one for each task."""
 
     def __init__(self, federation: Federation, measurements: Measurements, wait: timedelta = WAIT) -> None:
         self._federation, self._measurements = federation, measurements
         self._wait = wait.total_seconds()
-        self._going: dict[str, asyncio.Task[_Unprobed | None]] = {}
+        self._running: dict[str, asyncio.Task[_Unprobed | None]] = {}
         self._rests: dict[str, tuple[float, GeofedError]] = {}
-        """By task: until when, and why it could not be probed."""
+        """By task key: when it may be probed again, and why it could not be probed."""
 
     async def close(self) -> None:
-        """Give up what continues."""
-        going = list(self._going.values())
+        """Cancel all running probes."""
+        going = list(self._running.values())
         for task in going:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
 
     async def learnt(self, spec: JobSpec, code_digest: str, bundle_digest: str = "") -> Learnt:
-        """What is known of a task. One that was never run is probed first, where its code is here: that may take as
-        long as the answer may wait.
+        """Return all measurements of a task. A new task is probed first, if its code is uploaded; wait for that at most
+        the time set at construction.
 
-        Raises ``GeofedError``: TASK_FAILED, TASK_INVALID where its model surely cannot be made.
+        Raises ``GeofedError``: TASK_FAILED or TASK_INVALID if the task certainly cannot create its model.
         """
         keys = task_keys(spec, code_digest)
         learnt = await self._stored(keys)
-        if bundle_digest and not learnt.of_own_code(keys[0]) and not _settled(learnt.weight):
+        if bundle_digest and not learnt.of_own_code(keys[0]) and not _is_complete(learnt.weight):
             why = await self._probed(keys[0], spec, bundle_digest)
             learnt = await self._stored(keys)
             if learnt.weight is None and why is not None:
                 if why.certain:
-                    hint = "correct the task module; it was tried before the plan, and no job was made"
+                    hint = "correct the task module; it failed in a probe before the plan, and no job was created"
                     raise GeofedError(why.error.code, why.error.message, hint=hint)
                 return replace(learnt, note=f"the task was not probed: {why.error.message}")
-        return replace(learnt, note=self._doubt(learnt, keys[0]))
+        return replace(learnt, note=self._note(learnt, keys[0]))
 
     async def _stored(self, keys: tuple[str, str]) -> Learnt:
         return await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
 
-    def _doubt(self, learnt: Learnt, key: str) -> str:
-        """Why no steps are known, or what else went wrong; empty where runs say more."""
+    def _note(self, learnt: Learnt, key: str) -> str:
+        """Return why no steps are timed, or what else went wrong; empty if there are runs of the task."""
         weight = learnt.weight
         if weight is None or learnt.of_own_code(key):
             return ""
         if weight.steps_json != "[]":
             return weight.note
-        why = "that takes longer; later plans will know" if key in self._going else weight.note or "it broke off"
+        why = "the probe is still running" if key in self._running else weight.note or "the probe was interrupted"
         return f"the agent of {weight.region} has not timed the task's steps: {why}"
 
     async def _probed(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unprobed | None:
-        """Wait for it, at most as long as an answer may; why it is not probed, or not wholly."""
+        """Probe a task, or join its running probe; return why it is not or not completely probed, else None."""
         until, why = self._rests.get(key, (-math.inf, None))
         if why is not None and time.monotonic() < until:
             return _Unprobed(why)
-        task = self._going.get(key)
+        task = self._running.get(key)
         if task is None:
-            if len(self._going) >= _MOST_AT_ONCE:
-                return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._going)} other tasks are being probed"))
-            task = self._going[key] = asyncio.create_task(self._probe(key, spec, bundle_digest))
-            task.add_done_callback(lambda _: self._going.pop(key, None))
+            if len(self._running) >= _MAX_PROBES:
+                return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._running)} other tasks are being probed"))
+            task = self._running[key] = asyncio.create_task(self._probe(key, spec, bundle_digest))
+            task.add_done_callback(lambda _: self._running.pop(key, None))
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():
-            text = f"that takes longer than {self._wait:g} s; later plans will know"
+            text = f"the probe takes longer than {self._wait:g} s; later plans will use its result"
             return _Unprobed(GeofedError("WAIT_TIMEOUT", text))
         if task.cancelled():
             return _Unprobed(GeofedError("UNAVAILABLE", "the control plane is stopping"))
         return task.result()
 
     async def _probe(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unprobed | None:
-        """In one region after another until one has; None: it is stored."""
+        """Try one region after another until one has probed the task; return why none has, else None."""
         failed: dict[str, GeofedError] = {}
         tried = False
         try:
             ends = time.monotonic() + _LIMIT_SECONDS
-            async with asyncio.timeout(_LIMIT_SECONDS + _LAST_WORD_SECONDS):
+            async with asyncio.timeout(_LIMIT_SECONDS + _LAST_REPORT_SECONDS):
                 alone = len(self._measurements.live_holders(spec)) == 1
                 for region in self._regions(spec):
                     left = ends - time.monotonic()
@@ -156,32 +160,33 @@ class Probing:
                         if (fault := _certain_fault(failed, alone)) is not None:
                             return _Unprobed(fault, certain=True)
                     else:
-                        self._rest(key, None if _settled(row) else GeofedError("UNAVAILABLE", row.note))
+                        self._rest(key, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
                         return None
-            none = GeofedError("INADMISSIBLE", "no region that holds its data has a worker free")
+            none = GeofedError("INADMISSIBLE", "no region that holds its data has a free worker")
             why = _of_task(failed) or next(reversed(failed.values()), none)
         except TimeoutError:
-            late = GeofedError("WAIT_TIMEOUT", f"it was not probed within {_LIMIT_SECONDS:g} s")
+            late = GeofedError("WAIT_TIMEOUT", f"the probe timed out after {_LIMIT_SECONDS:g} s")
             why = _of_task(failed) or late
         except GeofedError as error:
             why = error
-        except Exception as error:  # noqa: BLE001 - the task's edge: whoever waits must continue without it
+        except Exception as error:  # noqa: BLE001 - plans that wait for the probe must continue without it
             _log.exception("a task could not be probed", task=key)
             why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
         if tried:
-            # Where no region could be asked, the next one that comes can.
+            # If no region could be asked, the next request may try immediately.
             self._rest(key, why)
         return _Unprobed(why)
 
     def _rest(self, key: str, why: GeofedError | None) -> None:
-        """Have a task rest, where there is a reason; those of before that have rested are forgotten."""
+        """Block another probe of a task for a while if `why` is given; drop expired entries."""
         now = time.monotonic()
         self._rests = {other: rest for other, rest in self._rests.items() if rest[0] > now}
         if why is not None:
             self._rests[key] = now + _REST_SECONDS, why
 
     def _regions(self, spec: JobSpec) -> list[str]:
-        """Those with a worker free: first who is asked least, then who has the most data, as the others wait for it."""
+        """Return regions with a free worker: those with the fewest measurements first, then those with the most data,
+        since the other regions will wait for these."""
         free = []
         for region in self._measurements.live_holders(spec):
             try:
@@ -189,14 +194,14 @@ class Probing:
             except GeofedError:
                 continue
             samples = self._measurements.train_samples(region, spec.data.dataset)
-            free.append((self._measurements.going_on(region), -samples, region))
+            free.append((self._measurements.running(region), -samples, region))
         return [region for _, _, region in sorted(free)]
 
     def _command(self, region: str, spec: JobSpec, bundle_digest: str, wait_seconds: float) -> agent_pb2.ProfileTask:
         given = spec.function.memory_mb
         memory = given if isinstance(given, int) else self._measurements.usual_memory_mb(region)
         return agent_pb2.ProfileTask(
-            # Never again the same: an agent keeps its answers, and what has failed may go well the next time.
+            # Unique, since an agent repeats its result for a known ID, and a failed probe may succeed the next time.
             id=f"probe-{secrets.token_hex(8)}",
             region=region,
             task=agent_pb2.TaskRef(
@@ -216,49 +221,55 @@ class Probing:
     async def _probe_in(
         self, command: agent_pb2.ProfileTask, key: str, name: str, failed: Mapping[str, GeofedError]
     ) -> WeightRow:
-        """Have an agent probe it, and store what it tells as it comes. What breaks off after the size is known only
-        leaves the steps unknown. ``failed``: what came of it elsewhere, which whoever reads the plan should know."""
+        """Have an agent probe a task, and store its reports as they arrive. A failure after the size is known only
+        leaves the steps unknown.
+
+        Args:
+            failed: errors in other regions, which are noted in the plan.
+        """
         region, fault = command.region, _of_task(failed)
-        elsewhere = f"where the task was probed before {region} it failed: {fault.message}" if fault else ""
+        elsewhere = f"the probe in another region failed: {fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
-            async with aclosing(self._measurements.told(agent_pb2.ToAgent(probe=command))) as reports:
+            async with aclosing(self._measurements.run(agent_pb2.ToAgent(probe=command))) as reports:
                 async for report in reports:
                     if report.HasField("weight"):
                         row = _row(key, region, self._federation.clock(), report.weight)
                         row = replace(row, note=_joined(row.note, elsewhere))
                         await self._keep(row, name, report.weight)
             if row is None:
-                raise GeofedError("FRAME_INVALID", f"region {region} has told no weight")
+                raise GeofedError("FRAME_INVALID", f"region {region} has not reported the model's size")
         except GeofedError as error:
             why = f"{error.code}: {error.message}"
             async with self._federation.change() as draft:
                 if row is not None:
                     row = replace(row, note=_joined(why, elsewhere))
                     draft.weights.append(row)
-                data = {"usd": _money(error.usd) if isinstance(error, Unmeasured) else 0.0}
-                draft.record("task.probe-failed", f"probing {name} broke off: {why}", region=region, data=data)
+                data = {"usd": _money(error.usd) if isinstance(error, MeasurementFailed) else 0.0}
+                draft.record("task.probe-failed", f"probing {name} failed: {why}", region=region, data=data)
             if row is None:
                 raise
         return row
 
-    async def _keep(self, row: WeightRow, name: str, told: agent_pb2.TaskWeight) -> None:
+    async def _keep(self, row: WeightRow, name: str, reported: agent_pb2.TaskWeight) -> None:
         async with self._federation.change() as draft:
             draft.weights.append(row)
-            if told.last:
+            if reported.last:
                 text = f"{name} was probed in {row.region}: {row.parameters:,} parameters"
-                data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": _money(told.usd)}
+                data = {"parameters": row.parameters, "model_bytes": row.model_bytes, "usd": _money(reported.usd)}
                 draft.record("task.probed", text, region=row.region, data=data)
 
 
 def _certain_fault(failed: Mapping[str, GeofedError], alone: bool) -> GeofedError | None:
-    """What any run of a task would fail with, by what regions have told: two say the same, or the only one that may run
-    it (``alone``) names what is surely the code's own. None: it may go well in another region, or later."""
-    told = {region: error for region, error in failed.items() if error.code in _TASK}
+    """Return an error with which any run of a task would fail: two regions report the same one, or the only region that
+    may run it (``alone``) reports one that is certainly the code's fault. None: the task may succeed elsewhere or
+    later.
+    """
+    reports = {region: error for region, error in failed.items() if error.code in _TASK_CODES}
     seen: set[str] = set()
-    for region, error in told.items():
+    for region, error in reports.items():
         text = error.message.removeprefix(f"{region}: ")
-        if _MEMORY.search(text):
+        if _OUT_OF_MEMORY.search(text):
             continue
         fault = _fault(error.code, text)
         if fault in seen or (alone and _is_own(error.code, text)):
@@ -268,56 +279,56 @@ def _certain_fault(failed: Mapping[str, GeofedError], alone: bool) -> GeofedErro
 
 
 def _fault(code: str, text: str) -> str:
-    """What two regions say alike: the words between may tell of an address or a folder, which are not."""
-    raised, place = _RAISED.match(text), _PLACE.search(text[-_LONGEST_NOTE:])
+    """Return an error without the parts that may differ between regions, such as addresses and folders."""
+    raised, place = _RAISED.match(text), _PLACE.search(text[-_MAX_NOTE_CHARACTERS:])
     return f"{code}: {raised[0]}{place[0]}" if raised and place else f"{code}: {text}"
 
 
 def _is_own(code: str, text: str) -> bool:
-    """Whether a task's code alone is to blame."""
+    """Whether an error is certainly the fault of the task's code."""
     if code == "TASK_INVALID":
         return _INCOMPLETE.search(text) is not None
-    raised, place = _RAISED.match(text), _PLACE.search(text[-_LONGEST_NOTE:])
-    return code == "TASK_FAILED" and raised is not None and place is not None and raised[1] in _OWN_KINDS
+    raised, place = _RAISED.match(text), _PLACE.search(text[-_MAX_NOTE_CHARACTERS:])
+    return code == "TASK_FAILED" and raised is not None and place is not None and raised[1] in _CODE_ERRORS
 
 
 def _of_task(failed: Mapping[str, GeofedError]) -> GeofedError | None:
-    """What the task's code was told to fail with, which says most; None: nothing of the kind."""
-    return next((error for error in failed.values() if error.code in _TASK), None)
+    """Return the first error of the task's code, which is the most useful one; None if there is none."""
+    return next((error for error in failed.values() if error.code in _TASK_CODES), None)
 
 
 def _joined(*notes: str) -> str:
-    return "; ".join(note for note in notes if note)[:_LONGEST_NOTE]
+    return "; ".join(note for note in notes if note)[:_MAX_NOTE_CHARACTERS]
 
 
-def _settled(weight: WeightRow | None) -> bool:
-    """Whether nothing more is to be found out: its steps were timed, or the task's own code cannot make them. What else
-    has been in the way, a file that was not there, may be mended."""
+def _is_complete(weight: WeightRow | None) -> bool:
+    """Whether another probe cannot find more: steps were timed, or the task's own code fails. Other causes, such as a
+    missing file, may be gone the next time."""
     if weight is None or weight.steps_json != "[]":
         return weight is not None
     code, _, text = weight.note.partition(": ")
     return _is_own(code, text)
 
 
-def _row(key: str, region: str, at: float, told: agent_pb2.TaskWeight) -> WeightRow:
-    """What an agent has told, without what cannot be: the note says that something was left out.
+def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> WeightRow:
+    """Return the row for an agent's probe, without implausible values; its note says that some were left out.
 
-    Raises ``GeofedError`` FRAME_INVALID where the size is such a thing.
+    Raises ``GeofedError("FRAME_INVALID")`` if the model's size is implausible.
     """
-    if not (0 < told.model_bytes <= _MOST_BYTES and told.parameters <= _MOST_BYTES):
-        raise GeofedError("FRAME_INVALID", f"what region {region} has probed makes no sense")
-    steps = [(step.batch, step.seconds) for step in told.steps[:_MOST_STEPS] if _sound(step)]
-    start = told.start_seconds if 0 <= told.start_seconds <= _MOST_SECONDS else 0.0
-    left_out = len(steps) < len(told.steps) or start != told.start_seconds
-    nonsense = f"FRAME_INVALID: some of what region {region} has probed makes no sense, and was left out"
-    note = _joined(nonsense if left_out else "", told.note)
-    return WeightRow(key, region, at, told.parameters, told.model_bytes, json.dumps(steps), start, note)
+    if not (0 < reported.model_bytes <= _MAX_BYTES and reported.parameters <= _MAX_BYTES):
+        raise GeofedError("FRAME_INVALID", f"region {region} reported an implausible probe")
+    steps = [(step.batch, step.seconds) for step in reported.steps[:_MAX_STEPS] if _is_plausible(step)]
+    start = reported.start_seconds if 0 <= reported.start_seconds <= _MAX_SECONDS else 0.0
+    left_out = len(steps) < len(reported.steps) or start != reported.start_seconds
+    warning = f"FRAME_INVALID: region {region} reported implausible values of a probe, which are ignored"
+    note = _joined(warning if left_out else "", reported.note)
+    return WeightRow(key, region, at, reported.parameters, reported.model_bytes, json.dumps(steps), start, note)
 
 
 def _money(usd: float) -> float:
-    """As told, if it is an amount."""
+    """Return an amount of money, or 0 if it is invalid."""
     return usd if 0 <= usd < math.inf else 0.0
 
 
-def _sound(step: agent_pb2.TimedStep) -> bool:
-    return 1 <= step.batch <= _MOST_BATCH and _LEAST_SECONDS <= step.seconds <= _MOST_SECONDS
+def _is_plausible(step: agent_pb2.TimedStep) -> bool:
+    return 1 <= step.batch <= _MAX_BATCH and _MIN_SECONDS <= step.seconds <= _MAX_SECONDS

@@ -1,4 +1,4 @@
-"""Profiles: has the agents that hold a task's data measure it, one after another, and keeps what they say."""
+"""Profile tasks: the agents that hold a task's data measure it, one after another, and the results are stored."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler.tuning import TaskProfile
 
 LIMIT_SECONDS = 60.0
-"""For each memory; then no new measurement begins."""
+"""Time limit for each memory size, after which no new measurement begins."""
 
 
 class Profiling:
-    """Measurements under way. One profile at a time, one region at a time: on one machine they would share cores."""
+    """Runs profiles, one at a time and one region at a time, since regions on one machine would share cores."""
 
     def __init__(self, federation: Federation, measurements: Measurements) -> None:
         self._federation, self._measurements = federation, measurements
         self._turn = asyncio.Lock()
 
     async def run(self, request: control_pb2.ProfileRequest) -> AsyncIterator[control_pb2.ProfileNews]:
-        """Measure, and tell how far it is; the last news has the result.
+        """Profile a task; yield progress messages, the last of which has the result.
 
-        Raises ``GeofedError``: SPEC_INVALID, TASK_INVALID, DATASET_UNKNOWN, INADMISSIBLE where no region has a worker
-        free, and where every region failed, what the first failed with.
+        Raises ``GeofedError``: SPEC_INVALID; TASK_INVALID; DATASET_UNKNOWN; INADMISSIBLE if no region has a free
+        worker; and the first region's error if all regions fail.
         """
         spec = parse_request(request.spec_json)
         if not 1 <= len(request.request_id) <= 256:
-            raise GeofedError("SPEC_INVALID", "a profile needs a request id of 1 to 256 characters")
+            raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
         if self._federation.blobs.size(request.bundle_digest) is None:
             raise GeofedError("TASK_INVALID", "the code of the task has not arrived", hint="upload the bundle first")
         code_digest = await self._federation.code_digest(request.bundle_digest)
         regions = self._measurements.live_holders(spec)
         if self._turn.locked():
-            yield control_pb2.ProfileNews(text="waits for another profile to end")
+            yield control_pb2.ProfileNews(text="waiting for another profile to end")
         found: dict[str, dict[str, Any]] = {}
         failed: dict[str, GeofedError] = {}
         async with self._turn:
@@ -64,27 +64,27 @@ class Profiling:
                     yield control_pb2.ProfileNews(region=region, text=f"{error.code}: {error.message}")
         if not found:
             raise next(iter(failed.values()))
-        told = {
+        result = {
             "task_key": task_keys(spec, code_digest)[0],
             "regions": found,
             "failed": {region: error.as_dict() for region, error in failed.items()},
         }
-        yield control_pb2.ProfileNews(result_json=to_json(told))
+        yield control_pb2.ProfileNews(result_json=to_json(result))
 
     async def _measured(
         self, region: str, spec: JobSpec, request: control_pb2.ProfileRequest
     ) -> AsyncIterator[agent_pb2.ProfileReport]:
-        """What an agent tells, its last word included."""
+        """Yield an agent's reports up to the last one."""
         self._measurements.require_free(region)
         command = _command(region, self._measurements.usual_memory_mb(region), spec, request)
-        async with aclosing(self._measurements.told(agent_pb2.ToAgent(profile=command))) as reports:
+        async with aclosing(self._measurements.run(agent_pb2.ToAgent(profile=command))) as reports:
             async for report in reports:
                 yield report
 
     async def _kept(
         self, region: str, spec: JobSpec, report: agent_pb2.ProfileReport, code_digest: str
     ) -> dict[str, Any]:
-        """Store a profile for later plans; what it says for the job."""
+        """Store a profile for later plans; return its evaluation for the job."""
         federation, keys = self._federation, task_keys(spec, code_digest)
         profile = profile_from_json(report.profile_json, region)
         runs = await federation.read(partial(Store.runs, task_key=keys[0], kin_key=keys[1]))
@@ -111,9 +111,9 @@ def _command(
     region: str, usual_memory_mb: int, spec: JobSpec, request: control_pb2.ProfileRequest
 ) -> agent_pb2.ProfileTask:
     memory = spec.function.memory_mb if isinstance(spec.function.memory_mb, int) else usual_memory_mb
-    mark = hashlib.sha256(f"{request.request_id}\n{request.spec_json}\n{request.bundle_digest}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{request.request_id}\n{request.spec_json}\n{request.bundle_digest}".encode()).hexdigest()
     return agent_pb2.ProfileTask(
-        id=f"profile-{mark[:16]}",
+        id=f"profile-{digest[:16]}",
         region=region,
         task=agent_pb2.TaskRef(
             bundle_digest=request.bundle_digest,

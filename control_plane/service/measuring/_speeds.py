@@ -1,7 +1,7 @@
-"""How fast running jobs turn out to be, and what they would rather have then.
+"""Measured speeds of running jobs, and the numbers of workers that they would prefer by these.
 
-The decision is the scheduler's (`scheduler.restaff`); here is when to ask it, and of what. It is asked for jobs whose
-file leaves the number of workers to the plan, while all their regions train and can be reached.
+The scheduler decides (`scheduler.restaff`); this module collects speeds and limits how often it is asked. It is asked
+for jobs whose file leaves the number of workers to the plan, while all their regions are reachable and train.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from control_plane.service.planning._scaling import Tuning
 __all__ = ["FEWEST_ROUNDS", "FIRST_REST_SECONDS", "REVIEW_SECONDS", "Watched"]
 
 REVIEW_SECONDS = 5.0
+"""Least time between two reviews of a job."""
 FEWEST_ROUNDS = 3
-"""Of every region since the last change, before its speed counts as known."""
+"""Number of rounds of a region since the last change before its speed counts as known."""
 FIRST_REST_SECONDS = 10.0
-"""After a change; twice as long after each further one, so that a job does not go to and fro."""
-_WEIGHT = 0.3
-"""Of the newest round in a region's speed."""
+"""Least time between two changes; it doubles with each change, so that a job does not oscillate."""
+_SMOOTHING = 0.3
+"""Weight of the latest round in the moving average of a region's speed."""
 
 
 @dataclass
@@ -31,58 +32,59 @@ class _Pace:
     rounds: int = 0
     samples_per_second: float = 0.0
 
-    def heard(self, report: Report) -> None:
+    def record(self, report: Report) -> None:
         speed = report.round_samples_per_second
         if report.round <= self.seen_round or speed <= 0:
             return
         if self.seen_round >= 0:
-            # What is there at the first look may be of before the change.
+            # The first report may be of a round before the change.
             known = self.samples_per_second or speed
-            self.samples_per_second = (1 - _WEIGHT) * known + _WEIGHT * speed
+            self.samples_per_second = (1 - _SMOOTHING) * known + _SMOOTHING * speed
             self.rounds += 1
         self.seen_round = report.round
 
 
 @dataclass
 class Watched:
-    """One job. What was seen of it is not kept over a restart."""
+    """Speeds and preferred workers of one job, kept in memory only."""
 
     wanted: dict[str, int] = field(default_factory=dict)
-    """Workers that it would have if nobody else needed them, where that is not what was planned."""
+    """Workers by region that the job would prefer if no other job needed any; empty: as planned."""
     reason: str = ""
+    """Why it prefers these."""
     late: bool = False
-    """Its promise is in danger, and that was told."""
+    """Whether it was recorded that its promise is in danger."""
     tuning: Tuning | None = None
-    """Of a job whose workers follow a tuner, from its first round on."""
+    """Tuner of a tuned job, from its first round on."""
     _paces: dict[str, _Pace] = field(default_factory=dict)
     _known: dict[str, float] = field(default_factory=dict)
-    """Speeds as they were before the last change."""
+    """Speeds before the last change, in samples/s of one worker."""
     _reviewed: float = 0.0
     _changes: int = 0
     _changed: float = 0.0
-    _leaning: dict[str, int] = field(default_factory=dict)
-    """What the last review wanted."""
+    _last_review: dict[str, int] = field(default_factory=dict)
+    """Workers that the last review preferred."""
 
-    def heard(self, region: str, report: Report) -> None:
-        """An agent has told how a partition stands."""
-        self._paces.setdefault(region, _Pace()).heard(report)
+    def record(self, region: str, report: Report) -> None:
+        """Record an agent's report."""
+        self._paces.setdefault(region, _Pace()).record(report)
 
     def speed(self, region: str) -> float | None:
-        """Samples/s of one worker, as lately measured; None: not yet."""
+        """Return the measured samples/s of one worker; None: not measured yet."""
         pace = self._paces.get(region)
         if pace is not None and pace.rounds >= FEWEST_ROUNDS:
             return pace.samples_per_second
         return self._known.get(region)
 
     def rested(self, at: float) -> bool:
-        """Whether the last change is long enough ago for one that nobody needs."""
+        """Whether the last change is long enough ago for an optional one."""
         if self.tuning is not None:
-            return True  # the tuner rests by itself
+            return True  # the tuner limits its changes itself
         rest = FIRST_REST_SECONDS * 2 ** (self._changes - 1) if self._changes else 0.0
         return at >= self._changed + rest
 
     def due(self, regions: Iterable[str], at: float) -> bool:
-        """Whether it is time for a review; it then counts as made."""
+        """Whether it is time for a review; it then counts as done."""
         known = all((pace := self._paces.get(name)) is not None and pace.rounds >= FEWEST_ROUNDS for name in regions)
         if not (known and self.rested(at) and at >= self._reviewed + REVIEW_SECONDS):
             return False
@@ -90,19 +92,19 @@ class Watched:
         return True
 
     def tuned_by_now(self, workers: dict[str, int]) -> None:
-        """Until the tuner has said anything, such a job would have the workers that it began with, or has."""
+        """Set the workers that a tuned job prefers before its tuner's first decision."""
         if not self.wanted and all(workers.values()):
             self.wanted = workers
 
-    def leans(self, wanted: dict[str, int], reason: str) -> None:
-        """A review's answer; two in turn must agree before it counts."""
-        if wanted and wanted == self._leaning:
+    def reviewed(self, wanted: dict[str, int], reason: str) -> None:
+        """Record a review's result; it counts once two consecutive reviews agree."""
+        if wanted and wanted == self._last_review:
             self.wanted, self.reason = wanted, reason
-        self._leaning = wanted
+        self._last_review = wanted
 
     def changed(self, at: float, *, by_itself: bool) -> None:
-        """The job continues with other workers; ``by_itself``: not because others need them."""
+        """Record a change of the job's workers; ``by_itself``: not because other jobs need them."""
         self._changes, self._changed = self._changes + by_itself, at
         self._known |= {name: pace.samples_per_second for name, pace in self._paces.items() if pace.rounds}
         self._paces.clear()
-        self._leaning = {}
+        self._last_review = {}

@@ -1,1 +1,1 @@
-"""What is asked of the scheduler, and what is made of its answers."""
+"""Calls of the scheduler: admission, allocation of workers, routing of updates."""

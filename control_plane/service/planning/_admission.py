@@ -1,8 +1,8 @@
-"""The answer to a new job: whether it is taken, by when, and with which workers.
+"""Admission of a new job: whether it is admitted, with which promise, and with which workers.
 
-That may take seconds where many regions may process each other's shards. So it is worked out over a copy of what is
-known (`Asked`), in a thread, while everybody else is answered; and what was promised so is held against what has
-changed meanwhile (`still`) before it is stored.
+Planning may take seconds if many regions may process each other's shards. It therefore runs in a thread on a copy of
+the federation's state (`Admission`), while other requests are served. Before the decision is stored, `confirm` checks
+it against what has changed in the meantime.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from scheduler import Declined, Demand, Plan, Planner
 from scheduler.deadline import Gang, Held, allot_kinds, offer
 
 __all__ = [
+    "Admission",
     "Answer",
-    "Asked",
     "Decision",
     "free_preemptible",
     "free_workers",
@@ -43,53 +43,52 @@ __all__ = [
 ]
 
 _MOMENT_SECONDS = 1.0
-"""A date that a refusal names must still be there so much later: it is asked for once somebody has read of it."""
-_MOST_PLACEMENTS = 150
-"""Ways to lay out shards that are evaluated before a date that was found is made finer still."""
+"""A deadline that a refusal offers must still be possible this much later, when the user requests it."""
+_MAX_PLACEMENTS = 150
+"""Number of shard placements to evaluate before the search for an earlier deadline stops."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a new job."""
+    """An admitted job: its plan, promise and first workers."""
 
     plan: Plan
     deadline_at: float | None
-    """Promised, Unix seconds; None: it is done as well as can be."""
+    """Promised deadline in Unix seconds; None: best effort."""
     workers: Mapping[str, int]
-    """By region, that are there for it now; empty where it waits."""
+    """Workers by region to start with now; empty: the job waits."""
     waits_for: str
-    """In words; empty: it may begin."""
+    """What the job waits for: "for workers in frankfurt"; empty: it may start."""
     preemptible: bool = False
-    """Those workers may be taken away."""
+    """Whether the workers are preemptible."""
     step: int = 0
-    """Of a soft deadline: 0 is what was asked for."""
+    """Index of the promised soft deadline; 0: the requested one."""
 
 
 Answer = Decision | Declined
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A new job, and all that the answer to it depends on; nobody changes it, so that a thread may answer."""
+class Admission:
+    """A new job and an immutable copy of all state that its admission depends on, so that a thread can plan it."""
 
     draft: Draft
-    """A copy of its own."""
+    """A frozen copy of the federation's state."""
     spec: JobSpec
     job: str
     learnt: Learnt
     user: str
     """Empty: the operator, who has no quota."""
     gangs: Sequence[Gang]
-    """The jobs that are there."""
+    """The present jobs."""
     held: Mapping[str, Held]
-    """What those with a promise hold, by the last answer."""
+    """Workers reserved for promises, by the last allocation."""
     served: Mapping[str, float]
-    """Worker seconds without a promise of late, by user."""
+    """Recent worker seconds without a promise, by user."""
 
     def answer(self) -> Answer:
-        """Declined: it cannot be done at all, or not by the deadline that it must keep, or its user was promised
-        enough."""
-        # Best with what cannot be taken from others left out; but that may be too little, and end in time.
+        """Plan the job. It is declined if it cannot run, cannot meet its deadline, or exceeds its user's quota."""
+        # Prefer a plan without workers that inelastic jobs hold; if there is none, plan with those too, and wait.
         fixed = _fixed_workers(self.draft)
         planners = [self._planner(busy) for busy in ([fixed, {}] if fixed else [{}])]
         demands = self._demands()
@@ -104,25 +103,28 @@ class Asked:
         soon = replace(self, draft=replace(self.draft, at=self.draft.at + _MOMENT_SECONDS))
 
         def refusal(other: Demand, *, later: bool = False) -> Declined | None:
-            refused, asked = None, soon if later else self
+            refused, admission = None, soon if later else self
             for planner in planners:
-                offered = asked._offered(planner, other)
+                offered = admission._offered(planner, other)
                 if not isinstance(offered, Declined):
                     return None
                 refused = offered
             return refused
 
         def enough() -> bool:
-            return sum(planner.placements for planner in planners) >= _MOST_PLACEMENTS
+            return sum(planner.placements for planner in planners) >= _MAX_PLACEMENTS
 
         return with_dates(refusals[len(planners) - 1], demands[0], refusal, enough)
 
-    def still(self, decided: Decision, before: Asked) -> Decision | None:
-        """The same plan as things are now, by when it is promised and what it begins with; None: it must be planned
-        anew. ``before``: what it was decided for."""
+    def confirm(self, decided: Decision, before: Admission) -> Decision | None:
+        """Return the decision with its plan under the present state; None if the job must be planned again.
+
+        Args:
+            before: the admission that the decision was made by.
+        """
         chosen, demand = decided.plan, self._demands()[decided.step]
-        places = (*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies))
-        if any(_rests_on(self.draft, name) != _rests_on(before.draft, name) for name in places):
+        regions = (*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies))
+        if any(_inputs_of(self.draft, name) != _inputs_of(before.draft, name) for name in regions):
             return None
         if demand.deadline_seconds is not None and chosen.estimate.seconds.high > demand.deadline_seconds:
             return None
@@ -130,7 +132,7 @@ class Asked:
         return None if isinstance(offered, Declined) else self._decision(chosen, *offered, decided.step)
 
     def _demands(self) -> list[Demand]:
-        """What is asked for; then the further steps of a soft deadline, and best effort as the last."""
+        """Return the requested demand, followed by its soft deadlines and best effort, if it has soft deadlines."""
         now, soft = utc_now(self.draft.at), self.spec.objective.soft
         hard = to_demand(self.spec, self.job, now)
         if not soft:
@@ -140,11 +142,11 @@ class Asked:
 
     def _planner(self, busy: dict[str, int]) -> Planner:
         snapshot = snapshot_of(self.draft.regions.values(), (), self.learnt, self.spec.train.batch)
-        given = self.spec.train.initial_model is not None
-        return Planner(replace(snapshot, busy_workers=busy, first_model_given=given))
+        has_initial_model = self.spec.train.initial_model is not None
+        return Planner(replace(snapshot, busy_workers=busy, first_model_given=has_initial_model))
 
     def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
-        """The plan, the job as it is shared out to, and what all with a promise would hold with it."""
+        """Return the plan, the job's gang, and the workers reserved for all promises with it."""
         chosen = planner.plan(demand)
         if isinstance(chosen, Declined):
             return chosen
@@ -168,13 +170,13 @@ class Asked:
         if demand.deadline_seconds is None:
             return new, self.held
         capacities, quota = capacities_of(draft.regions.values()), quota_of(draft.users, user)
-        told = offer(draft.at, capacities, self.gangs, new, quota, before=self.held)
-        if told.over_quota:
+        offered = offer(draft.at, capacities, self.gangs, new, quota, before=self.held)
+        if offered.over_quota:
             return over_quota(draft.at, capacities, self.gangs, new, quota, self.held)
-        if told.deadline_s is None:
+        if offered.deadline_s is None:
             alone = not self.gangs or offer(draft.at, capacities, [], new, quota).deadline_s is None
-            return too_late(told, demand, chosen, draft.at, alone=alone)
-        return new, told.held
+            return too_late(offered, demand, chosen, draft.at, alone=alone)
+        return new, offered.held
 
     def _decided(self, planner: Planner, demand: Demand, step: int) -> Decision | Declined:
         offered = self._offered(planner, demand)
@@ -186,15 +188,15 @@ class Asked:
         now = allot_kinds(draft.at, capacities, preemptibles, [*self.gangs, new], before=held)
         need, preemptible = new.workers(now.pace(new.name)), new.name in now.preemptible
         free = free_preemptible(draft) if preemptible else free_workers(draft)
-        there = need and all(count <= free.get(region, 0) for region, count in need.items())
+        available = need and all(count <= free.get(region, 0) for region, count in need.items())
         before = jobs_before(draft, chosen, new.name, turn_of(new), self.served)
-        waits_for = "" if there else what_for(chosen, before)
+        waits_for = "" if available else what_for(chosen, before)
         ends = None if math.isinf(new.deadline_s) else new.deadline_s
-        return Decision(chosen, ends, need if there else {}, waits_for, preemptible, step)
+        return Decision(chosen, ends, need if available else {}, waits_for, preemptible, step)
 
 
 def frozen(draft: Draft) -> Draft:
-    """What a draft shows, as it is now: what is stored later does not change it."""
+    """Return a copy of a draft's state that later changes do not affect."""
     return Draft(
         draft.at,
         {entry.row.id: entry for entry in jobs_now(draft)},
@@ -203,21 +205,22 @@ def frozen(draft: Draft) -> Draft:
     )
 
 
-def _rests_on(draft: Draft, region: str) -> object:
-    """What a plan rests on in a region; None: it is not there."""
+def _inputs_of(draft: Draft, region: str) -> object:
+    """Return what a plan depends on in a region; None if the region is not usable."""
     entry = draft.region(region)
-    there = entry is not None and entry.state.phase in ("live", "unreachable")
-    return (entry.catalogue, _fixed_workers(draft).get(region, 0)) if entry is not None and there else None
+    if entry is None or entry.state.phase not in ("live", "unreachable"):
+        return None
+    return entry.catalogue, _fixed_workers(draft).get(region, 0)
 
 
 def jobs_now(draft: Draft) -> list[JobEntry]:
-    """The jobs as this change leaves them."""
+    """Return the jobs that have not ended, with the draft's changes."""
     entries = (draft.job(name) for name in {**draft.jobs, **draft.changed_jobs})
     return [entry for entry in entries if entry is not None and not entry.state.terminal]
 
 
 def free_workers(draft: Draft) -> dict[str, int]:
-    """Workers that nobody has, or was told to have, by region."""
+    """Return by region the workers that no job has or was commanded to have."""
     free = {name: capacity.devices for name, capacity in capacities_of(draft.regions.values()).items()}
     for entry in jobs_now(draft):
         if entry.state.phase == "finishing":
@@ -228,7 +231,7 @@ def free_workers(draft: Draft) -> dict[str, int]:
 
 
 def free_preemptible(draft: Draft) -> dict[str, int]:
-    """The same of workers that may be taken away."""
+    """Return by region the preemptible workers that no job has or was commanded to have."""
     free = {name: capacity.devices for name, capacity in preemptible_of(draft.regions.values()).items()}
     for entry in jobs_now(draft):
         if on_preemptible(entry) and entry.state.phase != "finishing":
@@ -238,7 +241,7 @@ def free_preemptible(draft: Draft) -> dict[str, int]:
 
 
 def _fixed_workers(draft: Draft) -> dict[str, int]:
-    """Workers of jobs that keep theirs to the end, by region; those of a job that only hands its model in are free."""
+    """Return by region the workers of jobs that keep them to their end; a job that uploads its model needs none."""
     busy: dict[str, int] = {}
     for entry in jobs_now(draft):
         if entry.state.phase != "finishing" and not may_scale(entry.spec, entry.plan):
@@ -250,22 +253,24 @@ def _fixed_workers(draft: Draft) -> dict[str, int]:
 def jobs_before(
     draft: Draft, wanted: Plan, job: str, turn: tuple[float, float, float], served: Mapping[str, float]
 ) -> list[str]:
-    """Jobs that have workers where a job wants them, or wait for some and come first."""
-    places = set(planned_workers(wanted))
+    """Return the jobs that have workers in the regions that a job needs, or are before it in the queue."""
+    regions = set(planned_workers(wanted))
     return sorted(
         entry.row.id
         for entry in jobs_now(draft)
         if entry.row.id != job
-        and places & set(planned_workers(entry.plan))
+        and regions & set(planned_workers(entry.plan))
         and (entry.state.phase != "queued" or turn_of_entry(entry, served) < turn)
     )
 
 
 def turn_of_entry(entry: JobEntry, served: Mapping[str, float]) -> tuple[float, float, float]:
+    """Return the sort key of a job in the queue, as `turn_of` does for a gang."""
     deadline_at = entry.state.deadline_at or math.inf
     return deadline_at, served.get(entry.row.user, 0.0) * math.isinf(deadline_at), entry.row.created_at
 
 
 def what_for(wanted: Plan, before: Sequence[str]) -> str:
+    """Return what a job waits for: "for workers in a, b, behind JOB"."""
     where = ", ".join(sorted(planned_workers(wanted)))
     return f"for workers in {where}" + (f", behind {', '.join(before)}" if before else "")

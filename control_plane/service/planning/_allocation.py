@@ -1,7 +1,7 @@
-"""Who gets workers: promises first, then whoever gains most. All jobs are evaluated together, every second.
+"""Allocate workers to jobs: promises first, then the jobs that gain most. All jobs are reviewed together every second.
 
-What is decided is the scheduler's (`scheduler.deadline`); here the jobs are told. One that cannot start waits; those
-whose number of workers is left to the plan continue with fewer where others need them, and pause for promises.
+The scheduler decides (`scheduler.deadline`); this module applies its decisions. Jobs that cannot start wait. Jobs whose
+number of workers is left to the plan are scaled in when others need workers, and pause for promises.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from datetime import UTC, datetime
 
 import structlog
 
-from control_plane.core import Begun, Planned, ScaleAsked, Waits
+from control_plane.core import Planned, ScaleRequested, StartAllowed, StartDelayed
 from control_plane.service.jobs._result import unpromised_worker_seconds
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import Watched
 from control_plane.service.planning._admission import (
-    Asked,
+    Admission,
     free_preemptible,
     free_workers,
     frozen,
@@ -50,44 +50,44 @@ __all__ = ["Allocation", "begin"]
 
 _log = structlog.get_logger("geofed.allocation")
 
-_REST = 10.0
-"""Times as long as a look has taken passes at least until the next."""
-_LONGEST_REST_SECONDS = 60.0
-"""A clock that was set back does not make it longer."""
+_REST_FACTOR = 10.0
+"""Least pause between two reviews, as a multiple of the last review's duration."""
+_MAX_REST_SECONDS = 60.0
+"""A longer pause means that the clock was set back, and is ignored."""
 
 
 class Allocation:
-    """Shares the federation's workers out among its jobs. What it has seen of speeds is not kept over a restart."""
+    """Allocates the federation's workers to its jobs. Measured speeds are kept in memory only."""
 
     def __init__(self) -> None:
         self._watched: dict[str, Watched] = {}
         self._rests_until = 0.0
         self._held: Mapping[str, Held] = {}
-        """What those with a promise hold, by the last answer."""
+        """Workers reserved for promises, by the last allocation."""
         self.served: Mapping[str, float] = {}
-        """Worker seconds that the ended jobs of users have had of late without a promise, by user."""
+        """Recent worker seconds of users' ended jobs without a promise, by user."""
 
-    def asked(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> Asked:
-        """A new job of a user (empty: the operator, who has no quota), with what the answer to it depends on."""
+    def admission(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> Admission:
+        """Return a new job of a user (empty: the operator, who has no quota), with the state that it is planned by."""
         gangs = tuple(self._gangs(draft).values())
-        return Asked(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
+        return Admission(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
 
     def review(self, draft: Draft) -> None:
-        """Have jobs start, continue with other workers, pause and continue, as is best for all.
+        """Start, scale, pause and resume jobs by a common allocation.
 
-        Called every second; with so many jobs that it takes long, it looks less often.
+        Called every second; skipped while the last review was recent compared with its duration.
         """
-        if 0 < self._rests_until - draft.at < _LONGEST_REST_SECONDS:
+        if 0 < self._rests_until - draft.at < _MAX_REST_SECONDS:
             return
         begun = time.perf_counter()
         self._review(draft)
-        self._rests_until = draft.at + _REST * (time.perf_counter() - begun)
+        self._rests_until = draft.at + _REST_FACTOR * (time.perf_counter() - begun)
 
     def _review(self, draft: Draft) -> None:
         for gone in set(self._watched) - set(draft.jobs):
             del self._watched[gone]
         for entry in draft.jobs.values():
-            self._look(draft, entry)
+            self._observe(draft, entry)
         gangs = self._gangs(draft)
         if not gangs:
             return
@@ -100,7 +100,7 @@ class Allocation:
             rests={name for name in gangs if name in self._watched and not self._watched[name].rested(draft.at)},
         )
         self._held = answer.held
-        self._tell_breaches(draft, answer.late, {name: held.end_s for name, held in answer.held.items()})
+        self._record_breaches(draft, answer.late, {name: held.end_s for name, held in answer.held.items()})
         for name, gang in gangs.items():
             entry = _entry(draft, name)
             if entry.state.phase == "queued":
@@ -111,8 +111,8 @@ class Allocation:
             if entry.state.phase == "queued":
                 self._begin_or_wait(draft, entry, gang.workers(answer.pace(name)), name in answer.preemptible)
 
-    def heard(self, draft: Draft, job: str) -> None:
-        """An agent has told how a partition stands: the tuner of a job that has one hears of each round."""
+    def reported(self, draft: Draft, job: str) -> None:
+        """Pass an agent's report to the tuner of a tuned job."""
         entry = draft.job(job)
         if entry is None or entry.state.phase != "running" or not is_tuned(entry.spec):
             return
@@ -121,8 +121,8 @@ class Allocation:
             staffed = staffed_of(entry.plan, planned_workers(entry.plan), draft.regions, {})
             watched.tuning = Tuning.of(entry.spec, entry.plan, entry.state, staffed)
         try:
-            answer = watched.tuning.heard(entry.state, draft.at) if watched.tuning is not None else None
-        except Exception as error:  # noqa: BLE001 - what a user's metric does to one tuner must not end a region's session
+            answer = watched.tuning.observe(entry.state, draft.at) if watched.tuning is not None else None
+        except Exception as error:  # noqa: BLE001 - a tuner's failure on a user's metric must not end a region's session
             assert watched.tuning is not None
             _log.exception("a tuner failed", job=job)
             text, data = watched.tuning.fails(error, sum(workers_now(entry).values()))
@@ -138,7 +138,7 @@ class Allocation:
             draft.record("job.tuning", text, job=job, data=data)
 
     def scaled_by_hand(self, entry: JobEntry, workers: Mapping[str, int], at: float) -> None:
-        """A user has asked for other workers: that is what the job wants, until its speed says otherwise."""
+        """Record that a user has scaled a job: it keeps these workers until its speed suggests others."""
         wanted = {**workers_now(entry), **workers}
         watched = self._watched.setdefault(entry.row.id, Watched())
         if all(wanted.values()):
@@ -146,15 +146,15 @@ class Allocation:
         watched.changed(at, by_itself=True)
 
     def promised_workers(self, draft: Draft) -> dict[str, int]:
-        """The most workers that the promises to a user hold at any instant from now on, by user."""
+        """Return by user the largest number of workers reserved for its promises at any time from now on."""
         gangs = list(self._gangs(draft).values())
         held = allot(draft.at, capacities_of(draft.regions.values()), gangs, before=self._held).held
         return {user: promised_at_once(gangs, held, user) for user in draft.users}
 
-    # --- what jobs want
+    # --- demands of jobs
 
     def _served(self, draft: Draft) -> dict[str, float]:
-        """Worker seconds without a promise of late, by user: of jobs that have ended, and of those under way."""
+        """Return recent worker seconds without a promise by user, of ended and of active jobs."""
         found = dict(self.served)
         for entry in jobs_now(draft):
             user = entry.row.user
@@ -169,25 +169,25 @@ class Allocation:
                 found[gang.name] = replace(gang, served_s=served[gang.user])
         return found
 
-    def _look(self, draft: Draft, entry: JobEntry) -> None:
-        """Take what the agents have told of a running job's speed, and ask at times what it would rather have."""
+    def _observe(self, draft: Draft, entry: JobEntry) -> None:
+        """Record the measured speeds of a running job; from time to time, compute the workers that it would prefer."""
         parts = entry.state.partitions
         if is_tuned(entry.spec) and is_elastic(entry):
-            # From the start on, when it is not yet known of any round.
+            # Already during the start, before any round is reported.
             self._watched.setdefault(entry.row.id, Watched()).tuned_by_now(first_workers(entry, draft.regions))
         if entry.state.phase != "running":
             return
         watched = self._watched.setdefault(entry.row.id, Watched())
         for part in parts:
             if part.report is not None:
-                watched.heard(part.region, part.report)
+                watched.record(part.region, part.report)
         training = is_elastic(entry) and all(part.state == "training" for part in parts)
         if not is_tuned(entry.spec) and training and watched.due((part.region for part in parts), draft.at):
             change = _change(entry, watched, draft)
             wanted = {**workers_now(entry), **change.workers} if change is not None else {}
-            watched.leans(wanted, change.reason if change is not None else "")
+            watched.reviewed(wanted, change.reason if change is not None else "")
 
-    # --- what they are told
+    # --- decisions for jobs
 
     def _scale(self, draft: Draft, entry: JobEntry, gang: Gang, answer: Kinds, gangs: Mapping[str, Gang]) -> None:
         pace, preemptible = answer.pace(gang.name), gang.name in answer.preemptible
@@ -205,44 +205,44 @@ class Allocation:
         else:
             paces = {name: answer.pace(name) for name in gangs}
             reason = _reason(gang, paces, gangs, watched, needed=needed)
-        asked = ScaleAsked(draft.at, wanted, reason, gives_way=pace < 0, preemptible=preemptible)
-        draft.tell_job(gang.name, asked)
+        asked = ScaleRequested(draft.at, wanted, reason, gives_way=pace < 0, preemptible=preemptible)
+        draft.apply_to_job(gang.name, asked)
         by_itself = pace > gang.held >= 0 or reason == watched.reason
         watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
 
     def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
         free, served = free_workers(draft), self._served(draft)
         absent = [region for region in planned_workers(entry.plan) if region not in free]
-        # Until those who give some up were told to, a region would have to take them away.
-        there_for_it = free_preemptible(draft) if preemptible else free
-        there = all(count <= there_for_it.get(region, 0) for region, count in workers.items())
-        if not absent and workers and there:
+        # Workers count as free only after the jobs that give them up were commanded to.
+        free_for_it = free_preemptible(draft) if preemptible else free
+        available = all(count <= free_for_it.get(region, 0) for region, count in workers.items())
+        if not absent and workers and available:
             begin(draft, entry, workers, preemptible=preemptible)
             return
-        what = f"for {', '.join(absent)} to be back" if absent else ""
-        told = what or what_for(
+        returns = f"for {', '.join(absent)} to reconnect" if absent else ""
+        waits_for = returns or what_for(
             entry.plan, jobs_before(draft, entry.plan, entry.row.id, turn_of_entry(entry, served), served)
         )
-        draft.tell_job(entry.row.id, Waits(draft.at, told))
+        draft.apply_to_job(entry.row.id, StartDelayed(draft.at, waits_for))
 
-    def _tell_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
-        """Say once that a promise is in danger, and once that it is not any more."""
+    def _record_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:
+        """Record once that a promise is in danger, and once that it is not any more."""
         for name in ends:
             watched, entry = self._watched.setdefault(name, Watched()), _entry(draft, name)
             if entry.state.deadline_at is None or watched.late == (name in late):
                 continue
             watched.late = name in late
             by = ends.get(name, math.inf) - entry.state.deadline_at
-            text, told = "the promised deadline will be kept after all", by if math.isfinite(by) else None
+            text, seconds = "the promised deadline is not in danger any more", by if math.isfinite(by) else None
             if watched.late:
-                why = f"it would be missed by {by:.0f} s" if told else "there are no workers for it"
-                text = f"the promised deadline is in danger: by what is known {why}"
-            data = {"in_danger": watched.late, "late_seconds": told if watched.late else None}
+                why = f"it would be missed by {by:.0f} s" if seconds else "no workers are available"
+                text = f"the promised deadline is in danger: {why}"
+            data = {"in_danger": watched.late, "late_seconds": seconds if watched.late else None}
             draft.record("job.promise", text, job=name, data=data)
 
 
 def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preemptible: bool = False) -> None:
-    """Start a job that waits, or is new, with so many workers in each of its regions."""
+    """Start a queued or new job with the given workers in each of its regions."""
     planned = planned_workers(entry.plan)
     parts = tuple(
         replace(
@@ -263,16 +263,16 @@ def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preempti
         for copy in entry.state.copies
     )
     draft.add_job(replace(entry, state=replace(entry.state, partitions=parts, copies=copies)))
-    draft.tell_job(entry.row.id, Planned(draft.at))
-    draft.tell_job(entry.row.id, Begun(draft.at))
+    draft.apply_to_job(entry.row.id, Planned(draft.at))
+    draft.apply_to_job(entry.row.id, StartAllowed(draft.at))
 
 
 def _why_moved(preemptible: bool, promised: Held | None) -> str:
     if preemptible:
         return "preemptible workers cost less"
     if promised is not None and promised.now >= 0:
-        return "its promised deadline needs workers that stay"
-    return "preemptible workers were taken away"
+        return "its promised deadline needs regular workers"
+    return "preemptible workers were preempted"
 
 
 def _entry(draft: Draft, name: str) -> JobEntry:
@@ -282,29 +282,29 @@ def _entry(draft: Draft, name: str) -> JobEntry:
 
 
 def _reason(gang: Gang, paces: Mapping[str, int], gangs: Mapping[str, Gang], watched: Watched, *, needed: bool) -> str:
-    """Why a job continues with other workers, in words."""
+    """Return why a job's number of workers changes."""
     pace = paces[gang.name]
     if pace > gang.held:
         if gang.held < 0:
-            return "there is room again"
+            return "workers are free again"
         if needed:
             return "its promised deadline is in danger" if watched.late else "its promised deadline needs them"
         saved = 1 - gang.paces[gang.held].rate / gang.paces[pace].rate
-        return watched.reason or f"saves {saved:.0%} of the time that is left"
-    places = set(gang.paces[0].workers)
+        return watched.reason or f"saves {saved:.0%} of the remaining time"
+    regions = set(gang.paces[0].workers)
     others = [
         other
         for name, other in gangs.items()
-        if name != gang.name and places & set(other.paces[0].workers) and paces[name] > other.held
+        if name != gang.name and regions & set(other.paces[0].workers) and paces[name] > other.held
     ]
     if not others:
-        return "there are no workers for it" if pace < 0 else watched.reason or "fewer workers are as fast"
+        return "no workers are available" if pace < 0 else watched.reason or "fewer workers are as fast"
     first = min(others, key=lambda other: (other.deadline_s, other.since_s))
-    return f"gives way to {first.name}" if pace < 0 else f"makes room for {first.name}"
+    return f"paused in favour of {first.name}" if pace < 0 else f"workers are needed by {first.name}"
 
 
 def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | None:
-    """What a running job would rather have, alone."""
+    """Return the workers that a running job would prefer if no other job needed any."""
     demand = to_demand(entry.spec, entry.row.id, datetime.fromtimestamp(entry.row.created_at, UTC))
     speeds = {part.region: watched.speed(part.region) or 0.0 for part in entry.state.partitions}
     held = workers_now(entry)
@@ -314,13 +314,13 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
         return None
     free = free_workers(draft)
     queued = any(job.state.phase == "queued" for job in draft.jobs.values())
-    # While somebody waits nobody grows.
+    # While a job is queued, no running job is scaled out.
     bounded = [
         replace(region, free=region.workers + (0 if queued else max(0, free.get(region.region, 0))))
         for region in staffed
     ]
-    handed = [copy.report for copy in entry.state.copies if copy.report is not None]
-    paid = sum(charge.usd for report in (*reports, *handed) for charge in report.money)
+    copies = [copy.report for copy in entry.state.copies if copy.report is not None]
+    paid = sum(charge.usd for report in (*reports, *copies) for charge in report.money)
     ends = entry.state.deadline_at
     return restaff(
         bounded,

@@ -1,4 +1,4 @@
-"""Which date can be promised where the one that was asked for cannot: found by asking for others."""
+"""Search for a deadline that can be promised if the requested one cannot."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from scheduler.deadline import Offer
 
 __all__ = ["too_late", "with_dates"]
 
-_WIDER, _TRIED = 1.5, 14
-"""Each further date that is tried is so many times as far away, until one can be promised."""
-_FINE = 0.02
-"""To this part of it the earliest date is found."""
-_STEPS_LATER = 4
-"""Of that part, that are tried after it: of two dates the later one may be the harder to promise, since workers are
-shared out by the order of dates, and by how much time each leaves."""
+_GROWTH = 1.5
+"""Factor between two dates that are tried, until one can be promised."""
+_MAX_DATES = 14
+"""Number of dates that are tried so."""
+_PRECISION = 0.02
+"""Relative precision to which the earliest date is found."""
+_LATER_STEPS = 4
+"""Number of steps of that size that are tried after the found date. A later date may be harder to promise than an
+earlier one, since workers are allocated by the order of dates and by the time that each leaves."""
 
 
 class Refusal(Protocol):
-    """What is answered to another demand; None: it would be taken."""
+    """Checks if another demand would be refused; None: it would be admitted."""
 
     def __call__(self, other: Demand, *, later: bool = False) -> Declined | None:
-        """``later``: a moment later."""
+        """``later``: check as of a moment later."""
 
 
-def too_late(told: Offer, demand: Demand, chosen: Plan, at: float, *, alone: bool) -> Declined:
-    """Why a date cannot be promised for which a plan is fast enough; ``alone``: not even if there were no other job."""
+def too_late(offered: Offer, demand: Demand, chosen: Plan, at: float, *, alone: bool) -> Declined:
+    """Return why a deadline cannot be promised although a plan is fast enough; ``alone``: even without other jobs."""
     assert demand.deadline_seconds is not None
-    most, asked = chosen.estimate.seconds.high, demand.deadline_seconds
-    text = f"cannot be done in {asked:.0f} s, the promises to other jobs kept"
+    high, asked = chosen.estimate.seconds.high, demand.deadline_seconds
+    text = f"cannot be done in {asked:.0f} s without breaking promises to other jobs"
     if alone:
         text = (
-            f"cannot be promised in {asked:.0f} s: the job may take {most:.0f} s, and a promise keeps time besides, "
-            "for the start and changes of workers and for what nobody can foresee"
+            f"cannot be promised in {asked:.0f} s: the job may take {high:.0f} s, and a promise reserves additional "
+            "time for the start, for changes of workers and for failures"
         )
-    return Declined((Reason("INADMISSIBLE", text, _named(None), told.earliest_s - at),))
+    return Declined((Reason("INADMISSIBLE", text, _named(None), offered.earliest_s - at),))
 
 
 def with_dates(declined: Declined, demand: Demand, refusal: Refusal, enough: Callable[[], bool]) -> Declined:
-    """The same refusal, where a date is named, with the earliest that is not refused in turn, nor a moment later.
+    """Return the refusal with the earliest deadline that would be admitted now and a moment later.
 
-    A budget is kept to, if any date is there with it. ``enough``: it has taken so long that a date which was found is
-    named as it is, though an earlier one may do.
+    The budget is kept if any deadline can be promised with it; else the deadline is the one with a larger budget.
+
+    Args:
+        enough: returns True once the search has taken so long that the date found so far is used.
     """
     asked = demand.deadline_seconds
     first = next((r.earliest_seconds for r in declined.reasons if r.earliest_seconds is not None), None)
@@ -73,35 +77,39 @@ def _earliest(
     *,
     lasting: bool = False,
 ) -> int | None:
-    """In whole seconds, later than `asked`; None where none was found. ``first``: where to begin. ``lasting``: dates
-    that would be refused a moment later are passed over from the beginning, which takes twice as long."""
+    """Return the earliest deadline after `asked` that can be promised, in whole seconds; None if none was found.
 
-    def told(seconds: int, *, later: bool = lasting) -> Declined | None:
+    Args:
+        first: where to begin the search.
+        lasting: skip dates that would be refused a moment later from the beginning, which takes twice as long.
+    """
+
+    def refused_at(seconds: int, *, later: bool = lasting) -> Declined | None:
         other = replace(demand, deadline_seconds=float(seconds))
         return refusal(other) or (refusal(other, later=True) if later else None)
 
     refused = max(0, math.floor(asked))
     tried = max(refused + 1, math.ceil(first) if math.isfinite(first) else 0)
-    for _ in range(_TRIED):
-        no = told(tried)
-        if no is None:
+    for _ in range(_MAX_DATES):
+        answer = refused_at(tried)
+        if answer is None:
             break
-        better = next((r.earliest_seconds for r in no.reasons if r.earliest_seconds is not None), None)
+        better = next((r.earliest_seconds for r in answer.reasons if r.earliest_seconds is not None), None)
         if better is None:
             return None
-        refused, tried = tried, max(math.ceil(tried * _WIDER), math.ceil(better) if math.isfinite(better) else 0)
+        refused, tried = tried, max(math.ceil(tried * _GROWTH), math.ceil(better) if math.isfinite(better) else 0)
     else:
         return None
-    while tried - refused > max(1, math.floor(_FINE * tried)) and not enough():
+    while tried - refused > max(1, math.floor(_PRECISION * tried)) and not enough():
         middle = (tried + refused) // 2
-        if told(middle) is None:
+        if refused_at(middle) is None:
             tried = middle
         else:
             refused = middle
-    # A little later, as a moment passes until it is asked for, and others may turn out slower meanwhile.
-    step = max(1, math.ceil(_FINE * tried))
-    dates = (*(tried + number * step for number in range(1, 1 + _STEPS_LATER)), tried)
-    found = next((date for date in dates if told(date, later=True) is None), None)
+    # Prefer a slightly later date, since time passes until it is requested, and other jobs may become slower.
+    step = max(1, math.ceil(_PRECISION * tried))
+    dates = (*(tried + number * step for number in range(1, 1 + _LATER_STEPS)), tried)
+    found = next((date for date in dates if refused_at(date, later=True) is None), None)
     if found is None and not lasting:
         found = _earliest(demand, asked, first, refusal, enough, lasting=True)
     return tried if found is None else found
@@ -109,5 +117,5 @@ def _earliest(
 
 def _named(seconds: int | None) -> str:
     if seconds is None:
-        return "no date can be named as things stand: leave the deadline out, or wait for regions to be back"
+        return "no deadline can be promised now: omit the deadline, or wait until regions have reconnected"
     return f"a deadline of {seconds} s from now could be promised"

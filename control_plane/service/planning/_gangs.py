@@ -1,4 +1,4 @@
-"""Jobs as the scheduler shares workers out among them: their paces, what is left to do, what was promised."""
+"""Convert jobs to the scheduler's gangs: their possible numbers of workers with speeds, remaining work and deadline."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = [
 ]
 
 CAUTION = 1.1
-"""What is left may take so many times as long as measured speeds say."""
+"""Safety factor on the remaining time of a running job with measured speeds."""
 AWAY_SECONDS = 60.0
-"""For which a job of best effort keeps its workers while one of its regions cannot be reached: about a lease."""
+"""Time for which a job without a promise keeps its workers while one of its regions is unreachable: about a lease."""
 ENDING_SECONDS = 5.0
-"""For which a job that is being cancelled keeps its workers."""
+"""Expected time for which a job that is being cancelled keeps its workers."""
 
 
 def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
-    """Workers of the regions that can be used; one that is silent within its lease counts."""
+    """Return the workers of usable regions: live ones, and unreachable ones whose lease has not expired."""
     return {
         entry.row.name: DeviceCapacity(entry.catalogue.capacity.workers)
         for entry in regions
@@ -47,7 +47,7 @@ def capacities_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
 
 
 def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
-    """The workers there now that may be taken away."""
+    """Return the preemptible workers of usable regions."""
     return {
         entry.row.name: DeviceCapacity(entry.catalogue.capacity.preemptible)
         for entry in regions
@@ -58,16 +58,14 @@ def preemptible_of(regions: Iterable[RegionEntry]) -> dict[str, DeviceCapacity]:
 
 
 def is_elastic(entry: JobEntry) -> bool:
-    """Whether the workers of a job that runs may be changed now: it may continue with others, and nothing else is going
-    on."""
+    """Whether a job's number of workers may be changed now: the job allows it, runs, and all regions are reachable."""
     parts = entry.state.partitions
-    going = entry.state.phase in ("starting", "running") and all(part.link == "live" for part in parts)
-    return may_scale(entry.spec, entry.plan) and going
+    running = entry.state.phase in ("starting", "running") and all(part.link == "live" for part in parts)
+    return may_scale(entry.spec, entry.plan) and running
 
 
 def may_scale(spec: JobSpec, chosen: Plan) -> bool:
-    """Whether any number of workers will do, since the plan chose them or a tuner changes them: stages of a model are
-    not given up."""
+    """Whether a job's number of workers may change: the plan or a tuner chooses it, and no region runs a pipeline."""
     free = spec.train.workers == "auto" or is_tuned(spec)
     return free and all(part.pipeline is None for part in chosen.partitions)
 
@@ -83,8 +81,11 @@ def gang_of_plan(
     user: str = "",
     spec: JobSpec | None = None,
 ) -> Gang:
-    """A job that has not begun. Its speed is the plan's, as slow as the plan says that it may be. ``spec``: of one that
-    is tuned."""
+    """Return the gang of a job that has not started, at the lowest speed of its plan's range.
+
+    Args:
+        spec: spec of a tuned job; None: the job is not tuned.
+    """
     planned = planned_workers(chosen)
     ways = _ways(chosen, planned, regions, {}, elastic, tuned=spec is not None, promised=math.isfinite(deadline_s))
     if spec is not None:
@@ -102,7 +103,7 @@ def gang_of_plan(
 
 
 def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry]) -> Gang | None:
-    """A job as it stands; None where it has and wants no workers: a user has paused it, or its steps are done."""
+    """Return the gang of a job; None if it needs no workers, since a user has paused it or its steps are done."""
     state, chosen = entry.state, entry.plan
     name, since_s, user = entry.row.id, entry.row.created_at, entry.row.user
     deadline_s = math.inf if state.deadline_at is None else state.deadline_at
@@ -130,20 +131,20 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
     done = min((part.report.round for part in state.partitions if part.report is not None), default=0)
     speeds = {part.region: speed for part in state.partitions if (speed := watched.speed(part.region)) is not None}
     if any(part.pipeline is not None for part in chosen.partitions):
-        # The stages of a pipeline wait for each other: samples a second of compute do not tell its pace.
+        # The stages of a pipeline wait for each other, so that compute speed does not determine its pace.
         speeds = {}
     planned = planned_workers(chosen)
-    # Where some regions are done, or paused by hand, what the others have stays.
+    # If some regions are done, or paused by hand, the others keep their workers.
     elastic = is_elastic(entry) and (len(held) in (0, len(planned)) or preempted)
     if preempted and elastic:
-        # What is left of them is no pace, or a slower one.
+        # With workers left in only some regions, the job does not progress.
         held = {region: count for region, count in held.items() if len(held) == len(planned)}
     tuned, promised = is_tuned(entry.spec), math.isfinite(deadline_s)
     merges = merges_of(entry.state)
     ways = _ways(chosen, held or planned, regions, speeds, elastic, merges, tuned=tuned, promised=promised)
     left = float(max(1, chosen.rounds - done))
     if may_scale(entry.spec, chosen) and not elastic and math.isinf(deadline_s):
-        # It cannot be told of a change just now, but will soon: it does not hold its workers to its end.
+        # It cannot be scaled while a region is unreachable, but it must not reserve its workers until its end.
         left = min(left, AWAY_SECONDS * ways[-1].rate)
     return Gang(
         name,
@@ -162,8 +163,7 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
 
 
 def first_workers(entry: JobEntry, regions: Mapping[str, RegionEntry]) -> dict[str, int]:
-    """What a tuned job would have until its tuner has said anything: the workers that it has; while it starts, or has
-    none, those that it begins with."""
+    """Return the workers of a tuned job before its tuner's first decision: its present ones, or those to start with."""
     now = workers_now(entry)
     if entry.state.phase == "running" and all(now.values()):
         return now
@@ -177,9 +177,12 @@ def staffed_of(
     speeds: Mapping[str, float],
     merges: Mapping[str, float] | None = None,
 ) -> list[Staffed]:
-    """The regions in which a job has workers, with what they cost and how fast they are: as measured, else as planned.
+    """Return a job's regions with their workers, prices and speeds, measured or else planned.
 
-    All that a region has counts as free. ``merges``: seconds of a step's merge, where they were measured.
+    All workers of a region count as free.
+
+    Args:
+        merges: measured seconds of a step's merge by region.
     """
     merges = merges or {}
     return [
@@ -203,7 +206,7 @@ def staffed_of(
 
 
 def _value(entry: JobEntry) -> float:
-    """Of the date that was promised: 1 of the first that was asked for, less of the later ones."""
+    """Return the value of the promised deadline: 1 for the first requested one, less for later soft deadlines."""
     created = utc_now(entry.row.created_at)
     for step in entry.spec.objective.soft:
         seconds = to_demand(entry.spec, entry.row.id, created, step.deadline).deadline_seconds
@@ -213,12 +216,12 @@ def _value(entry: JobEntry) -> float:
 
 
 def merges_of(state: JobState) -> dict[str, float]:
-    """Seconds of a step's merge by region, as the agents have told; regions without any are left out."""
+    """Return the reported seconds of a step's merge by region; regions without a report are left out."""
     return {p.region: p.report.merge_seconds for p in state.partitions if p.report and p.report.merge_seconds > 0}
 
 
 def planned_workers(chosen: Plan) -> dict[str, int]:
-    """By region."""
+    """Return the planned number of workers by region."""
     return {part.region: part.workers for part in chosen.partitions}
 
 
@@ -233,10 +236,11 @@ def _ways(
     tuned: bool = False,
     promised: bool = False,
 ) -> tuple[StaffingPace, ...]:
-    """The paces to promise on; only the one with these workers where it is not elastic."""
+    """Return the possible numbers of workers with their speeds in rounds/s; only `workers` if the job is not
+    elastic."""
     staffed = staffed_of(chosen, workers, regions, speeds, merges)
     if len(staffed) < len(workers):
-        # A region that nobody knows (any more): nothing can be told but that it takes long.
+        # A region is not known any more: assume the slowest speed of the plan.
         return (StaffingPace(dict(workers), chosen.rounds / chosen.estimate.seconds.high),)
     if tuned and not elastic:
         batches = {part.region: part.batch for part in chosen.partitions}
@@ -256,7 +260,7 @@ def _ways(
 
 
 def _index(ways: tuple[StaffingPace, ...], wanted: Mapping[str, int]) -> int:
-    """The fastest with no more workers than wanted anywhere; the slowest where there is none."""
+    """Return the index of the fastest pace with at most the wanted workers in each region; 0 if there is none."""
     within = [
         index
         for index, way in enumerate(ways)

@@ -1,4 +1,4 @@
-"""The model that a job begins with, where it is another job's."""
+"""Resolve `train.initialModel`: the model of another job that a job starts from."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["initial_model_of"]
 
 
 async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> InitialModel | None:
-    """What a job of a user (empty: the operator) begins with; None: what its task makes.
+    """Return the model that a job of a user (empty: the operator) starts from; None: the task's own.
 
-    Raises ``GeofedError``: JOB_NOT_FOUND, FORBIDDEN for another user's job, MODEL_NOT_FOUND where it has no model.
+    Raises ``GeofedError``: JOB_NOT_FOUND; FORBIDDEN for another user's job; MODEL_NOT_FOUND if the job has no model.
     """
     wanted = spec.train.initial_model
     if wanted is None:
@@ -25,10 +25,10 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
     Caller(user).require_own(entry)
     if state.phase != "succeeded" or not state.blob_digest:
         text = f"job {job} {standing_text(state.phase)}; it has no model to start from"
-        comes = not state.terminal and state.phase != "cancelling"
-        hint = "wait for it to succeed" if comes else "name a job that has succeeded"
+        pending = not state.terminal and state.phase != "cancelling"
+        hint = "wait for it to succeed" if pending else "name a job that has succeeded"
         raise GeofedError("MODEL_NOT_FOUND", text, hint=hint)
     if federation.blobs.size(state.blob_digest) is None:
-        hint = "its file is gone from the control plane's state directory"
-        raise GeofedError("MODEL_NOT_FOUND", f"the model of {job}, {state.blob_digest}, is not here", hint=hint)
+        hint = "its file was removed from the control plane's state directory"
+        raise GeofedError("MODEL_NOT_FOUND", f"the model of {job}, {state.blob_digest}, is missing", hint=hint)
     return InitialModel(job, state.blob_digest, state.blob_bytes)

@@ -1,4 +1,4 @@
-"""From the federation as it stands to the scheduler's snapshot, and from its answer to the user's."""
+"""Convert the federation's state to the scheduler's snapshot, and the scheduler's answer to the user's."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from scheduler.tuning import TaskProfile
 
 
 def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
-    """What the scheduler may know now, of a task with a batch.
+    """Return the scheduler's view of the federation, with all measurements of a task at a batch.
 
-    A region that is silent within its lease still counts as live.
+    A region that is unreachable but whose lease has not expired counts as live.
     """
     live, absent = [], []
     for entry in regions:
@@ -38,11 +38,11 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
     profiles: dict[str, TaskProfile] = {}
     for run in runs:
         if run.profile_json and run.region not in profiles:
-            # One that another version of geofed has stored counts as a run without it.
+            # A profile stored by another version of geofed may not be readable; its run counts without it.
             with suppress(GeofedError):
                 profiles[run.region] = profile_from_json(run.profile_json, run.region)
     speeds, guessed = speeds_of(runs, batch, profiles)
-    # The same code makes the same model; that of its kin may be another.
+    # A count by an agent is of this code's model; runs of other versions of the code may have another size.
     counted = weight is not None and not learnt.of_own_code(weight.task_key)
     ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)
     started = next((run for run in runs if run.start_seconds > 0), None)
@@ -66,7 +66,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
 
 
 def workers_now(job: JobEntry) -> dict[str, int]:
-    """The workers that a job has, or was last told to have, by region; a job that waits has none."""
+    """Return the workers of a job by region, as last commanded; empty for a queued job."""
     if job.state.phase == "queued":
         return {}
     asked = {part.region: part.workers for part in job.state.partitions if part.workers is not None}
@@ -74,12 +74,12 @@ def workers_now(job: JobEntry) -> dict[str, int]:
 
 
 def on_preemptible(job: JobEntry) -> bool:
-    """Whether the workers of a job are of those that may be taken away."""
+    """Whether a job runs on preemptible workers."""
     return job.state.phase != "queued" and any(part.preemptible for part in job.state.partitions)
 
 
 def lasting_workers_now(job: JobEntry) -> dict[str, int]:
-    """The same of workers that stay: none of a job on preemptible ones."""
+    """Return the regular workers of a job by region; empty for a job on preemptible ones."""
     return {} if on_preemptible(job) else workers_now(job)
 
 
@@ -89,16 +89,15 @@ def plan_json(
     warnings: Sequence[str] = (),
     initial_model: InitialModel | None = None,
 ) -> str:
-    """The scheduler's answer as JSON, with what a job would wait for first, its warnings, and the model that it
-    begins with."""
+    """Return the scheduler's answer as JSON, with what the job waits for, all warnings, and the model to start from."""
     own = answer.warnings if isinstance(answer, Plan) else ()
     more: dict[str, Any] = {"waits_for": waits_for, "warnings": [*own, *warnings]}
     more["initial_model"] = asdict(initial_model) if initial_model is not None else None
-    return to_json(asdict(answer) | {name: told for name, told in more.items() if told})
+    return to_json(asdict(answer) | {name: value for name, value in more.items() if value})
 
 
 def declined_error(declined: Declined) -> GeofedError:
-    """All reasons in one error, under the code that they share, else INADMISSIBLE."""
+    """Return one error for all reasons, with their common code, else INADMISSIBLE."""
     codes = {reason.code for reason in declined.reasons}
     code = codes.pop() if len(codes) == 1 else "INADMISSIBLE"
     message = "; ".join(reason.text for reason in declined.reasons)
@@ -114,7 +113,7 @@ def first_state(
     deadline_at: float | None,
     initial_model: InitialModel | None = None,
 ) -> JobState:
-    """A job that has just been planned, queued."""
+    """Return the state of a new job, queued."""
     parts = [Partition(part.region) for part in plan.partitions]
     return JobState(
         job=job,
@@ -143,7 +142,7 @@ def first_state(
 
 
 def goal_of(spec: JobSpec) -> Goal | None:
-    """The metric that is good enough to end with; None: the job continues to its planned end."""
+    """Return the goal of a job's file; None: the job runs to its planned end."""
     wanted = spec.train.end.goal
     if wanted is None:
         return None

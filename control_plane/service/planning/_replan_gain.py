@@ -1,4 +1,4 @@
-"""Whether a running job is better off over other regions."""
+"""Estimate if replanning a running job over other regions saves time or cost."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from scheduler import Plan
 __all__ = ["ROUNDS_SEEN", "Pace", "pays"]
 
 ROUNDS_SEEN = 3
-"""Of every region, before a job's pace counts as known."""
-_ROUNDS_RECENT = 15
-_LEAST_LEFT = 10.0
-"""Times as long as the change must what is left take."""
-_SAVES = 0.1
-"""Of what is left, at least; what is predicted may be off by as much."""
+"""Number of rounds before a job's pace counts as known."""
+_RECENT_ROUNDS = 15
+"""Number of latest rounds whose median is the pace."""
+_MIN_REST_PER_CHANGE = 10.0
+"""The rest of the job must take at least this many times as long as the change to another plan."""
+_MIN_SAVING = 0.1
+"""Least saving, as a fraction of the rest; predictions may be wrong by as much."""
 
 
 class Pace:
-    """How long a job's rounds take, by when they were heard of: the median of the last ones, so that a pause, or a
-    region that was away, makes no round look slow but its own."""
+    """Median time of a job's latest rounds, by when their reports arrived, so that one pause affects one round only."""
 
     def __init__(self, begun_at: float | None) -> None:
         self._done = None if begun_at is None else 0
         self._at = begun_at
-        """When that was first heard of; None: what is known at first may have been so for long."""
-        self._took = deque[float](maxlen=_ROUNDS_RECENT)
+        """When the number of rounds last changed; None: unknown, since the first report may come late."""
+        self._durations = deque[float](maxlen=_RECENT_ROUNDS)
 
-    def heard(self, done: int, at: float) -> None:
-        """So many rounds are done."""
+    def record(self, done: int, at: float) -> None:
+        """Record that `done` rounds are completed at time `at`."""
         before, since = self._done, self._at
         if done == before:
             return
         self._done, self._at = done, at if before is not None else None
         if before is None or since is None or done < before or at <= since:
             return
-        # Many that are heard of at once, as after a restart, are known by their mean only.
-        self._took.extend([(at - since) / (done - before)] * min(done - before, ROUNDS_SEEN))
+        # Of many rounds reported at once, as after a restart, only the mean is known.
+        self._durations.extend([(at - since) / (done - before)] * min(done - before, ROUNDS_SEEN))
 
     @property
     def round_seconds(self) -> float | None:
-        """None: not known yet."""
-        return median(self._took) if len(self._took) >= ROUNDS_SEEN else None
+        """Median time of a round in seconds; None: not known yet."""
+        return median(self._durations) if len(self._durations) >= ROUNDS_SEEN else None
 
 
 def pays(entry: JobEntry, then: Plan, round_seconds: float) -> str:
-    """Why what is left of a running job should be run as planned here; empty: it should not, or it is not known yet.
+    """Return why a running job's rest should run by plan `then`; empty if it should not, or if that is not known yet.
 
-    A region that brings data of the job is wanted for them, as long as the change costs little. Where the data are the
-    same, what is left must end a tenth sooner with the change, or cost a tenth less, as the job minimises. How long it
-    would take as it is, its own rounds tell: they take ``round_seconds`` each.
+    A plan with additional data pays if the change is cheap compared with the rest. With the same data, the rest must
+    end a tenth sooner or cost a tenth less, by what the job minimises. Without a change, each of its remaining rounds
+    takes ``round_seconds``.
     """
     state, plan = entry.state, entry.plan
     reports = [part.report for part in state.partitions if part.report is not None]
@@ -61,22 +61,24 @@ def pays(entry: JobEntry, then: Plan, round_seconds: float) -> str:
     rounds = plan.rounds - done
     start_seconds = max(0.0, state.started_at - (state.begun_at or entry.row.created_at))
     left_seconds = rounds * round_seconds
-    if left_seconds < _LEAST_LEFT * (round_seconds + start_seconds):
+    if left_seconds < _MIN_REST_PER_CHANGE * (round_seconds + start_seconds):
         return ""
     if brought := sorted(_sources(then) - _sources(plan)):
-        return f"{', '.join(brought)} can bring data in"
+        return f"{', '.join(brought)} adds data"
     if then.estimate.basis == "prior":
-        # A guess is worth no change.
+        # A plan by default speeds is too uncertain.
         return ""
     if entry.spec.objective.minimise == "time":
         predicted = round_seconds + then.estimate.seconds.expected
-        return f"it ends {1 - predicted / left_seconds:.0%} sooner" if predicted < (1 - _SAVES) * left_seconds else ""
-    handed = [copy.report for copy in state.copies if copy.report is not None]
-    round_usd = sum(charge.usd for report in (*reports, *handed) for charge in report.money) / done
+        return (
+            f"it ends {1 - predicted / left_seconds:.0%} sooner" if predicted < (1 - _MIN_SAVING) * left_seconds else ""
+        )
+    copies = [copy.report for copy in state.copies if copy.report is not None]
+    round_usd = sum(charge.usd for report in (*reports, *copies) for charge in report.money) / done
     left_usd, predicted = rounds * round_usd, round_usd + then.estimate.usd.expected
-    return f"it costs {1 - predicted / left_usd:.0%} less" if predicted < (1 - _SAVES) * left_usd else ""
+    return f"it costs {1 - predicted / left_usd:.0%} less" if predicted < (1 - _MIN_SAVING) * left_usd else ""
 
 
 def _sources(plan: Plan) -> set[str]:
-    """Regions whose shards are trained on."""
+    """Return the regions whose shards a plan trains on."""
     return {region for part in plan.partitions for region in part.shards or (part.region,)}

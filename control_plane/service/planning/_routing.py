@@ -1,6 +1,7 @@
-"""Which ways the updates of running jobs take, as the links turn out to be.
+"""Reroute the updates of running jobs around slow or cut links.
 
-What is decided is the scheduler's (`scheduler.rerouted`); here each job's links are looked at, and the job is told.
+The scheduler decides (`scheduler.rerouted`); this module collects the measurements of each job's links and applies the
+decision to the job.
 """
 
 from __future__ import annotations
@@ -26,80 +27,82 @@ from scheduler import (
     round_compute_seconds,
 )
 
-__all__ = ["FIRST_REST_SECONDS", "LOOK_SECONDS", "Roads", "Routing"]
+__all__ = ["FIRST_REST_SECONDS", "REVIEW_SECONDS", "JobLinks", "Routing"]
 
-LOOK_SECONDS = 5.0
-_LOOKS = 3
-"""Tables that `rerouted` is asked about: the links must have been so for two looks and one more."""
+REVIEW_SECONDS = 5.0
+"""Time between two reviews of a job's links."""
+_TABLES = 3
+"""Number of consecutive link tables that `rerouted` decides by, so that a short disturbance causes no change."""
 FIRST_REST_SECONDS = 60.0
-"""After a change; twice as long after each further one, so that a job does not go to and fro."""
-_LONGEST_REST_SECONDS = 3600.0
-_FIRST_MEMORY_SECONDS = 600.0
-"""What was seen of a link that carries nothing any more counts for so long, and after that what is stated of it; twice
-as long each time that it turned out as bad again."""
+"""Least time between two changes; it doubles with each change, so that a job does not oscillate."""
+_MAX_REST_SECONDS = 3600.0
+"""Limit of that time."""
+_MEMORY_SECONDS = 600.0
+"""Time for which the measurements of an unused link count; then its stated figures do. It doubles each time that the
+link is left again."""
 
 _Pair = tuple[str, str]
 
 
 @dataclass
 class _Memory:
-    """What is remembered of a directed link."""
+    """Last measurements of a directed link."""
 
     seen: Sighting
     at: float
-    lasts_seconds: float = _FIRST_MEMORY_SECONDS
+    lasts_seconds: float = _MEMORY_SECONDS
 
 
 @dataclass
-class Roads:
-    """The links of one job. What was seen of them is not kept over a restart of the control plane."""
+class JobLinks:
+    """Measurements of one job's links, kept in memory only."""
 
     _memories: dict[_Pair, _Memory] = field(default_factory=dict)
     _given_up: dict[_Pair, float] = field(default_factory=dict)
-    """Links of ways that were left: how long what was seen of them lasts the next time."""
-    _tables: deque[LinkTable] = field(default_factory=lambda: deque(maxlen=_LOOKS))
+    """Links that a rerouting has left, with the time for which their measurements count the next time."""
+    _tables: deque[LinkTable] = field(default_factory=lambda: deque(maxlen=_TABLES))
     _answered: tuple[LinkTable, ...] = ()
-    """The tables that were last found to need no change."""
-    _looked: float = -math.inf
+    """Tables that were last found to require no change."""
+    _reviewed_at: float = -math.inf
     _changed: float = -math.inf
     _changes: int = 0
 
     def due(self, at: float) -> bool:
-        """Whether it is time for a look; it then counts as made."""
-        if at < self._looked + LOOK_SECONDS:
+        """Whether it is time for a review; it then counts as done."""
+        if at < self._reviewed_at + REVIEW_SECONDS:
             return False
-        self._looked = at
+        self._reviewed_at = at
         return True
 
     def rested(self, at: float) -> bool:
-        """Whether the last change is long enough ago."""
+        """Whether the last change is long enough ago for another one."""
         rest = FIRST_REST_SECONDS * 2 ** (self._changes - 1) if self._changes else 0.0
-        return at >= self._changed + min(rest, _LONGEST_REST_SECONDS)
+        return at >= self._changed + min(rest, _MAX_REST_SECONDS)
 
     def seen(self, used: Iterable[_Pair], reports: dict[str, Report], at: float) -> dict[_Pair, Sighting]:
-        """Take what the regions tell of the links in use; what is known then, of these and of others."""
+        """Record the regions' measurements of the links in use; return all measurements that still count."""
         for source, to in used:
             seen = _sighting(reports[source], to)
             if seen is not None:
-                lasts = self._given_up.get((source, to), _FIRST_MEMORY_SECONDS)
+                lasts = self._given_up.get((source, to), _MEMORY_SECONDS)
                 self._memories[source, to] = _Memory(seen, at, lasts)
         self._memories = {pair: held for pair, held in self._memories.items() if at < held.at + held.lasts_seconds}
         return {pair: held.seen for pair, held in self._memories.items()}
 
-    def look(self, table: LinkTable) -> tuple[LinkTable, ...] | None:
-        """Take a look's table; the last ones where they may call for a change, None where they are known not to."""
+    def add_table(self, table: LinkTable) -> tuple[LinkTable, ...] | None:
+        """Add a review's link table; return the last ones, or None if they are known to require no change."""
         self._tables.append(table)
         tables = tuple(self._tables)
         return None if tables == self._answered else tables
 
     def stays(self, tables: tuple[LinkTable, ...]) -> None:
-        """These tables call for no change."""
+        """Record that these tables require no change."""
         self._answered = tables
 
     def leaves(self, left: Iterable[_Pair], at: float) -> None:
-        """Other ways are taken from now on; ``left``: links that were in use and are not any more."""
+        """Record a rerouting; ``left``: links that are not used any more."""
         for pair in left:
-            self._given_up[pair] = 2 * self._given_up.get(pair, _FIRST_MEMORY_SECONDS / 2)
+            self._given_up[pair] = 2 * self._given_up.get(pair, _MEMORY_SECONDS / 2)
             if pair in self._memories:
                 self._memories[pair].lasts_seconds = self._given_up[pair]
         self._tables.clear()
@@ -108,23 +111,23 @@ class Roads:
 
 
 class Routing:
-    """Leads the updates of running jobs around links that have become slow or are cut."""
+    """Reroutes the updates of running jobs around links that have become slow or are cut."""
 
     def __init__(self) -> None:
-        self._roads: dict[str, Roads] = {}
+        self._links: dict[str, JobLinks] = {}
 
     def review(self, draft: Draft) -> None:
-        """Look at the links of every job whose file leaves the topology to the plan; called every second."""
-        for gone in set(self._roads) - set(draft.jobs):
-            del self._roads[gone]
+        """Review the links of each job whose file leaves the topology to the plan; called every second."""
+        for gone in set(self._links) - set(draft.jobs):
+            del self._links[gone]
         for job in list(draft.jobs):
             entry = draft.job(job)
             if entry is not None and entry.plan.wan_settings.get("choose_topology") and _can_change(entry.state):
-                roads = self._roads.setdefault(job, Roads())
-                if roads.due(draft.at):
-                    self._look(draft, entry, roads)
+                links = self._links.setdefault(job, JobLinks())
+                if links.due(draft.at):
+                    self._review_job(draft, entry, links)
 
-    def _look(self, draft: Draft, entry: JobEntry, roads: Roads) -> None:
+    def _review_job(self, draft: Draft, entry: JobEntry, links: JobLinks) -> None:
         regions = [held.catalogue for part in entry.state.partitions if (held := draft.region(part.region))]
         catalogues = [catalogue for catalogue in regions if catalogue is not None]
         reports = {part.region: part.report for part in entry.state.partitions if part.report is not None}
@@ -135,12 +138,12 @@ class Routing:
         used = _both_ways(present)
         stated = link_table(catalogues)
         for pair in used:
-            # A plan that stands uses a link also where its region has meanwhile stated that there is none.
+            # The plan may use a link that its region does not state any more.
             stated.setdefault(pair, Path(0.0, 1e-3, 0.0))
         known = {*used, *_stated(catalogues)}
-        table = as_seen(stated, roads.seen(used, reports, draft.at), update_bytes, known)
-        tables = roads.look(table)
-        if tables is None or not roads.rested(draft.at):
+        table = as_seen(stated, links.seen(used, reports, draft.at), update_bytes, known)
+        tables = links.add_table(table)
+        if tables is None or not links.rested(draft.at):
             return
         kind, _, hubs = (entry.state.topology or entry.plan.topology).partition(" via ")
         current = Topology(kind, tuple(hubs.split(", ")) if hubs else (), present, 0.0, 0.0)
@@ -153,14 +156,14 @@ class Routing:
             background=entry.plan.background,
         )
         if answer is None:
-            roads.stays(tables)
+            links.stays(tables)
             return
-        draft.tell_job(entry.row.id, _told(answer, present, draft.at))
-        roads.leaves(set(used) - set(_both_ways(answer.topology.links)), draft.at)
+        draft.apply_to_job(entry.row.id, _event_of(answer, present, draft.at))
+        links.leaves(set(used) - set(_both_ways(answer.topology.links)), draft.at)
 
 
 def _can_change(state: JobState) -> bool:
-    """All regions train and can be reached, and all know the present ways."""
+    """Whether all regions are reachable, train, and know the present routes."""
     well = all(part.link == "live" and part.state == "training" and part.report for part in state.partitions)
     return well and state.phase == "running" and not state.former
 
@@ -184,7 +187,7 @@ def _sighting(report: Report, to: str) -> Sighting | None:
 
 
 def _compute_seconds(entry: JobEntry, region: str, report: Report) -> float:
-    """Of a round, as lately measured, else as planned."""
+    """Return the compute time of a region's round, as measured lately, else as planned."""
     part = next(part for part in entry.plan.partitions if part.region == region)
     speed = report.round_samples_per_second
     if speed > 0 and part.pipeline is None:
@@ -192,12 +195,12 @@ def _compute_seconds(entry: JobEntry, region: str, report: Report) -> float:
     return round_compute_seconds(replace(part, steps_per_round=report.interval or part.steps_per_round))
 
 
-def _told(answer: Rerouting, present: Pairs, at: float) -> Rerouted:
+def _event_of(answer: Rerouting, present: Pairs, at: float) -> Rerouted:
     new = answer.topology
-    before = f"{answer.before_seconds:.2f} s" if math.isfinite(answer.before_seconds) else "for ever"
+    before = f"{answer.before_seconds:.2f} s" if math.isfinite(answer.before_seconds) else "forever"
     text = (
-        f"updates take other ways: {new.name} ({_named(new.links)}) in place of {_named(present)}, since {answer.why}; "
-        f"a round is expected to take {answer.after_seconds:.2f} s, not {before}"
+        f"updates are rerouted: {new.name} ({_named(new.links)}) instead of {_named(present)}, since {answer.why}; "
+        f"expected time of a round: {answer.after_seconds:.2f} s instead of {before}"
     )
     data = {
         "topology": new.name,

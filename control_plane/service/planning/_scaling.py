@@ -1,8 +1,8 @@
-"""Jobs whose workers follow a tuner (`train.scaling`): what it is told of a running job, and what it wants then.
+"""Tuned jobs (`train.scaling`), whose number of workers a tuner changes while they run.
 
-A worker keeps its batch, so that the batch of all goes with the workers, and the learning rate of a region with
-`learning_rate_factor` of its own. The tuner's step is a round, its loss the goal's metric: that is what is to be
-reached, and what the workers' own losses are on is other samples in each round.
+Each worker keeps its batch, so that the global batch is proportional to the workers; the learning rate of a region is
+scaled by `learning_rate_factor`. The tuner's step is a round, and its loss the goal's metric, since the workers' own
+losses are on other samples in each round.
 """
 
 from __future__ import annotations
@@ -30,29 +30,31 @@ from scheduler.scaling import ScalingGoal as ScalingGoal
 
 __all__ = ["Tuning", "batch_with", "begins_with", "is_tuned", "pool_of", "told", "tuned_paces"]
 
-PATIENCE = 0.02
-"""By how much longer than all workers would it may take a job that minimises time."""
-_LEVEL = 1e-6
-"""Between the rates of two numbers of workers that are as fast."""
+TIME_TOLERANCE = 0.02
+"""Relative time by which a tuned job that minimises time may be slower than with all workers."""
+_RATE_STEP = 1e-6
+"""Relative difference between the rates of two equally fast numbers of workers, so that they stay in order."""
 
 
 def is_tuned(spec: JobSpec) -> bool:
-    """Whether the batch goes with the workers."""
+    """Whether a tuner changes the job's number of workers, and with it the batch."""
     return spec.train.scaling != "fixed"
 
 
 def pool_of(chosen: Plan) -> dict[str, int]:
-    """As many workers as the job may have, by region: as planned, where every one of them finds a sample in a step of
-    one worker, since a round in which the batch is about to grow is ended with the batch of before."""
+    """Return the most workers that a tuned job may have, by region: as planned, but at most the batch of one worker.
+
+    A round that begins before a scale-out ends with the old batch, which may be that of one worker, and each worker
+    needs a sample of it.
+    """
     return {part.region: min(part.workers, part.batch) for part in chosen.partitions}
 
 
 def batch_with(spec: JobSpec, chosen: Plan, region: str, workers: int) -> tuple[int, float]:
-    """Samples of a step of a region with so many workers, and what its learning rate is multiplied by; of a job that is
-    not tuned, or pauses, 0: they stay.
+    """Return the batch of a region's step with `workers` workers, and the factor of its learning rate.
 
-    The optimiser's own rate is meant for as many workers as were planned. What counts is the region's own batch, since
-    regions meet between rounds only.
+    A batch of 0 means unchanged: the job is not tuned, or pauses. The optimiser's own rate belongs to the planned
+    number of workers. The region's own batch counts, since regions merge only between rounds.
     """
     part = next(part for part in chosen.partitions if part.region == region)
     if not is_tuned(spec) or not workers:
@@ -61,25 +63,29 @@ def batch_with(spec: JobSpec, chosen: Plan, region: str, workers: int) -> tuple[
 
 
 def begins_with(spec: JobSpec, chosen: Plan, staffed: Sequence[Staffed]) -> dict[str, int]:
-    """Workers to begin with: all of the pool; where the plan chose it, and our tuner follows, so many as are cheaper
-    for most of what the noise of gradients may be."""
+    """Return the workers that a tuned job starts with, by region.
+
+    That is the whole pool, unless the plan has chosen it and the job uses our tuner, which then starts with the number
+    that is cheaper for most plausible scales of gradient noise.
+    """
     pool = pool_of(chosen)
     terms = _terms(chosen, staffed, pool)
     if spec.train.scaling != "tuned" or spec.train.workers != "auto" or terms is None:
         return pool
     deadline_s = None if spec.objective.deadline is None else 1.0
-    tuner = ScalingTuner(terms, ScalingGoal(0.0, _patience(spec), deadline_s))
+    tuner = ScalingTuner(terms, ScalingGoal(0.0, _time_tolerance(spec), deadline_s))
     return dealt(tuner.begin(), pool)
 
 
 def tuned_paces(
     chosen: Plan, staffed: Sequence[Staffed], held: Mapping[str, int], *, promised: bool
 ) -> tuple[StaffingPace, ...]:
-    """The ways to staff a tuned job, each with no fewer workers anywhere than the one before.
+    """Return the possible numbers of workers of a tuned job with their rates; each has no fewer workers anywhere than
+    the one before.
 
-    Fewer workers make a round with fewer samples, not a longer one: what is ``promised`` is that the planned rounds are
-    made by then, which one worker does as well. To a job without a promise more are worth the progress that they make,
-    in pools whose gradient noise is as large as the gradient (`scheduler.scaling`).
+    Fewer workers make a round with fewer samples, but not a longer one. A promise (``promised``) concerns the time of
+    the planned rounds, which one worker meets as well. Without a promise, the rate is the progress of the loss,
+    assuming gradient noise as large as the gradient (`scheduler.scaling`).
     """
     pool = pool_of(chosen)
     terms = _terms(chosen, staffed, pool)
@@ -88,23 +94,25 @@ def tuned_paces(
     slowest, most = 1 / max(terms.expected_seconds), terms.most
     ways = [dealt(workers, pool) for workers in range(terms.least, most + 1)]
     if all(held.get(region) for region in pool):
-        # What it has now is one of them, also where somebody else has dealt it out.
-        ways = [way for way in ways if way != dict(held) and _in_line(way, held)] + [{r: held[r] for r in sorted(pool)}]
+        # The present numbers are one of them, even if they were not set by the tuner.
+        ways = [way for way in ways if way != dict(held) and _is_monotonic(way, held)] + [
+            {r: held[r] for r in sorted(pool)}
+        ]
     ways.sort(key=lambda way: sum(way.values()))
 
     def rate(place: int, workers: int) -> float:
-        return slowest * (1 + place * _LEVEL if promised else 2 / (1 + most / workers))
+        return slowest * (1 + place * _RATE_STEP if promised else 2 / (1 + most / workers))
 
     return tuple(StaffingPace(way, rate(place, sum(way.values()))) for place, way in enumerate(ways))
 
 
-def _in_line(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+def _is_monotonic(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     differences = [one[region] - other[region] for region in one]
     return all(d >= 0 for d in differences) or all(d <= 0 for d in differences)
 
 
 def _terms(chosen: Plan, staffed: Sequence[Staffed], pool: Mapping[str, int]) -> Terms | None:
-    """None: a region is not known any more."""
+    """Return the tuner's cost and speed model; None if a region is not known any more."""
     batches = {part.region: part.batch for part in chosen.partitions}
     if len(staffed) < len(pool):
         return None
@@ -113,84 +121,87 @@ def _terms(chosen: Plan, staffed: Sequence[Staffed], pool: Mapping[str, int]) ->
     )  # fmt: skip
 
 
-def _patience(spec: JobSpec) -> float | None:
-    return PATIENCE if spec.objective.minimise == "time" else None
+def _time_tolerance(spec: JobSpec) -> float | None:
+    return TIME_TOLERANCE if spec.objective.minimise == "time" else None
 
 
 @dataclass
 class Tuning:
-    """One running job's tuner. What it has seen is not kept over a restart of the control plane: it begins anew then,
-    with the workers that there are."""
+    """Tuner of one running job. Its observations are kept in memory only; after a restart of the control plane it
+    starts again with the present workers."""
 
     pool: Mapping[str, int]
+    """Most workers by region."""
     samples_per_round: Mapping[str, int]
-    """That one worker makes, by region."""
+    """Samples of one worker in a round, by region."""
     goal: Goal
     terms: Terms
     tuner: ScalingTuner | PublishedTuner | None
-    """None: it has failed, and nobody is asked any more."""
+    """None: the tuner has failed, and is not asked any more."""
     _at: float | None = None
+    """Time of the last observation."""
     _usd: float = 0.0
+    """Cost up to the last observation."""
     _evaluated: int = 0
-    """The last round whose metric was told to the tuner."""
+    """Last round whose metric was observed."""
     _rounds: dict[str, int] = field(default_factory=dict)
-    """Completed then."""
+    """Completed rounds by region at the last observation."""
     _samples: dict[str, int] = field(default_factory=dict)
+    """Processed samples by region at the last observation."""
 
     @classmethod
     def of(cls, spec: JobSpec, chosen: Plan, state: JobState, staffed: Sequence[Staffed]) -> Tuning | None:
-        """None: not yet; a region is not known."""
+        """Create the tuner of a job; None if the job has no goal or a region is not known."""
         pool = pool_of(chosen)
         terms = _terms(chosen, staffed, pool)
         if terms is None or state.goal is None:
             return None
         tuner: ScalingTuner | PublishedTuner
         if spec.train.scaling == "mlless":
-            # Its constant is of a step's loss, what it is told here comes after so many.
+            # The published constant is per step, but this tuner observes once per evaluation.
             slope = PublishedSettings.knee_slope * chosen.interval * state.goal.every
             tuner = PublishedTuner(PublishedSettings(least=len(pool), knee_slope=slope))
         else:
             ends = None if state.deadline_at is None else max(1.0, state.deadline_at - state.started_at)
-            tuner = ScalingTuner(terms, ScalingGoal(state.goal.bound, _patience(spec), ends, chosen.rounds))
+            tuner = ScalingTuner(terms, ScalingGoal(state.goal.bound, _time_tolerance(spec), ends, chosen.rounds))
         made = {part.region: part.batch * part.steps_per_round for part in chosen.partitions}
         return cls(pool, made, state.goal, terms, tuner)
 
     def dealt(self, workers: int) -> dict[str, int]:
-        """By region."""
+        """Distribute a number of workers to the regions."""
         return dealt(workers, self.pool)
 
-    def heard(self, state: JobState, at: float) -> tuple[StepObservation, ScalingDecision] | None:
-        """What is new since the last time, as the tuner was told it, and its answer; None: nothing, or its tuner has
-        failed.
+    def observe(self, state: JobState, at: float) -> tuple[StepObservation, ScalingDecision] | None:
+        """Pass a new evaluation to the tuner; return it and the decision, or None if there is nothing new.
 
-        Raises what the tuner does: whoever asks calls `fails` then.
+        Raises what the tuner raises; the caller then calls `fails`.
         """
         if self.tuner is None:
             return None
-        told = self.observation(state, at)
-        if told is None or not len(self.pool) <= told.workers <= sum(self.pool.values()):
+        seen = self.observation(state, at)
+        if seen is None or not len(self.pool) <= seen.workers <= sum(self.pool.values()):
             return None
-        return told, self.tuner.observe(told)
+        return seen, self.tuner.observe(seen)
 
     def fails(self, error: Exception, workers: int) -> tuple[str, dict[str, object]]:
-        """The tuner broke on what it was told: the job continues with what it wanted last. For an event, as `told`."""
+        """Disable the tuner after it has raised; the job keeps its last workers. Return text and data of an event."""
         self.tuner = None
         reason = f"the tuner has failed ({type(error).__name__}) and is not asked any more"
-        return _worded(self._evaluated, ScalingDecision(workers, False, reason), workers, None)
+        return _event_of(self._evaluated, ScalingDecision(workers, False, reason), workers, None)
 
     def observation(self, state: JobState, at: float) -> StepObservation | None:
-        """All regions have measured a round again.
+        """Return an observation for the tuner if all regions have evaluated a new round, else None.
 
-        Workers are as many as their samples since the last time say, since a change takes a round or two to come into
-        force; between two they are rounded. Dollars are by the price list: what is metered of an invocation is told
-        when it ends, up to a slice later.
+        The number of workers is computed from the processed samples, since a change of workers takes effect a round or
+        two later, and is rounded. Costs are computed from prices, since an invocation's meter is reported only when it
+        ends, up to a slice later.
         """
         reports = {part.region: part.report for part in state.partitions if part.report is not None}
         if len(reports) < len(self.pool):
             return None
         measured = [report.metrics_round for report in reports.values()]
         metric = federated_metrics(reports.values()).get(self.goal.metric)
-        # Regions report when they can: to wait for all to be at the same round could be to wait for ever.
+        # Regions report independently and may never be at the same round.
         late = max(measured) - min(measured) > self.goal.every
         if late or metric is None or not math.isfinite(metric) or min(measured) <= self._evaluated:
             return None
@@ -205,17 +216,17 @@ class Tuning:
         self._rounds = {region: report.round for region, report in reports.items()}
         self._samples = {region: report.samples for region, report in reports.items()}
         before = state.started_at if self._at is None else self._at
-        at = max(at, before)  # a clock may be set back
+        at = max(at, before)  # the clock may have been set back
         self._usd, self._at = self._usd + (at - before) * self.terms.rate(round(workers)), at
         return StepObservation(self._evaluated, at, metric, round(workers), self._usd)
 
 
 def told(seen: StepObservation, decision: ScalingDecision) -> tuple[str, dict[str, object]]:
-    """For an event: what the tuner would have changed, and why."""
-    return _worded(seen.step, decision, seen.workers, seen.loss)
+    """Return text and data of the event for a tuner's decision."""
+    return _event_of(seen.step, decision, seen.workers, seen.loss)
 
 
-def _worded(step: int, decision: ScalingDecision, before: int, loss: float | None) -> tuple[str, dict[str, object]]:
+def _event_of(step: int, decision: ScalingDecision, before: int, loss: float | None) -> tuple[str, dict[str, object]]:
     text = f"{before} → {decision.workers} workers after round {step}: {decision.reason}"
     data: dict[str, object] = {
         "before": before,

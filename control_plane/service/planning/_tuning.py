@@ -1,4 +1,4 @@
-"""What a profile says for a job: the front of time and money in one region, and the configuration to take."""
+"""Evaluate a profile: the Pareto front of time and cost in one region, and the configuration to choose."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from scheduler.tuning import task_of as tuning_task
 
 _PROFILE = TypeAdapter(TaskProfile)
 _MERGE = TypeAdapter(MergePoint)
-_SHOWN = 60
-"""Of a longer front, evenly; its ends are kept."""
+_MAX_FRONT_POINTS = 60
+"""Number of points returned of a longer front, evenly spaced and with both ends."""
 
 
 @lru_cache(maxsize=256)
 def profile_from_json(text: str, region: str) -> TaskProfile:
-    """What an agent has measured. Raises ``GeofedError("FRAME_INVALID")``."""
+    """Parse an agent's profile. Raises ``GeofedError("FRAME_INVALID")``."""
     try:
         profile = _PROFILE.validate_json(text)
     except ValidationError as error:
@@ -43,13 +43,13 @@ def profile_from_json(text: str, region: str) -> TaskProfile:
         where = ".".join(map(str, first["loc"]))
         raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {where}: {first['msg']}") from None
     if profile.region != region or not profile.steps or profile.samples < 1:
-        raise GeofedError("FRAME_INVALID", f"the profile of region {region} has no steps, or is of another region")
+        raise GeofedError("FRAME_INVALID", f"the profile of region {region} has no steps, or belongs to another region")
     return profile
 
 
 @lru_cache(maxsize=1024)
 def merge_from_json(text: str) -> MergePoint | None:
-    """A merge of an earlier run; None: another version of geofed has stored it."""
+    """Parse a merge measured by an earlier run; None if another version of geofed has stored it."""
     try:
         return _MERGE.validate_json(text)
     except ValidationError:
@@ -63,9 +63,11 @@ def tuned(
     samples_per_second: float | None = None,
     merges: Sequence[MergePoint] = (),
 ) -> dict[str, Any]:
-    """The profile with what follows from it for the job's part in this region, if it ran there alone.
+    """Return a profile with its Pareto front and the chosen configuration, for a job that runs in this region alone.
 
-    ``samples_per_second``, ``merges``: of runs that count more than the profile.
+    Args:
+        samples_per_second: speed measured by an earlier run, which takes precedence over the profile.
+        merges: merge times measured by earlier runs.
     """
     task, space = _task(profile, region, demand, samples_per_second, merges), _space(profile, region, demand)
     limits = TuningLimits(demand.deadline_seconds or math.inf, demand.budget_usd or math.inf)
@@ -77,8 +79,8 @@ def tuned(
         "noise_samples": profile.noise_samples,
         "memory": asdict(task.memory),
         "compute": asdict(task.compute),
-        "chosen": _told(chosen) if chosen is not None else None,
-        "front": [_told(one) for one in _thinned(whole)],
+        "chosen": _as_dict(chosen) if chosen is not None else None,
+        "front": [_as_dict(one) for one in _thinned(whole)],
     }
 
 
@@ -91,7 +93,7 @@ def _task(
 ) -> TaskModel:
     prices = region.prices
     if prices is None:
-        raise GeofedError("PRICE_UNKNOWN", f"region {region.name} states no prices")
+        raise GeofedError("PRICE_UNKNOWN", f"the prices of region {region.name} are unknown")
     platform = Platform(
         usd_per_gb_second=prices.function_usd_per_gb_second,
         usd_per_call=prices.function_usd_per_request,
@@ -124,13 +126,13 @@ def _space(profile: TaskProfile, region: Region, demand: Demand) -> Space:
     )
 
 
-def _told(one: Prediction) -> dict[str, Any]:
-    told = asdict(one)
-    return {**told.pop("configuration"), **told}
+def _as_dict(one: Prediction) -> dict[str, Any]:
+    fields = asdict(one)
+    return {**fields.pop("configuration"), **fields}
 
 
 def _thinned(whole: tuple[Prediction, ...]) -> list[Prediction]:
-    if len(whole) <= _SHOWN:
+    if len(whole) <= _MAX_FRONT_POINTS:
         return list(whole)
-    step = (len(whole) - 1) / (_SHOWN - 1)
-    return [whole[round(number * step)] for number in range(_SHOWN)]
+    step = (len(whole) - 1) / (_MAX_FRONT_POINTS - 1)
+    return [whole[round(number * step)] for number in range(_MAX_FRONT_POINTS)]

@@ -1,4 +1,4 @@
-"""Warnings of a plan, besides what the scheduler says of it."""
+"""Warnings of a plan in addition to the scheduler's: unreachable regions and outdated prices."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scheduler import Plan
 __all__ = ["warnings_of"]
 
 STALE_DAYS = 90
-"""Clouds change their lists a few times a year."""
+"""Age in days from which prices count as outdated: clouds change their price lists a few times a year."""
 
 
 def warnings_of(chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
-    """Regions that are away, with what that means for the plan, and prices that may not hold any more."""
+    """Return warnings about regions that are unreachable or lost, and about outdated prices."""
     taken = [*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)]
     return (*_away(taken, spec, regions), *_stale(taken, regions, at))
 
@@ -30,13 +30,13 @@ def _away(taken: list[str], spec: JobSpec, regions: Mapping[str, RegionEntry]) -
         if phase not in ("unreachable", "lost"):
             continue
         if name in taken:
-            yield f"region {name} is {phase}; the job cannot begin without it"
+            yield f"region {name} is {phase}; the job cannot start without it"
         elif name not in avoid and (not use or name in use) and (samples := _samples(entry, spec.data.dataset)):
             yield f"region {name} is {phase}: its {samples:,} samples of {spec.data.dataset} are left out"
 
 
 def _samples(entry: RegionEntry, dataset: str) -> int:
-    """Of the training split that it held when it was last there."""
+    """Return the samples of the training split that a region had when it was last connected."""
     held = entry.catalogue.datasets if entry.catalogue is not None else ()
     splits = [one.splits["train"] for one in held if one.name == dataset and "train" in one.splits]
     return sum(split.samples for split in splits)
@@ -52,7 +52,7 @@ def _stale(taken: list[str], regions: Mapping[str, RegionEntry], at: float) -> I
 
 
 def _days_since(as_of: str, at: float) -> float | None:
-    """A month without a day counts from its last; None: it is no date."""
+    """Return the days since a date, YYYY-MM-DD, or since the end of a month, YYYY-MM; None if it is not a date."""
     try:
         if len(as_of) == len("2026-01"):
             year, month = (int(part) for part in as_of.split("-"))

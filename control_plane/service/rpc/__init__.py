@@ -1,1 +1,1 @@
-"""What is asked over gRPC, and how it is answered."""
+"""gRPC services for users and agents."""

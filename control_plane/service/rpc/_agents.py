@@ -1,4 +1,4 @@
-"""AgentHub: the agents' side of the control plane, on the mutual-TLS port."""
+"""AgentHub service: the API for region agents, on the mutual-TLS port."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import structlog
 from cryptography import x509
 
 from control_plane._safetensors import flat_bytes
-from control_plane.core import Heard, Reported
+from control_plane.core import Heartbeat, Reported
 from control_plane.pki import Authority, serial_of, utc_now
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.rpc._session import AgentSession
@@ -28,14 +28,15 @@ from geofed_pb.rpc import answering, peer_common_name, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 MAX_MODEL_BYTES = 64 << 30
-_MOST_DATA_CHARACTERS = 64 << 10
-"""Of an event."""
+"""Limit of an uploaded model's size."""
+_MAX_DATA_CHARACTERS = 64 << 10
+"""Limit of an event's JSON data."""
 _log = structlog.get_logger("geofed.agents")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AgentHubService(agent_pb2_grpc.AgentHubServicer):
-    """Who speaks is known from the certificate; nothing in a message can claim another region."""
+    """Serves agents. The certificate identifies the region; no message can claim another one."""
 
     def __init__(
         self, federation: Federation, measurements: Measurements, authority: Authority, region_life: timedelta
@@ -50,12 +51,12 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     async def Session(
         self, requests: AsyncIterator[agent_pb2.FromAgent], context: Context
     ) -> AsyncIterator[agent_pb2.ToAgent]:
-        """One stream for the life of a connection."""
+        """Exchange messages with an agent for the life of its connection."""
         federation = self._federation
         region = self._identify(context)
         first = await anext(aiter(requests), None)
         if first is None or not first.HasField("hello"):
-            raise GeofedError("FRAME_INVALID", "a session begins with hello")
+            raise GeofedError("FRAME_INVALID", "the first message of a session must be hello")
         session = await federation.connect(region, first.hello)
         reader = asyncio.create_task(self._read(session, requests))
         context.add_done_callback(lambda _: self._close(session, reader))  # type: ignore[arg-type]
@@ -75,29 +76,29 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
     @answering
     async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
-        """How much of a blob is here."""
+        """Return how many bytes of a blob are uploaded."""
         self._identify(context)
         return self._federation.blobs.stat(request.digest)
 
     @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
-        """Take a model."""
+        """Upload a model."""
         self._identify(context)
         return await self._federation.blobs.receive(requests, limit_bytes=MAX_MODEL_BYTES)
 
     @streaming
     async def FetchBlob(self, request: common_pb2.BlobRequest, context: Context) -> AsyncIterator[common_pb2.BlobChunk]:
-        """Give out the code of a job, to the regions that run it."""
+        """Send a code bundle or an initial model to a region that runs its job."""
         region = self._identify(context)
         may = self._federation.may_fetch(region, request.digest) or self._measurements.may_fetch(region, request.digest)
         if not may:
-            raise GeofedError("FORBIDDEN", f"no job that runs in {region} is made of {request.digest}")
+            raise GeofedError("FORBIDDEN", f"no job that runs in {region} needs {request.digest}")
         async for chunk in self._federation.blobs.send(request.digest, request.offset):
             yield chunk
 
     @answering
     async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> agent_pb2.RenewReply:
-        """Give a region its next certificate; the present one stays valid beside it."""
+        """Issue a region's next certificate; the present one stays valid, too."""
         region = self._identify(context)
         federation = self._federation
         async with federation.change() as draft:
@@ -112,13 +113,13 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             draft.record("region.renewed", f"region {region} has a new certificate", region=region)
         return agent_pb2.RenewReply(certificate_pem=issued.certificate_pem, ca_pem=self._authority.ca_pem)
 
-    # --- inside
+    # --- helpers
 
     def _identify(self, context: Context) -> str:
         region = peer_common_name(context)
         pems = list(context.auth_context().get("x509_pem_cert") or ())
         if region is None or not pems:
-            raise GeofedError("UNAUTHENTICATED", "the agent port takes certificates of regions only")
+            raise GeofedError("UNAUTHENTICATED", "the agent port requires the certificate of a region")
         entry = self._federation.regions.get(region)
         if entry is None:
             raise GeofedError("FORBIDDEN", f"region {region} is not part of this federation")
@@ -140,8 +141,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         try:
             await self._federation.disconnect(session)
         except GeofedError as error:
-            # The lease tells the same later.
-            _log.warning("an end of a session was not stored", region=session.region, code=error.code)
+            # The region's lease expires later, with the same effect.
+            _log.warning("the end of a session could not be stored", region=session.region, code=error.code)
 
     async def _read(self, session: AgentSession, requests: AsyncIterator[agent_pb2.FromAgent]) -> None:
         try:
@@ -153,14 +154,14 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         except GeofedError as error:
             session.end(error)
         except grpc.aio.AbortError:
-            # What goes out to the agent has ended with a code.
+            # The outgoing stream has ended already, with an error code.
             session.end()
         except asyncio.CancelledError:
             session.end()
             raise
-        except Exception as error:  # noqa: BLE001 - the edge of a task: the stream must end with a code
+        except Exception as error:  # noqa: BLE001 - the last handler of the task: the stream must end with an error code
             _log.exception("a message of an agent failed", region=session.region)
-            session.end(GeofedError("INTERNAL", f"{type(error).__name__} while taking a message"))
+            session.end(GeofedError("INTERNAL", f"{type(error).__name__} while handling a message"))
 
     async def _take(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
         kind = message.WhichOneof("body")
@@ -168,63 +169,65 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         if kind == "command_ack":
             await federation.acknowledge_commands(session, message.command_ack.seq)
         elif message.seq or kind == "partition":
-            await self._apply_or_set_aside(session, message)
+            await self._apply_or_skip(session, message)
             return
         elif kind == "profile":
-            self._measurements.heard(session.region, message.profile)
+            self._measurements.received(session.region, message.profile)
         elif kind == "capacity":
             await federation.capacity_changed(session, message.capacity.preemptible)
         elif kind != "heartbeat":
-            raise GeofedError("FRAME_INVALID", f"{kind or 'an empty message'} must be numbered")
-        await federation.heard(session)
+            raise GeofedError("FRAME_INVALID", f"{kind or 'an empty message'} must have a sequence number")
+        await federation.renew_lease(session)
         if kind == "heartbeat":
             lease = agent_pb2.LeaseGrant(lease_seconds=federation.lease.total_seconds())
             session.send(agent_pb2.ToAgent(lease=lease))
 
-    async def _apply_or_set_aside(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
-        """What breaks on a report would break on it again, in every session to come: it is passed over, and its job
-        fails with the reason. What a later try may mend, or what is not about the report, ends the session."""
+    async def _apply_or_skip(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
+        """Apply a report; skip it and fail its job if it can never be applied.
+
+        Without skipping, the same report would fail in every later session. Retryable errors end the session instead.
+        """
         try:
             await self._apply(session, message)
         except (GeofedError, grpc.aio.AbortError) as error:
             if not isinstance(error, GeofedError) or error.retryable or error.code == "FENCED":
                 raise
-            await self._set_aside(session, message, error)
-        except Exception as error:  # noqa: BLE001 - the edge of a message: those behind it must be taken
+            await self._skip(session, message, error)
+        except Exception as error:  # noqa: BLE001 - later messages must still be handled
             _log.exception("a report of an agent failed", region=session.region)
-            await self._set_aside(session, message, GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
+            await self._skip(session, message, GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
 
-    async def _set_aside(self, session: AgentSession, message: agent_pb2.FromAgent, error: GeofedError) -> None:
+    async def _skip(self, session: AgentSession, message: agent_pb2.FromAgent, error: GeofedError) -> None:
         region, seq = session.region, message.seq
         kind = message.WhichOneof("body") or ""
         job = getattr(getattr(message, kind, None), "job", "")
-        _log.error("a report is set aside", region=region, seq=seq, code=error.code, report=clean(str(message)))
+        _log.error("a report is skipped", region=region, seq=seq, code=error.code, report=clean(str(message)))
         async with self._federation.change() as draft:
             entry = draft.region(region)
             if entry is None or entry.state.session != session.number:
-                raise GeofedError("FENCED", f"a later session of region {region} has taken over")
-            draft.cannot_deliver(region, job, f"a report ({kind}) of region {region}", error)
+                raise GeofedError("FENCED", f"a later session of region {region} has replaced this one")
+            draft.set_aside_message(region, job, f"a report ({kind}) of region {region}", error)
             if seq > self._federation.report_cursor(region):
                 draft.report_cursor = (region, seq)
         if seq:
             session.send(agent_pb2.ToAgent(report_ack=agent_pb2.ReportAck(seq=seq)))
 
     async def _apply(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
-        """Apply a report once: it and its number are stored together, and acknowledged after that."""
+        """Apply a report exactly once: store it with its sequence number, then acknowledge it."""
         federation, region, seq = self._federation, session.region, message.seq
         async with federation.change() as draft:
             entry = draft.region(region)
             if entry is None or entry.state.session != session.number:
-                raise GeofedError("FENCED", f"a later session of region {region} has taken over")
-            draft.tell_region(region, Heard(draft.at, session.number, federation.lease.total_seconds()))
+                raise GeofedError("FENCED", f"a later session of region {region} has replaced this one")
+            draft.apply_to_region(region, Heartbeat(draft.at, session.number, federation.lease.total_seconds()))
             done = federation.report_cursor(region)
             if done and seq > done + 1:
-                # The agent has forgotten those between, which were applied before this state was put back.
-                draft.told_anew(region, f"its report {seq} follows {done}")
+                # This control plane was restored from a backup: the reports between were applied before.
+                draft.resend_commands(region, f"report {seq} follows report {done}")
             if seq > done and (ended := await self._ended_job(message)) is not None:
                 draft.settle(ended, region, report_of(message.partition))
             elif seq == 0 or seq > done:
-                self._tell(draft, region, message)
+                self._apply_body(draft, region, message)
             if seq > done:
                 draft.report_cursor = (region, seq)
         if seq:
@@ -232,7 +235,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         await self._stop_where_ended(session, message)
 
     async def _stop_where_ended(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
-        """An agent whose state was put back works for jobs of which nobody knows any more, or that have ended."""
+        """Stop a partition whose job has ended or is unknown, as after the agent was restored from a backup."""
         report = message.partition
         if message.WhichOneof("body") != "partition" or report.job in self._federation.jobs:
             return
@@ -244,12 +247,12 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             session.send(agent_pb2.ToAgent(stop=stop))
 
     async def _ended_job(self, message: agent_pb2.FromAgent) -> JobEntry | None:
-        """The job that a report is about, where it has ended."""
+        """Return the job of a report if it has ended, else None."""
         if message.WhichOneof("body") != "partition" or message.partition.job in self._federation.jobs:
             return None
         return await self._federation.ended_job(message.partition.job)
 
-    def _tell(self, draft: Draft, region: str, message: agent_pb2.FromAgent) -> None:
+    def _apply_body(self, draft: Draft, region: str, message: agent_pb2.FromAgent) -> None:
         kind = message.WhichOneof("body")
         if kind == "partition":
             report = report_of(message.partition)
@@ -257,19 +260,19 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             if report.state == "published" and report.blob_digest:
                 size = self._federation.blobs.size(report.blob_digest)
                 flat = flat_bytes(self._federation.blobs.path(report.blob_digest)) or 0
-            draft.tell_job(message.partition.job, Reported(draft.at, region, report, size, flat))
-            self._federation.allocation.heard(draft, message.partition.job)
+            draft.apply_to_job(message.partition.job, Reported(draft.at, region, report, size, flat))
+            self._federation.allocation.reported(draft, message.partition.job)
         elif kind == "happening":
             happening = message.happening
-            if not self._takes_part(happening.job, region):
+            if not self._is_involved(happening.job, region):
                 return
             data = _parsed(happening.data_json)
             draft.record(happening.kind or "region.note", happening.text, region=region, job=happening.job, data=data)
         elif kind == "logs":
-            records = [record for record in message.logs.records if self._takes_part(record.job, region)]
+            records = [record for record in message.logs.records if self._is_involved(record.job, region)]
             draft.logs += log_rows(region, records)
 
-    def _takes_part(self, job: str, region: str) -> bool:
+    def _is_involved(self, job: str, region: str) -> bool:
         entry = self._federation.jobs.get(job)
         if entry is None:
             return True
@@ -278,7 +281,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
 def _parsed(text: str) -> object:
     try:
-        if len(text) <= _MOST_DATA_CHARACTERS:
+        if len(text) <= _MAX_DATA_CHARACTERS:
             return json.loads(text) if text else {}
     except (ValueError, RecursionError):
         pass

@@ -1,4 +1,4 @@
-"""Enrolment: an invitation becomes a certificate, once."""
+"""Enrolment service: exchanges an invitation for a certificate, once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
-    """Open to all on the control port: the secret is the identity."""
+    """Joins regions. It requires no token: the secret of the invitation authenticates the caller."""
 
     def __init__(self, federation: Federation, authority: Authority, region_life: timedelta) -> None:
         self._federation = federation
@@ -32,17 +32,17 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
 
     @answering
     async def Join(self, request: control_pb2.JoinRequest, context: Context) -> control_pb2.JoinReply:
-        """Sign the region's key. The invitation, the certificate and the fresh start are stored together."""
+        """Sign the region's key, and store the used invitation and the certificate in one transaction."""
         federation = self._federation
         async with federation.change() as draft:
             hashed = hash_secret(request.secret)
             invitation = await federation.read(lambda store: store.invitation(hashed))
             if invitation is None:
-                raise GeofedError("TOKEN_INVALID", "no such invitation was made here")
+                raise GeofedError("TOKEN_INVALID", "the invitation is unknown")
             if invitation.used_at:
-                raise GeofedError("TOKEN_INVALID", f"the invitation of {invitation.region} has been used")
+                raise GeofedError("TOKEN_INVALID", f"the invitation of {invitation.region} has been used already")
             if draft.at >= invitation.expires:
-                raise GeofedError("TOKEN_INVALID", f"the invitation of {invitation.region} is over")
+                raise GeofedError("TOKEN_INVALID", f"the invitation of {invitation.region} has expired")
             region = invitation.region
             issued = self._authority.sign_region(request.csr_pem, region, utc_now(draft.at), self._region_life)
             draft.invitations.append(replace(invitation, used_at=draft.at))
@@ -50,10 +50,10 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
             row = replace(entry.row, serials=(issued.serial,), certificate_expires=issued.expires)
             draft.put_region(replace(entry, row=row))
             draft.renumbered_region = region
-            draft.record("region.enrolled", f"region {region} has a certificate of this federation", region=region)
+            draft.record("region.enrolled", f"region {region} has joined and received a certificate", region=region)
         session = federation.sessions.get(region)
         if session is not None:
-            session.end(GeofedError("FENCED", f"region {region} was joined anew"))
+            session.end(GeofedError("FENCED", f"region {region} has joined again"))
         return control_pb2.JoinReply(
             region=region,
             certificate_pem=issued.certificate_pem,
@@ -64,6 +64,6 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
 
 
 def unseen_region(name: str) -> RegionEntry:
-    """A region of which nothing is known but its name."""
+    """Return a region of which only the name is known."""
     state = RegionState(name)
     return RegionEntry(RegionRow(name, "", "", "", region_state_to_json(state), (), 0.0), state, None)

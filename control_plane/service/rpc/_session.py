@@ -1,4 +1,4 @@
-"""What goes out on the stream of one agent's connection."""
+"""Outgoing messages of one agent's session."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from geofed_pb.v1 import agent_pb2
 
 
 class AgentSession:
-    """An agent's connection, seen from the control plane; a later one of the same region ends it."""
+    """The control plane's end of an agent's connection; a later session of the same region ends it."""
 
     def __init__(self, region: str, number: int, command_cursor: int, report_cursor: int) -> None:
         self.region = region
         self.number = number
         self.report_cursor = report_cursor
-        """Last report that was applied when the session began."""
+        """Sequence number of the last report applied when the session began."""
         self._sent = command_cursor
         self._messages: list[agent_pb2.ToAgent] = []
         self._commands = False
         self._ended = False
         self._failure: GeofedError | None = None
-        self._news = asyncio.Event()
+        self._wakeup = asyncio.Event()
 
     def send(self, message: agent_pb2.ToAgent) -> None:
-        """Have a message that need not survive the connection sent."""
+        """Send a message that may be lost with the connection."""
         self._messages.append(message)
-        self._news.set()
+        self._wakeup.set()
 
     def wake(self) -> None:
-        """There are new commands in the store."""
+        """Send the new commands in the store."""
         self._commands = True
-        self._news.set()
+        self._wakeup.set()
 
     def end(self, failure: GeofedError | None = None) -> None:
-        """Close the stream, with an error where the agent has to know why."""
+        """Close the stream, with an error if the agent must know the reason."""
         self._failure = self._failure or failure
         self._ended = True
-        self._news.set()
+        self._wakeup.set()
 
     @property
     def ended(self) -> bool:
-        """True once the stream is being closed."""
+        """Whether the stream is being closed."""
         return self._ended
 
     async def outgoing(
@@ -54,11 +54,15 @@ class AgentSession:
         load: Callable[[int], Awaitable[list[CommandRow]]],
         refuse: Callable[[CommandRow, GeofedError], Awaitable[None]],
     ) -> AsyncIterator[agent_pb2.ToAgent]:
-        """All that is to be sent, until the session ends; `load(seq)` reads the commands after `seq`, `refuse` takes
-        those that cannot be sent."""
+        """Yield all messages to send until the session ends.
+
+        Args:
+            load: returns the stored commands after a sequence number.
+            refuse: called with a command that cannot be sent, and the error.
+        """
         while True:
-            await self._news.wait()
-            self._news.clear()
+            await self._wakeup.wait()
+            self._wakeup.clear()
             if self._ended:
                 if self._failure is not None:
                     raise self._failure
@@ -82,10 +86,10 @@ def _read(command: CommandRow) -> agent_pb2.ToAgent | GeofedError:
     try:
         message = agent_pb2.ToAgent.FromString(command.payload)
     except DecodeError as error:
-        return GeofedError("FRAME_INVALID", f"it cannot be read any more: {error}")
+        return GeofedError("FRAME_INVALID", f"the stored command cannot be parsed: {error}")
     message.seq = command.seq
     if (length := message.ByteSize()) > SESSION_MESSAGE_BYTES:
         hint = "make the job file's task.config smaller"
-        text = f"it has {length:,} bytes; {SESSION_MESSAGE_BYTES:,} at most are sent"
+        text = f"the command has {length:,} bytes and exceeds the limit of {SESSION_MESSAGE_BYTES:,}"
         return GeofedError("LIMIT_EXCEEDED", text, hint=hint)
     return message

@@ -1,4 +1,7 @@
-"""Who may do what: the operator everything, a user what is its own. Tokens are kept as hashes only."""
+"""Users and their permissions: the operator may do everything, a user may change only its own jobs.
+
+Only hashes of tokens are stored.
+"""
 
 from __future__ import annotations
 
@@ -21,60 +24,60 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class Caller:
-    """Who has made a call."""
+    """Authenticated caller of a method."""
 
     user: str = ""
-    """Empty: the operator."""
+    """Name of the user; empty: the operator."""
 
     def require_operator(self) -> None:
-        """Raises ``GeofedError`` FORBIDDEN for a user."""
+        """Raise ``GeofedError("FORBIDDEN")`` unless the caller is the operator."""
         if self.user:
             raise GeofedError("FORBIDDEN", f"only the operator may do that, not {self.user}")
 
     def require_own(self, entry: JobEntry) -> None:
-        """Raises ``GeofedError`` FORBIDDEN where a job is neither the caller's nor the caller the operator."""
+        """Raise ``GeofedError("FORBIDDEN")`` unless the job is the caller's or the caller is the operator."""
         if self.user and entry.row.user != self.user:
             whose = f"the job of {entry.row.user or f'the {OPERATOR}'}"
-            raise GeofedError("FORBIDDEN", f"{entry.row.id} is {whose}; {self.user} may only look at it")
+            raise GeofedError("FORBIDDEN", f"{entry.row.id} is {whose}; {self.user} may only read it")
 
 
 def caller_of(authorization: str, operator_hash: str, users: Iterable[UserRow]) -> Caller:
-    """Who shows this "Bearer …". Raises ``GeofedError`` UNAUTHENTICATED."""
+    """Return the caller with an authorization header, "Bearer TOKEN". Raises ``GeofedError("UNAUTHENTICATED")``."""
     kind, _, token = authorization.partition(" ")
     if kind != "Bearer" or not token:
-        raise GeofedError("UNAUTHENTICATED", "the call carries no token")
-    shown = hash_secret(token)
-    if hmac.compare_digest(shown, operator_hash):
+        raise GeofedError("UNAUTHENTICATED", "the call has no token")
+    token_hash = hash_secret(token)
+    if hmac.compare_digest(token_hash, operator_hash):
         return Caller()
     for user in users:
-        if hmac.compare_digest(shown, user.token_hash):
+        if hmac.compare_digest(token_hash, user.token_hash):
             return Caller(user.name)
-    raise GeofedError("UNAUTHENTICATED", "the token is not one of this federation")
+    raise GeofedError("UNAUTHENTICATED", "the token is unknown in this federation")
 
 
 async def add_user(federation: Federation, request: control_pb2.AddUserRequest) -> control_pb2.UserReply:
-    """Let somebody in. Raises ``GeofedError``: CONFIG_INVALID (the name), ILLEGAL_STATE where it is taken."""
+    """Create a user. Raises ``GeofedError``: CONFIG_INVALID for an invalid name, ILLEGAL_STATE if the user exists."""
     name = request.name
     if not _NAME.fullmatch(name) or name == OPERATOR:
         raise GeofedError(
             "CONFIG_INVALID",
-            f"{name!r} cannot be the name of a user",
-            hint=f"take lower-case letters, digits and hyphens, 42 at most, and not {OPERATOR}",
+            f"{name!r} is not a valid user name",
+            hint=f"use at most 42 lower-case letters, digits and hyphens, and not {OPERATOR}",
         )
     token = new_secret()
     async with federation.change() as draft:
         if name in draft.users:
-            hint = f"`control-plane user change {name}` gives it another quota or token"
-            raise GeofedError("ILLEGAL_STATE", f"there is a user {name} already", hint=hint)
+            hint = f"`control-plane user change {name}` changes its quota or token"
+            raise GeofedError("ILLEGAL_STATE", f"user {name} exists already", hint=hint)
         limit = request.promised_workers if request.HasField("promised_workers") else None
         user = UserRow(name, hash_secret(token), limit, draft.at)
         draft.put_user(user)
-        draft.record("user.added", f"user {name} is let in, {_quota_text(limit)}", data=_told(user))
+        draft.record("user.added", f"user {name} was created with {_quota_text(limit)}", data=_event_data(user))
     return control_pb2.UserReply(user=_message(federation, user, federation.promised_workers()), token=token)
 
 
 async def change_user(federation: Federation, request: control_pb2.ChangeUserRequest) -> control_pb2.UserReply:
-    """Another quota, or another token. Promises that were given stay. Raises ``GeofedError`` USER_NOT_FOUND."""
+    """Change a user's quota or token; existing promises stay valid. Raises ``GeofedError("USER_NOT_FOUND")``."""
     token = new_secret() if request.new_token else ""
     async with federation.change() as draft:
         user = _known(draft.users, request.name)
@@ -86,23 +89,23 @@ async def change_user(federation: Federation, request: control_pb2.ChangeUserReq
             user = replace(user, token_hash=hash_secret(token))
         draft.put_user(user)
         what = " and a new token" if token else ""
-        text = f"user {user.name} has {_quota_text(user.promised_workers)}{what}"
-        draft.record("user.changed", text, data=_told(user) | {"new_token": bool(token)})
+        text = f"user {user.name} now has {_quota_text(user.promised_workers)}{what}"
+        draft.record("user.changed", text, data=_event_data(user) | {"new_token": bool(token)})
     return control_pb2.UserReply(user=_message(federation, user, federation.promised_workers()), token=token)
 
 
 async def remove_user(federation: Federation, name: str) -> control_pb2.User:
-    """Let somebody in no more; the jobs continue. Raises ``GeofedError`` USER_NOT_FOUND."""
+    """Remove a user; the user's jobs continue. Raises ``GeofedError("USER_NOT_FOUND")``."""
     async with federation.change() as draft:
         user = _known(draft.users, name)
-        told = _message(federation, user, federation.promised_workers())
+        removed = _message(federation, user, federation.promised_workers())
         draft.remove_user(name)
-        draft.record("user.removed", f"user {name} is let in no more", data={"user": name})
-    return told
+        draft.record("user.removed", f"user {name} was removed", data={"user": name})
+    return removed
 
 
 def list_users(federation: Federation, caller: Caller) -> control_pb2.ListUsersReply:
-    """All users for the operator; a user sees only itself."""
+    """Return all users to the operator, and to a user only itself."""
     shown = [user for name, user in sorted(federation.users.items()) if caller.user in ("", name)]
     promised = federation.promised_workers() if shown else {}
     return control_pb2.ListUsersReply(users=[_message(federation, user, promised) for user in shown])
@@ -110,7 +113,7 @@ def list_users(federation: Federation, caller: Caller) -> control_pb2.ListUsersR
 
 def _known(users: dict[str, UserRow], name: str) -> UserRow:
     if name not in users:
-        raise GeofedError("USER_NOT_FOUND", f"there is no user {name}")
+        raise GeofedError("USER_NOT_FOUND", f"user {name} not found")
     return users[name]
 
 
@@ -128,5 +131,5 @@ def _quota_text(limit: int | None) -> str:
     return "no quota" if limit is None else f"a quota of {limit} promised workers"
 
 
-def _told(user: UserRow) -> dict[str, object]:
+def _event_data(user: UserRow) -> dict[str, object]:
     return {"user": user.name, "promised_workers": user.promised_workers}

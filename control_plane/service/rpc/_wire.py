@@ -1,4 +1,4 @@
-"""Between protobuf and the machines: nothing further in knows the wire."""
+"""Convert between protobuf messages and the types of `control_plane.core` and the store."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import Partition as Planned
 from scheduler import PipelineShape, Plan
 
-_MOST_NAMES = 5000
+_MAX_NAMES = 5000
+"""Limit of the entries by region in a report; more than a federation has regions."""
 _Number = TypeVar("_Number", int, float)
 
 
 def report_of(message: agent_pb2.PartitionReport) -> Report:
-    """The report that a message carries."""
+    """Convert a partition report from its message."""
     return Report(
         epoch=message.epoch,
         state=clean(message.state, NAME_BYTES),
@@ -54,8 +55,8 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         metrics_samples=message.metrics_samples,
         metrics_round=message.metrics_round,
         metrics_error=clean(message.metrics_error),
-        sent_bytes=_named(message.sent_bytes),
-        received_bytes=_named(message.received_bytes),
+        sent_bytes=_by_region(message.sent_bytes),
+        received_bytes=_by_region(message.received_bytes),
         money=tuple(
             Charge(clean(m.item, NAME_BYTES), m.quantity, clean(m.unit, NAME_BYTES), m.usd, clean(m.source, NAME_BYTES))
             for m in message.money
@@ -73,12 +74,12 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         compute_seconds=message.compute_seconds,
         wait_seconds=message.wait_seconds,
         applied_updates=message.applied_updates,
-        link_rtt_ms=_named(message.link_rtt_ms),
-        link_mbps=_named(message.link_mbps),
-        link_streams=_named(message.link_streams),
-        links_down=tuple(clean(name, NAME_BYTES) for name in message.links_down[:_MOST_NAMES]),
-        staleness=_named(message.staleness),
-        refused=_named(message.refused),
+        link_rtt_ms=_by_region(message.link_rtt_ms),
+        link_mbps=_by_region(message.link_mbps),
+        link_streams=_by_region(message.link_streams),
+        links_down=tuple(clean(name, NAME_BYTES) for name in message.links_down[:_MAX_NAMES]),
+        staleness=_by_region(message.staleness),
+        refused=_by_region(message.refused),
         interval=message.interval,
         codec=clean(message.codec, NAME_BYTES),
         routes=message.routes,
@@ -91,19 +92,19 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
     )
 
 
-def _named(values: Mapping[str, _Number]) -> dict[str, _Number]:
-    """By region; a federation has no more of them."""
-    return {clean(name, NAME_BYTES): value for name, value in islice(values.items(), _MOST_NAMES)}
+def _by_region(values: Mapping[str, _Number]) -> dict[str, _Number]:
+    """Convert a map by region, with cleaned names and limited in size."""
+    return {clean(name, NAME_BYTES): value for name, value in islice(values.items(), _MAX_NAMES)}
 
 
 def failure_of(message: common_pb2.Error) -> Failure:
-    """The failure that a message carries; a code that the catalogue lacks becomes INTERNAL."""
+    """Convert an error from its message; an unknown code becomes INTERNAL."""
     code = message.code if message.code in CATALOGUE else "INTERNAL"
     return Failure(code, clean(message.message), clean(message.hint))
 
 
 def error_message(failure: Failure) -> common_pb2.Error:
-    """A failure as it goes out."""
+    """Convert a failure to its message."""
     entry = CATALOGUE[failure.code]
     return common_pb2.Error(
         code=failure.code, message=failure.message, hint=failure.hint or entry.hint, retryable=entry.retryable
@@ -111,14 +112,14 @@ def error_message(failure: Failure) -> common_pb2.Error:
 
 
 def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.ToAgent:
-    """The command that an action asks for, without its number."""
+    """Return the command for an action, without a sequence number."""
     if isinstance(action, Record):
-        raise TypeError("an event is no command")
+        raise TypeError("a Record is not a command")
     if isinstance(action, SendStart):
         return agent_pb2.ToAgent(start=_start(action, row, spec, plan))
     if isinstance(action, SendPeers):
         peers = [agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address) for p in action.peers]
-        told = agent_pb2.Peers(
+        message = agent_pb2.Peers(
             job=row.id,
             epoch=action.epoch,
             peers=peers,
@@ -127,7 +128,7 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
             former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
             finish=action.finish,
         )
-        return agent_pb2.ToAgent(peers=told)
+        return agent_pb2.ToAgent(peers=message)
     if isinstance(action, SendScale):
         batch, rate = batch_with(spec, plan, action.region, action.workers)
         wanted = agent_pb2.ScalePartition(
@@ -199,7 +200,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
 
 
 def _shards(part: Planned, plan: Plan) -> list[agent_pb2.ShardRef]:
-    """None where the partition is trained on its region's own, as those of older plans are."""
+    """Return the shards of a partition; empty if it trains on its region's own, as in older plans."""
     sizes = {copy.source: copy.bytes for copy in plan.copies}
     return [agent_pb2.ShardRef(region=region, bytes=sizes.get(region, 0)) for region in part.shards]
 
@@ -232,7 +233,7 @@ def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
 
 
 def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
-    """A job as users see it; `contacts` says when each region was last heard."""
+    """Return a job's message for users; `contacts` has the last contact of each region, in Unix seconds."""
     workers = {part.region: part.workers for part in plan.partitions}
     message = control_pb2.Job(
         id=row.id,
@@ -292,7 +293,7 @@ def _partition(part: Partition, last_contact: float, planned_workers: int) -> co
         step=report.step,
         samples=report.samples,
         loss=report.loss,
-        # An agent that has told nothing yet has what it was sent.
+        # Before the first report, the planned number.
         workers=report.workers if report.attempt else planned_workers,
         condition=away or report.condition,
         metrics=report.metrics,
@@ -305,7 +306,7 @@ def _partition(part: Partition, last_contact: float, planned_workers: int) -> co
 
 
 def event_message(row: EventRow) -> control_pb2.Event:
-    """An event as it goes out."""
+    """Convert an event to its message."""
     return control_pb2.Event(
         cursor=row.cursor,
         at=row.at,
@@ -319,19 +320,19 @@ def event_message(row: EventRow) -> control_pb2.Event:
 
 
 def log_message(row: LogRow) -> control_pb2.LogLine:
-    """A log line as it goes out."""
+    """Convert a log line to its message."""
     return control_pb2.LogLine(cursor=row.cursor, at=row.at, region=row.region, source=row.source, text=row.text)
 
 
 def log_rows(region: str, records: Iterable[agent_pb2.LogRecord]) -> tuple[LogRow, ...]:
-    """The lines of a batch; one that is too long is cut."""
+    """Convert a batch of log lines; lines that are too long are truncated."""
     return tuple(
         LogRow(r.at, clean(r.job, 64), region, clean(r.source, 64), clean(r.text, LOG_LINE_BYTES)) for r in records
     )
 
 
 def to_json(value: Any) -> str:
-    """JSON that every reader takes: numbers that are not finite become null."""
+    """Return strictly valid JSON: NaN and infinities become null."""
     return json.dumps(_finite(value), allow_nan=False)
 
 

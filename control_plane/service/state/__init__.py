@@ -1,1 +1,1 @@
-"""The federation as it is known: loaded, changed and stored in one piece."""
+"""State of the federation: loaded at the start, and changed and stored in transactions."""

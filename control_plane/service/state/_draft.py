@@ -1,4 +1,4 @@
-"""One incoming message: run through copies of the machines, gathered into one change of the store."""
+"""A draft collects all changes that one incoming message causes, to be stored in one transaction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from control_plane.core import (
     Reported,
     job_state_to_json,
     region_state_to_json,
-    settled,
+    with_late_charges,
 )
 from control_plane.service.jobs._result import result_of, runs_of, unpromised_worker_seconds
 from control_plane.service.rpc._wire import command_of, to_json
@@ -42,7 +42,7 @@ from scheduler import Plan
 from scheduler import Region as Catalogue
 
 OPERATOR = "operator"
-"""What the holder of the administrator's token is called; no user may be."""
+"""User name of the holder of the operator's token; no other user may have it."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class RegionEntry:
     row: RegionRow
     state: RegionState
     catalogue: Catalogue | None
-    """What its agent said it has; None: it was never there."""
+    """Catalogue that its agent has sent; None: the agent has never connected."""
 
 
 @dataclass
 class Draft:
-    """Holds what a message changes until the store has it; dropped where the store refuses."""
+    """Changes caused by one message, visible to others only after they are stored; dropped if storing fails."""
 
     at: float
     jobs: dict[str, JobEntry]
@@ -88,65 +88,65 @@ class Draft:
     changed_users: dict[str, UserRow | None] = field(default_factory=dict)
     """None: removed."""
     report_cursor: tuple[str, int] | None = None
-    """Region and number of the report that this is about."""
+    """Region and sequence number of the agent's report that this draft applies."""
     met: tuple[str, int] | None = None
-    """Region whose agent begins a session, and the last command that it has taken."""
+    """Region whose agent opens a session, and the last command that the agent has received."""
     dropped_command: tuple[str, int] | None = None
-    """Region and number of a command that cannot be sent."""
+    """Region and sequence number of a command that cannot be sent."""
     renumbered_region: str = ""
-    """A region that has joined anew: its reports may begin with any number."""
+    """Region that has joined again, whose reports may start at any sequence number; empty: none."""
     void: bool = False
-    """It is not to be stored, nor seen: it was only begun."""
+    """Whether the draft is to be dropped."""
     _durable: bool = False
 
     def job(self, job_id: str) -> JobEntry | None:
-        """The job as this message leaves it."""
+        """Return the job with the draft's changes; None: unknown or ended."""
         return self.changed_jobs.get(job_id) or self.jobs.get(job_id)
 
     def region(self, name: str) -> RegionEntry | None:
-        """The region as this message leaves it."""
+        """Return the region with the draft's changes; None: unknown."""
         return self.changed_regions.get(name) or self.regions.get(name)
 
     def add_job(self, entry: JobEntry) -> None:
-        """Take in a new job."""
+        """Add a job, or replace it."""
         self.changed_jobs[entry.row.id] = entry
         self._durable = True
 
     def put_region(self, entry: RegionEntry) -> None:
-        """Take in what is known of a region."""
+        """Add a region, or replace it."""
         self.changed_regions[entry.row.name] = entry
         self._durable = True
 
     def put_user(self, user: UserRow) -> None:
-        """Take in a new user, or another quota or token."""
+        """Add a user, or replace it."""
         self.changed_users[user.name] = user
 
     def remove_user(self, name: str) -> None:
-        """Let somebody in no more."""
+        """Remove a user."""
         self.changed_users[name] = None
 
     def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
-        """Write an event down."""
+        """Add an event to the history."""
         self.events.append(EventRow(self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(data or {})))
 
-    def told_anew(self, region: str, why: str) -> None:
-        """Have a region's jobs give it their orders anew, since one side has forgotten some of what was said."""
-        self.record("region.restored", f"region {region} gets its orders anew: {why}", region=region)
+    def resend_commands(self, region: str, why: str) -> None:
+        """Have the jobs send a region all their commands again, since one side has lost some state."""
+        self.record("region.restored", f"commands are sent to region {region} again: {why}", region=region)
         for job_id in list(self.jobs | self.changed_jobs):
-            self.tell_job(job_id, RegionLive(self.at, region, restarted=True))
+            self.apply_to_job(job_id, RegionLive(self.at, region, restarted=True))
 
-    def cannot_deliver(self, region: str, job_id: str, what: str, error: GeofedError) -> None:
-        """A message that can never be sent, or never be taken: it is passed over, and its job fails."""
-        text = f"{what} is set aside: {error}"
+    def set_aside_message(self, region: str, job_id: str, what: str, error: GeofedError) -> None:
+        """Skip a message that can never be sent or applied, and fail its job."""
+        text = f"{what} is skipped: {error}"
         self.record("message.undeliverable", text, region=region, job=job_id, data={"code": error.code})
         entry = self.job(job_id)
         part = entry.state.partition(region) or entry.state.copy_from(region) if entry is not None else None
         if part is not None:
             failure = Failure(error.code, clean(text), error.hint)
-            self.tell_job(job_id, Reported(self.at, region, Report(part.epoch, "failed", error=failure)))
+            self.apply_to_job(job_id, Reported(self.at, region, Report(part.epoch, "failed", error=failure)))
 
-    def tell_job(self, job_id: str, event: JobEvent) -> None:
-        """Let a job's machine take an event; ended and unknown jobs take none."""
+    def apply_to_job(self, job_id: str, event: JobEvent) -> None:
+        """Apply an event to a job's state machine; ignored for ended and unknown jobs."""
         entry = self.job(job_id)
         if entry is None or entry.state.terminal:
             return
@@ -172,8 +172,8 @@ class Draft:
         self._durable = self._durable or bool(actions)
 
     def settle(self, entry: JobEntry, region: str, report: Report) -> None:
-        """Take what a region's meters say of a job that has ended."""
-        state = settled(entry.state, region, report)
+        """Apply a region's report to an ended job: only its charges count."""
+        state = with_late_charges(entry.state, region, report)
         if state == entry.state:
             return
         row = replace(
@@ -183,8 +183,8 @@ class Draft:
         )
         self.add_job(replace(entry, row=row, state=state))
 
-    def tell_region(self, name: str, event: RegionEvent) -> None:
-        """Let a region's machine take an event, and its jobs what follows from it."""
+    def apply_to_region(self, name: str, event: RegionEvent) -> None:
+        """Apply an event to a region's state machine, and the events that result from it to the jobs."""
         entry = self.region(name)
         if entry is None:
             return
@@ -201,10 +201,10 @@ class Draft:
                 self._take_record("", action)
             else:
                 for job_id in list(self.jobs | self.changed_jobs):
-                    self.tell_job(job_id, action.event)
+                    self.apply_to_job(job_id, action.event)
 
     def to_change(self) -> Change | None:
-        """What the store has to take; None where nothing durable changed."""
+        """Return the transaction for the store; None if nothing durable has changed."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
         known = known or self.met or self.dropped_command
         if not (self._durable or known or self.weights):

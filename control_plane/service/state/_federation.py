@@ -1,7 +1,7 @@
-"""The one place where state changes: each message runs through the machines, is stored, and only then seen.
+"""State of the federation: each message is applied to the state machines, stored, and only then visible.
 
-All that is here runs on one event loop; the store runs in threads. A lock keeps messages one after another, so that
-what is in memory always equals what is in the store, apart from progress that agents will tell again.
+All code here runs on one event loop, and the store in threads. A lock serialises messages, so that memory always equals
+the store, except for progress that agents will report again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pydantic import TypeAdapter, ValidationError
 from control_plane.blobs import BlobStore
 from control_plane.core import (
     TERMINAL,
+    ClockJumped,
     Connected,
+    ControlPlaneRestarted,
     Disconnected,
-    Heard,
-    Overslept,
-    Reloaded,
+    Heartbeat,
     Tick,
     job_state_from_json,
     region_state_from_json,
 )
 from control_plane.service.measuring._known import Learnt
-from control_plane.service.planning._admission import Answer, Asked
+from control_plane.service.planning._admission import Admission, Answer
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._routing import Routing
 from control_plane.service.rpc._session import AgentSession
@@ -51,15 +51,16 @@ _PLAN = TypeAdapter(Plan)
 _CATALOGUE = TypeAdapter(Catalogue)
 _log = structlog.get_logger("geofed.federation")
 MAX_TICK_GAP_SECONDS = 5.0
-"""Between two ticks; longer means that the process was stopped, or the clock set."""
+"""Longest time between two ticks; a longer one means that the process was suspended or the clock was set."""
 SERVED_SECONDS = 7 * 86_400.0
-"""What a user had counts for so long, where jobs without a promise wait in line."""
-_SUM_UP_SECONDS = 60.0
+"""Period over which the workers of a user's jobs without a promise count for the user's place in the queue."""
+_SERVICE_REFRESH_SECONDS = 60.0
+"""Time between two sums of what users' ended jobs have used."""
 ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
 
 
 class Federation:
-    """Regions, jobs and sessions, as they are now."""
+    """Regions, jobs, users and sessions; all changes of state go through `change`."""
 
     def __init__(self, store: Store, blobs: BlobStore, clock: Callable[[], float], lease: timedelta, name: str) -> None:
         self.name = name
@@ -70,28 +71,29 @@ class Federation:
         self.logs_notifier = Notifier()
         self.regions: dict[str, RegionEntry] = {}
         self.jobs: dict[str, JobEntry] = {}
-        """Those that have not ended."""
+        """Jobs that have not ended."""
         self.users: dict[str, UserRow] = {}
         self.sessions: dict[str, AgentSession] = {}
         self._report_cursors: dict[str, int] = {}
         self._store = store
         self._lock = asyncio.Lock()
         self.planning = asyncio.Lock()
-        """Taken before a change is begun. New jobs are answered one after another, so that each sees the one before."""
+        """Held while a new job is planned, and taken before `change`: jobs are planned one after another, so that each
+        plan accounts for the jobs before it."""
         self._closed = False
         self.stopping = False
         self._ticked_at = 0.0
         self._summed_at = -math.inf
         self.allocation = Allocation()
         self.routing = Routing()
-        self._stumbled: set[tuple[str, type[Exception]]] = set()
-        """Looks, and what they broke on, that were logged."""
+        self._logged_failures: set[tuple[str, type[Exception]]] = set()
+        """Reviews and exception types that were logged already."""
         self._threads = ThreadPoolExecutor(4, "geofed-store")
 
     async def load(self) -> None:
-        """Bring the stored state into memory; until this is done no one may be answered.
+        """Load the stored state into memory, before any request is served.
 
-        Raises ``GeofedError`` STATE_INVALID where a row cannot be understood.
+        Raises ``GeofedError("STATE_INVALID")`` if a row cannot be parsed.
         """
         try:
             await self._load_rows()
@@ -100,11 +102,13 @@ class Federation:
             raise GeofedError("STATE_INVALID", f"a stored {error.title} cannot be read: {first['msg']}") from error
         async with self.change() as draft:
             for name in self.regions:
-                draft.tell_region(name, Reloaded(draft.at, self.lease.total_seconds()))
+                draft.apply_to_region(name, ControlPlaneRestarted(draft.at, self.lease.total_seconds()))
             if self.jobs or self.regions:
-                draft.record("control-plane.started", f"the control plane is back with {len(self.jobs)} running jobs")
+                draft.record(
+                    "control-plane.started", f"the control plane has restarted with {len(self.jobs)} active jobs"
+                )
             for job_id in self.jobs:
-                draft.record("control-plane.started", "the control plane is back", job=job_id)
+                draft.record("control-plane.started", "the control plane has restarted", job=job_id)
         _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
 
     async def _load_rows(self) -> None:
@@ -119,7 +123,7 @@ class Federation:
             self.jobs[job.id] = _entry(job)
 
     def stop(self) -> None:
-        """End what would otherwise wait: sessions, and streams that follow."""
+        """End all sessions and all streams that wait for events or logs."""
         self.stopping = True
         for session in list(self.sessions.values()):
             session.end(GeofedError("UNAVAILABLE", "the control plane is stopping"))
@@ -127,39 +131,49 @@ class Federation:
         self.logs_notifier.ring()
 
     async def close(self) -> None:
-        """Let go of the threads, once the last message is stored."""
+        """Stop the store's threads once the last change is stored."""
         self._closed = True
         async with self._lock:
             self._threads.shutdown(wait=True)
 
-    async def read(self, question: Callable[[Store], _T]) -> _T:
-        """Ask the store, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, question, self._store)
+    async def read(self, query: Callable[[Store], _T]) -> _T:
+        """Run a query of the store in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, query, self._store)
 
     async def code_digest(self, bundle_digest: str) -> str:
-        """By which the code of a bundle that is here is known again. Raises ``GeofedError``: TASK_INVALID."""
+        """Return the digest of an uploaded bundle's code, by which the same task is recognised.
+
+        Raises ``GeofedError("TASK_INVALID")``.
+        """
         path = self.blobs.path(bundle_digest)
         return await asyncio.to_thread(lambda: packed_code_digest(path.read_bytes()))
 
     async def answer(
         self, spec: JobSpec, job: str, learnt: Learnt, user: str, *, without: str = ""
-    ) -> tuple[Asked, Answer]:
-        """A new job with the federation as it stands, and the answer, worked out in a thread: it may take seconds, and
-        all others are served meanwhile. Who asks holds `planning`. ``without``: a job that is to make room for it."""
+    ) -> tuple[Admission, Answer]:
+        """Plan a new job for the present federation, in a thread, since it may take seconds. The caller holds
+        `planning`.
+
+        Args:
+            without: ID of a job whose workers count as free, since the new job replaces it.
+        """
         jobs = {name: entry for name, entry in self.jobs.items() if name != without}
         draft = Draft(self.clock(), jobs, self.regions, self.users)
-        asked = self.allocation.asked(draft, spec, job, learnt, user)
-        return asked, await asyncio.to_thread(asked.answer)
+        admission = self.allocation.admission(draft, spec, job, learnt, user)
+        return admission, await asyncio.to_thread(admission.answer)
 
     @asynccontextmanager
     async def change(self) -> AsyncIterator[Draft]:
-        """A draft of the next change; stored and made visible when the block ends without an error, unless void."""
+        """Yield a draft of the next change; store it and make it visible when the block ends without an error.
+
+        A draft whose `void` is set is dropped.
+        """
         async with self._lock:
             draft = Draft(self.clock(), self.jobs, self.regions, self.users)
             yield draft
             if draft.void:
                 return
-            await _unbroken(self._commit(draft, draft.to_change()))
+            await _uncancelled(self._commit(draft, draft.to_change()))
 
     async def _commit(self, draft: Draft, change: Change | None) -> None:
         committed = await self.read(lambda store: store.commit(change)) if change is not None else Committed()
@@ -196,17 +210,20 @@ class Federation:
     def _why_ended(draft: Draft, region: str) -> GeofedError:
         entry = draft.region(region)
         if entry is not None and entry.state.phase == "lost":
-            return GeofedError("UNAVAILABLE", f"the lease of region {region} is over; connect again")
-        return GeofedError("FENCED", f"a later session of region {region} has taken over")
+            return GeofedError("UNAVAILABLE", f"the lease of region {region} has expired; connect again")
+        return GeofedError("FENCED", f"a later session of region {region} has replaced this one")
 
     # --- agents
 
     async def connect(self, region: str, hello: agent_pb2.Hello) -> AgentSession:
-        """Open a session; an earlier one of the region ends. Raises ``GeofedError`` CONFIG_INVALID."""
+        """Open a session; an earlier one of the region ends.
+
+        Raises ``GeofedError("CONFIG_INVALID")`` if the agent's catalogue is invalid.
+        """
         catalogue = _catalogue_of(region, hello.catalogue_json)
         async with self.change() as draft:
             before = self._known(draft, region)
-            draft.tell_region(region, Connected(draft.at, hello.boot_id, self.lease.total_seconds()))
+            draft.apply_to_region(region, Connected(draft.at, hello.boot_id, self.lease.total_seconds()))
             entry = self._known(draft, region)
             await self._resume(draft, before, hello)
             row = replace(
@@ -223,8 +240,8 @@ class Federation:
         return session
 
     async def _resume(self, draft: Draft, before: RegionEntry, hello: agent_pb2.Hello) -> None:
-        """Both sides continue from where they were. One that was put back from a copy is behind the other: it takes
-        over the other's numbers, and the agent gets its orders anew."""
+        """Have both sides continue from their sequence numbers. A side restored from a backup is behind the other: it
+        takes over the other's numbers, and all commands are sent to the agent again."""
         region = before.row.name
         cursors = await self.read(partial(Store.cursors, region=region))
         draft.met = (region, hello.command_cursor)
@@ -232,20 +249,20 @@ class Federation:
         if hello.report_cursor > applied:
             draft.report_cursor = (region, hello.report_cursor)
         if cursors.older_than(hello.command_cursor) or hello.report_cursor > applied > 0:
-            draft.told_anew(region, "what the control plane knows of it is older than what it has done")
+            draft.resend_commands(region, "the control plane's state is older than the agent's")
         elif hello.command_cursor < cursors.command_cursor:
-            # A new process: it gets its orders anew in any case.
-            text = f"region {region} has an older state than it had: it was lost, or put back from a copy"
+            # The agent is a new process, to which the commands are sent again in any case.
+            text = f"the state of region {region} is older than before: it was lost, or restored from a backup"
             draft.record("region.restored", text, region=region)
 
     async def refuse_command(self, region: str, command: CommandRow, error: GeofedError) -> None:
-        """A command that cannot be sent: its job fails, and those behind it are sent."""
+        """Skip a command that cannot be sent, and fail its job."""
         async with self.change() as draft:
             draft.dropped_command = (region, command.seq)
-            draft.cannot_deliver(region, command.job, f"command {command.seq} of region {region}", error)
+            draft.set_aside_message(region, command.job, f"command {command.seq} of region {region}", error)
 
     async def capacity_changed(self, session: AgentSession, preemptible: int) -> None:
-        """A region has another number of preemptible workers than before."""
+        """Update the number of a region's preemptible workers."""
         async with self.change() as draft:
             entry = self._known(draft, session.region)
             known = entry.catalogue
@@ -255,77 +272,80 @@ class Federation:
             catalogue = replace(known, capacity=replace(known.capacity, preemptible=preemptible))
             row = replace(entry.row, catalogue_json=to_json(asdict(catalogue)))
             draft.put_region(replace(entry, row=row, catalogue=catalogue))
-            text = f"{session.region} has {preemptible} preemptible workers now, {before} before"
+            text = f"{session.region} now has {preemptible} preemptible workers instead of {before}"
             data = {"before": before, "preemptible": preemptible}
             draft.record("region.capacity", text, region=session.region, data=data)
 
     async def disconnect(self, session: AgentSession) -> None:
-        """The stream of a session is over."""
+        """Record that the stream of a session has ended."""
         session.end()
         if self.sessions.get(session.region) is session:
             del self.sessions[session.region]
         if self._closed:
             return
         async with self.change() as draft:
-            draft.tell_region(session.region, Disconnected(draft.at, session.number))
+            draft.apply_to_region(session.region, Disconnected(draft.at, session.number))
 
-    async def heard(self, session: AgentSession) -> None:
-        """Anything came from the agent: its lease begins anew."""
+    async def renew_lease(self, session: AgentSession) -> None:
+        """Renew a region's lease, since its agent has sent a message."""
         async with self.change() as draft:
-            draft.tell_region(session.region, Heard(draft.at, session.number, self.lease.total_seconds()))
+            draft.apply_to_region(session.region, Heartbeat(draft.at, session.number, self.lease.total_seconds()))
 
     async def acknowledge_commands(self, session: AgentSession, seq: int) -> None:
-        """The agent has stored its commands up to `seq`."""
+        """Record that the agent has stored its commands up to sequence number `seq`."""
         async with self._lock:
             await self.read(lambda store: store.commit(Change(command_cursor=(session.region, seq))))
 
     def report_cursor(self, region: str) -> int:
-        """The last report of the region that was applied."""
+        """Return the sequence number of the last applied report of a region."""
         return self._report_cursors.get(region, 0)
 
     async def tick(self) -> None:
-        """Let time pass, to be called every second.
+        """Apply the passing of time; to be called every second.
 
-        Leases end, lost regions run out of patience, workers are shared out anew, and updates led around slow links.
+        Leases expire, jobs fail whose regions are lost for too long, workers are allocated, and updates are rerouted
+        around slow links.
         """
         async with self.change() as draft:
             gap, self._ticked_at = draft.at - (self._ticked_at or draft.at), draft.at
             if not -1.0 < gap < MAX_TICK_GAP_SECONDS:
-                _log.warning("the process stood still, or its clock was set; leases begin anew", seconds=gap)
+                _log.warning("the process was suspended or the clock was set; all leases are renewed", seconds=gap)
                 for name in self.regions:
-                    draft.tell_region(name, Overslept(draft.at, self.lease.total_seconds()))
+                    draft.apply_to_region(name, ClockJumped(draft.at, self.lease.total_seconds()))
             for name in self.regions:
-                draft.tell_region(name, Tick(draft.at))
+                draft.apply_to_region(name, Tick(draft.at))
             for job_id in list(self.jobs):
-                draft.tell_job(job_id, Tick(draft.at))
-        await self._sum_up_service()
+                draft.apply_to_job(job_id, Tick(draft.at))
+        await self._refresh_served()
         await self._review("allocation", self.allocation.review)
         await self._review("routing", self.routing.review)
 
-    async def _review(self, what: str, look: Callable[[Draft], None]) -> None:
-        """One look at all jobs, in a change of its own: what it breaks on stops neither time nor the other looks."""
+    async def _review(self, name: str, review: Callable[[Draft], None]) -> None:
+        """Run one review of all jobs in a change of its own, so that its failure stops neither time nor other reviews.
+
+        A failure is logged once for each type of exception, since it would recur every second.
+        """
         async with self.change() as draft:
             try:
-                look(draft)
-            except Exception as error:  # noqa: BLE001 - the edge of a decision: leases must end whatever it stumbles on
+                review(draft)
+            except Exception as error:  # noqa: BLE001 - leases must expire whatever a review fails with
                 draft.void = True
-                kind = what, type(error)
-                if kind not in self._stumbled:
-                    # Once: it would be the same every second.
-                    self._stumbled.add(kind)
-                    _log.exception("a look at the jobs failed; they continue as they are", look=what)
+                kind = name, type(error)
+                if kind not in self._logged_failures:
+                    self._logged_failures.add(kind)
+                    _log.exception("a review of the jobs failed; they continue unchanged", review=name)
 
-    async def _sum_up_service(self) -> None:
-        """What each user's ended jobs have had of late: once a minute, and after each job's end."""
+    async def _refresh_served(self) -> None:
+        """Sum what each user's ended jobs have lately used: once a minute, and after each job's end."""
         at = self.clock()
-        if 0 <= at - self._summed_at < _SUM_UP_SECONDS:
+        if 0 <= at - self._summed_at < _SERVICE_REFRESH_SECONDS:
             return
         since = at - SERVED_SECONDS
         self.allocation.served = await self.read(lambda store: store.unpromised_worker_seconds(since))
         self._summed_at = at
 
     def may_fetch(self, region: str, digest: str) -> bool:
-        """True where a job that runs in the region is made of this bundle, or begins with this model."""
+        """Whether a job that runs in the region has this code bundle, or starts from this model."""
         return any(
             digest in _blobs_of(entry) and entry.state.partition(region) is not None for entry in self.jobs.values()
         )
@@ -333,64 +353,64 @@ class Federation:
     # --- users
 
     async def find_job(self, name: str) -> JobEntry:
-        """A job by its id, or by its name where one only has it; of jobs that continued as each other, the last has it.
-        Raises ``GeofedError`` JOB_NOT_FOUND."""
+        """Return a job by its ID or its unique name. Among a replanned job and its successors, the last has the name.
+
+        Raises ``GeofedError("JOB_NOT_FOUND")``.
+        """
         if name in self.jobs:
             return self.jobs[name]
         row = await self.read(lambda store: store.job(name))
         if row is None:
             named = await self.read(lambda store: store.jobs_named(name))
             if not named:
-                raise GeofedError("JOB_NOT_FOUND", f"there is no job {name}")
+                raise GeofedError("JOB_NOT_FOUND", f"job {name} not found")
             if len(named) > 1:
                 named = [job for job in named if not job_state_from_json(job.state_json).successor]
             if len(named) > 1:
                 ids = ", ".join(job.id for job in named[:5])
-                text = f"{len(named)} jobs are called {name}; say which: {ids}"
-                raise GeofedError("JOB_NOT_FOUND", text, hint="give the id of the one that you mean, not its name")
+                text = f"{len(named)} jobs have the name {name}: {ids}"
+                raise GeofedError("JOB_NOT_FOUND", text, hint="give the job's ID instead of its name")
             row = named[0]
         return self.jobs.get(row.id) or _entry(row)
 
     async def ended_job(self, job_id: str) -> JobEntry | None:
-        """A job that has ended, by its id; None: there is none."""
+        """Return an ended job by its ID; None if there is none."""
         row = await self.read(lambda store: store.job(job_id))
         return _entry(row) if row is not None and row.phase in TERMINAL else None
 
     async def list_jobs(self, phases: frozenset[str], limit: int, after: str = "") -> list[JobEntry]:
-        """Jobs in one of these phases, newest first; those behind the job with the id `after`."""
+        """Return jobs in the given phases, newest first, starting after the job with ID `after`."""
         known = dict(self.jobs)
 
         def entries(store: Store) -> list[JobEntry]:
-            # In the thread: to read many jobs takes long.
+            # Parsed in the thread, since many jobs take long.
             rows = store.jobs(phases=phases, limit=limit, after=after)
             return [known.get(row.id) or _entry(row) for row in rows]
 
         return await self.read(entries)
 
     def describe(self, entry: JobEntry) -> control_pb2.Job:
-        """The job as users see it."""
+        """Return the job's message for users."""
         contacts = {name: region.state.last_contact for name, region in self.regions.items()}
         message = job_message(entry.row, entry.state, entry.plan, contacts)
         message.user = entry.row.user
         return message
 
     def summarise(self, entry: JobEntry) -> control_pb2.Job:
-        """The job as it stands in a list: without what it was asked for, planned and accounted."""
+        """Return the job's message for a list, without spec, plan and result."""
         message = self.describe(entry)
         for name in ("spec_json", "plan_json", "result_json"):
             message.ClearField(name)
         return message
 
     def describe_region(self, entry: RegionEntry) -> control_pb2.Region:
-        """The region as users see it."""
+        """Return the region's message for users."""
         state = entry.state
         left = max(0.0, state.lease_ends - self.clock())
         conditions = {
-            "invited": "waiting: for its agent to join"
-            if not entry.row.serials
-            else "waiting: for its agent to connect",
-            "unreachable": f"nothing is heard of it; its lease runs for {left:.0f} s",
-            "lost": "its lease is over; waiting: for its agent to come back",
+            "invited": "waiting for its agent to join" if not entry.row.serials else "waiting for its agent to connect",
+            "unreachable": f"no message received; its lease expires in {left:.0f} s",
+            "lost": "its lease has expired; waiting for its agent to reconnect",
         }
         return control_pb2.Region(
             name=entry.row.name,
@@ -404,7 +424,7 @@ class Federation:
         )
 
     def promised_workers(self) -> dict[str, int]:
-        """The most workers that the promises to a user hold at any instant from now on, by user."""
+        """Return by user the largest number of workers that are reserved for its promises at any time from now on."""
         return self.allocation.promised_workers(Draft(self.clock(), self.jobs, self.regions, self.users))
 
     @staticmethod
@@ -415,20 +435,20 @@ class Federation:
         return entry
 
 
-async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
-    """Finish the work even when the caller is cancelled, so that memory and store never differ."""
+async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
+    """Finish the work even if the caller is cancelled, so that memory and store never differ."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # seen; the one who waited for it is gone
+            task.exception()  # retrieved, so that asyncio does not log it as unhandled
         raise
 
 
 def _blobs_of(entry: JobEntry) -> tuple[str, ...]:
-    """What the regions of a job fetch."""
+    """Return the digests of the files that a job's regions fetch."""
     model = entry.state.initial_model
     return (entry.row.bundle_digest,) if model is None else (entry.row.bundle_digest, model.digest)
 

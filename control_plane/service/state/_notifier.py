@@ -1,4 +1,4 @@
-"""Waiting for something new without polling."""
+"""Wait for new rows without polling."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 
 
 class Notifier:
-    """Rings when something was added; who listens says which ring it has heard, so none is missed."""
+    """Wakes waiters when something was added. A waiter passes the count that it has seen, so that it misses nothing."""
 
     def __init__(self) -> None:
         self.count = 0
         self._rung = asyncio.Event()
 
     def ring(self) -> None:
-        """Wake all that wait."""
+        """Wake all waiters."""
         self.count += 1
         self._rung.set()
         self._rung = asyncio.Event()
 
-    async def wait(self, heard: int) -> None:
-        """Return once the notifier has rung more than `heard` times."""
-        while self.count <= heard:
+    async def wait(self, seen: int) -> None:
+        """Return once `count` exceeds `seen`."""
+        while self.count <= seen:
             await self._rung.wait()

@@ -87,14 +87,14 @@ def test_watching_outlasts_the_control_plane(
         watcher = stage.command("status", job, "--watch")
         read_until(watcher, "training has begun")
         stage.kill()
-        said = read_until(watcher, "control plane unreachable, trying again")
+        said = read_until(watcher, "control plane unreachable; retrying")
         stage.start()
         assert run("cancel", job, "--yes").status == 0
         said += read_until(watcher, "control plane reachable again")
         out, err = watcher.communicate(timeout=20)
         said += err.decode()
     assert watcher.returncode == 1
-    assert said.count("trying again") == 1
+    assert said.count("retrying") == 1
     assert "JOB_CANCELLED" in said
     assert "cancelled" in out.decode()
 
@@ -140,7 +140,7 @@ def test_a_plan_is_shown_without_running_it(live: Federation, run: Run, job_file
     before = run("list", "--all", "-o", "json").data
     shown = run("submit", job_file, "--dry-run")
     assert shown.status == 0
-    for part in ("stays in a", "WAN bytes", "money", "egress to b", "a > b"):
+    for part in ("stays in a", "WAN bytes", "cost", "egress to b", "a > b"):
         assert part in shown.out
     assert run("list", "--all", "-o", "json").data == before
     ran = run("submit", job_file, "--dry-run", "--set", "data.dataset=cats", "-o", "json")
@@ -158,7 +158,7 @@ def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str
     texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"a", "b"} < texts
     assert any("a → b: " in text for text in texts if text)
-    for part in ("SHARD IN", "also evaluated", "egress to b"):
+    for part in ("SHARD IN", "ALTERNATIVES", "egress to b"):
         assert part in run("explain", job_file).out
     assert run("list", "--all", "-o", "json").data == before
     hurried = run("explain", job_file, "--set", "objective.deadline=1s")
@@ -273,7 +273,7 @@ def test_describe_tells_all(live: Federation, run: Run, job_file: str) -> None:
         "PLAN",
         "RESULT",
         "stays in a",
-        "in a region by what is fastest there; between regions by ma, in fp32",
+        "within a region by the fastest collective there; between regions by ma, in fp32",
         "a > b",
         "total",
     ):

@@ -137,7 +137,7 @@ def test_the_live_display_shows_regions_and_events(monkeypatch: pytest.MonkeyPat
     view = {"id": "job-1", "state": "running", "condition": "", "rounds": 18, "partitions": [part]}
     with LiveDisplay(console) as display:
         display.event({"kind": "job.running", "at": "2026-01-01T00:00:00Z", "text": "training has begun"})
-        display.note("control plane unreachable, trying again")
+        display.note("control plane unreachable; retrying")
         display.job(view)
     for text in (
         "job-1",

@@ -66,13 +66,13 @@ def test_errors_and_failures_can_be_asked_for(run: Run, trace: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "code", "message"),
     [
-        ("TRACE --cluster 16", 2, "USAGE", "'16' is no cluster"),
-        ("TRACE --cluster 0x4", 2, "USAGE", "'0x4' is no cluster"),
-        ("TRACE --cluster 2x4 --policy best", 2, "USAGE", "there is no policy best"),
+        ("TRACE --cluster 16", 2, "USAGE", "'16' is not a valid cluster"),
+        ("TRACE --cluster 0x4", 2, "USAGE", "'0x4' is not a valid cluster"),
+        ("TRACE --cluster 2x4 --policy best", 2, "USAGE", "unknown policy best"),
         ("missing.csv --cluster 2x4", 2, "USAGE", "cannot read missing.csv"),
         ("BROKEN --cluster 2x4", 2, "CONFIG_INVALID", "broken.csv:3: submit_time is 'soon', not a number"),
         ("TRACE --cluster 2x4 --device A100", 2, "CONFIG_INVALID", "no speeds for net with batch 64"),
-        ("EMPTY --cluster 2x4", 2, "CONFIG_INVALID", "empty.csv holds no jobs"),
+        ("EMPTY --cluster 2x4", 2, "CONFIG_INVALID", "empty.csv has no jobs"),
         ("TRACE --cluster 2x4 --csv /nowhere/x.csv", 2, "USAGE", "cannot write /nowhere/x.csv"),
     ],
 )

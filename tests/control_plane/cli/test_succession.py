@@ -96,15 +96,13 @@ def test_the_name_of_a_job_is_that_of_the_last_one_that_goes_on(serve_config: Se
             assert (await client.job("digits")).id == after
             assert (await client.job(job)).id == job
             assert {event.job async for event in client.watch("digits", follow=False)} == {after}
-            await refused(client.replan("digits"), "ILLEGAL_STATE", f"job {after} does not run")
+            await refused(client.replan("digits"), "ILLEGAL_STATE", f"job {after} is not running")
             error = await refused(client.replan(job), "ILLEGAL_STATE", f"job {job} has succeeded; only a running job")
             assert error.hint == f"it continued as {after}"
             # One that only starts from its model is another job.
             wanted = (f"train.initialModel={{job: {job}}}",)
             other = (await stage.submit(file, "r2", wanted)).job.id
-            await refused(
-                client.job("digits"), "JOB_NOT_FOUND", f"2 jobs are called digits; say which: {other}, {after}"
-            )
+            await refused(client.job("digits"), "JOB_NOT_FOUND", f"2 jobs have the name digits: {other}, {after}")
             await close(a, b, c)
 
     run(scenario())

@@ -76,7 +76,7 @@ def test_what_is_not_told_is_missing_and_the_file_is_refused(run: Run, tmp_path:
     where = ["--cloud", "gcp", "--region", "europe-west3", "--type", "n2-standard-16", "--as-of", "2025-03-02"]
     ran = run("catalogue", "import", file, *where)
     assert ran.status == 0
-    assert "  # egressUsdPerGb: not told\n" in ran.out
+    assert "  # egressUsdPerGb: unknown\n" in ran.out
     assert "to be stated before the region takes part: functionUsdPerGbSecond, functionUsdPerRequest, egress" in ran.err
     with pytest.raises(Exception, match="egressUsdPerGb"):
         prices_of(tmp_path, ran.out)

@@ -81,10 +81,10 @@ def test_what_the_file_does_not_say_is_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
-        ([("gcp", "r", "t", "on_demand", "cheap")], ":2: usd_per_hour is no price: 'cheap'"),
-        ([("gcp", "r", "t", "on_demand", "nan")], ":2: usd_per_hour is no price: 'nan'"),
-        ([("gcp", "r", "t", "on_demand", "-1")], ":2: usd_per_hour is no price: '-1'"),
-        ([("gcp", "r", "t", "on_demand")], ":2: usd_per_hour is no price: None"),
+        ([("gcp", "r", "t", "on_demand", "cheap")], ":2: usd_per_hour is not a price: 'cheap'"),
+        ([("gcp", "r", "t", "on_demand", "nan")], ":2: usd_per_hour is not a price: 'nan'"),
+        ([("gcp", "r", "t", "on_demand", "-1")], ":2: usd_per_hour is not a price: '-1'"),
+        ([("gcp", "r", "t", "on_demand")], ":2: usd_per_hour is not a price: None"),
         ([("gcp", "r", "t", "stolen", "1")], ":2: purchase is 'stolen'"),
         ([("gcp", "r", "t", "spot", "1"), ("gcp", "r", "t", "preemptible", "2")], ":3: another price than above"),
     ],

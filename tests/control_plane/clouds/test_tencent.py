@@ -12,13 +12,13 @@ import boto3
 import pytest
 
 from control_plane.clouds import CloudRegion, Confidence, Purchase, Shard, Unit, open_cloud
-from control_plane.clouds._retry import Patience
+from control_plane.clouds._retry import Retries
 from control_plane.clouds._tencent import TencentCloud
 from geofed_pb.errors import GeofedError
 from tests.control_plane.clouds.recorded import Answer, Site, Wsgi, aws, serving
 
 FRANKFURT = "eu-frankfurt"
-AT_ONCE = Patience((0.0, 0.0))
+AT_ONCE = Retries((0.0, 0.0))
 WINDOWS = [{"ImageId": f"img-win{index}", "OsName": "Windows", "Platform": "Windows"} for index in range(150)]
 IMAGES = [*WINDOWS, {"ImageId": "img-linux", "OsName": "TencentOS Server 4", "Platform": "TencentOS"}]
 QUOTES = {"POSTPAID_BY_HOUR": 0.42, "SPOTPAID": 0.07}
@@ -89,7 +89,7 @@ def site(cvm: Cvm, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 @pytest.fixture
 def cloud(site: Site) -> TencentCloud:
-    return TencentCloud(endpoint_url=site.url, patience=AT_ONCE)
+    return TencentCloud(endpoint_url=site.url, retries=AT_ONCE)
 
 
 def test_a_machine_costs_what_is_quoted_in_a_zone_that_sells_it(cloud: TencentCloud, cvm: Cvm) -> None:
@@ -120,7 +120,7 @@ def test_egress_is_quoted_by_the_gb(cloud: TencentCloud, cvm: Cvm) -> None:
 
 
 def test_quotes_in_cny_are_told_in_usd_with_their_rate(site: Site) -> None:
-    cloud = TencentCloud(endpoint_url=site.url, usd_per_cny=0.14, patience=AT_ONCE)
+    cloud = TencentCloud(endpoint_url=site.url, usd_per_cny=0.14, retries=AT_ONCE)
     price = cloud.machine_price(FRANKFURT, "S5.4XLARGE64")
     assert price.usd == pytest.approx(0.42 * 0.14)
     assert "0.42 CNY at 0.14 USD" in price.provenance.source
@@ -194,7 +194,7 @@ def test_a_refusal_has_a_code_and_is_not_asked_again(cloud: TencentCloud, site: 
 
 def test_nobody_answers(site: Site) -> None:
     with pytest.raises(GeofedError) as caught:
-        TencentCloud(endpoint_url="http://127.0.0.1:9", patience=Patience(())).regions()
+        TencentCloud(endpoint_url="http://127.0.0.1:9", retries=Retries(())).regions()
     assert caught.value.code == "CLOUD_UNAVAILABLE"
 
 
