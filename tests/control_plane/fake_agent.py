@@ -232,6 +232,12 @@ class FakeAgent:
         await self._until(lambda: self.failure is not None)
         return self.failure
 
+    async def told_to_stop(self, job: str) -> None:
+        """A command to stop this job's partition is here."""
+        await self._until(lambda: any(c.stop.job == job for c in self.commands) or self.failure is not None)
+        if self.failure is not None:
+            raise self.failure
+
     async def command(self, kind: str, count: int = 1) -> Any:
         """The `count`-th command of a kind."""
 

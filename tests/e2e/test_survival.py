@@ -47,7 +47,8 @@ def test_whoever_is_killed_the_job_goes_on(running: Running, exchange: str) -> N
     _goes_on(running, job)
     running.federation.control_plane("finish", job, "--reason", "good enough")
     ended = running.wait_end(job)
-    check_succeeded(ended)
+    # It is finished after a few rounds, in which it has learnt something, and not all that it could.
+    check_succeeded(ended, accuracy=0.3)
     assert ended["result"]["ended_early"] == "requested by a user: good enough"
     rounds = {part["region"]: part["round"] for part in ended["partitions"]}
     assert max(rounds.values()) < ended["plan"]["rounds"], rounds
