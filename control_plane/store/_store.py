@@ -61,7 +61,7 @@ class Store:
                 of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
                 connection.execute(of_region.values(report_cursor=0))
             if change.met:
-                self._renumber_commands(connection, *change.met)
+                self._meet_agent(connection, *change.met)
             if change.dropped_command:
                 name, seq = change.dropped_command
                 connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
@@ -268,10 +268,10 @@ class Store:
         for job in {line.job for line in lines}:
             _drop_oldest(connection, job, self._max_log_lines)
 
-    def _renumber_commands(self, connection: Connection, region: str, taken: int) -> None:
+    def _meet_agent(self, connection: Connection, region: str, taken: int) -> None:
         """If the store is behind the agent, since it was restored from a backup, give its pending commands numbers
         after the last one that the agent has received. Commands from before the backup are dropped: the agent has
-        them."""
+        them. Else what the agent has received is acknowledged."""
         of_region, cursors = t.commands.c.region == region, _cursors(connection, region)
         values: dict[str, int | None] = {"shared_seq": None}
         if cursors.older_than(taken):
@@ -285,6 +285,10 @@ class Store:
                     update(t.commands).where(of_region, t.commands.c.seq == seq).values(seq=taken + rank)
                 )
             values |= {"command_seq": taken + len(waiting), "command_cursor": taken}
+        elif taken > cursors.command_cursor:
+            # The acknowledgement was lost with the session before.
+            connection.execute(delete(t.commands).where(of_region, t.commands.c.seq <= taken))
+            values["command_cursor"] = taken
         connection.execute(update(t.regions).where(t.regions.c.name == region).values(**values))
 
     def _move_cursors(self, connection: Connection, change: Change) -> None:
