@@ -176,7 +176,7 @@ class Conversation(RuleBasedStateMachine):
         while reports and (batch := self._queue.after(cursor)):
             for seq, raw in batch[:reports]:
                 message = self._queue.sendable(seq, raw)
-                await self._hub._apply_or_set_aside(session, message)
+                await self._hub._apply_or_skip(session, message)
                 self._applied.append(message.happening.text)
                 cursor, reports = seq, reports - 1
             self._hear(session, acknowledged)
