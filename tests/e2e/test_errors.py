@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(
     line = next(n for n, text in enumerate((job.parent / "task.py").read_text().splitlines(), 1) if "no such" in text)
     assert (failure.code, failure.exit_status) == ("TASK_FAILED", 1)
     assert f"model raised RuntimeError: no such layer at task.py:{line}" in failure.text
-    assert "no job was made" in failure.hint
+    assert "no job was created" in failure.hint
     assert shared.federation.control_plane("list", "--all", "-o", "name").stdout == before
 
 

@@ -51,7 +51,7 @@ def test_an_invitation_is_good_once_as_it_is_and_for_its_time(federation: Federa
     file.write_text(token)
     assert command("region-agent", "join", "--token-file", file, "--state-dir", tmp_path / "oslo").returncode == 0
     used = _join(token, tmp_path / "again")
-    assert (used.code, used.text) == ("TOKEN_INVALID", "the invitation of oslo has been used")
+    assert (used.code, used.text) == ("TOKEN_INVALID", "the invitation of oslo has been used already")
     eventually(lambda: time.monotonic() > made + 1.2, "the short invitation is over", 5)
     assert "is over" in _join(short, tmp_path / "late").text
 

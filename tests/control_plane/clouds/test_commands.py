@@ -77,7 +77,7 @@ def test_what_is_not_told_is_missing_and_the_file_is_refused(run: Run, tmp_path:
     ran = run("catalogue", "import", file, *where)
     assert ran.status == 0
     assert "  # egressUsdPerGb: unknown\n" in ran.out
-    assert "to be stated before the region takes part: functionUsdPerGbSecond, functionUsdPerRequest, egress" in ran.err
+    assert "to be added before the region can join: functionUsdPerGbSecond, functionUsdPerRequest, egress" in ran.err
     with pytest.raises(Exception, match="egressUsdPerGb"):
         prices_of(tmp_path, ran.out)
     told = run("catalogue", "import", file, *where, "-o", "json").data

@@ -128,7 +128,7 @@ def test_zeros_of_the_list_are_unknown() -> None:
     cloud, listed = open_cloud("azure"), libcloud.pricing.get_pricing("compute", "azure_linux")
     listed["standardfree"] = {"westeurope": 0.0}
     try:
-        with pytest.raises(GeofedError, match="taken for unknown") as caught:
+        with pytest.raises(GeofedError, match="counts as unknown") as caught:
             cloud.machine_price("westeurope", "Standard_Free")
         assert caught.value.code == "PRICE_UNKNOWN"
     finally:

@@ -105,7 +105,7 @@ def test_files_and_questions_that_are_none(tmp_path: Path) -> None:
             open_price_file(path, "gcp", "2025-03-02")
         assert caught.value.code == code
     path = written(tmp_path, ROWS)
-    for cloud, as_of, told in (("moon", "2025-03-02", "no prices of moon"), ("gcp", "last year", "no date")):
+    for cloud, as_of, told in (("moon", "2025-03-02", "no prices of moon"), ("gcp", "last year", "is not a date")):
         with pytest.raises(GeofedError, match=told) as caught:
             open_price_file(path, cloud, as_of)
         assert caught.value.code == "USAGE"
