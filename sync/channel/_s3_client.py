@@ -133,7 +133,7 @@ def _refusal(error: Any, shown: str) -> GeofedError:
     if code in _UNAUTHENTICATED_CODES or status == 401:
         return GeofedError("UNAUTHENTICATED", text, hint="correct the credentials that boto3 finds")
     if code in _FULL_CODES or status == 507:
-        return GeofedError("DISK_FULL_CODES", text, hint="raise the store's quota, or free space in it")
+        return GeofedError("DISK_FULL", text, hint="raise the store's quota, or free space in it")
     if status == 403:
         # Without permission to list, a store returns this for every missing key.
         hint = "the workers need s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket"

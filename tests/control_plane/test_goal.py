@@ -70,7 +70,7 @@ def test_all_regions_are_told_once_the_mean_of_all_is_good_enough() -> None:
     assert told(actions) == [
         {"reached": True, "metric": "accuracy", "value": pytest.approx(0.9225), "bound": 0.9, "round": 4}
     ]
-    assert condition_of(machine.state).startswith("ending before its plan: accuracy is 0.9225")
+    assert condition_of(machine.state).startswith("ending early: accuracy is 0.9225")
     again = measured(machine, "a", 4, accuracy=0.99)
     assert (finishing(again), told(again)) == ([], [])
 

@@ -55,4 +55,4 @@ def test_leases_end_also_where_a_look_at_the_jobs_fails(tmp_path: Path, monkeypa
     assert federation.regions["a"].state.phase == "lost"
     assert len(looked) == LEASE.total_seconds() + 3, "the other look is made"
     failed = [line for line in logs if line["log_level"] == "error"]
-    assert [line["look"] for line in failed] == ["allocation"], "it is told, once"
+    assert [line["review"] for line in failed] == ["allocation"], "it is told, once"

@@ -106,7 +106,7 @@ def test_a_job_goes_on_where_its_workers_are_taken_away_also_over_a_restart(
             capacity = [
                 event async for event in stage.client.watch("", follow=False) if event.kind == "region.capacity"
             ]
-            assert [event.text for event in capacity] == ["a has 0 preemptible workers now, 2 before"]
+            assert [event.text for event in capacity] == ["a now has 0 preemptible workers instead of 2"]
             for agent in (a, b):
                 await agent.close()
 

@@ -56,4 +56,4 @@ def test_data_of_a_region_that_is_away_are_not_left_out_in_silence() -> None:
     for wanted in (job(use=["a"]), job(avoid=["b"])):
         assert not [text for text in warnings_of(chosen, wanted, regions, 0.0) if "region" in text]
     away = warnings_of(chosen, job(), {"a": region("a", "unreachable")}, 0.0)
-    assert "region a is unreachable; the job cannot begin without it" in away
+    assert "region a is unreachable; the job cannot start without it" in away

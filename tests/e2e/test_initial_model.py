@@ -138,7 +138,7 @@ def _planned_anew(running: Running, comes: RegionSite, exchange: str, replan: st
     federation.wait_connected(["shanghai"])
     if replan == "asked":
         told = federation.control_plane("replan", job, "--reason", "shanghai is here").stdout
-        assert "replanned, over frankfurt, shanghai, virginia: shanghai is here" in told
+        assert "replanned over frankfurt, shanghai, virginia: shanghai is here" in told
     # To wait for it is to wait for the last one that continues with its model.
     eventually(lambda: bool(running.describe(job)["finished_at"]), "the job ends", seconds=120.0)
     first = running.describe(job)

@@ -159,5 +159,5 @@ def test_every_sample_counts_once_whoever_leaves_comes_and_dies(running: Running
     refused = running.submit(*TUNED, *end, "train.workers={east: 2, west: 2}")
     running.wait_round(refused, 1)
     told = running.federation.control_plane("scale", refused, "east=3", check=False)
-    assert "at most 2 workers" in told.stderr
+    assert "is limited to 2 workers" in told.stderr
     running.federation.control_plane("cancel", refused, "--yes")

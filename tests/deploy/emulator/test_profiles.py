@@ -74,7 +74,7 @@ def test_tc_lines_are_in_range_for_every_link(link: Link) -> None:
     ("rest", "line", "words"),
     [
         ("links:\n  - {between: [a, b], rate: 3}\n", 6, "links.0.rate: Extra inputs"),
-        ("links:\n  - {between: [a, c]}\n", 6, "'c' is no region"),
+        ("links:\n  - {between: [a, c]}\n", 6, "'c' is not a region of this profile"),
         ("links:\n  - {between: [a, b]}\n  - {from: a, to: b}\n", 7, "given twice"),
         ("links:\n  - {from: a}\n", 6, "name the ends"),
         ("links:\n  - {from: a, to: a}\n", 6, "two different sites"),
