@@ -18,6 +18,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o644) -> None:
             os.fsync(file.fileno())
         os.replace(draft, path)
     except BaseException:
+        # Also when interrupted: a later write would not find this draft, since its name has the process id.
         draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)

@@ -162,6 +162,7 @@ def _submit(federation: LocalFederation, job: Path, data: Path | None) -> int:
     try:
         status = process.wait()
     except BaseException:
+        # Also on Ctrl-C: the command must not outlive the federation that it talks to.
         process.kill()
         process.wait()
         raise

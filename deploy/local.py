@@ -79,6 +79,7 @@ class LocalFederation:
                 self.start_agent(region.name)
             self.wait_connected([region.name for region in self.regions])
         except BaseException:
+            # Also on Ctrl-C: __exit__ is not called, and the daemons would stay.
             self.close()
             raise
         return self
@@ -138,6 +139,7 @@ class LocalFederation:
         try:
             out, err = process.communicate(timeout=timeout)
         except BaseException:
+            # Also on Ctrl-C or a timeout: the command must not outlive its caller.
             process.kill()
             process.communicate()
             raise

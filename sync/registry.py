@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
@@ -34,7 +34,13 @@ class Registry(Generic[MethodT]):
     name. A plug-in that fails to load is reported when its name is requested, and does not affect others.
     """
 
-    def __init__(self, kind: str, package: str, group: str, check: Callable[[MethodT], str] = lambda _: "") -> None:
+    def __init__(
+        self,
+        kind: str,
+        package: str,
+        group: str,
+        check: Callable[[MethodT, Mapping[str, MethodT]], str] = lambda *_: "",
+    ) -> None:
         """``kind``: name of the kind in error texts. ``check``: returns what is wrong with a plug-in's method, "" if
         nothing."""
         self._kind, self._package, self._group, self._check = kind, package, group, check
@@ -74,9 +80,12 @@ class Registry(Generic[MethodT]):
             loaded = point.load()
             method: MethodT = loaded() if callable(loaded) else loaded
             name = method.name
-            why = f"it is named {name!r}, its entry point {point.name!r}" if name != point.name else self._check(method)
-            if name in known:
+            if name != point.name:
+                why = f"it is named {name!r}, its entry point {point.name!r}"
+            elif name in known:
                 why = f"{self._kind} {name!r} exists already"
+            else:
+                why = self._check(method, known)
         except Exception as error:  # noqa: BLE001 - code of another package, which may fail in any way
             why = f"{type(error).__name__}: {error}"
         if not why:

@@ -92,6 +92,7 @@ class CallbackReceiver:
         try:
             await self._on_result(result)
         except BaseException:
+            # Also when cancelled: a repetition of this result must be handled, and those that wait for it must end.
             del self._taken[result.call_id]
             done.cancel()
             raise

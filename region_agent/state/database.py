@@ -43,6 +43,7 @@ class AgentDatabase:
                     yield self._db
                     self._db.execute("commit")
                 except BaseException:
+                    # Also when interrupted: no transaction may stay open, since all threads share the connection.
                     if self._db.in_transaction:  # SQLite itself rolls back when the disk is full
                         self._db.execute("rollback")
                     raise

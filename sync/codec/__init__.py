@@ -1,5 +1,6 @@
 """Codecs: how an update becomes bytes. Each codec is a module of this package."""
 
+from collections.abc import Mapping
 from functools import cache
 
 from geofed_pb.errors import GeofedError
@@ -40,9 +41,11 @@ _PLUGIN_MARKS = range(12, MIXED)
 """Marks that codecs of other packages may have."""
 
 
-def _check(codec: Codec) -> str:
+def _check(codec: Codec, known: Mapping[str, Codec]) -> str:
     if codec.mark not in _PLUGIN_MARKS:
         return f"its mark must be {_PLUGIN_MARKS.start} to {_PLUGIN_MARKS.stop - 1}, not {codec.mark}"
+    if same := [other.name for other in known.values() if other.mark == codec.mark]:
+        return f"its mark {codec.mark} is that of codec {same[0]!r}"
     if not 0 < codec.size_factor <= 4 or not codec.bytes_per_second > 0:
         return f"size_factor {codec.size_factor} or bytes_per_second {codec.bytes_per_second} is invalid"
     return ""
@@ -86,5 +89,4 @@ def codec_by_mark(mark: int, trained: int | None = None) -> Codec:
 
 @cache
 def _by_mark() -> dict[int, Codec]:
-    """If two plug-ins have the same mark, the first by name keeps it."""
-    return {codec.mark: codec for codec in reversed(_REGISTRY.all.values())}
+    return {codec.mark: codec for codec in _REGISTRY.all.values()}

@@ -32,7 +32,7 @@ DEFAULT = "ma"
 """The policy that ``auto`` stands for."""
 
 
-def _check(policy: WanPolicy) -> str:
+def _check(policy: WanPolicy, _: Mapping[str, WanPolicy]) -> str:
     return "" if isinstance(policy, WanPolicy) else f"it is a {type(policy).__name__}, not a WanPolicy"
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
+from sync.durable import disk_full_as_error
 from sync.transport.ranges import Ranges
 
 __all__ = ["PartialFile"]
@@ -66,11 +65,11 @@ class PartialFile:
 
         Raises ``GeofedError("DISK_FULL")``, or ``GeofedError("FENCED")`` if the file is complete already.
         """
-        with self._disk_full_as_error():
+        with disk_full_as_error(self._path):
             descriptor = self._open(writing=True)
         view, at = memoryview(data), offset
         try:
-            with self._disk_full_as_error():
+            with disk_full_as_error(self._path):
                 while len(view):
                     written = os.pwrite(descriptor, view, at)
                     view, at = view[written:], at + written
@@ -89,7 +88,7 @@ class PartialFile:
 
     def write_record(self) -> None:
         """Store the record of written ranges, for a restart."""
-        with self._lock, self._disk_full_as_error():
+        with self._lock, disk_full_as_error(self._path):
             partial = self._record.with_name(f".{self._record.name}.partial")
             partial.write_text(json.dumps(list(self._have)))
             os.replace(partial, self._record)
@@ -165,15 +164,6 @@ class PartialFile:
                 self._file = opened
             self._writers += writing
             return self._file
-
-    @contextlib.contextmanager
-    def _disk_full_as_error(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise GeofedError("DISK_FULL", f"no space left for {self._path}") from None
-            raise
 
     def _advance(self) -> None:
         descriptor, buffer = self._open(), memoryview(bytearray(_READ_BYTES))

@@ -44,7 +44,7 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry[object
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("kinds_of_tests", "brought_methods"):
         sys.modules.pop(name, None)
-    return Registry("kind", "kinds_of_tests", "geofed.tests", lambda method: "odd" if method.name == "odd" else "")
+    return Registry("kind", "kinds_of_tests", "geofed.tests", lambda method, _: "odd" if method.name == "odd" else "")
 
 
 def test_built_in_and_brought_methods_are_found(registry: Registry[object]) -> None:  # type: ignore[type-var]

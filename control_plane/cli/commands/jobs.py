@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
+    from geofed_pb.v1 import control_pb2
 
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="ID of the job, or its name.", show_default=False)]
 
@@ -87,13 +89,7 @@ def cancel(
 ) -> None:
     """Cancel a job and discard its model."""
     confirm(f"Cancel job {job}? Its model is lost.", yes=yes)
-
-    async def ask(client: ControlClient) -> Data:
-        return job_summary(job_view(await client.cancel(job, reason)))
-
-    from control_plane.cli._report import job_head
-
-    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+    _request(context, lambda client: client.cancel(job, reason))
 
 
 def finish(
@@ -103,13 +99,7 @@ def finish(
     output: Output = Format.TABLE,
 ) -> None:
     """End a running job now and keep its current model."""
-
-    async def ask(client: ControlClient) -> Data:
-        return job_summary(job_view(await client.finish(job, reason)))
-
-    from control_plane.cli._report import job_head
-
-    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+    _request(context, lambda client: client.finish(job, reason))
 
 
 def replan(
@@ -119,13 +109,17 @@ def replan(
     output: Output = Format.TABLE,
 ) -> None:
     """Replan a running job: end it, and continue its model in a new job over the regions that are available now."""
+    _request(context, lambda client: client.replan(job, reason))
 
-    async def ask(client: ControlClient) -> Data:
-        return job_summary(job_view(await client.replan(job, reason)))
 
+def _request(context: Path | None, ask: Callable[[ControlClient], Awaitable[control_pb2.Job]]) -> None:
+    """Ask for something to be done with a job, and print its head."""
     from control_plane.cli._report import job_head
 
-    emit(ask_control_plane(context, ask), table=job_head, name=_id_of)
+    async def summary(client: ControlClient) -> Data:
+        return job_summary(job_view(await ask(client)))
+
+    emit(ask_control_plane(context, summary), table=job_head, name=_id_of)
 
 
 def scale(
@@ -175,7 +169,8 @@ def finish_with_job(
             async with asyncio.timeout(seconds):
                 return await (follow_job(client, job) if shown else wait_for_job(client, job, running=running))
         except TimeoutError:
-            raise GeofedError("WAIT_TIMEOUT", f"timed out after {seconds:g} s; job {job} is still running") from None
+            state = "is not running yet" if running else "has not ended yet"
+            raise GeofedError("WAIT_TIMEOUT", f"timed out after {seconds:g} s; job {job} {state}") from None
 
     again = f"detached; the job continues. Watch it again: control-plane status {job} --watch"
     view = ask_control_plane(context, last_view, detach=again)

@@ -24,6 +24,7 @@ from sync.codec import (
     Float32,
     Int8Blocks,
     Ternary,
+    _check,
     codec_by_mark,
     codec_named,
 )
@@ -239,3 +240,20 @@ def test_names_and_marks() -> None:
     assert caught.value.hint == "known: bf16, exact, fp32, int8, sparse, ternary, topk"
     with pytest.raises(GeofedError, match="unknown codec number"):
         codec_by_mark(99)
+
+
+def test_a_codec_of_another_package_has_a_mark_of_its_own() -> None:
+    """Frames name a codec by its mark alone: two with one mark would decode each other's updates."""
+
+    class Theirs(Float32):
+        name, mark = "theirs", 12
+
+    class Another(Float32):
+        name, mark = "another", 12
+
+    class Ours(Float32):
+        name, mark = "ours", 2
+
+    assert _check(Theirs(), {}) == ""
+    assert _check(Another(), {"theirs": Theirs()}) == "its mark 12 is that of codec 'theirs'"
+    assert _check(Ours(), {}) == "its mark must be 12 to 15, not 2"
