@@ -316,10 +316,13 @@ class FlatModel:
 
     @_of_the_module
     def check_names(self) -> None:
-        """Raise ``GeofedError("TASK_INVALID")`` for a tensor that was added after the model was made, which no vector
-        contains."""
-        known = {place.name for place in self._places} | {alias for alias, _ in self.layout.aliases}
+        """Raise ``GeofedError("TASK_INVALID")`` for a tensor that no vector contains: it was added after the model was
+        made, or was another name of a tensor that the layout has."""
+        known, aliases = {place.name for place in self._places}, dict(self.layout.aliases)
         for place, _, _ in _tensors_of(self.module):
+            if place.name in aliases:
+                text = f"was {aliases[place.name]}'s memory when model(config) returned the model, and is not now"
+                raise _refused(place, text, "make it a tensor of its own in model(config), with .clone()")
             if place.name not in known:
                 text = "was not dense when model(config) returned the model"
                 raise _refused(place, text, "register it in model(config), with the type and shape that it will have")
@@ -340,7 +343,8 @@ _Found = tuple[_Place, torch.Tensor, bool]
 
 
 def _tensors_of(module: torch.nn.Module) -> list[_Found]:
-    """Return parameters, persistent buffers and extra state; each parameter once."""
+    """Return parameters, persistent buffers and extra state; each parameter once, and no buffer that is a parameter's
+    memory: it is another name of the parameter."""
     kept = set(module.state_dict(keep_vars=True))
     found: list[_Found] = []
     seen: set[int] = set()
@@ -351,8 +355,9 @@ def _tensors_of(module: torch.nn.Module) -> list[_Found]:
                 seen.add(id(parameter))
                 place = _Place(dot + attribute, owner, attribute, "parameter")
                 found.append((place, parameter, parameter.requires_grad))
+    memory = {_memory(parameter) for _, parameter, _ in found}
     for place, buffer in _buffers_of(module):
-        if place.name in kept:
+        if place.name in kept and (_memory(buffer) is None or _memory(buffer) not in memory):
             found.append((place, buffer, False))
     for name in sorted(kept):
         if name.rsplit(".", 1)[-1] == _EXTRA:
@@ -360,6 +365,13 @@ def _tensors_of(module: torch.nn.Module) -> list[_Found]:
             place = _Place(name, owner, _EXTRA, "extra state")
             found.append((place, _extra_state(place), False))
     return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what two tensors have in common that are the same view of the same memory; None without memory."""
+    if tensor.layout != torch.strided or not tensor.numel() or not tensor.data_ptr():
+        return None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _buffers_of(module: torch.nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
@@ -408,14 +420,16 @@ def _layout(module: torch.nn.Module, found: list[_Found], *, marks: bool) -> tup
 def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
     """Return further names in the state dict, each with the name of its slot."""
     names = {id(tensor): name for name, tensor in slots.items()}
+    views = {_memory(tensor): name for name, tensor in slots.items() if isinstance(tensor, torch.nn.Parameter)}
     found = []
     for alias, tensor in module.state_dict(keep_vars=True).items():
         if alias in slots:
             continue
-        if id(tensor) not in names:
+        name = names.get(id(tensor), views.get(_memory(tensor)))
+        if name is None:
             text = f"{alias} of the model's state_dict() is neither a parameter nor a buffer, and cannot be exchanged"
             raise GeofedError("TASK_INVALID", text, hint="register it as a parameter or a buffer")
-        found.append((alias, names[id(tensor)]))
+        found.append((alias, name))
     return tuple(found)
 
 

@@ -196,3 +196,30 @@ def test_what_is_no_layout_is_refused(text: str) -> None:
 def test_a_vector_of_another_length_is_refused() -> None:
     with pytest.raises(GeofedError):
         Layout((Slot("w", (2,), "float32"),), 1).tensors(np.zeros(3, np.float32))
+
+
+class _Watched(nn.Module):
+    """A layer whose bias is a buffer, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+        self.register_buffer("bias_now", self.line.bias.data)
+
+
+def test_a_buffer_that_is_a_parameters_memory_is_another_name_of_it() -> None:
+    flat = FlatModel(_Watched())
+    assert flat.layout.aliases == (("bias_now", "line.bias"),)
+    before = flat.vector()
+    flat.add(np.ones_like(before))
+    assert np.array_equal(flat.vector(), before + 1)
+    flat.check_names()
+    assert set(flat.layout.tensors(before)) == {"line.weight", "line.bias", "bias_now"}
+
+
+def test_a_name_that_becomes_a_tensor_of_its_own_is_refused() -> None:
+    module = _Watched()
+    flat = FlatModel(module)
+    module.bias_now = torch.zeros(2)
+    with pytest.raises(GeofedError, match=r"buffer bias_now of the model was line\.bias's memory .* and is not now"):
+        flat.check_names()
