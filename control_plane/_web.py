@@ -16,13 +16,13 @@ from starlette.routing import Route
 
 from control_plane._address import bound_socket, split_address
 from control_plane.dashboard import Dashboard
-from control_plane.service import Meter
+from control_plane.service import MetricsExporter
 
 
 class Web:
     """HTTPS server of the dashboard, `/metrics` and `/healthz`; it serves while its context is open."""
 
-    def __init__(self, meter: Meter, dashboard: Dashboard, listen: str, certificate: Path, key: Path) -> None:
+    def __init__(self, meter: MetricsExporter, dashboard: Dashboard, listen: str, certificate: Path, key: Path) -> None:
         self._meter = meter
         self._listen = listen
         routes = [*dashboard.routes, Route("/metrics", self._metrics), Route("/healthz", self._healthz)]

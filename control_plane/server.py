@@ -36,7 +36,7 @@ from control_plane.service import (
     EnrolmentService,
     Federation,
     Measurements,
-    Meter,
+    MetricsExporter,
     Probing,
     Profiling,
     Succession,
@@ -145,7 +145,7 @@ async def _open_state(config: ServeConfig, stack: AsyncExitStack) -> _State:
 async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> Ports:
     """Bind all ports before serving on any, since replies on one port contain the others."""
     federation, authority = state.federation, state.authority
-    meter, dashboard = Meter(federation), Dashboard(federation, state.token_hash)
+    meter, dashboard = MetricsExporter(federation), Dashboard(federation, state.token_hash)
     measurements = Measurements(federation)
     probing = Probing(federation, measurements, config.probe_wait)
     stack.push_async_callback(probing.close)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.emulator import Emulator, Profile, load_profile
+from deploy.emulator import Emulator, WanProfile, load_profile
 from deploy.local import LocalFederation, RegionSite
 from deploy.shards import read_digits, read_idx, write_shards
 from geofed_pb.errors import Exit, GeofedError
@@ -105,7 +105,7 @@ def _say(label: str, text: str) -> None:
     print(f"  {label:<10} {text}", flush=True)
 
 
-def _write_data(folder: Path, data: Path | None, profile: Profile) -> list[RegionSite]:
+def _write_data(folder: Path, data: Path | None, profile: WanProfile) -> list[RegionSite]:
     source = read_idx(data) if data else read_digits(SEED)
     names = list(profile.regions)
     written = write_shards(source, names, folder / "data", alpha=ALPHA, seed=SEED)
@@ -115,7 +115,7 @@ def _write_data(folder: Path, data: Path | None, profile: Profile) -> list[Regio
     return [RegionSite(name, _region(name, written[name], profile)) for name in names]
 
 
-def _region(name: str, written: dict[str, Any], profile: Profile) -> dict[str, Any]:
+def _region(name: str, written: dict[str, Any], profile: WanProfile) -> dict[str, Any]:
     splits = {
         split: {"uri": str(Path(part["path"]).resolve()), "samples": part["samples"]} for split, part in written.items()
     }
@@ -134,7 +134,7 @@ def _region(name: str, written: dict[str, Any], profile: Profile) -> dict[str, A
 
 
 @contextlib.contextmanager
-def _wan(profile: Profile, folder: Path) -> Iterator[Emulator | None]:
+def _wan(profile: WanProfile, folder: Path) -> Iterator[Emulator | None]:
     reason = Emulator.supported()
     if reason is not None:
         _say("WAN", f"not shaped: all regions share loopback ({reason})")

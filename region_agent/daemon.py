@@ -30,7 +30,7 @@ from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import PublishAsked, RecordEvent, Scaled, Stopped
-from region_agent.partition.runner import Partition, PartitionContext
+from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_partition, check_sending, most_workers
@@ -97,7 +97,7 @@ class Agent:
             version("geofed"),
         )
         self._offered_datasets = OfferedDatasets(config, self._hub.open_new_session)
-        self._partitions: dict[str, Partition] = {}
+        self._partitions: dict[str, PartitionRunner] = {}
         self._sendings: dict[str, Sending] = {}
         """Shards that are sent to other regions, by job."""
         self._gateway: EmbeddedGatewayProcess | None = None
@@ -383,13 +383,13 @@ class Agent:
         self._partitions[command.job] = partition
         partition.begin()
 
-    def _partition_of(self, row: PartitionRow) -> Partition:
+    def _partition_of(self, row: PartitionRow) -> PartitionRunner:
         return self._partition(agent_pb2.StartPartition.FromString(row.start))
 
-    def _partition(self, command: agent_pb2.StartPartition) -> Partition:
+    def _partition(self, command: agent_pb2.StartPartition) -> PartitionRunner:
         if self._context is None:
             raise GeofedError("INTERNAL", "a command arrived before the agent was ready")
-        return Partition(self._context, command)
+        return PartitionRunner(self._context, command)
 
     def _refuse(self, command: agent_pb2.StartPartition | agent_pb2.SendShard, error: GeofedError) -> None:
         _log.warning("job %s: refused (%s)", command.job, error)
@@ -462,7 +462,7 @@ class Agent:
                 self._closing.add(restart)
                 restart.add_done_callback(self._closing.discard)
 
-    async def _restart_without_state(self, partition: Partition) -> None:
+    async def _restart_without_state(self, partition: PartitionRunner) -> None:
         await partition.close()
         await partition.forget_state()
         row = self._store.partition(partition.job)
@@ -494,7 +494,7 @@ class Agent:
             return
         self._end(partition, command.reason, command.discard)
 
-    def _end(self, partition: Partition, reason: str, discard: bool) -> None:
+    def _end(self, partition: PartitionRunner, reason: str, discard: bool) -> None:
         """Stop a partition. After a crash the next start of the agent completes it."""
 
         async def drain() -> None:

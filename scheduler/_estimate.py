@@ -14,7 +14,7 @@ from scheduler._codec import (
     update_bytes,
 )
 from scheduler._link import LinkTable, link_table, pace
-from scheduler._model import Copy, Cost, Estimate, Partition, Phase, Plan, Prices, Range, Region, Snapshot
+from scheduler._model import Copy, Cost, Estimate, Phase, Plan, PlannedPartition, Prices, Range, Region, Snapshot
 from scheduler._overheads import Overheads, overheads, slice_ends
 from scheduler._topology import Topology, evaluate_topology
 from sync.codec import codec_named
@@ -194,7 +194,7 @@ def _training(
     )
 
 
-def waiting_usd_per_second(parts: Sequence[Partition], regions: Mapping[str, Region]) -> float:
+def waiting_usd_per_second(parts: Sequence[PlannedPartition], regions: Mapping[str, Region]) -> float:
     """What the regions of a plan cost while they wait for each other."""
     usd = 0.0
     for part in parts:
@@ -228,7 +228,7 @@ def _speed_basis(region: Region, snapshot: Snapshot) -> str:
     return "stated" if region.capacity.samples_per_second else "prior"
 
 
-def step_seconds(part: Partition) -> float:
+def step_seconds(part: PlannedPartition) -> float:
     """Of one local step: compute, and the merge among the partition's workers."""
     if part.pipeline is not None:
         return part.pipeline.step_seconds
@@ -236,7 +236,7 @@ def step_seconds(part: Partition) -> float:
     return part.batch / part.samples_per_second + (usual if part.workers > 1 else 0.0)
 
 
-def round_compute_seconds(part: Partition) -> float:
+def round_compute_seconds(part: PlannedPartition) -> float:
     return part.steps_per_round * step_seconds(part)
 
 
@@ -261,7 +261,7 @@ def _handling_seconds(topology: Topology) -> float:
     return max(handled.values(), default=0.0) / HANDLED_BYTES_PER_SECOND
 
 
-def round_end_seconds(parts: Sequence[Partition], model_bytes: int) -> float:
+def round_end_seconds(parts: Sequence[PlannedPartition], model_bytes: int) -> float:
     """What the end of a round takes besides the exchange, where workers wait for it; 0 for stages, of which a profile
     has measured it (`overheads`), and for a single region, whose rounds nobody waits for."""
     staged = any(part.pipeline is not None for part in parts)
@@ -342,7 +342,7 @@ class _Spent:
     ends: int | None = None
     """Of invocations, but each worker's last one; None: they follow from the seconds."""
 
-    def server(self, part: Partition) -> float:
+    def server(self, part: PlannedPartition) -> float:
         """Those who wait for no shard begin once all have come."""
         return self.seconds - (0.0 if part.shards else self.copying)
 
@@ -351,7 +351,7 @@ class _Spent:
         return max(0.0, self.seconds - self.start - self.copying - self.result)
 
 
-def _bill(part: Partition, plan: Plan, region: Region, spent: _Spent, sent_to: Mapping[str, int]) -> list[Cost]:
+def _bill(part: PlannedPartition, plan: Plan, region: Region, spent: _Spent, sent_to: Mapping[str, int]) -> list[Cost]:
     prices, busy = _prices(region), spent.busy
     gb_seconds = part.workers * part.memory_mb / 1024 * busy
     chain = max(1, -int(-busy // plan.slice_seconds)) if spent.ends is None else 1 + spent.ends

@@ -223,7 +223,7 @@ class PipelineShape:
 
 
 @dataclass(frozen=True)
-class Partition:
+class PlannedPartition:
     """The part of a plan that runs in one region."""
 
     region: str
@@ -332,7 +332,7 @@ class Alternative:
 class Plan:
     """The scheduler's answer to an admissible demand."""
 
-    partitions: tuple[Partition, ...]
+    partitions: tuple[PlannedPartition, ...]
     """Sorted by region."""
     rounds: int
     interval: int

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler._model import Partition
+from scheduler._model import PlannedPartition
 
 if TYPE_CHECKING:
     from scheduler.tuning import TaskProfile
@@ -52,7 +52,7 @@ class Overheads:
         return self.leave + self.again + self.enter
 
 
-def overheads(part: Partition, profile: TaskProfile | None) -> Overheads:
+def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
     """Of a partition in stages; nothing is predicted for others, nor where a profile has not measured what it takes."""
     if part.pipeline is None or profile is None:
         return Overheads()

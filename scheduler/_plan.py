@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from scheduler._elastic import Option, Staffing, options
 from scheduler._estimate import Routes, estimate, routes, step_seconds, worker_speed
-from scheduler._model import Declined, Demand, Estimate, Partition, Plan, Range, Reason, Region, Snapshot
+from scheduler._model import Declined, Demand, Estimate, Plan, PlannedPartition, Range, Reason, Region, Snapshot
 from scheduler._moves import PlacedShards, best_moves, train_samples
 from scheduler._pipelined import Staged, staged, unstaged
 from scheduler._topology import Topologies
@@ -151,7 +151,7 @@ def _unreachable_quorum(demand: Demand, candidates: list[Region]) -> list[Reason
 
 def _planned(
     candidates: list[Region],
-    partitions: list[Partition],
+    partitions: list[PlannedPartition],
     placed: PlacedShards,
     demand: Demand,
     known: dict[str, Topologies],
@@ -329,7 +329,7 @@ def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
     return Staffing(samples / speed, max(1, min(free, enough)))
 
 
-def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: Demand) -> list[Partition]:
+def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: Demand) -> list[PlannedPartition]:
     found = []
     for region, workers in zip(regions, way.workers, strict=True):
         samples, cut = train_samples(region, demand.dataset), staged(region, snapshot, demand)
@@ -338,7 +338,7 @@ def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: 
             continue
         best = tuned(region, workers, snapshot, demand)
         usual = best.memory_mb if best is not None else min(DEFAULT_MEMORY_MB, region.capacity.memory_mb)
-        part = Partition(
+        part = PlannedPartition(
             region=region.name,
             samples=samples,
             workers=workers,
@@ -352,10 +352,10 @@ def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: 
     return found
 
 
-def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> Partition:
+def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:
     """A partition that runs a pipeline."""
     shape = cut.shape(replicas)
-    return Partition(
+    return PlannedPartition(
         region=region.name,
         samples=samples,
         workers=replicas * cut.stages,
@@ -375,7 +375,7 @@ def _more_workers_than_there_are(needed: int, most: int) -> str:
     return "wait for a job to end, or lower train.workers"
 
 
-def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
+def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
     reasons = []
     name, capacity = region.name, region.capacity
     free = max(0, capacity.workers - snapshot.busy_workers.get(name, 0))
@@ -401,7 +401,7 @@ def _unfit(region: Region, part: Partition, snapshot: Snapshot, demand: Demand) 
     return reasons
 
 
-def _steps(partitions: list[Partition], demand: Demand) -> tuple[list[Partition], int, int]:
+def _steps(partitions: list[PlannedPartition], demand: Demand) -> tuple[list[PlannedPartition], int, int]:
     """Rounds and steps per round, such that the demanded epochs are made to within one step a round."""
     total, shares = _by_speed(partitions, demand) if demand.balance == "speed" else _by_data(partitions, demand)
     usual = policy_named(demand.wan_policy or DEFAULT).interval_steps or DEFAULT_INTERVAL_STEPS
@@ -415,7 +415,7 @@ def _steps(partitions: list[Partition], demand: Demand) -> tuple[list[Partition]
     return stepped, rounds, interval
 
 
-def _by_data(partitions: list[Partition], demand: Demand) -> tuple[int, list[float]]:
+def _by_data(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, list[float]]:
     """Steps of the region that makes the most, and each region's as a part of them: all make the same epochs."""
     per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.replicas))) for part in partitions]
     longest = max(per_epoch)
@@ -423,7 +423,7 @@ def _by_data(partitions: list[Partition], demand: Demand) -> tuple[int, list[flo
     return total, [own / longest for own in per_epoch]
 
 
-def _by_speed(partitions: list[Partition], demand: Demand) -> tuple[int, list[float]]:
+def _by_speed(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, list[float]]:
     """The same where all rounds take equally long; together the regions make the demanded epochs."""
     rates = [1.0 / step_seconds(part) for part in partitions]
     fastest = max(rates)

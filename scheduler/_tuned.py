@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from scheduler._model import Demand, Partition, Prices, Region, Snapshot
+from scheduler._model import Demand, PlannedPartition, Prices, Region, Snapshot
 
 if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, TaskProfile
@@ -43,7 +43,7 @@ def tuned(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> T
 
 
 def merging_of(
-    parts: Sequence[Partition], regions: Sequence[Region], snapshot: Snapshot, demand: Demand
+    parts: Sequence[PlannedPartition], regions: Sequence[Region], snapshot: Snapshot, demand: Demand
 ) -> Tuned | None:
     """How all partitions merge that have several workers, where profiles take the same for all of them."""
     found = [

@@ -15,7 +15,7 @@ from scheduler._estimate import (
     waiting_usd_per_second,
 )
 from scheduler._link import link_table
-from scheduler._model import Alternative, Declined, Demand, Partition, Reason, Region, Snapshot
+from scheduler._model import Alternative, Declined, Demand, PlannedPartition, Reason, Region, Snapshot
 from scheduler._topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, evaluate_topologies
 from sync.codec import Automatic, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
@@ -51,7 +51,7 @@ class WanChoice:
 
 def choose_wan(
     regions: Sequence[Region],
-    parts: Sequence[Partition],
+    parts: Sequence[PlannedPartition],
     snapshot: Snapshot,
     demand: Demand,
     rounds: int,

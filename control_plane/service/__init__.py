@@ -1,6 +1,6 @@
 """The control plane's gRPC services, and the federation's state behind them."""
 
-from control_plane.service._metrics import Meter
+from control_plane.service._metrics import MetricsExporter
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._probing import WAIT, Probing
@@ -21,7 +21,7 @@ __all__ = [
     "EnrolmentService",
     "Federation",
     "Measurements",
-    "Meter",
+    "MetricsExporter",
     "Probing",
     "Profiling",
     "Succession",

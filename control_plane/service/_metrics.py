@@ -51,7 +51,7 @@ PARTITION_GAUGES: tuple[tuple[str, str, Callable[[Report], float | None]], ...] 
 """Name, help text and value of the metrics of each partition of an active job, from its last report."""
 
 
-class Meter(grpc.aio.ServerInterceptor, Collector):
+class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
     """Exports metrics of the federation, and counts gRPC calls. Labels are bounded: regions, phases and active jobs."""
 
     def __init__(self, federation: Federation) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from deploy.emulator._emulator import Emulator
-from deploy.emulator._link import CONTROL, Link, Profile
+from deploy.emulator._link import CONTROL, EmulatedLink, WanProfile
 
-__all__ = ["CONTROL", "Emulator", "Link", "Profile", "load_profile", "profile_names"]
+__all__ = ["CONTROL", "EmulatedLink", "Emulator", "WanProfile", "load_profile", "profile_names"]
 
 
-def load_profile(name_or_path: str | Path) -> Profile:
+def load_profile(name_or_path: str | Path) -> WanProfile:
     """Load a shipped profile by name, or a YAML file by path.
 
     Raises GeofedError CONFIG_INVALID with the file, the line and the key at fault.

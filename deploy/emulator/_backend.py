@@ -6,7 +6,7 @@ import subprocess
 from typing import Any, Protocol
 
 from deploy.emulator._hold import RelayProcess
-from deploy.emulator._link import Link
+from deploy.emulator._link import EmulatedLink
 from deploy.emulator._nfqueue import send_to_queues
 from deploy.emulator._topology import address, fifo_lines, netem_lines, rate_line, segment_bytes
 
@@ -21,10 +21,10 @@ class Backend(Protocol):
     ended: int | None
     """Descriptor that becomes readable when the back-end's process has ended; None: it has no process."""
 
-    def segment_line(self, links: list[Link]) -> str:
+    def segment_line(self, links: list[EmulatedLink]) -> str:
         """``ip`` line that limits the segments which a site with these links may send."""
 
-    def shape(self, changes: dict[Ends, Link]) -> None:
+    def shape(self, changes: dict[Ends, EmulatedLink]) -> None:
         """Set the shapes of these links; may be called again at any time."""
 
     def relay_report(self) -> dict[str, Any] | None:
@@ -43,12 +43,12 @@ class Netem:
     name = "netem"
     ended: int | None = None
 
-    def segment_line(self, links: list[Link]) -> str:
+    def segment_line(self, links: list[EmulatedLink]) -> str:
         # netem draws and counts whole segments, so they must be packets already
         segments = 1 if any(link.shaped for link in links) else 65_535
         return f"link set eth0 gso_max_segs {segments}"
 
-    def shape(self, changes: dict[Ends, Link]) -> None:
+    def shape(self, changes: dict[Ends, EmulatedLink]) -> None:
         lines = []
         for (src, dst), link in changes.items():
             lines += [rate_line(src, dst, link), *netem_lines(src, dst, link)]
@@ -73,12 +73,12 @@ class Hold:
         self._relay = RelayProcess()
         self.ended: int | None = self._relay.ended
         self._known: set[Ends] = set()
-        self._held: dict[Ends, Link] = {}
+        self._held: dict[Ends, EmulatedLink] = {}
 
-    def segment_line(self, links: list[Link]) -> str:
+    def segment_line(self, links: list[EmulatedLink]) -> str:
         return f"link set eth0 gso_max_size {segment_bytes(links)}"
 
-    def shape(self, changes: dict[Ends, Link]) -> None:
+    def shape(self, changes: dict[Ends, EmulatedLink]) -> None:
         lines = []
         for ends, link in changes.items():
             lines += [rate_line(*ends, link), *fifo_lines(*ends, link)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deploy.emulator import _probe
-from deploy.emulator._link import Link, Pair
+from deploy.emulator._link import EmulatedLink, Pair
 from geofed_pb.errors import GeofedError
 
 TOLERANCE = 0.05
@@ -110,7 +110,7 @@ def calibrate(emulator: RunningSites, *, seconds: float, links: Sequence[Pair] |
             raise GeofedError("REGION_NOT_FOUND", f"no link {pair[0]} to {pair[1]}", hint="see `wan-emulator status`")
         if frozenset(pair) not in rtts:
             rtts[frozenset(pair)] = _round_trip(emulator, pair, shapes[pair]["rtt_ms"])
-        link = Link(**{name: shapes[pair][name] for name in ("rate_mbps", "delay_ms", "jitter_ms", "loss")})
+        link = EmulatedLink(**{name: shapes[pair][name] for name in ("rate_mbps", "delay_ms", "jitter_ms", "loss")})
         jitter_ms = link.jitter_ms + shapes[pair[1], pair[0]]["jitter_ms"]
         rtt_ms = shapes[pair]["rtt_ms"]
         results.append(_one(emulator, pair, link, rtt_ms, jitter_ms, rtts[frozenset(pair)], seconds))
@@ -120,7 +120,7 @@ def calibrate(emulator: RunningSites, *, seconds: float, links: Sequence[Pair] |
 def _one(
     emulator: RunningSites,
     pair: Pair,
-    link: Link,
+    link: EmulatedLink,
     rtt_ms: float,
     jitter_ms: float,
     measured_rtt_ms: float | None,

@@ -21,7 +21,7 @@ from typing import Any
 
 from deploy.emulator import _namespaces as ns
 from deploy.emulator._backend import Backend, Ends, Hold, Netem, batch, kernel_has_netem
-from deploy.emulator._link import CONTROL, FRAME_OVERHEAD_BYTES, Profile, change
+from deploy.emulator._link import CONTROL, FRAME_OVERHEAD_BYTES, WanProfile, change
 from deploy.emulator._state import lock, socket_path, sweep
 from deploy.emulator._topology import address, class_lines, core_lines, cut_line, site_lines
 from geofed_pb.errors import GeofedError
@@ -39,7 +39,7 @@ SITE_SYSCTLS = {
 class Core:
     """All sites and links of one running emulator."""
 
-    def __init__(self, profile: Profile, backend: str | None, state_dir: Path, ident: str) -> None:
+    def __init__(self, profile: WanProfile, backend: str | None, state_dir: Path, ident: str) -> None:
         self.profile = profile
         self.sites = profile.sites
         self.links = dict(profile.links)
@@ -265,7 +265,7 @@ def main() -> int:
         return int(error.exit)
     try:
         sweep(state_dir)
-        core = Core(Profile.from_dict(settings["profile"]), settings["backend"], state_dir, settings["id"])
+        core = Core(WanProfile.from_dict(settings["profile"]), settings["backend"], state_dir, settings["id"])
     except (GeofedError, OSError, RuntimeError, subprocess.CalledProcessError) as problem:
         error = problem if isinstance(problem, GeofedError) else GeofedError("EMULATOR_UNSUPPORTED", str(problem))
         print(json.dumps({"error": error.as_dict()}), flush=True)

@@ -20,7 +20,7 @@ from typing import IO, Any, Self
 from deploy.emulator import _namespaces as ns
 from deploy.emulator import _state
 from deploy.emulator._calibration import Calibration, calibrate
-from deploy.emulator._link import Pair, Profile
+from deploy.emulator._link import Pair, WanProfile
 from geofed_pb.errors import CATALOGUE, GeofedError
 
 _START_S = 30.0
@@ -35,9 +35,9 @@ class Emulator:
     ...     emu.run("shanghai", ["curl", f"http://{emu.address('chongqing')}:8000/"])
     """
 
-    def __init__(self, profile: Profile, *, state_dir: Path | str | None = None, backend: str | None = None) -> None:
+    def __init__(self, profile: WanProfile, *, state_dir: Path | str | None = None, backend: str | None = None) -> None:
         """``state_dir`` None: a temporary one; ``backend`` None: netem if the kernel has it."""
-        self.profile: Profile | None = profile
+        self.profile: WanProfile | None = profile
         self._wanted = backend
         self._temporary = state_dir is None
         self._state_dir = Path(tempfile.gettempdir() if state_dir is None else state_dir).absolute()

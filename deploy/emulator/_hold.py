@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
-from deploy.emulator._link import Link
+from deploy.emulator._link import EmulatedLink
 from deploy.emulator._namespaces import use_exact_timers
 from deploy.emulator._nfqueue import PacketQueue
 
@@ -28,7 +28,7 @@ _GATHER_S = 0.0001
 """Pause after an arrival, to receive the next packets together."""
 
 
-def whole_segments(link: Link) -> bool:
+def whole_segments(link: EmulatedLink) -> bool:
     """Whether TCP segments of up to 64 KiB may be queued as one packet.
 
     Loss and jitter are drawn per packet, and a large segment would block a slow link for long.
@@ -41,7 +41,7 @@ class _Held:
     """A directed link in the relay, with its queue and number of losses."""
 
     queue: PacketQueue
-    link: Link
+    link: EmulatedLink
     lost: int = 0
 
 
@@ -89,7 +89,7 @@ class Relay:
         orders = json.loads(line)
         try:
             for number, fields in orders["shape"]:
-                self._shape(number, Link(**fields))
+                self._shape(number, EmulatedLink(**fields))
         except OSError as error:
             answer["error"] = str(error)
         answer |= {
@@ -103,7 +103,7 @@ class Relay:
         self._stream.flush()
         return True
 
-    def _shape(self, number: int, link: Link) -> None:
+    def _shape(self, number: int, link: EmulatedLink) -> None:
         """Set the shape of a link. Packets that are already delayed keep their time."""
         if number in self._held:
             self._held[number].link = link
@@ -175,7 +175,7 @@ class RelayProcess:
         self._socket = ours
         self._stream = ours.makefile("rw")
 
-    def shape(self, links: Mapping[int, Link]) -> dict[str, Any]:
+    def shape(self, links: Mapping[int, EmulatedLink]) -> dict[str, Any]:
         """Set the shapes of queues; returns the relay's report. Raises OSError."""
         orders = {"shape": [[number, asdict(link)] for number, link in links.items()]}
         self._stream.write(json.dumps(orders) + "\n")

@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Link:
+class EmulatedLink:
     """The shape of one direction between two sites."""
 
     rate_mbps: float | None = None
@@ -57,7 +57,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Profile:
+class WanProfile:
     """A whole WAN: its regions and a link for every ordered pair of sites."""
 
     name: str
@@ -68,7 +68,7 @@ class Profile:
     """Source of its figures."""
     regions: tuple[str, ...]
     """Region names, in order, without the site ``control``."""
-    links: Mapping[Pair, Link]
+    links: Mapping[Pair, EmulatedLink]
     """One link for each ordered pair of distinct sites, ``control`` included."""
 
     @property
@@ -87,15 +87,16 @@ class Profile:
         }
 
     @staticmethod
-    def from_dict(data: Mapping[str, object]) -> Profile:
+    def from_dict(data: Mapping[str, object]) -> WanProfile:
         rows = data["links"]
         assert isinstance(rows, list)
         links = {
-            (row["src"], row["dst"]): Link(**{k: v for k, v in row.items() if k not in ("src", "dst")}) for row in rows
+            (row["src"], row["dst"]): EmulatedLink(**{k: v for k, v in row.items() if k not in ("src", "dst")})
+            for row in rows
         }
         regions = data["regions"]
         assert isinstance(regions, list)
-        return Profile(
+        return WanProfile(
             name=str(data["name"]),
             description=str(data["description"]),
             source=str(data["source"]),
@@ -104,7 +105,7 @@ class Profile:
         )
 
 
-def change(link: Link, **fields: float | None) -> Link:
+def change(link: EmulatedLink, **fields: float | None) -> EmulatedLink:
     """Return the link with some fields replaced.
 
     Raises GeofedError CONFIG_INVALID if the result is not a valid link.

@@ -11,7 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError
 
-from deploy.emulator._link import CONTROL, Link, Pair, Profile
+from deploy.emulator._link import CONTROL, EmulatedLink, Pair, WanProfile
 from geofed_pb.errors import GeofedError
 
 SiteName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,47}$")]
@@ -35,9 +35,9 @@ class _Shape(_Closed):
         self.link()
         return self
 
-    def link(self) -> Link:
+    def link(self) -> EmulatedLink:
         delay = self.delay_ms if self.delay_ms is not None else (self.rtt_ms or 0) / 2
-        return Link(rate_mbps=self.rate_mbps, delay_ms=delay, jitter_ms=self.jitter_ms, loss=self.loss)
+        return EmulatedLink(rate_mbps=self.rate_mbps, delay_ms=delay, jitter_ms=self.jitter_ms, loss=self.loss)
 
 
 class _Row(_Shape):
@@ -71,12 +71,12 @@ class _ProfileFile(_Closed):
     default: _Shape | None = Field(default=None, description="link of the region pairs that no row names")
     links: list[_Row] = Field(default_factory=list)
 
-    def profile(self) -> Profile:
+    def profile(self) -> WanProfile:
         """Build the profile. Raises ValueError with a text that starts with the invalid key and a colon."""
         if len(set(self.regions)) != len(self.regions) or CONTROL in self.regions:
             raise ValueError(f"regions: names must differ from each other and from {CONTROL!r}")
         sites = [CONTROL, *self.regions]
-        named: dict[Pair, Link] = {}
+        named: dict[Pair, EmulatedLink] = {}
         for index, row in enumerate(self.links):
             for pair in row.pairs():
                 unknown = set(pair) - set(sites)
@@ -86,19 +86,19 @@ class _ProfileFile(_Closed):
                     raise ValueError(f"links.{index}: {pair[0]} to {pair[1]} is given twice")
                 named[pair] = row.link()
         links = {(a, b): self._link(named, (a, b)) for a in sites for b in sites if a != b}
-        return Profile(self.name, self.description, self.source, tuple(self.regions), links)
+        return WanProfile(self.name, self.description, self.source, tuple(self.regions), links)
 
-    def _link(self, named: dict[Pair, Link], pair: Pair) -> Link:
+    def _link(self, named: dict[Pair, EmulatedLink], pair: Pair) -> EmulatedLink:
         if pair in named:
             return named[pair]
         if CONTROL in pair:
-            return Link()
+            return EmulatedLink()
         if self.default is None:
             raise ValueError(f"links: nothing about {pair[0]} to {pair[1]}; add a row or a `default`")
         return self.default.link()
 
 
-def load_profile(name_or_path: str | Path) -> Profile:
+def load_profile(name_or_path: str | Path) -> WanProfile:
     """Load a shipped profile by name, or a file by path (a text with a slash, or that ends with .yaml or .yml).
 
     Raises GeofedError CONFIG_INVALID with the file, the line and the key at fault.
@@ -126,7 +126,7 @@ def profile_names() -> list[str]:
     return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
-def parse_profile(text: str, origin: str) -> Profile:
+def parse_profile(text: str, origin: str) -> WanProfile:
     """Parse the profile in a YAML text; ``origin`` is the file name that errors show."""
     try:
         document = YAML(typ="rt").load(text)

@@ -10,7 +10,7 @@ class ``1:<i+1>`` of device ``s<j>`` is the directed link from i to j, and its c
 
 from __future__ import annotations
 
-from deploy.emulator._link import FRAME_OVERHEAD_BYTES, MTU_BYTES, Link
+from deploy.emulator._link import FRAME_OVERHEAD_BYTES, MTU_BYTES, EmulatedLink
 
 UNSHAPED_MBPS = 200_000
 """Rate of an unshaped link's class, above what any machine reaches."""
@@ -28,7 +28,7 @@ def device(index: int) -> str:
     return f"s{index}"
 
 
-def queue_bytes(link: Link) -> int:
+def queue_bytes(link: EmulatedLink) -> int:
     """Return the size of the queue before the rate limit: two bandwidth-delay products of the round trip, at least
     512 KiB.
 
@@ -39,7 +39,7 @@ def queue_bytes(link: Link) -> int:
     return min(256 << 20, max(512 << 10, int(2 * rate_bytes_s * 2 * link.delay_ms / 1000)))
 
 
-def segment_bytes(links: list[Link]) -> int:
+def segment_bytes(links: list[EmulatedLink]) -> int:
     """Return the largest segment that a site may send at once.
 
     A segment of 64 KiB occupies a slow link for long, which causes jitter that no real link has.
@@ -76,19 +76,19 @@ def class_lines(dst: int, sources: list[int]) -> list[str]:
     lines = [f"qdisc add dev {name} root handle 1: htb default 0"]
     for src in sources:
         lines += [
-            f"class add dev {name} parent 1: classid 1:{src + 1:x} {_rate(Link())}",
+            f"class add dev {name} parent 1: classid 1:{src + 1:x} {_rate(EmulatedLink())}",
             f"filter add dev {name} parent 1: protocol ip prio 1 u32 match ip src {address(src)}/32 "
             f"flowid 1:{src + 1:x}",
         ]
     return lines
 
 
-def rate_line(src: int, dst: int, link: Link) -> str:
+def rate_line(src: int, dst: int, link: EmulatedLink) -> str:
     """The ``tc`` line that gives a link's class its rate."""
     return f"class change dev {device(dst)} parent 1: classid 1:{src + 1:x} {_rate(link)}"
 
 
-def _rate(link: Link) -> str:
+def _rate(link: EmulatedLink) -> str:
     # htb counts Ethernet frames, a link's rate counts IP packets
     mbps = link.rate_mbps or UNSHAPED_MBPS
     bits = int(mbps * 1e6 * (MTU_BYTES + FRAME_OVERHEAD_BYTES) / MTU_BYTES)
@@ -96,12 +96,12 @@ def _rate(link: Link) -> str:
     return f"htb rate {bits}bit ceil {bits}bit burst {burst} cburst {burst} quantum 60000"
 
 
-def fifo_lines(src: int, dst: int, link: Link) -> list[str]:
+def fifo_lines(src: int, dst: int, link: EmulatedLink) -> list[str]:
     """``tc`` lines for the byte-limited queue of a link's class."""
     return [_leaf(src, dst, f"bfifo limit {queue_bytes(link)}")]
 
 
-def netem_lines(src: int, dst: int, link: Link) -> list[str]:
+def netem_lines(src: int, dst: int, link: EmulatedLink) -> list[str]:
     """``tc`` lines for a link that real netem delays; packets in flight and in the queue share its limit."""
     packets = 1000 + 2 * queue_bytes(link) // MTU_BYTES
     delay = f" delay {link.delay_ms * 1000:.0f}us" if link.delay_ms else ""

@@ -16,7 +16,7 @@ import threading
 from types import FrameType
 
 from geofed_pb.errors import Exit, GeofedError
-from region_agent.gateway.embedded.replicas.calls import CallQueue, Context, resolve_handler
+from region_agent.gateway.embedded.replicas.calls import CallContext, CallQueue, resolve_handler
 from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 from region_agent.gateway.quantities import parse_duration
 
@@ -50,7 +50,7 @@ def _serve(host: str, handler: str) -> int:
     except OSError as error:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}: {error.strerror}") from None
     # The handler, and with it torch, is loaded before the first request is read: a healthy container is warm.
-    calls = CallQueue(resolve_handler(handler), Context(os.environ.get("HOSTNAME", "container")))
+    calls = CallQueue(resolve_handler(handler), CallContext(os.environ.get("HOSTNAME", "container")))
     server = ReplicaServer(listener, calls.call, inflight)
 
     # Python runs signal handlers in the main thread between two bytecode instructions, which is too late while that

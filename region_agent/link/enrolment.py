@@ -12,12 +12,12 @@ from geofed_pb.address import joined
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of
 from geofed_pb.v1 import control_pb2, control_pb2_grpc
-from region_agent.link.identity import Federation, Identity, make_request, read_invitation
+from region_agent.link.identity import Identity, JoinedFederation, make_request, read_invitation
 
 __all__ = ["join_federation"]
 
 
-async def join_federation(token: str, state_dir: Path, address: str | None = None) -> Federation:
+async def join_federation(token: str, state_dir: Path, address: str | None = None) -> JoinedFederation:
     """Join a federation with an invitation; stores the region's identity and returns the federation.
 
     Raises ``GeofedError``: ``TOKEN_INVALID`` for an invitation that is damaged, used or expired; ``UNAVAILABLE`` if the
@@ -35,7 +35,7 @@ async def join_federation(token: str, state_dir: Path, address: str | None = Non
         except grpc.RpcError as error:
             raise error_of(error) from None
     host = target.rpartition(":")[0]
-    federation = Federation(joined.region, f"{host}:{joined.agent_port}", joined.federation)
+    federation = JoinedFederation(joined.region, f"{host}:{joined.agent_port}", joined.federation)
     Identity(state_dir).store(federation, key_pem, joined.certificate_pem, joined.ca_pem)
     return federation
 

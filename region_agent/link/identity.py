@@ -64,7 +64,7 @@ def make_request(region: str) -> tuple[bytes, bytes]:
 
 
 @dataclass(frozen=True)
-class Federation:
+class JoinedFederation:
     """The federation that the region has joined."""
 
     region: str
@@ -83,7 +83,7 @@ class Identity:
         self.key_file = self.folder / "key.pem"
         self._federation_file = self.folder / "federation.json"
 
-    def store(self, federation: Federation, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> None:
+    def store(self, federation: JoinedFederation, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> None:
         """Write the result of joining to the files."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.chmod(self.folder, 0o700)
@@ -102,10 +102,10 @@ class Identity:
         write_durably(self.certificate_file, [certificate_pem])
 
     @property
-    def federation(self) -> Federation:
+    def federation(self) -> JoinedFederation:
         """The joined federation; raises ``GeofedError("UNAUTHENTICATED")`` if the region has not joined one."""
         try:
-            return Federation(**json.loads(self._federation_file.read_text()))
+            return JoinedFederation(**json.loads(self._federation_file.read_text()))
         except FileNotFoundError:
             text = "this region has not joined a federation"
             hint = "get an invitation with `control-plane region invite NAME`, then `region-agent join`"

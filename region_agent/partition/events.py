@@ -11,13 +11,13 @@ __all__ = [
     "Action",
     "ActionFailed",
     "ConfigurePs",
-    "Configured",
     "Event",
+    "IdleTick",
     "Invoke",
+    "PartitionConfigured",
+    "PartitionPrepared",
     "Preempted",
-    "Prepare",
-    "Prepared",
-    "Progress",
+    "PreparePartition",
     "PsEnded",
     "PsPeer",
     "PsReady",
@@ -27,11 +27,11 @@ __all__ = [
     "PublishAsked",
     "Published",
     "RecordEvent",
-    "Report",
     "Retry",
     "RetryLater",
-    "Scale",
+    "ScaleWorkers",
     "Scaled",
+    "SendReport",
     "ShutDown",
     "ShutDownFinished",
     "StartPs",
@@ -83,7 +83,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PartitionPrepared:
     """Code, data and function are ready."""
 
 
@@ -105,7 +105,7 @@ class PsReady:
 
 
 @dataclass(frozen=True)
-class Configured:
+class PartitionConfigured:
     """The parameter server has accepted an attempt and fences every earlier one."""
 
     attempt: int
@@ -121,7 +121,7 @@ class PsStatusChanged:
 
 
 @dataclass(frozen=True)
-class Progress:
+class IdleTick:
     """Periodic report of the time without a step."""
 
     idle_seconds: float
@@ -198,10 +198,10 @@ class Preempted:
 
 @dataclass(frozen=True)
 class Deployed:
-    """The function platform has carried out a `Scale` or a `RemoveReplicas`."""
+    """The function platform has carried out a `ScaleWorkers` or a `RemoveReplicas`."""
 
     workers: int | None
-    """Replicas that the platform holds; None: it has only ended some, and needs a `Scale` with the wanted number."""
+    """Replicas that the platform holds; None: it has only ended some, and needs a `ScaleWorkers` with the number."""
     preemptible: bool = False
     """The replicas run on preemptible capacity."""
 
@@ -233,12 +233,12 @@ class ShutDownFinished:
 
 Event = (
     Started
-    | Prepared
+    | PartitionPrepared
     | PeersKnown
     | PsReady
-    | Configured
+    | PartitionConfigured
     | PsStatusChanged
-    | Progress
+    | IdleTick
     | PsEnded
     | WorkerEnded
     | ActionFailed
@@ -257,8 +257,8 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Prepare:
-    """Fetch the code, check the data and deploy the function. Answered by `Prepared` or `ActionFailed`."""
+class PreparePartition:
+    """Fetch the code, check the data and deploy the function. Answered by `PartitionPrepared` or `ActionFailed`."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class ConfigurePs:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleWorkers:
     """Set the function's number of replicas. Answered by `Deployed` or `ActionFailed`."""
 
     workers: int
@@ -330,7 +330,7 @@ class Publish:
 
 
 @dataclass(frozen=True)
-class Report:
+class SendReport:
     """Report the partition's state to the control plane."""
 
     state: str
@@ -357,16 +357,16 @@ class ShutDown:
 
 
 Action = (
-    Prepare
+    PreparePartition
     | StartPs
     | ConfigurePs
-    | Scale
+    | ScaleWorkers
     | RemoveReplicas
     | StoreBatches
     | Invoke
     | RetryLater
     | Publish
-    | Report
+    | SendReport
     | RecordEvent
     | ShutDown
 )

@@ -26,16 +26,16 @@ from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import (
     Action,
     ActionFailed,
-    Configured,
     ConfigurePs,
     Deployed,
     Event,
+    IdleTick,
     Invoke,
+    PartitionConfigured,
+    PartitionPrepared,
     PeersKnown,
     Preempted,
-    Prepare,
-    Prepared,
-    Progress,
+    PreparePartition,
     PsEnded,
     PsPeer,
     PsReady,
@@ -47,11 +47,11 @@ from region_agent.partition.events import (
     Published,
     RecordEvent,
     RemoveReplicas,
-    Report,
     Retry,
     RetryLater,
-    Scale,
     Scaled,
+    ScaleWorkers,
+    SendReport,
     ShutDown,
     ShutDownFinished,
     Started,
@@ -216,7 +216,7 @@ class PartitionMachine:
         match event:
             case Started():
                 return self._started(event)
-            case Prepared():
+            case PartitionPrepared():
                 self._prepared, self._preparing = True, False
                 return self._maybe_train()
             case PeersKnown():
@@ -224,11 +224,11 @@ class PartitionMachine:
                 return self._configure()
             case PsReady():
                 return self._ps_ready(event)
-            case Configured():
+            case PartitionConfigured():
                 return self._configured(event)
             case PsStatusChanged():
                 return self._ps_status_changed(event.view)
-            case Progress():
+            case IdleTick():
                 return self._progress(event)
             case PsEnded():
                 self._ps_up = False
@@ -276,7 +276,7 @@ class PartitionMachine:
         if self._prepared or self._preparing:
             return []
         self._preparing, self._replicas = True, self.workers
-        return [Prepare()]
+        return [PreparePartition()]
 
     def _stopped(self, event: Stopped) -> list[Action]:
         if self.state == "stopped":
@@ -297,7 +297,7 @@ class PartitionMachine:
     def _configure(self) -> list[Action]:
         return [ConfigurePs(self.epoch, self.attempt, self._peers, self._topology, self._finish)] if self._ps_up else []
 
-    def _configured(self, event: Configured) -> list[Action]:
+    def _configured(self, event: PartitionConfigured) -> list[Action]:
         self._fenced = (event.attempt, event.round)
         if not self._awaits_fence or event.attempt != self.attempt:
             return []
@@ -315,7 +315,7 @@ class PartitionMachine:
             return [self._report()]
         return []
 
-    def _progress(self, event: Progress) -> list[Action]:
+    def _progress(self, event: IdleTick) -> list[Action]:
         """Report task code that hangs. The condition goes with the next report, which comes within seconds."""
         if (
             self.state != "training"
@@ -364,7 +364,7 @@ class PartitionMachine:
         if self._replicas != self.workers:
             # This runs after the previous attempt's workers have stored their state, and before any new call.
             self._awaits_deploy = self.attempt
-            return self._send_order(Scale(self.workers))
+            return self._send_order(ScaleWorkers(self.workers))
         if not self.workers:
             return []
         if self._batches.pending:
@@ -536,8 +536,8 @@ class PartitionMachine:
         self.state, self.condition = state, condition
         return [self._report(), *(self._maybe_publish() if state == "finished" else [])]
 
-    def _report(self) -> Report:
-        return Report(self.state, self.condition, self.error, self._blob_digest)
+    def _report(self) -> SendReport:
+        return SendReport(self.state, self.condition, self.error, self._blob_digest)
 
 
 def _failure_limit(error: GeofedError) -> int:

@@ -36,16 +36,16 @@ from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import (
     Action,
     ActionFailed,
-    Configured,
     ConfigurePs,
     Deployed,
     Event,
+    IdleTick,
     Invoke,
+    PartitionConfigured,
+    PartitionPrepared,
     PeersKnown,
     Preempted,
-    Prepare,
-    Prepared,
-    Progress,
+    PreparePartition,
     PsEnded,
     PsPeer,
     PsReady,
@@ -56,11 +56,11 @@ from region_agent.partition.events import (
     Published,
     RecordEvent,
     RemoveReplicas,
-    Report,
     Retry,
     RetryLater,
-    Scale,
     Scaled,
+    ScaleWorkers,
+    SendReport,
     ShutDown,
     ShutDownFinished,
     Started,
@@ -80,7 +80,7 @@ from region_agent.worker.invocation import CALL_GRACE, Outcome, ShardFile
 from sync.channel import fence_key
 from sync.ps.config import PsConfig
 
-__all__ = ["Partition", "PartitionContext"]
+__all__ = ["PartitionContext", "PartitionRunner"]
 
 _log = logging.getLogger("geofed.partition")
 _READY = timedelta(seconds=60)
@@ -121,7 +121,7 @@ class PartitionContext:
     """Add a line to a job's log: job, source, line."""
 
 
-class Partition:
+class PartitionRunner:
     """The partition of one job in this region. Not thread-safe: call it on the event loop."""
 
     def __init__(self, context: PartitionContext, start: agent_pb2.StartPartition) -> None:
@@ -243,20 +243,20 @@ class Partition:
         if mark != self._progress_mark or self._status.condition or self.machine.state != "training":
             self._progress_mark, self._progress_at = mark, now
         limit = timedelta(seconds=self.start.plan.slice_seconds) + CALL_GRACE
-        self.feed(Progress(now - self._progress_at, limit.total_seconds()))
+        self.feed(IdleTick(now - self._progress_at, limit.total_seconds()))
 
     # Actions out
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case Prepare():
+            case PreparePartition():
                 self._run(self._prepare(), lambda error: ActionFailed(error, "prepare"))
             case StartPs():
                 self._run(self._run_ps(action), PsEnded)
             case ConfigurePs():
                 self._wanted_config = action
                 self._run(self._configure(action))
-            case Scale():
+            case ScaleWorkers():
                 self._run(self._scale(), lambda error: ActionFailed(error, "scale"))
             case RemoveReplicas():
                 self._run(self._remove_replicas(), lambda error: ActionFailed(error, "scale"))
@@ -269,7 +269,7 @@ class Partition:
                 self._run(self._pause(action))
             case Publish():
                 self._run(self._publish(), lambda error: ActionFailed(error, "publish"))
-            case Report():
+            case SendReport():
                 self._log_state(action)
                 self._report(durable=True, blob_digest=action.blob_digest)
             case RecordEvent():
@@ -280,7 +280,7 @@ class Partition:
             case ShutDown():
                 self._run(self._shut_down(action))
 
-    def _log_state(self, action: Report) -> None:
+    def _log_state(self, action: SendReport) -> None:
         """Log the state for the region's operator, who cannot read a job's history."""
         if action.state == self._logged_state:
             return
@@ -340,7 +340,7 @@ class Partition:
         await context.gateway.wait_ready(self._function, self.machine.workers, _READY)
         if context.config.policy.ship_logs:
             self._run(self._logs.follow())
-        self.feed(Prepared())
+        self.feed(PartitionPrepared())
 
     async def _scale(self) -> None:
         self.feed(await self._deploy())
@@ -501,7 +501,7 @@ class Partition:
         self._context.store.keep_attempt(self.job, action.attempt)
         try:
             status = await self._ps.configure(action)
-            self.feed(Configured(action.attempt, status.round))
+            self.feed(PartitionConfigured(action.attempt, status.round))
         except GeofedError as error:
             self._context.log(self.job, "agent", f"the parameter server could not be configured: {error}")
             if action is self._wanted_config:

@@ -25,7 +25,7 @@ from region_agent.shards.receiving import LIST_SEQUENCE
 from region_agent.state.store import AgentStore
 from sync.durable import write_durably
 from sync.transfer.intake import MAX_UPDATE_BYTES
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.transport.sockets import Tls
 
@@ -204,7 +204,7 @@ class Sending:
         )
         self._counted = 0
         try:
-            peer = Peer(order.to, order.epoch, order.address)
+            peer = PeerAddress(order.to, order.epoch, order.address)
             peer_sender.ship(peer, tuple(m for m in manifests if m.sequence == LIST_SEQUENCE) or manifests)
             list_stored = LIST_SEQUENCE not in left
             while left:

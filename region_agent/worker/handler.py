@@ -28,7 +28,7 @@ from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import probe, profile
-from region_agent.worker.task import Task, load_task, task_fault, unpack
+from region_agent.worker.task import TaskModule, load_task, task_fault, unpack
 from region_agent.worker.training.heap import keep_pages
 from region_agent.worker.training.stage import ModelStage, pipeline_of
 from region_agent.worker.training.trainer import Trainer, WholeModel
@@ -142,7 +142,7 @@ class _Loaded:
 
     mark: str
     """Identifies job, code, configuration, files and seed; JSON."""
-    task: Task
+    task: TaskModule
     samples: int
     """Samples of the training split."""
     data: dict[str, Any] | None
@@ -155,7 +155,7 @@ _loaded: _Loaded | None = None
 
 def _task_and_data(
     channel: Channel, invocation: Invocation | ProfileCall, *, keep: bool = True
-) -> tuple[Task, dict[str, Any]]:
+) -> tuple[TaskModule, dict[str, Any]]:
     """Return the task, after a call of its `dataset` for every split, and the datasets by split.
 
     ``keep``: the caller needs the datasets; otherwise they may be empty.

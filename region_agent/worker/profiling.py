@@ -19,7 +19,7 @@ import torch
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
-from region_agent.worker.task import Task
+from region_agent.worker.task import TaskModule
 from sync.device import device, finish
 from sync.flat import FlatModel, layout_of
 from sync.pipeline import Layers, measure_layers, model_input
@@ -59,7 +59,7 @@ class _Bench:
     """A model and data, ready to make steps."""
 
     call: ProfileCall
-    task: Task
+    task: TaskModule
     module: torch.nn.Module
     flat: FlatModel
     optimizer: torch.optim.Optimizer
@@ -88,7 +88,7 @@ class _Bench:
         return value
 
 
-def probe(call: ProfileCall, task: Task) -> Profiled:
+def probe(call: ProfileCall, task: TaskModule) -> Profiled:
     """Measure the size of the model, without reading data."""
     begun = time.monotonic()
     shell = _shell(call, task)
@@ -101,7 +101,7 @@ def probe(call: ProfileCall, task: Task) -> Profiled:
     return Profiled(status="done", parameters=_parameters(module), model_bytes=size, loaded_seconds=made)
 
 
-def _shell(call: ProfileCall, task: Task) -> torch.nn.Module | None:
+def _shell(call: ProfileCall, task: TaskModule) -> torch.nn.Module | None:
     """Create the model without values, on torch's meta device, which takes no memory; None: it cannot be created so."""
     seed_all(call.seed)
     try:
@@ -117,7 +117,7 @@ def _shell(call: ProfileCall, task: Task) -> torch.nn.Module | None:
         return None
 
 
-def profile(call: ProfileCall, task: Task, data: dict[str, Any], begun: float) -> Profiled:
+def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: float) -> Profiled:
     """Measure the task. ``begun``: begin of the invocation (monotonic seconds).
 
     Raises ``GeofedError``: SHARD_UNREADABLE for an empty training split; FUNCTION_OUT_OF_MEMORY if the model is too
@@ -203,7 +203,7 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
     return StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=0.0)
 
 
-def _layers_if_too_large(call: ProfileCall, task: Task) -> Layers | None:
+def _layers_if_too_large(call: ProfileCall, task: TaskModule) -> Layers | None:
     """Return the layers of a model that is too large to be created whole; None: it can be, or it has no layers."""
     if not call.memory_mb:
         return None
@@ -221,7 +221,7 @@ def _held_mb(module: torch.nn.Module) -> float:
     return sum(one.numel() * one.element_size() for one in tensors) / 2**20
 
 
-def _profile_by_layer(call: ProfileCall, task: Task, layers: Layers, data: Any, begun: float) -> Profiled:
+def _profile_by_layer(call: ProfileCall, task: TaskModule, layers: Layers, data: Any, begun: float) -> Profiled:
     """Estimate a whole model from its layers: each is created, measured and freed before the next."""
     base_mb, loaded = _peak_mb(), time.monotonic() - begun
     if call.measure == "nothing":

@@ -25,7 +25,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.modules import import_task
 from sync.pipeline import Layers, Taken
 
-__all__ = ["Task", "load_task", "task_errors", "task_fault", "unpack"]
+__all__ = ["TaskModule", "load_task", "task_errors", "task_fault", "unpack"]
 
 _MAX_BUNDLE_BYTES = 64 << 20
 """Largest size of an unpacked task folder."""
@@ -38,7 +38,7 @@ _GPU_TOO_SMALL = "a smaller batch, fewer workers on each GPU, or a plan that cut
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskModule:
     """The functions of a task module, called with the task's configuration."""
 
     folder: Path
@@ -162,7 +162,7 @@ def _extract(archive: tarfile.TarFile, into: Path) -> None:
             path.write_bytes(content.read())
 
 
-def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
+def load_task(folder: Path, module: str, config: dict[str, Any]) -> TaskModule:
     """Import a task module; it replaces the task that is loaded in this process.
 
     The folder becomes the working directory. The task's own imports find files in it, and next to the module, before
@@ -185,7 +185,7 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> Task:
         missing.insert(0, "model")
     if missing:
         raise GeofedError("TASK_INVALID", f"{module} does not define {', '.join(missing)}")
-    return Task(folder, config, functions)
+    return TaskModule(folder, config, functions)
 
 
 @contextmanager

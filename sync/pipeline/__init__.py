@@ -6,20 +6,20 @@ from sync.pipeline._measure import LayerMeasure, measure_layers
 from sync.pipeline._merge import GroupMerge
 from sync.pipeline._messages import MessageMeasure, measure_messages
 from sync.pipeline._order import Operation, dependencies, live_micro_batches, operations
-from sync.pipeline._replay import Logged, logged_keys
+from sync.pipeline._replay import ReplayLog, logged_keys
 from sync.pipeline._runner import StageRunner, StepDone
-from sync.pipeline._shape import Pipeline, Position
+from sync.pipeline._shape import Pipeline, StagePosition
 
 __all__ = [
     "GroupMerge",
     "LayerMeasure",
     "Layers",
-    "Logged",
     "Loss",
     "MessageMeasure",
     "Operation",
     "Pipeline",
-    "Position",
+    "ReplayLog",
+    "StagePosition",
     "StageRunner",
     "StepDone",
     "Taken",

@@ -14,7 +14,7 @@ from torch import nn
 
 from geofed_pb.errors import GeofedError
 from sync.pipeline._carried import Carried
-from sync.pipeline._shape import Position
+from sync.pipeline._shape import StagePosition
 
 __all__ = ["Answering", "Coding", "Loss", "Taken", "model_input"]
 
@@ -25,7 +25,7 @@ Loss = Callable[[nn.Module, Any], Any]
 class Coding(Protocol):
     """A worker's place in the pipeline, and the form in which it sends and receives activations."""
 
-    position: Position
+    position: StagePosition
     is_first: bool
     is_last: bool
 

@@ -23,11 +23,11 @@ from sync.pipeline._order import Operation, operations
 from sync.pipeline._shape import Pipeline
 from sync.pipeline._stage import Stage
 
-__all__ = ["Logged", "logged_keys", "replay", "value_key"]
+__all__ = ["ReplayLog", "logged_keys", "replay", "value_key"]
 
 
 @dataclass(frozen=True)
-class Logged:
+class ReplayLog:
     """The values that an attempt's stages have sent, and the shape of its pipeline."""
 
     place: str
@@ -48,7 +48,7 @@ def value_key(place: str, step: int, kind: str, into: int, replica: int, number:
     return f"{place}/s{into}-{replica}/{step}-{kind}{number}"
 
 
-def logged_keys(logged: Logged, stage: int, step: int) -> list[str]:
+def logged_keys(logged: ReplayLog, stage: int, step: int) -> list[str]:
     """Return the keys of all values that a stage receives in a step, for all its replicas."""
     return [key for replica in range(logged.shape.degree) for _, key in _received(logged, stage, step, replica) if key]
 
@@ -57,7 +57,7 @@ def replay(
     runner: Coding,
     stage: Stage,
     lanes: Lanes,
-    logged: Logged,
+    logged: ReplayLog,
     step: int,
     parts: Sequence[Sequence[Any]],
     seed: tuple[int, ...],
@@ -97,7 +97,7 @@ def replay(
     return seconds
 
 
-def _received(logged: Logged, stage: int, step: int, replica: int) -> list[tuple[Operation, str]]:
+def _received(logged: ReplayLog, stage: int, step: int, replica: int) -> list[tuple[Operation, str]]:
     """Return the passes of a replica in a step, each with the key that it needs first ("": none)."""
     shape, last = logged.shape, len(logged.shape.stages) - 1
     if not 0 <= stage <= last:

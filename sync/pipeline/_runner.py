@@ -19,7 +19,7 @@ from sync.pipeline._evaluation import Metrics, evaluate
 from sync.pipeline._lanes import Lanes
 from sync.pipeline._merge import GroupMerge
 from sync.pipeline._order import Operation, operations
-from sync.pipeline._replay import Logged, replay, value_key
+from sync.pipeline._replay import ReplayLog, replay, value_key
 from sync.pipeline._shape import Pipeline
 from sync.pipeline._stage import Stage
 
@@ -143,7 +143,7 @@ class StageRunner:
             exposed_seconds=self._merge.exposed_seconds - exposed,
         )
 
-    def replay(self, logged: Logged, step: int, parts: Sequence[Sequence[Any]]) -> StepDone:
+    def replay(self, logged: ReplayLog, step: int, parts: Sequence[Sequence[Any]]) -> StepDone:
         """Compute a step's gradients again from the values that other stages sent in an earlier attempt: those of all
         replicas together, without any of them. Nothing is sent or merged.
 

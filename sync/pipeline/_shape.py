@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Pipeline", "Position"]
+__all__ = ["Pipeline", "StagePosition"]
 
 
 @dataclass(frozen=True)
-class Position:
+class StagePosition:
     """The position of a worker."""
 
     stage: int
@@ -58,11 +58,11 @@ class Pipeline:
     def layers(self) -> int:
         return self.stages[-1][1] + 1
 
-    def position(self, worker: int) -> Position:
+    def position(self, worker: int) -> StagePosition:
         """Return the position of a worker, whose number is ``stage * degree + replica``."""
         if not 0 <= worker < self.workers:
             raise GeofedError("CONFIG_INVALID", f"worker {worker} of {self.workers}")
-        return Position(*divmod(worker, self.degree))
+        return StagePosition(*divmod(worker, self.degree))
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """Return the sizes of the micro-batches into which a replica's samples of a step are divided."""

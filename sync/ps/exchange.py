@@ -30,7 +30,7 @@ from sync.ps.execution.executor import FramedUpdate
 from sync.ps.rejoin import rejoin_reply
 from sync.transfer.arrival import Tickets
 from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
-from sync.transfer.manifest import Manifest, Peer, Verdict
+from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 from sync.transfer.wire import manifest_of
 from sync.transport.receiver import BulkPort
@@ -76,7 +76,7 @@ class Links:
             version = await self._engine.changed_since(version)
             self.set_peers(_peers_of(self._engine))
 
-    def set_peers(self, peers: Iterable[Peer]) -> None:
+    def set_peers(self, peers: Iterable[PeerAddress]) -> None:
         """Create a sender for each peer even if there is nothing to send yet: a peer that cannot connect to this region
         must be called."""
         for peer in peers:
@@ -160,7 +160,7 @@ class Links:
             await asyncio.to_thread(self.bulk.close)
 
 
-def _peers_of(engine: Engine) -> list[Peer]:
+def _peers_of(engine: Engine) -> list[PeerAddress]:
     """Return the peers that the state machine knows."""
     return list(engine.machine.ledger.peers.values())
 

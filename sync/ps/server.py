@@ -21,7 +21,7 @@ from sync.ps.engine import Engine, merged_key
 from sync.ps.exchange import Links
 from sync.ps.execution.export import to_safetensors
 from sync.ps.tokens import WorkerIdentity, verify
-from sync.transfer.manifest import Peer
+from sync.transfer.manifest import PeerAddress
 
 __all__ = ["AdminService", "WorkerService"]
 
@@ -161,7 +161,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
     @answering
     async def Configure(self, request: sync_pb2.PsConfig, context: _Context) -> sync_pb2.PsStatus:
         self._check(context)
-        peers = tuple(Peer(peer.region, peer.epoch, peer.address) for peer in request.peers)
+        peers = tuple(PeerAddress(peer.region, peer.epoch, peer.address) for peer in request.peers)
         unknown = {peer.region for peer in peers} - set(self._config.regions)
         if unknown:
             raise GeofedError("CONFIG_INVALID", f"not a region of this job: {', '.join(sorted(unknown))}")

@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.transfer.manifest import Peer
+from sync.transfer.manifest import PeerAddress
 from sync.transport.outgoing import Content
 from sync.transport.sender import OutboundStreams, OutgoingUpdate, TransferResult
 from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello
 from sync.transport.stream_count import StreamCount
 
-__all__ = ["BulkConnection", "Unreached"]
+__all__ = ["BulkConnection", "BulkUnreachable"]
 
 _log = logging.getLogger("geofed.ps.bulk")
 _DIAL_SECONDS = 2.5
@@ -31,7 +31,7 @@ _QUIET_SECONDS = 5.0
 kernel's retransmission timers."""
 
 
-class Unreached(OSError):
+class BulkUnreachable(OSError):
     """Raised when no bulk stream could be opened."""
 
 
@@ -48,7 +48,7 @@ class BulkConnection:
     ) -> None:
         self._job, self._identity, self._bulk_port = job, identity, bulk_port
         self._stall_seconds = stall_seconds
-        self._peer: Peer | None = None
+        self._peer: PeerAddress | None = None
         self._port, self._ticket = 0, b""
         self._outbound = OutboundStreams(count_sent)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bulk-send")
@@ -74,7 +74,7 @@ class BulkConnection:
         """Shortest round-trip time that the kernel has measured, in seconds; 0: not known yet."""
         return self._outbound.rtt_seconds
 
-    def set_peer(self, peer: Peer) -> None:
+    def set_peer(self, peer: PeerAddress) -> None:
         """Set the peer. A new address is used from the next update on."""
         if self._peer is not None and self._peer.address != peer.address:
             self._port = 0
@@ -90,7 +90,7 @@ class BulkConnection:
     ) -> sync_pb2.OfferReply:
         """Send what the peer lacks over streams that this side opens, and return the peer's last reply.
 
-        ``have`` are the (begin, end) ranges that the peer has. Raises ``Unreached`` if no stream could be opened,
+        ``have`` are the (begin, end) ranges that the peer has. Raises ``BulkUnreachable`` if no stream could be opened,
         another OSError if all streams broke, and ``GeofedError`` for an error that the peer reports and for a stall.
         """
         return await self._carry(OutgoingUpdate(proto, view, self._ticket, have), self._dial)
@@ -99,7 +99,7 @@ class BulkConnection:
         """Send what the peer lacks over streams that the peer opens on request; raises like `send`."""
         calls = self._calls
         if calls is None:
-            raise Unreached("the peer has no call open to be asked for streams")
+            raise BulkUnreachable("the peer has no call open to be asked for streams")
         if not self.peer_dials:
             self._outbound.drop()
             self._ticket = b""
@@ -120,7 +120,7 @@ class BulkConnection:
                     await asyncio.sleep(0.02)
         except TimeoutError:
             self.peer_dials = False
-            raise Unreached("the peer was asked to open streams and did not") from None
+            raise BulkUnreachable("the peer was asked to open streams and did not") from None
 
     async def _carry(self, update: OutgoingUpdate, dialler: Callable[[], ssl.SSLSocket] | None) -> sync_pb2.OfferReply:
         quiet = min(_QUIET_SECONDS, self._stall_seconds)
@@ -150,10 +150,10 @@ class BulkConnection:
             self.streams.add_goodput(self.mbps, carried.seconds, carried.streams)
 
     def _dial(self) -> ssl.SSLSocket:
-        """Open a stream to the peer's bulk port; runs in a thread. Raises ``Unreached``."""
+        """Open a stream to the peer's bulk port; runs in a thread. Raises ``BulkUnreachable``."""
         peer = self._peer
         if peer is None:
-            raise Unreached("no peer is known")
+            raise BulkUnreachable("no peer is known")
         address = (peer.address.rpartition(":")[0].strip("[]"), self._port)
         try:
             connection = dial(address, peer.region, self._identity(), _DIAL_SECONDS)
@@ -163,7 +163,7 @@ class BulkConnection:
                 connection.close()
                 raise
         except OSError as error:
-            raise Unreached(f"{address[0]}:{address[1]}: {error}") from error
+            raise BulkUnreachable(f"{address[0]}:{address[1]}: {error}") from error
         return connection
 
     # Streams that the peer opens

@@ -16,7 +16,7 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
-from sync.transfer.manifest import Peer
+from sync.transfer.manifest import PeerAddress
 from sync.transfer.wire import open_channel
 from sync.transport.outgoing import Content
 from sync.transport.ranges import Ranges, pieces
@@ -72,7 +72,7 @@ class DirectConnection:
     def __init__(self, identity: Callable[[], Tls], stall_seconds: float, meter: LinkMeter) -> None:
         """``meter`` counts what is sent here."""
         self._identity, self._stall_seconds, self._meter = identity, stall_seconds, meter
-        self._peer: Peer | None = None
+        self._peer: PeerAddress | None = None
         self.reached = False
         """Whether the peer has answered on this connection, and nothing has failed there since."""
         self._channel: grpc.aio.Channel | None = None
@@ -88,11 +88,11 @@ class DirectConnection:
         self._stalled_mbps = math.inf
         """Upper bound of the rate, in Mbit/s, at which the last stalled connection can have carried bytes."""
 
-    def set_peer(self, peer: Peer) -> None:
+    def set_peer(self, peer: PeerAddress) -> None:
         """Set the peer. A new address is used from the next attempt on."""
         self._peer = peer
 
-    def require_peer(self) -> Peer:
+    def require_peer(self) -> PeerAddress:
         """Return the peer. Raises ``GeofedError("INTERNAL")`` if none is known."""
         if self._peer is None:
             raise GeofedError("INTERNAL", "a sender without a peer")

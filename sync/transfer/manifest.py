@@ -7,7 +7,7 @@ from enum import Enum
 
 __all__ = [
     "Manifest",
-    "Peer",
+    "PeerAddress",
     "Verdict",
 ]
 
@@ -60,7 +60,7 @@ class Manifest:
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerAddress:
     """Another region's parameter server."""
 
     region: str

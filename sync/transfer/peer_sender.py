@@ -21,9 +21,9 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, error_of
 from geofed_pb.v1 import sync_pb2
-from sync.transfer.bulk import BulkConnection, Unreached
+from sync.transfer.bulk import BulkConnection, BulkUnreachable
 from sync.transfer.direct import ConnectionReplaced, DirectConnection, LinkMeter
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.wire import manifest_to_proto
 from sync.transport.outgoing import Content
 from sync.transport.sockets import Tls
@@ -107,13 +107,13 @@ class PeerSender:
         self._link_is_good = False
         """Whether the last update was delivered at its first attempt."""
 
-    def set_peer(self, peer: Peer) -> None:
+    def set_peer(self, peer: PeerAddress) -> None:
         """Set the peer; a new address or epoch is used from the next attempt on."""
         self._direct.set_peer(peer)
         self._bulk.set_peer(peer)
         self._met.set()
 
-    def ship(self, peer: Peer, manifests: tuple[Manifest, ...]) -> None:
+    def ship(self, peer: PeerAddress, manifests: tuple[Manifest, ...]) -> None:
         """Set the updates to send, in place of those before."""
         self.set_peer(peer)
         # Sorted once: there may be hundreds of thousands.
@@ -254,7 +254,7 @@ class PeerSender:
         """
         try:
             reply = await self._carry_directly(manifest)
-        except (grpc.RpcError, Unreached, GeofedError) as error:
+        except (grpc.RpcError, BulkUnreachable, GeofedError) as error:
             if not (self._bulk.can_call_peer and _is_unavailable(error)):
                 raise
             if self._direct.reached and isinstance(error, grpc.RpcError):
@@ -324,7 +324,7 @@ class PeerSender:
         if self._bulk.peer_dials:
             # A route that is blocked in one direction mostly stays so; it is tried again once the peer's streams have
             # closed.
-            raise Unreached("the peer could not be reached at the last attempt")
+            raise BulkUnreachable("the peer could not be reached at the last attempt")
         bulk = large and time.monotonic() >= self._bulk_refused_until
         with self._mapped(manifest) as view:
             if link_is_good and bulk and self._bulk.can_dial:
@@ -344,7 +344,7 @@ class PeerSender:
             if bulk and self._bulk.can_dial:
                 try:
                     reply = await self._bulk.send(proto, view, have)
-                except Unreached as error:
+                except BulkUnreachable as error:
                     self._fall_back(error)
                 else:
                     self._note_bulk()
@@ -424,4 +424,4 @@ def _ignoring_closed_channel() -> Iterator[None]:
 
 def _is_unavailable(error: Exception) -> bool:
     reason = error_of(error) if isinstance(error, grpc.RpcError) else error
-    return isinstance(reason, Unreached) or (isinstance(reason, GeofedError) and reason.code == "UNAVAILABLE")
+    return isinstance(reason, BulkUnreachable) or (isinstance(reason, GeofedError) and reason.code == "UNAVAILABLE")

@@ -8,7 +8,7 @@ import grpc.aio
 
 from geofed_pb.rpc import channel, region_name
 from geofed_pb.v1 import sync_pb2
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transport.sockets import Tls
 
 __all__ = ["manifest_of", "manifest_to_proto", "open_channel"]
@@ -58,7 +58,7 @@ def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
     )
 
 
-def open_channel(peer: Peer, tls: Tls) -> grpc.aio.Channel:
+def open_channel(peer: PeerAddress, tls: Tls) -> grpc.aio.Channel:
     """Open a channel to a peer's exchange port."""
     return channel(
         peer.address,

@@ -17,7 +17,7 @@ from geofed_pb.v1 import sync_pb2
 from sync.transport.partial_file import PartialFile
 from sync.transport.sockets import Tls, accept_tls, common_name, dial, listen
 from sync.transport.stream import hello
-from sync.transport.wire import HEAD_BYTES, Frame, Kind, frame, parse
+from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
 __all__ = ["BulkPort", "ReceiverHandler"]
 
@@ -133,7 +133,7 @@ class BulkPort:
         with self._kept(connection):
             caller = common_name(connection)
             head = parse(_exactly(connection, HEAD_BYTES))
-            if head.kind is not Kind.HELLO:
+            if head.kind is not FrameKind.HELLO:
                 raise GeofedError("FRAME_INVALID", f"the first frame of a stream is {head.kind.name}")
             greeting = sync_pb2.BulkHello.FromString(_exactly(connection, head.length))
             self._handler.greeted(caller, greeting)
@@ -165,7 +165,7 @@ class BulkPort:
             yield
         except GeofedError as error:
             with contextlib.suppress(OSError):
-                connection.sendall(frame(Kind.FAULT, 0, to_proto(error).SerializeToString()))
+                connection.sendall(frame(FrameKind.FAULT, 0, to_proto(error).SerializeToString()))
         except (OSError, EOFError) as error:
             _log.debug("a bulk stream ended: %s", error)
         except Exception:  # noqa: BLE001 - outermost frame of the thread: the error must be logged
@@ -197,25 +197,25 @@ class _Receiving:
         sender."""
         while True:
             head = parse(_exactly(self._line, HEAD_BYTES))
-            if head.kind is Kind.OFFER:
+            if head.kind is FrameKind.OFFER:
                 self._offered(head)
-            elif head.kind is Kind.CHUNK:
+            elif head.kind is FrameKind.CHUNK:
                 self._chunk(head)
             else:
                 raise GeofedError("FRAME_INVALID", f"unexpected frame from a sender: {head.kind.name}")
 
-    def _reply(self, head: Frame, reply: sync_pb2.OfferReply) -> None:
+    def _reply(self, head: FrameHead, reply: sync_pb2.OfferReply) -> None:
         payload = reply.SerializeToString()
-        answer = Frame(Kind.REPLY, head.tag, len(payload), head.offset)
+        answer = FrameHead(FrameKind.REPLY, head.tag, len(payload), head.offset)
         self._line.sendall(answer.pack() + payload)
 
-    def _offered(self, head: Frame) -> None:
+    def _offered(self, head: FrameHead) -> None:
         self._offer = sync_pb2.BulkOffer.FromString(_exactly(self._line, head.length))
         reply, self._landing = self._handler.offered(self._caller, self._offer)
         self._tag, self._declined = head.tag, self._landing is None
         self._reply(head, reply)
 
-    def _chunk(self, head: Frame) -> None:
+    def _chunk(self, head: FrameHead) -> None:
         if head.tag != self._tag or self._offer is None:
             raise GeofedError("FRAME_INVALID", "the chunk belongs to no offered update")
         file = self._landing
@@ -234,16 +234,20 @@ class _Receiving:
             if not self._declined:
                 # The update is complete without this chunk: the sender needn't continue.
                 self._declined = True
-                self._reply(Frame(Kind.OFFER, head.tag, 0, 1 << 32), self._handler.landed(self._caller, self._offer))
+                self._reply(
+                    FrameHead(FrameKind.OFFER, head.tag, 0, 1 << 32), self._handler.landed(self._caller, self._offer)
+                )
             return
         if crc != head.crc:
             file.drop(head.offset, head.length)
-            self._line.sendall(Frame(Kind.BAD, head.tag, head.length, head.offset).pack())
+            self._line.sendall(FrameHead(FrameKind.BAD, head.tag, head.length, head.offset).pack())
             return
         file.write_record()
-        self._line.sendall(Frame(Kind.ACK, head.tag, head.length, head.offset).pack())
+        self._line.sendall(FrameHead(FrameKind.ACK, head.tag, head.length, head.offset).pack())
         if file.whole:
-            self._reply(Frame(Kind.OFFER, head.tag, 0, 1 << 32), self._handler.landed(self._caller, self._offer))
+            self._reply(
+                FrameHead(FrameKind.OFFER, head.tag, 0, 1 << 32), self._handler.landed(self._caller, self._offer)
+            )
 
     def _gather(self, gathering: bool) -> None:
         """Have the kernel wake this thread only for many packets, or again for each one.
@@ -255,7 +259,7 @@ class _Receiving:
             self._gathering = gathering
             self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GATHERED_BYTES if gathering else 1)
 
-    def _write(self, head: Frame, file: PartialFile | None) -> int:
+    def _write(self, head: FrameHead, file: PartialFile | None) -> int:
         """Read a chunk's bytes and write them to the file, also those before an interruption; return their CRC-32."""
         left, at, crc = head.length, head.offset, 0
         while left:

@@ -14,7 +14,7 @@ from geofed_pb.rpc import error_of
 from geofed_pb.v1 import common_pb2, sync_pb2
 from sync.transport.outgoing import Transfer
 from sync.transport.sockets import TcpInfo
-from sync.transport.wire import HEAD_BYTES, Frame, Kind, frame, parse
+from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
 __all__ = ["Stream", "StreamEnded", "hello"]
 
@@ -52,7 +52,7 @@ class Stream:
         if self._tag != transfer.tag:
             self._tag = transfer.tag
             self.in_flight = {}
-        head = Frame(Kind.OFFER, transfer.tag, len(transfer.offer), transfer.question)
+        head = FrameHead(FrameKind.OFFER, transfer.tag, len(transfer.offer), transfer.question)
         self._outgoing.append(memoryview(head.pack() + transfer.offer))
         transfer.started = True
 
@@ -84,7 +84,9 @@ class Stream:
         offset, length = chunk
         view = transfer.view[offset : offset + length]
         self.in_flight[offset] = length
-        self._outgoing.append(memoryview(Frame(Kind.CHUNK, transfer.tag, length, offset, zlib.crc32(view)).pack()))
+        self._outgoing.append(
+            memoryview(FrameHead(FrameKind.CHUNK, transfer.tag, length, offset, zlib.crc32(view)).pack())
+        )
         self._outgoing.append(view)
         return True
 
@@ -108,17 +110,17 @@ class Stream:
             del self._incoming[:end]
             self._take(head, payload, transfer)
 
-    def _take(self, head: Frame, payload: bytes, transfer: Transfer) -> None:
-        if head.kind is Kind.FAULT:
+    def _take(self, head: FrameHead, payload: bytes, transfer: Transfer) -> None:
+        if head.kind is FrameKind.FAULT:
             raise error_of(common_pb2.Error.FromString(payload))
         if head.tag != transfer.tag:
             return
         match head.kind:
-            case Kind.REPLY:
+            case FrameKind.REPLY:
                 transfer.answered(sync_pb2.OfferReply.FromString(payload), head.offset)
-            case Kind.ACK:
+            case FrameKind.ACK:
                 transfer.acknowledged(self.in_flight.pop(head.offset, 0))
-            case Kind.BAD:
+            case FrameKind.BAD:
                 transfer.damaged(head.offset, self.in_flight.pop(head.offset, 0))
             case _:
                 raise GeofedError("FRAME_INVALID", f"unexpected frame from a receiver: {head.kind.name}")
@@ -131,4 +133,4 @@ class Stream:
 def hello(job: str, *, collects: bool, ticket: bytes = b"") -> bytes:
     """Return the first frame on a stream, sent by the side that opened it."""
     message = sync_pb2.BulkHello(job=job, collects=collects, ticket=ticket)
-    return frame(Kind.HELLO, 0, message.SerializeToString())
+    return frame(FrameKind.HELLO, 0, message.SerializeToString())

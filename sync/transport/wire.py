@@ -22,7 +22,7 @@ from enum import IntEnum
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["HEAD_BYTES", "MAX_CHUNK_BYTES", "Frame", "Kind", "frame", "parse"]
+__all__ = ["HEAD_BYTES", "MAX_CHUNK_BYTES", "FrameHead", "FrameKind", "frame", "parse"]
 
 _HEAD = struct.Struct(">B3xIIQI")
 HEAD_BYTES = _HEAD.size
@@ -32,7 +32,7 @@ _MAX_MESSAGE_BYTES = 1 << 20
 """Largest other payload that is accepted."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Kind of a frame."""
 
     HELLO = 1
@@ -51,10 +51,10 @@ class Kind(IntEnum):
 
 
 @dataclass(frozen=True)
-class Frame:
+class FrameHead:
     """The head of a frame."""
 
-    kind: Kind
+    kind: FrameKind
     tag: int
     length: int
     offset: int = 0
@@ -63,23 +63,23 @@ class Frame:
     @property
     def payload_bytes(self) -> int:
         """Number of payload bytes after the head."""
-        return 0 if self.kind in (Kind.ACK, Kind.BAD) else self.length
+        return 0 if self.kind in (FrameKind.ACK, FrameKind.BAD) else self.length
 
     def pack(self) -> bytes:
         """Return the bytes of the head."""
         return _HEAD.pack(self.kind, self.tag, self.length, self.offset, self.crc)
 
 
-def frame(kind: Kind, tag: int, payload: bytes) -> bytes:
+def frame(kind: FrameKind, tag: int, payload: bytes) -> bytes:
     """Return the bytes of a frame that carries a message."""
-    return Frame(kind, tag, len(payload)).pack() + payload
+    return FrameHead(kind, tag, len(payload)).pack() + payload
 
 
-def parse(head: bytes | bytearray | memoryview) -> Frame:
+def parse(head: bytes | bytearray | memoryview) -> FrameHead:
     """Read a head. Raises ``GeofedError("FRAME_INVALID")`` if it is invalid, before memory for its payload is
     allocated."""
     kind, tag, length, offset, crc = _HEAD.unpack(head)
-    largest = MAX_CHUNK_BYTES if kind in (Kind.CHUNK, Kind.ACK, Kind.BAD) else _MAX_MESSAGE_BYTES
-    if not 1 <= kind <= len(Kind) or length > largest:
+    largest = MAX_CHUNK_BYTES if kind in (FrameKind.CHUNK, FrameKind.ACK, FrameKind.BAD) else _MAX_MESSAGE_BYTES
+    if not 1 <= kind <= len(FrameKind) or length > largest:
         raise GeofedError("FRAME_INVALID", f"a bulk stream carries a frame of kind {kind} and {length} bytes")
-    return Frame(Kind(kind), tag, length, offset, crc)
+    return FrameHead(FrameKind(kind), tag, length, offset, crc)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.running import PRICES, TEMPLATES, Running
 
-from deploy.emulator import CONTROL, Emulator, Link, Profile
+from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile
 from deploy.local import LocalFederation, RegionSite
 from deploy.shards import read_digits
 
@@ -107,10 +107,10 @@ QUICK = (4,)
 def main() -> int:
     given = options(__doc__)
     report = Report("cloudless", given.quick)
-    link = Link(rate_mbps=100.0, delay_ms=25.0)
+    link = EmulatedLink(rate_mbps=100.0, delay_ms=25.0)
     sites = (CONTROL, *REGIONS)
-    links = {(a, b): Link() if CONTROL in (a, b) else link for a in sites for b in sites if a != b}
-    profile = Profile("two", "Two regions, 100 Mbit/s and 50 ms", "a measurement's own", REGIONS, links)
+    links = {(a, b): EmulatedLink() if CONTROL in (a, b) else link for a in sites for b in sites if a != b}
+    profile = WanProfile("two", "Two regions, 100 Mbit/s and 50 ms", "a measurement's own", REGIONS, links)
     chosen = [SETTINGS[n] for n in QUICK] if given.quick else SETTINGS
     print(f"{'setting':<34}{'way':<10}{'workers':>8}{'time s':>8}{'USD':>10}{'saved':>8}{'bound':>7}{'accuracy':>10}")
     for setting in chosen:

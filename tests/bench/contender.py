@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from deploy.emulator import CONTROL, Emulator, Link, Profile
+from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile
 
 REGIONS = ("east", "west", "south")
 _POLL_S = 0.02
@@ -48,11 +48,11 @@ class Setting:
         link = "unshaped" if self.rate_mbps is None else f"{self.rate_mbps:g} Mbit/s, {self.rtt_ms:g} ms"
         return f"{link}, t = {self.compute_ms:g} ms"
 
-    def profile(self) -> Profile:
+    def profile(self) -> WanProfile:
         sites = (CONTROL, *REGIONS)
-        wan = Link(rate_mbps=self.rate_mbps, delay_ms=self.rtt_ms / 2)
-        links = {(a, b): Link() if CONTROL in (a, b) else wan for a in sites for b in sites if a != b}
-        return Profile("three-equal", self.name, "a setting of the benchmark", REGIONS, links)
+        wan = EmulatedLink(rate_mbps=self.rate_mbps, delay_ms=self.rtt_ms / 2)
+        links = {(a, b): EmulatedLink() if CONTROL in (a, b) else wan for a in sites for b in sites if a != b}
+        return WanProfile("three-equal", self.name, "a setting of the benchmark", REGIONS, links)
 
 
 @dataclass(frozen=True)

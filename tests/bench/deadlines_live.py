@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.running import PRICES, TEMPLATES, Running
 
-from deploy.emulator import CONTROL, Emulator, Link, Profile
+from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile
 from deploy.local import LocalFederation, RegionSite
 from deploy.shards import read_digits
 
@@ -88,10 +88,10 @@ def main() -> int:
     given = options(__doc__)
     report = Report("deadlines_live", given.quick)
     arrivals = [ARRIVALS[n] for n in QUICK] if given.quick else list(ARRIVALS)
-    link = Link(rate_mbps=100.0, delay_ms=25.0)
+    link = EmulatedLink(rate_mbps=100.0, delay_ms=25.0)
     sites = (CONTROL, *REGIONS)
-    links = {(a, b): Link() if CONTROL in (a, b) else link for a in sites for b in sites if a != b}
-    profile = Profile("three", "Three regions, 100 Mbit/s and 50 ms", "a measurement's own", REGIONS, links)
+    links = {(a, b): EmulatedLink() if CONTROL in (a, b) else link for a in sites for b in sites if a != b}
+    profile = WanProfile("three", "Three regions, 100 Mbit/s and 50 ms", "a measurement's own", REGIONS, links)
     with tempfile.TemporaryDirectory() as place, Emulator(profile, state_dir=Path(place) / "emulator") as emulator:
         folder = Path(place)
         with LocalFederation(folder / "federation", _sites(folder), emulator=emulator) as federation:

@@ -35,7 +35,7 @@ from overlap_models import Pace, StandIn, mobilenet, pace_of, resnet18
 from report import Bar, Report, options
 
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.task import Task
+from region_agent.worker.task import TaskModule
 from region_agent.worker.training.merging import Merging, merging_for
 from sync.channel import REQUEST_PRICES as PRICES
 from sync.channel import Channel, Usage, _s3, cost_usd
@@ -81,7 +81,7 @@ class Side:
             region_batch=setup.workers, steps_per_round=1, rounds=1, seed=0, slice_seconds=3600.0,
             collective="pipelined-scatter-reduce", channel_costs={k: float(v) for k, v in asdict(costs).items()},
         )  # fmt: skip
-        flat, task = FlatModel(self.module), Task(Path(), {}, {})
+        flat, task = FlatModel(self.module), TaskModule(Path(), {}, {})
         prefixed: Any = _Under(channel, way)
         self.merging: Merging = merging_for(call, task, self._optimizer, flat, prefixed, time.monotonic())
         assert self.merging._gradients.overlap == (way == "during")  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from support.pki import Authority, write
 
-from deploy.emulator import CONTROL, Emulator, Link, Profile
+from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile
 from geofed_pb.errors import GeofedError
 from sync.ps.config import PsConfig
 
@@ -36,13 +36,13 @@ _READ_SECONDS = 0.03
 _START_SECONDS, _END_SECONDS = 40.0, 90.0
 
 
-def profile() -> Profile:
+def profile() -> WanProfile:
     """Every pair of regions alike."""
     sites = (CONTROL, *REGIONS)
-    link = Link(rate_mbps=RATE_MBPS, delay_ms=RTT_MS / 2)
-    links = {(a, b): Link() if CONTROL in (a, b) else link for a in sites for b in sites if a != b}
+    link = EmulatedLink(rate_mbps=RATE_MBPS, delay_ms=RTT_MS / 2)
+    links = {(a, b): EmulatedLink() if CONTROL in (a, b) else link for a in sites for b in sites if a != b}
     text = f"Three regions, every pair {RATE_MBPS:g} Mbit/s and {RTT_MS:g} ms"
-    return Profile("resilience", text, "a measurement's own", REGIONS, links)
+    return WanProfile("resilience", text, "a measurement's own", REGIONS, links)
 
 
 @dataclass(frozen=True)

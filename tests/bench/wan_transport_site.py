@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from support.exchange_site import Site
 from support.pki import Authority
 
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transport.sockets import Tls
 from sync.transport.stream_count import largest_chunk_bytes
 
@@ -111,7 +111,7 @@ class _Raw:
 async def _give(folder: Path, address: str, ports: dict[str, int]) -> None:
     site = _site(folder, "east")
     await site.start()
-    peer = Peer("west", 1, f"{address}:{ports['exchange']}")
+    peer = PeerAddress("west", 1, f"{address}:{ports['exchange']}")
     raw = {f"raw {count}": _Raw((address, ports["raw"]), count) for count in (1, 4, 8)}
     data = b""
     sequence = 0
@@ -129,7 +129,7 @@ async def _give(folder: Path, address: str, ports: dict[str, int]) -> None:
             _say({"way": order["way"], "seconds": seconds})
 
 
-async def _carry(site: Site, peer: Peer, manifest: Manifest) -> dict[str, Any]:
+async def _carry(site: Site, peer: PeerAddress, manifest: Manifest) -> dict[str, Any]:
     peer_sender = site.links.peer_senders.get(peer.region)
     before = (peer_sender.meter.sent_bytes, peer_sender.meter.failures) if peer_sender else (0, 0)
     begun = time.monotonic()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from control_plane.service.measuring._known import Learnt
-from control_plane.service.planning._admission import Admission, Decision
+from control_plane.service.planning._admission import AdmittedJob, PendingAdmission
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._planning import first_state, plan_json
 from control_plane.service.rpc._enrolment import unseen_region
@@ -53,7 +53,7 @@ class Stand:
         self.jobs: dict[str, JobEntry] = {}
         self.at = 1000.0
 
-    def asks(self, job_file: Path, *overrides: str) -> tuple[JobSpec, Decision | Declined]:
+    def asks(self, job_file: Path, *overrides: str) -> tuple[JobSpec, AdmittedJob | Declined]:
         spec = load(job_file, overrides).spec
         draft = Draft(self.at, self.jobs, self.regions)
         return spec, self.allocation.admission(draft, spec, "new", Learnt()).answer()
@@ -61,7 +61,7 @@ class Stand:
     def takes(self, job_file: Path, *overrides: str) -> None:
         """Take a job in, if it can be; it waits in line with its promise."""
         spec, answer = self.asks(job_file, *overrides)
-        if isinstance(answer, Decision):
+        if isinstance(answer, AdmittedJob):
             name = f"other-{len(self.jobs)}"
             state = first_state(name, self.at, spec, answer.plan, self.regions, answer.deadline_at)
             row = JobRow(name, "o", "r", "", "", "", spec.to_json(), plan_json(answer.plan), "", "queued", self.at)
@@ -94,16 +94,16 @@ def test_the_date_that_a_refusal_names_is_promised_then_and_a_moment_later(
     stand = Stand([live(f"r{number}", *one) for number, one in enumerate(shape)])
     for passes, slack, is_fixed in before:
         _, alone = stand.asks(job_file, f"train.end={{epochs: {passes}}}")
-        assert isinstance(alone, Decision)
+        assert isinstance(alone, AdmittedJob)
         seconds = 60 + int(alone.plan.estimate.seconds.high * slack)
         workers = ("train.workers=1",) if is_fixed else ()
         stand.takes(job_file, f"train.end={{epochs: {passes}}}", f"objective.deadline={seconds}s", *workers)
     asked = (f"train.end={{epochs: {epochs}}}", *(("train.workers=1",) if fixed else ()))
     _, alone = stand.asks(job_file, *asked)
-    assert isinstance(alone, Decision)
+    assert isinstance(alone, AdmittedJob)
     soon = max(1, int(part * (15 + alone.plan.estimate.seconds.high)))
     _, answer = stand.asks(job_file, *asked, f"objective.deadline={soon}s")
-    if isinstance(answer, Decision) or answer.reasons[0].remedy.startswith("no date can be named"):
+    if isinstance(answer, AdmittedJob) or answer.reasons[0].remedy.startswith("no date can be named"):
         # Where a promise only just holds, a job with workers of its own to the end may find no place beside it.
         return
     told = named(answer)
@@ -116,7 +116,7 @@ def test_the_date_that_a_refusal_names_is_promised_then_and_a_moment_later(
         assert isinstance(no, Declined), (well_before, told)
     for _ in range(2):
         _, taken = stand.asks(job_file, *asked, f"objective.deadline={told}s")
-        assert isinstance(taken, Decision), taken
+        assert isinstance(taken, AdmittedJob), taken
         assert taken.deadline_at == stand.at + told
         stand.at += 1.0
 
@@ -130,7 +130,7 @@ def test_a_date_that_would_be_refused_a_moment_later_is_not_named(job_file: Path
     assert isinstance(answer, Declined)
     for _ in range(3):
         _, later = stand.asks(job_file, "train.end={epochs: 4}", f"objective.deadline={named(answer)}s")
-        assert isinstance(later, Decision), named(answer)
+        assert isinstance(later, AdmittedJob), named(answer)
         stand.at += 0.5
 
 
@@ -173,7 +173,7 @@ def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anyw
     told = named(answer)
     stand.at += 0.5
     _, later = stand.asks(job_file, "data.residency=anywhere", f"objective.deadline={told}s")
-    assert isinstance(later, Decision)
+    assert isinstance(later, AdmittedJob)
     _, no = stand.asks(job_file, "data.residency=anywhere", f"objective.deadline={int(0.93 * told) - 3}s")
     assert isinstance(no, Declined)
 
@@ -182,16 +182,16 @@ def test_an_answer_holds_as_long_as_what_it_rests_on_does(job_file: Path) -> Non
     """It is worked out while other things continue, and held against them before it is stored."""
     stand = Stand([live("r0", 10_000, 4, 900.0), live("r1", 8_000, 4, 900.0)])
     _, alone = stand.asks(job_file)
-    assert isinstance(alone, Decision)
+    assert isinstance(alone, AdmittedJob)
     seconds = int(60 + 1.3 * alone.plan.estimate.seconds.high)
     spec = load(job_file, (f"objective.deadline={seconds}s",)).spec
 
-    def asked() -> Admission:
+    def asked() -> PendingAdmission:
         return stand.allocation.admission(Draft(stand.at, stand.jobs, stand.regions), spec, "new", Learnt())
 
     before = asked()
     answer = before.answer()
-    assert isinstance(answer, Decision)
+    assert isinstance(answer, AdmittedJob)
     stand.at += 2.0
     now = asked().confirm(answer, before)
     assert now == replace(answer, deadline_at=stand.at + seconds), "the date counts from when it is stored"

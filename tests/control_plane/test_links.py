@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from control_plane.core import JobState, Partition, Report, job_state_from_json, job_state_to_json, wan_links
-from control_plane.service._metrics import Meter
+from control_plane.service._metrics import MetricsExporter
 
 
 def job(**b_to_a: object) -> JobState:
@@ -57,7 +57,7 @@ def test_prometheus_sees_what_describe_shows() -> None:
 
     going = {"job-1": SimpleNamespace(state=job(), row=SimpleNamespace(id="job-1"))}
     federation: Any = SimpleNamespace(jobs=going, regions={}, sessions={}, clock=lambda: 0.0, read=pending)
-    lines = asyncio.run(Meter(federation).exposition()).decode().splitlines()
+    lines = asyncio.run(MetricsExporter(federation).exposition()).decode().splitlines()
     labels = '{destination="b",job="job-1",source="a"}'
     shown = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
     assert shown[f"geofed_link_up{labels}"] == 1

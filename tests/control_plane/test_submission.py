@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.server import ServeConfig
-from control_plane.service.planning._admission import Admission, Answer
+from control_plane.service.planning._admission import Answer, PendingAdmission
 from geofed_pb.errors import GeofedError
 from scheduler import Capacity
 from tests.control_plane.conftest import staged
@@ -22,16 +22,16 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.may_end, self.answers = threading.Event(), threading.Event(), 0
-        answer = Admission.answer
+        answer = PendingAdmission.answer
 
-        def waiting(asked: Admission) -> Answer:
+        def waiting(asked: PendingAdmission) -> Answer:
             self.answers += 1
             if self.answers == 1:
                 self.begun.set()
                 assert self.may_end.wait(30)
             return answer(asked)
 
-        monkeypatch.setattr(Admission, "answer", waiting)
+        monkeypatch.setattr(PendingAdmission, "answer", waiting)
 
 
 def test_a_region_that_changes_while_a_job_is_planned_is_heard_and_the_job_planned_anew(

@@ -20,7 +20,7 @@ from control_plane.server import ServeConfig
 from control_plane.service import Succession
 from control_plane.service.jobs import _succession
 from control_plane.service.jobs._succession import rest_of
-from control_plane.service.planning._replan_gain import Pace, pays
+from control_plane.service.planning._replan_gain import RoundTimes, pays
 from control_plane.service.state._draft import JobEntry
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
@@ -466,7 +466,7 @@ def test_when_it_pays_to_take_a_region_up(tmp_path: Path, change: dict[str, Any]
 @given(st.lists(st.floats(8.0, 12.0), min_size=5, max_size=40), st.integers(0, 39), st.floats(0.0, 1e6), st.booleans())
 def test_a_pause_makes_no_pace(took: list[float], paused: int, seconds: float, new: bool) -> None:
     """Nor does a look between two rounds, or what had been done before anybody looked."""
-    pace, at, done = Pace(1000.0 if new else None), 1000.0, 0 if new else 500
+    pace, at, done = RoundTimes(1000.0 if new else None), 1000.0, 0 if new else 500
     pace.record(done, at)
     for index, each in enumerate(took):
         at += each / 2
@@ -480,7 +480,7 @@ def test_a_pause_makes_no_pace(took: list[float], paused: int, seconds: float, n
 
 
 def test_rounds_that_are_heard_of_at_once_do_not_outweigh_those_that_come_one_by_one() -> None:
-    pace = Pace(None)
+    pace = RoundTimes(None)
     pace.record(500, 0.0)
     pace.record(501, 1.0)
     pace.record(900, 1.5)

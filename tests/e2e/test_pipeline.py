@@ -25,7 +25,7 @@ from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import PublishAsked, RecordEvent, Stopped
-from region_agent.partition.runner import Partition, PartitionContext
+from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.server_process import PsProcess
 from region_agent.state.store import AgentStore
 from region_agent.worker.data.shard import BatchStream
@@ -152,7 +152,7 @@ class Region:
             record_event=lambda _, action: self.events.append(action),
             log=lambda job, source, line: self.lines.append(f"{source}: {line}"),
         )
-        partition = Partition(around, self.start)
+        partition = PartitionRunner(around, self.start)
         partition.begin()
         try:
             yield partition
@@ -214,7 +214,7 @@ def _tensors(data: bytes) -> dict[str, torch.Tensor]:
     return found
 
 
-async def _to_its_end(region: Region, partition: Partition) -> None:
+async def _to_its_end(region: Region, partition: PartitionRunner) -> None:
     await region.until(lambda: partition.machine.state in ("finished", "failed"), "the end")
     assert partition.machine.error is None, [partition.machine.error, *region.lines[-20:]]
     partition.feed(PublishAsked())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually, supported_emulator
 
-from deploy.emulator import Emulator, Link, Profile
+from deploy.emulator import EmulatedLink, Emulator, WanProfile
 from deploy.local import CONTROL_SITE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(300)]
@@ -35,10 +35,10 @@ def running(tmp_path: Path) -> Iterator[Running]:
         pytest.skip(reason)
     sites = (CONTROL_SITE, *REGIONS)
     links = {
-        pair: Link() if CONTROL_SITE in pair else Link(rate_mbps=_mbps(pair), delay_ms=DELAY_MS)
+        pair: EmulatedLink() if CONTROL_SITE in pair else EmulatedLink(rate_mbps=_mbps(pair), delay_ms=DELAY_MS)
         for pair in permutations(sites, 2)
     }
-    profile = Profile("one-good-hub", "one region has good links", "made up", REGIONS, links)
+    profile = WanProfile("one-good-hub", "one region has good links", "made up", REGIONS, links)
     regions = [
         replace(site, config={**site.config, "links": _stated(site.name)}) for site in digits_sites(tmp_path, REGIONS)
     ]

@@ -20,7 +20,7 @@ from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.doctor import Finding, examine
-from region_agent.link.identity import Federation, Identity
+from region_agent.link.identity import Identity, JoinedFederation
 from sync.transport.sockets import Tls
 
 
@@ -41,7 +41,7 @@ def _found(folder: Path, authority: Authority, server_tls: Tls, own: Tls) -> dic
         port = server.add_secure_port("127.0.0.1:0", credentials)
         await server.start()
         identity = Identity(folder)
-        federation = Federation("east", f"127.0.0.1:{port}", "test")
+        federation = JoinedFederation("east", f"127.0.0.1:{port}", "test")
         identity.store(federation, own.key_pem, own.certificate_pem, authority.pem)
         config = RegionConfig.model_validate(
             {
@@ -92,7 +92,7 @@ def test_the_regions_own_certificate_is_looked_at_by_the_clock(
     authority = Authority()
     own = authority.region("east", begins=timedelta(hours=begins))
     identity = Identity(tmp_path)
-    identity.store(Federation("east", "127.0.0.1:1", "test"), own.key_pem, own.certificate_pem, authority.pem)
+    identity.store(JoinedFederation("east", "127.0.0.1:1", "test"), own.key_pem, own.certificate_pem, authority.pem)
     with pytest.raises(GeofedError, match=says) as raised:
         identity.check()
     assert raised.value.code == code

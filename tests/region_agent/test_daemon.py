@@ -16,8 +16,16 @@ from region_agent.capacity import set_preemptible_workers
 from region_agent.config import RegionConfig
 from region_agent.daemon import Agent
 from region_agent.gateway import GatewayClient
-from region_agent.link.identity import Federation, Identity
-from region_agent.partition.events import Preempted, Prepared, PsReady, PsStatusChanged, PsView, Started, WorkerEnded
+from region_agent.link.identity import Identity, JoinedFederation
+from region_agent.partition.events import (
+    PartitionPrepared,
+    Preempted,
+    PsReady,
+    PsStatusChanged,
+    PsView,
+    Started,
+    WorkerEnded,
+)
 from region_agent.partition.machine import PartitionMachine
 from region_agent.state.store import AgentStore
 
@@ -27,7 +35,7 @@ class _Played:
 
     def __init__(self, job: str, workers: int) -> None:
         self.job, self.machine = job, PartitionMachine("east", workers, epoch=1, preemptible=True)
-        for event in (Started(1), Prepared(), PsReady("east:1")):
+        for event in (Started(1), PartitionPrepared(), PsReady("east:1")):
             self.machine.handle(event)
 
     def preempt(self, workers: int) -> None:
@@ -47,7 +55,7 @@ def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(t
             "capacity": {"workers": 1, "preemptible": 6}, "channel": {"path": str(tmp_path / "channel")},
         }
     )  # fmt: skip
-    Identity(tmp_path).store(Federation("east", "127.0.0.1:9", "test"), b"", b"", b"")
+    Identity(tmp_path).store(JoinedFederation("east", "127.0.0.1:9", "test"), b"", b"", b"")
     agent = Agent(config, tmp_path)
     ended, first, second = _Played("ended", 4), _Played("first", 4), _Played("second", 2)
     ended.finish()
@@ -77,7 +85,9 @@ def test_a_stop_that_a_crash_cut_short_is_carried_out_by_the_next_start(
         }
     )  # fmt: skip
     tls = Authority().region("east")
-    Identity(tmp_path).store(Federation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem)
+    Identity(tmp_path).store(
+        JoinedFederation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem
+    )
     store = AgentStore(tmp_path / "agent.db")
     start = agent_pb2.StartPartition(job="job-1", region="east", epoch=1)
     store.took_start(1, "job-1", start.SerializeToString(), "key")
@@ -131,7 +141,9 @@ def test_an_order_for_a_shard_is_kept_until_the_job_ends_or_refused_at_once(tmp_
         }
     )  # fmt: skip
     tls = Authority().region("east")
-    Identity(tmp_path).store(Federation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem)
+    Identity(tmp_path).store(
+        JoinedFederation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem
+    )
     order = agent_pb2.SendShard(job="job-1", epoch=1, dataset="digits", to="west", address="127.0.0.1:1")
 
     async def run() -> list[bytes]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.pki import Authority
 
 from geofed_pb.errors import GeofedError
-from region_agent.link.identity import Federation, Identity, make_request, read_invitation
+from region_agent.link.identity import Identity, JoinedFederation, make_request, read_invitation
 
 
 def _token(authority: Authority, **changed: object) -> str:
@@ -65,14 +65,14 @@ def _joined(folder: Path, authority: Authority, **life: timedelta) -> Identity:
     issued = authority.issue("east", "east.region.geofed", key=key, **life)  # type: ignore[arg-type]
     assert x509.load_pem_x509_csr(request).is_signature_valid
     identity = Identity(folder)
-    identity.store(Federation("east", "cp:7001", "test"), key_pem, issued.certificate_pem, issued.ca_pem)
+    identity.store(JoinedFederation("east", "cp:7001", "test"), key_pem, issued.certificate_pem, issued.ca_pem)
     return identity
 
 
 def test_what_joining_gave_is_kept_for_this_user_only(tmp_path: Path, authority: Authority) -> None:
     identity = _joined(tmp_path, authority)
     identity.check()
-    assert Identity(tmp_path).federation == Federation("east", "cp:7001", "test")
+    assert Identity(tmp_path).federation == JoinedFederation("east", "cp:7001", "test")
     assert stat.S_IMODE(identity.folder.stat().st_mode) == 0o700
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in identity.folder.iterdir())
 

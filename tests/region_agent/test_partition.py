@@ -28,7 +28,7 @@ from region_agent.link.identity import Identity
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped
-from region_agent.partition.runner import Partition, PartitionContext
+from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
 from sync.framing import digest_of
@@ -130,7 +130,7 @@ class Scene:
             ),
         )  # fmt: skip
         self.store.took_start(1, JOB, self.start.SerializeToString(), "a key of the right length for a test of it")
-        self.partition = Partition(self.around, self.start)
+        self.partition = PartitionRunner(self.around, self.start)
 
     async def _fetch(self, digest: str) -> bytes:
         return self.blobs[digest]
@@ -207,7 +207,7 @@ def test_calls_that_are_cut_off_are_in_the_last_account(
 
     async def act(scene: Scene) -> None:
         scene.start.plan.workers = 2
-        scene.partition = Partition(scene.around, scene.start)
+        scene.partition = PartitionRunner(scene.around, scene.start)
         await scene.training()
         await scene.until(lambda: len(scene.gateway.calls) == 2)
         if end == "stopped":
@@ -276,12 +276,12 @@ def test_what_never_came_up_has_lost_nothing(tmp_path: Path) -> None:
         await scene.until(lambda: scene.events)
         await scene.partition.close()
         in_the_way.unlink()
-        scene.partition = Partition(scene.around, scene.start)
+        scene.partition = PartitionRunner(scene.around, scene.start)
         await scene.training()
         config = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())
         assert not config["begun"]
         await scene.partition.close()
-        scene.partition = Partition(scene.around, scene.start)
+        scene.partition = PartitionRunner(scene.around, scene.start)
         scene.gateway.calls.clear()
         await scene.training()
         config = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())

@@ -13,16 +13,16 @@ from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import (
     Action,
     ActionFailed,
-    Configured,
     ConfigurePs,
     Deployed,
     Event,
+    IdleTick,
     Invoke,
+    PartitionConfigured,
+    PartitionPrepared,
     PeersKnown,
     Preempted,
-    Prepare,
-    Prepared,
-    Progress,
+    PreparePartition,
     PsEnded,
     PsPeer,
     PsReady,
@@ -33,11 +33,11 @@ from region_agent.partition.events import (
     Published,
     RecordEvent,
     RemoveReplicas,
-    Report,
     Retry,
     RetryLater,
-    Scale,
     Scaled,
+    ScaleWorkers,
+    SendReport,
     ShutDown,
     ShutDownFinished,
     Started,
@@ -78,7 +78,7 @@ class Region:
         self.moved = False
         """Of the function, and whether they are preemptible; set when it is deployed."""
         self.deploys_at_once = True
-        self.asked: Scale | RemoveReplicas | None = None
+        self.asked: ScaleWorkers | RemoveReplicas | None = None
         """Of the function platform, which has not answered."""
         self.ps = "gone"
         self.round = 0
@@ -89,7 +89,7 @@ class Region:
         self.pauses: list[int] = []
         self.publishing = False
         self.quit = False
-        self.reports: list[Report] = []
+        self.reports: list[SendReport] = []
         self.feed(Started(1))
 
     def feed(self, event: Event) -> None:
@@ -99,9 +99,9 @@ class Region:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
-        assert not self.quit or isinstance(action, Report | ShutDown), f"{action} after the end"
+        assert not self.quit or isinstance(action, SendReport | ShutDown), f"{action} after the end"
         match action:
-            case Prepare():
+            case PreparePartition():
                 assert not self.preparing, "prepared twice at once"
                 self.preparing = True
             case StartPs():
@@ -127,7 +127,7 @@ class Region:
                 assert key not in self.running, f"worker {action.worker} is called twice in one attempt"
                 self.running.add(key)
                 self._check_batches(action)
-            case Scale() | RemoveReplicas():
+            case ScaleWorkers() | RemoveReplicas():
                 assert action.workers == self.machine.workers
                 assert self.asked is None, "one order overtakes another"
                 self.asked = action
@@ -139,7 +139,7 @@ class Region:
             case Publish():
                 assert not self.publishing, "published twice at once"
                 self.publishing = True
-            case Report():
+            case SendReport():
                 self.reports.append(action)
             case ShutDown():
                 self.quit = True
@@ -170,7 +170,7 @@ class Region:
 
     def deployed(self) -> None:
         asked, self.asked = self.asked, None
-        if isinstance(asked, Scale):
+        if isinstance(asked, ScaleWorkers):
             self.replicas, self.moved = self.machine.workers, self.machine.preemptible
             self.feed(Deployed(self.replicas, self.moved))
         else:
@@ -185,7 +185,7 @@ class Region:
     def prepared(self) -> None:
         self.preparing = False
         self.replicas, self.moved = self.machine.workers, self.machine.preemptible
-        self.feed(Prepared())
+        self.feed(PartitionPrepared())
 
     def ps_listens(self) -> None:
         self.ps = "up"
@@ -193,7 +193,7 @@ class Region:
 
     def ps_answers(self) -> None:
         self.unanswered = False
-        self.feed(Configured(self.ps_attempt, self.fence_round))
+        self.feed(PartitionConfigured(self.ps_attempt, self.fence_round))
 
     def ps_says(self) -> None:
         phase = "finished" if self.finished else "training"
@@ -465,19 +465,19 @@ def test_what_somebody_else_must_mend_is_waited_for(code: str) -> None:
 
 def test_task_code_that_hangs_is_told_and_ended_the_third_time() -> None:
     region = _training()
-    region.feed(Progress(5.0, 150.0))
+    region.feed(IdleTick(5.0, 150.0))
     assert region.machine.condition == ""
-    region.feed(Progress(40.0, 150.0))
+    region.feed(IdleTick(40.0, 150.0))
     assert region.machine.condition == "no step for 40 s (a call without an answer is ended after 150 s)"
-    region.feed(Progress(0.0, 150.0))
+    region.feed(IdleTick(0.0, 150.0))
     assert region.machine.condition == "", "it continues"
     region.feed(PsStatusChanged(PsView("training", "waits for west", region.round)))
-    region.feed(Progress(40.0, 150.0))
+    region.feed(IdleTick(40.0, 150.0))
     assert region.machine.condition == "waits for west", "that is what it waits for"
     region.feed(PsStatusChanged(PsView("training", "", region.round)))
     _fail_a_worker(region, "FUNCTION_TIMEOUT")
     assert region.machine.state == "training"
-    region.feed(Progress(40.0, 150.0))
+    region.feed(IdleTick(40.0, 150.0))
     idle, tries = region.machine.condition.split("; ")
     assert idle.startswith("no step for 40 s")
     assert tries == "a failure without a completed round in between, the last: FUNCTION_TIMEOUT: x"
@@ -738,7 +738,7 @@ def test_those_that_are_left_are_not_replaced_before_they_have_left_what_they_ha
     assert not region.running, "the platform has not answered"
     region.asked = None
     region.feed(Deployed(None))
-    assert region.asked == Scale(4)
+    assert region.asked == ScaleWorkers(4)
     region.deployed()
     assert len(region.running) == 4
 
@@ -748,7 +748,7 @@ def test_a_move_that_fails_is_made_again_before_anybody_is_called() -> None:
     region.deploys_at_once = False
     _moved(region, 4, preemptible=True)
     for _ in range(3):
-        assert region.asked == Scale(4)
+        assert region.asked == ScaleWorkers(4)
         assert not region.running
         region.not_deployed("GATEWAY_UNAVAILABLE")
         region.pause_ends()

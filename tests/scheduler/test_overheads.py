@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler import Partition, Plan, Snapshot
+from scheduler import Plan, PlannedPartition, Snapshot
 from scheduler._overheads import Overheads, overheads, slice_ends
 from scheduler.tuning import TaskProfile
 from tests.scheduler.test_pipelined import cut, deep, snapshot
@@ -35,11 +35,11 @@ def known(**more: Any) -> Snapshot:
     return replace(found, profiles=profiles, start_seconds=2.0, start_of_run=False)
 
 
-def staged(found: Snapshot | None = None) -> Partition:
+def staged(found: Snapshot | None = None) -> PlannedPartition:
     return cut(planned(found or known(), demand(parallelism="pipeline", stages=3, workers=3)))[0]
 
 
-def told(part: Partition, profile: TaskProfile) -> tuple[float, ...]:
+def told(part: PlannedPartition, profile: TaskProfile) -> tuple[float, ...]:
     found = overheads(part, profile)
     return tuple(float(getattr(found, name)) for name in SECONDS)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import Capacity, Declined, Partition, Plan, Snapshot, plan
+from scheduler import Capacity, Declined, Plan, PlannedPartition, Snapshot, plan
 from scheduler._pipelined import staged
 from scheduler.pipeline import cuts_of, evaluate, played, ways_of
 from scheduler.tuning import StepPoint, TaskProfile
@@ -41,7 +41,7 @@ def snapshot(peak_mb: float, *, workers: int = 12, memory_mb: int = 1024) -> Sna
     return Snapshot(regions, model_bytes=4_000_000, profiles={n: deep(n, peak_mb=peak_mb) for n in "ab"})
 
 
-def cut(found: Plan, sentences: int = 0) -> list[Partition]:
+def cut(found: Plan, sentences: int = 0) -> list[PlannedPartition]:
     """``sentences``: of why, beside those of the stages."""
     parts = [part for part in found.partitions if part.pipeline is not None]
     for part in parts:

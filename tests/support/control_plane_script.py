@@ -16,7 +16,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, answering, peer_common_name, server_options, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.hub import Hub
-from region_agent.link.identity import Federation, Identity, make_request
+from region_agent.link.identity import Identity, JoinedFederation, make_request
 from region_agent.state.store import AgentStore
 
 _PATIENCE_SECONDS = 15.0
@@ -153,7 +153,7 @@ class Agent:
         key_pem, _ = make_request("east")
         key = serialization.load_pem_private_key(key_pem, None)
         issued = control_plane.authority.issue("east", "east.region.geofed", key=key, **life)  # type: ignore[arg-type]
-        federation = Federation("east", control_plane.address, "test")
+        federation = JoinedFederation("east", control_plane.address, "test")
         self.identity.store(federation, key_pem, issued.certificate_pem, issued.ca_pem)
         self.hub = Hub(self.identity, self.store, lambda: "{}", "1.0")
         self.taken: list[tuple[str, int]] = []

@@ -21,7 +21,7 @@ from sync import framing
 from sync.ps.core.actions import Ship
 from sync.ps.core.events import Event, PeerHas, Stored
 from sync.ps.exchange import ExchangeService, Links
-from sync.transfer.manifest import Manifest, Peer, Verdict
+from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.transport.sockets import Tls
 
 __all__ = ["JOB", "Site"]
@@ -127,8 +127,8 @@ class Site:
         if self._server is not None:
             await self._server.stop(0)
 
-    def peer(self, host: str = "127.0.0.1", port: int = 0) -> Peer:
-        return Peer(self.region, 1, f"{host}:{port or self.port}")
+    def peer(self, host: str = "127.0.0.1", port: int = 0) -> PeerAddress:
+        return PeerAddress(self.region, 1, f"{host}:{port or self.port}")
 
     def make(self, sequence: int, data: bytes, region: str = "") -> Manifest:
         """An update of ours, or one of another region's that we pass on."""
@@ -138,7 +138,7 @@ class Site:
         path.write_bytes(data)
         return Manifest(region, 1, sequence, framing.digest_of([data]), len(data), 1.0)
 
-    async def carry(self, to: Peer, manifest: Manifest, seconds: float = 30.0) -> None:
+    async def carry(self, to: PeerAddress, manifest: Manifest, seconds: float = 30.0) -> None:
         """Ship an update, and wait until it is durable there."""
         self.links.ship(Ship(to, (manifest,)))
         has = functools.partial(self._has, to.region, manifest)

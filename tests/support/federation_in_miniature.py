@@ -58,7 +58,7 @@ from sync.ps.core.events import (
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.ps.rejoin import rejoin_plan, rejoin_reply
-from sync.transfer.manifest import Manifest, Peer, Verdict
+from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 
 _LATE = 3
 """Rounds by which a region may be late after the grace window."""
@@ -424,7 +424,7 @@ class Site:
         self.ghosts |= {worker.call for worker in self.workers if worker.call}
         self.new_worker_group()
 
-    def configure(self, peers: tuple[Peer, ...], ways: Ways) -> None:
+    def configure(self, peers: tuple[PeerAddress, ...], ways: Ways) -> None:
         if self.machine is not None:
             told = Configured(self.epoch, self.attempt, peers, ways.neighbours, routes=ways.routes, former=ways.former)
             self.feed(replace(told, finish=self.told_to_end))
@@ -603,7 +603,9 @@ class Miniature:
         """Digest of the model after each round, wherever it was seen first."""
 
     def configure(self, name: str) -> None:
-        peers = tuple(Peer(site.name, site.epoch, site.name) for site in self.sites.values() if site.name != name)
+        peers = tuple(
+            PeerAddress(site.name, site.epoch, site.name) for site in self.sites.values() if site.name != name
+        )
         self.sites[name].configure(peers, self.told[name])
 
     # A region that has lost its state

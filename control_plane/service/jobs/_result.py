@@ -10,8 +10,7 @@ from control_plane.core import Copy, JobState, Partition, Report, federated_metr
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
-from scheduler import Partition as Planned
-from scheduler import Plan, step_seconds
+from scheduler import Plan, PlannedPartition, step_seconds
 from scheduler.tuning import COLLECTIVES, MergePoint
 
 
@@ -120,7 +119,7 @@ def unpromised_worker_seconds(state: JobState, plan: Plan) -> float:
     )
 
 
-def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: int) -> str:
+def _merge_of(report: Report, planned: PlannedPartition | None, plan: Plan, model_bytes: int) -> str:
     """Return the measured merge time as JSON; empty unless the same workers ran all the time, uncompressed."""
     collective, _, chunks = report.merged_by.partition(" with K = ")
     plain = plan.merging_codec == "fp32" and not plan.merging.get("staleness")
@@ -140,14 +139,14 @@ def _merge_of(report: Report, planned: Planned | None, plan: Plan, model_bytes: 
     return json.dumps(asdict(point))
 
 
-def _stage_pace_of(report: Report, planned: Planned | None) -> float:
+def _stage_pace_of(report: Report, planned: PlannedPartition | None) -> float:
     """Return the ratio of measured to profiled step time of a pipeline; 0 unless its planned workers ran."""
     if planned is None or planned.pipeline is None or report.workers != planned.workers:
         return 0.0
     return report.step_seconds / (planned.pipeline.step_seconds / planned.pipeline.pace)
 
 
-def _region(part: Partition, planned: Planned | None, training_seconds: float) -> dict[str, Any]:
+def _region(part: Partition, planned: PlannedPartition | None, training_seconds: float) -> dict[str, Any]:
     report = part.report or Report(part.epoch, part.state)
     # Includes evaluations and restarts of invocations, but not the waits for other regions.
     own_seconds = max(0.0, training_seconds - report.wait_seconds)

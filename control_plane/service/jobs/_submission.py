@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from control_plane.core import InitialModel, ScaleRequested, StartDelayed, job_state_to_json
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
-from control_plane.service.planning._admission import Decision
+from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import begin
 from control_plane.service.planning._initial import initial_model_of
 from control_plane.service.planning._planning import (
@@ -131,7 +131,7 @@ async def admit(
     federation: Federation,
     new: NewJob,
     check: Callable[[Draft], Awaitable[JobEntry | None]],
-    also: Callable[[Draft, Decision], None] = lambda draft, decided: None,
+    also: Callable[[Draft, AdmittedJob], None] = lambda draft, decided: None,
 ) -> tuple[JobEntry, bool]:
     """Plan a job, store it and start it; return it, and whether it is new.
 
@@ -175,7 +175,7 @@ async def _earlier(federation: Federation, row: JobRow) -> JobEntry | None:
     return await federation.find_job(earlier.id)
 
 
-def _store(draft: Draft, new: NewJob, decided: Decision) -> None:
+def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
     """Add a new job to a draft, and start it or have it wait."""
     row, spec, model = new.row, new.spec, new.initial_model
     state = first_state(row.id, draft.at, spec, decided.plan, draft.regions, decided.deadline_at, model)

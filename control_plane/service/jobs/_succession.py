@@ -21,9 +21,9 @@ from control_plane.core import InitialModel, ReplanRequested, SuccessorDecided, 
 from control_plane.service.jobs._result import runs_so_far
 from control_plane.service.jobs._submission import NewJob, admit, new_row
 from control_plane.service.measuring._known import Learnt, task_keys
-from control_plane.service.planning._admission import Decision
+from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._planning import declined_error
-from control_plane.service.planning._replan_gain import ROUNDS_SEEN, Pace, pays
+from control_plane.service.planning._replan_gain import ROUNDS_SEEN, RoundTimes, pays
 from control_plane.service.state._draft import Draft, JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, parse_json
@@ -61,7 +61,7 @@ class Succession:
         self._federation = federation
         self._evaluated: dict[str, tuple[set[str], float]] = {}
         """By job: the additional live regions at the last automatic evaluation, and its time."""
-        self._paces: dict[str, Pace] = {}
+        self._paces: dict[str, RoundTimes] = {}
         """Pace of the jobs that may be replanned automatically."""
         self._since = federation.clock()
 
@@ -141,7 +141,7 @@ class Succession:
             return False
         done = min((part.report.round if part.report else 0 for part in parts), default=0)
         if job not in self._paces:
-            self._paces[job] = Pace(state.started_at if state.started_at >= self._since else None)
+            self._paces[job] = RoundTimes(state.started_at if state.started_at >= self._since else None)
         self._paces[job].record(done, at)
         if any(part.link != "live" for part in parts):
             return False
@@ -213,7 +213,7 @@ class Succession:
                 raise _NotWaiting
             return None
 
-        def also(draft: Draft, decided: Decision) -> None:
+        def also(draft: Draft, decided: AdmittedJob) -> None:
             regions, taken = _regions(decided.plan), _taken(entry)
             wanted = {*regions, *(copy.source for copy in decided.plan.copies)}
             for name in sorted(wanted - taken):

@@ -1,8 +1,8 @@
 """Admission of a new job: whether it is admitted, with which promise, and with which workers.
 
 Planning may take seconds if many regions may process each other's shards. It therefore runs in a thread on a copy of
-the federation's state (`Admission`), while other requests are served. Before the decision is stored, `confirm` checks
-it against what has changed in the meantime.
+the federation's state (`PendingAdmission`), while other requests are served. Before the decision is stored, `confirm`
+checks it against what has changed in the meantime.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from scheduler import Declined, Demand, Plan, Planner
 from scheduler.deadline import Gang, Held, allot_kinds, offer
 
 __all__ = [
-    "Admission",
+    "AdmittedJob",
     "Answer",
-    "Decision",
+    "PendingAdmission",
     "free_preemptible",
     "free_workers",
     "frozen",
@@ -49,7 +49,7 @@ _MAX_PLACEMENTS = 150
 
 
 @dataclass(frozen=True)
-class Decision:
+class AdmittedJob:
     """An admitted job: its plan, promise and first workers."""
 
     plan: Plan
@@ -65,11 +65,11 @@ class Decision:
     """Index of the promised soft deadline; 0: the requested one."""
 
 
-Answer = Decision | Declined
+Answer = AdmittedJob | Declined
 
 
 @dataclass(frozen=True)
-class Admission:
+class PendingAdmission:
     """A new job and an immutable copy of all state that its admission depends on, so that a thread can plan it."""
 
     draft: Draft
@@ -96,7 +96,7 @@ class Admission:
         for step, demand in enumerate(demands):
             for planner in planners:
                 answer = self._decided(planner, demand, step)
-                if isinstance(answer, Decision):
+                if isinstance(answer, AdmittedJob):
                     return answer
                 refusals.append(answer)
 
@@ -116,7 +116,7 @@ class Admission:
 
         return with_dates(refusals[len(planners) - 1], demands[0], refusal, enough)
 
-    def confirm(self, decided: Decision, before: Admission) -> Decision | None:
+    def confirm(self, decided: AdmittedJob, before: PendingAdmission) -> AdmittedJob | None:
         """Return the decision with its plan under the present state; None if the job must be planned again.
 
         Args:
@@ -178,11 +178,11 @@ class Admission:
             return too_late(offered, demand, chosen, draft.at, alone=alone)
         return new, offered.held
 
-    def _decided(self, planner: Planner, demand: Demand, step: int) -> Decision | Declined:
+    def _decided(self, planner: Planner, demand: Demand, step: int) -> AdmittedJob | Declined:
         offered = self._offered(planner, demand)
         return offered if isinstance(offered, Declined) else self._decision(*offered, step)
 
-    def _decision(self, chosen: Plan, new: Gang, held: Mapping[str, Held], step: int) -> Decision:
+    def _decision(self, chosen: Plan, new: Gang, held: Mapping[str, Held], step: int) -> AdmittedJob:
         draft = self.draft
         capacities, preemptibles = capacities_of(draft.regions.values()), preemptible_of(draft.regions.values())
         now = allot_kinds(draft.at, capacities, preemptibles, [*self.gangs, new], before=held)
@@ -192,7 +192,7 @@ class Admission:
         before = jobs_before(draft, chosen, new.name, turn_of(new), self.served)
         waits_for = "" if available else what_for(chosen, before)
         ends = None if math.isinf(new.deadline_s) else new.deadline_s
-        return Decision(chosen, ends, need if available else {}, waits_for, preemptible, step)
+        return AdmittedJob(chosen, ends, need if available else {}, waits_for, preemptible, step)
 
 
 def frozen(draft: Draft) -> Draft:

@@ -19,7 +19,7 @@ from control_plane.service.jobs._result import unpromised_worker_seconds
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import Watched
 from control_plane.service.planning._admission import (
-    Admission,
+    PendingAdmission,
     free_preemptible,
     free_workers,
     frozen,
@@ -67,10 +67,10 @@ class Allocation:
         self.served: Mapping[str, float] = {}
         """Recent worker seconds of users' ended jobs without a promise, by user."""
 
-    def admission(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> Admission:
+    def admission(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> PendingAdmission:
         """Return a new job of a user (empty: the operator, who has no quota), with the state that it is planned by."""
         gangs = tuple(self._gangs(draft).values())
-        return Admission(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
+        return PendingAdmission(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
 
     def review(self, draft: Draft) -> None:
         """Start, scale, pause and resume jobs by a common allocation.

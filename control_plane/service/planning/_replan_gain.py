@@ -8,7 +8,7 @@ from statistics import median
 from control_plane.service.state._draft import JobEntry
 from scheduler import Plan
 
-__all__ = ["ROUNDS_SEEN", "Pace", "pays"]
+__all__ = ["ROUNDS_SEEN", "RoundTimes", "pays"]
 
 ROUNDS_SEEN = 3
 """Number of rounds before a job's pace counts as known."""
@@ -20,7 +20,7 @@ _MIN_SAVING = 0.1
 """Least saving, as a fraction of the rest; predictions may be wrong by as much."""
 
 
-class Pace:
+class RoundTimes:
     """Median time of a job's latest rounds, by when their reports arrived, so that one pause affects one round only."""
 
     def __init__(self, begun_at: float | None) -> None:

@@ -32,8 +32,7 @@ from control_plane.store import EventRow, JobRow, LogRow
 from geofed_pb.bounds import LOG_LINE_BYTES, NAME_BYTES, bounded_metrics, clean
 from geofed_pb.errors import CATALOGUE
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
-from scheduler import Partition as Planned
-from scheduler import PipelineShape, Plan
+from scheduler import PipelineShape, Plan, PlannedPartition
 
 _MAX_NAMES = 5000
 """Limit of the entries by region in a report; more than a federation has regions."""
@@ -199,7 +198,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
     )
 
 
-def _shards(part: Planned, plan: Plan) -> list[agent_pb2.ShardRef]:
+def _shards(part: PlannedPartition, plan: Plan) -> list[agent_pb2.ShardRef]:
     """Return the shards of a partition; empty if it trains on its region's own, as in older plans."""
     sizes = {copy.source: copy.bytes for copy in plan.copies}
     return [agent_pb2.ShardRef(region=region, bytes=sizes.get(region, 0)) for region in part.shards]

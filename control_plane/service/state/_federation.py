@@ -32,7 +32,7 @@ from control_plane.core import (
     region_state_from_json,
 )
 from control_plane.service.measuring._known import Learnt
-from control_plane.service.planning._admission import Admission, Answer
+from control_plane.service.planning._admission import Answer, PendingAdmission
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._routing import Routing
 from control_plane.service.rpc._session import AgentSession
@@ -150,7 +150,7 @@ class Federation:
 
     async def answer(
         self, spec: JobSpec, job: str, learnt: Learnt, user: str, *, without: str = ""
-    ) -> tuple[Admission, Answer]:
+    ) -> tuple[PendingAdmission, Answer]:
         """Plan a new job for the present federation, in a thread, since it may take seconds. The caller holds
         `planning`.
 

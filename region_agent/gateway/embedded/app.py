@@ -20,7 +20,7 @@ from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider
-from region_agent.gateway.embedded.proxy import Call, Proxy
+from region_agent.gateway.embedded.proxy import ProxiedCall, Proxy
 from region_agent.gateway.embedded.replicas.running import FunctionLimits
 from region_agent.gateway.embedded.system_routes import SystemRoutes, function_name
 from region_agent.gateway.embedded.table import Refused
@@ -138,7 +138,7 @@ class _CallRoutes:
         self._queue.cancel(request.path_params["name"])
         return Response(b"", 200)
 
-    async def _read(self, request: Request, call_id: str, started_ns: int) -> Call:
+    async def _read(self, request: Request, call_id: str, started_ns: int) -> ProxiedCall:
         name = function_name(request.path_params["name"])
         limits = FunctionLimits.of(self._provider.table.spec(name), self._config)
         limit = self._config.max_body_bytes
@@ -158,4 +158,4 @@ class _CallRoutes:
         path = "/" + request.path_params.get("rest", "")
         headers = {**request.headers, "x-call-id": call_id, "x-start-time": str(started_ns)}
         target = f"{path}?{request.url.query}" if request.url.query else path
-        return Call(name, request.method, target, headers, bytes(body), call_id)
+        return ProxiedCall(name, request.method, target, headers, bytes(body), call_id)

@@ -14,8 +14,8 @@ import httpx
 import structlog
 
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.embedded.config import Profile
-from region_agent.gateway.embedded.proxy import Answered, Call, Proxy
+from region_agent.gateway.embedded.config import Edition
+from region_agent.gateway.embedded.proxy import Answered, ProxiedCall, Proxy
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER
 from region_agent.gateway.retry import RetryPolicy
@@ -33,7 +33,7 @@ _log = structlog.get_logger("gateway.queue")
 class QueuedCall:
     """A call that waits."""
 
-    call: Call
+    call: ProxiedCall
     """The call."""
     callback_url: str
     """URL for the answer; empty: the answer is dropped."""
@@ -44,7 +44,7 @@ class QueuedCall:
 class AsyncQueue:
     """Runs queued calls, a bounded number at a time."""
 
-    def __init__(self, proxy: Proxy, profile: Profile, callback_ca: Path | None) -> None:
+    def __init__(self, proxy: Proxy, profile: Edition, callback_ca: Path | None) -> None:
         self._proxy = proxy
         self._profile = profile
         self._callback_ca = callback_ca
@@ -116,7 +116,7 @@ class AsyncQueue:
             }
             await self._deliver(queued.callback_url, headers, body)
 
-    async def _call_when_free(self, call: Call) -> Answered:
+    async def _call_when_free(self, call: ProxiedCall) -> Answered:
         """Call the function, and retry while all of its replicas are busy."""
         policy, attempt = RetryPolicy(), 0
         while True:

@@ -14,18 +14,18 @@ from typing import Any
 from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.embedded.table import Limits
+from region_agent.gateway.embedded.table import EditionLimits
 from region_agent.gateway.functions import BasicAuth
 from region_agent.gateway.quantities import parse_duration
 
-__all__ = ["Config", "Profile", "load"]
+__all__ = ["Config", "Edition", "load"]
 
 
 @dataclass(frozen=True)
-class Profile:
+class Edition:
     """The limits of an edition."""
 
-    limits: Limits
+    limits: EditionLimits
     """Functions and replicas."""
     queue_items: int
     """Asynchronous calls that may wait."""
@@ -36,9 +36,9 @@ class Profile:
 
 
 PROFILES = {
-    "none": Profile(Limits(), queue_items=1000, queue_body_bytes=2**20, queue_inflight=64),
-    "ce": Profile(
-        Limits(max_functions=15, min_replicas=1, max_replicas=5, scale_from_zero=False),
+    "none": Edition(EditionLimits(), queue_items=1000, queue_body_bytes=2**20, queue_inflight=64),
+    "ce": Edition(
+        EditionLimits(max_functions=15, min_replicas=1, max_replicas=5, scale_from_zero=False),
         queue_items=10,
         queue_body_bytes=256 * 1024,
         queue_inflight=1,
@@ -107,7 +107,7 @@ class Config:
     """Size at which a function's log file is rotated; one old file is kept."""
 
     @property
-    def limits(self) -> Profile:
+    def limits(self) -> Edition:
         return PROFILES[self.profile]
 
     @property

@@ -26,7 +26,7 @@ from region_agent.gateway.embedded.table import (
     CallEnded,
     CallStarted,
     Condemned,
-    Delete,
+    DeleteFunction,
     Deploy,
     Event,
     FunctionTable,
@@ -35,7 +35,7 @@ from region_agent.gateway.embedded.table import (
     ReplicaExited,
     ReplicaReady,
     RestartLater,
-    Scale,
+    ScaleFunction,
     StartReplica,
     StopReplica,
 )
@@ -108,7 +108,7 @@ class Provider:
 
     def delete(self, name: str) -> None:
         """Remove a function; its replicas finish their calls within the drain time."""
-        self.apply(Delete(name))
+        self.apply(DeleteFunction(name))
         self._created.pop(name, None)
         self._last_failure.pop(name, None)
         self.logs.end(name)
@@ -157,7 +157,7 @@ class Provider:
         if self.table.wanted(name) == 0:
             if not self.config.limits.limits.scale_from_zero:
                 raise Refused(503, f"function {name} is scaled to zero")
-            self.apply(Scale(name, 1))
+            self.apply(ScaleFunction(name, 1))
         while (replica := self.table.pick(name, limits.max_inflight)) is None:
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())

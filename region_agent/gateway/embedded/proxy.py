@@ -16,7 +16,7 @@ from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.quantities import format_duration, parse_duration
 
-__all__ = ["Answered", "Call", "Proxy"]
+__all__ = ["Answered", "ProxiedCall", "Proxy"]
 
 _HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length", "expect")
@@ -29,7 +29,7 @@ _PRIVATE_HEADERS = frozenset(("authorization", "proxy-authorization", "cookie"))
 
 
 @dataclass(frozen=True)
-class Call:
+class ProxiedCall:
     """A call of a function."""
 
     function: str
@@ -69,7 +69,7 @@ class Proxy:
         self._provider = provider
         self._metrics = metrics
 
-    async def call(self, call: Call) -> Answered:
+    async def call(self, call: ProxiedCall) -> Answered:
         """Call a function; raises ``Refused`` for every failure that is not the function's own."""
         started = time.monotonic()
         self._metrics.started(call.function)
@@ -84,7 +84,7 @@ class Proxy:
         finally:
             self._metrics.ended(call.function, status, time.monotonic() - started)
 
-    async def _call(self, call: Call) -> Answered:
+    async def _call(self, call: ProxiedCall) -> Answered:
         running = await self._provider.acquire(call.function)
         try:
             limit = time_limit(running.limits.call_timeout, call.headers)
@@ -96,7 +96,7 @@ class Proxy:
         finally:
             self._provider.release(running)
 
-    async def _exchange(self, running: Running, call: Call, limit: timedelta) -> httpx.Response:
+    async def _exchange(self, running: Running, call: ProxiedCall, limit: timedelta) -> httpx.Response:
         headers = {
             key: value
             for key, value in call.headers.items()

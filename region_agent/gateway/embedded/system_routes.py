@@ -17,7 +17,7 @@ from starlette.routing import Route
 from geofed_pb.bounds import parts_of
 from region_agent.gateway.embedded.logs import LogQuery
 from region_agent.gateway.embedded.provider import Provider
-from region_agent.gateway.embedded.table import Refused, Scale
+from region_agent.gateway.embedded.table import Refused, ScaleFunction
 from region_agent.gateway.functions import FunctionSpec, LogLine, parse_timestamp
 
 __all__ = ["NAMESPACE", "SystemRoutes", "function_name"]
@@ -116,7 +116,7 @@ class SystemRoutes:
         replicas = body.get("replicas")
         if not isinstance(replicas, int) or isinstance(replicas, bool):
             raise Refused(400, f"replicas {replicas!r} is not a whole number")
-        self._provider.apply(Scale(function_name(request.path_params["name"]), replicas))
+        self._provider.apply(ScaleFunction(function_name(request.path_params["name"]), replicas))
         return Response(b"", 202)
 
     async def list_secrets(self, request: Request) -> Response:

@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EditionLimits:
     """Limits of an edition of the gateway."""
 
     max_functions: int | None = None
@@ -46,7 +46,7 @@ class Limits:
     """Whether a call starts a replica if there is none."""
 
 
-class Phase(Enum):
+class ReplicaPhase(Enum):
     """State of a replica."""
 
     STARTING = "starting"
@@ -63,7 +63,7 @@ class Deploy:
 
 
 @dataclass(frozen=True)
-class Delete:
+class DeleteFunction:
     """A client deletes a function."""
 
     name: str
@@ -71,7 +71,7 @@ class Delete:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleFunction:
     """A client sets the number of replicas."""
 
     name: str
@@ -130,7 +130,17 @@ class CallEnded:
     """Replica."""
 
 
-Event = Deploy | Delete | Scale | ReplicaReady | ReplicaExited | Condemned | RestartDue | CallStarted | CallEnded
+Event = (
+    Deploy
+    | DeleteFunction
+    | ScaleFunction
+    | ReplicaReady
+    | ReplicaExited
+    | Condemned
+    | RestartDue
+    | CallStarted
+    | CallEnded
+)
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,7 @@ class _Replica:
     name: str
     function: str
     generation: int
-    phase: Phase = Phase.STARTING
+    phase: ReplicaPhase = ReplicaPhase.STARTING
     calls: int = 0
 
 
@@ -195,7 +205,7 @@ class _Function:
 class FunctionTable:
     """The state; ``handle`` is the only way to change it."""
 
-    limits: Limits = field(default_factory=Limits)
+    limits: EditionLimits = field(default_factory=EditionLimits)
     _functions: dict[str, _Function] = field(default_factory=dict)
     _replicas: dict[str, _Replica] = field(default_factory=dict)
     _counter: int = 0
@@ -206,11 +216,11 @@ class FunctionTable:
             case Deploy(spec):
                 self._deploy(spec)
                 return self._reconcile(spec.service)
-            case Delete(name):
+            case DeleteFunction(name):
                 self._function(name)
                 del self._functions[name]
                 return self._drain(self._of(name))
-            case Scale(name, replicas):
+            case ScaleFunction(name, replicas):
                 self._function(name).wanted = self._clamp(replicas)
                 return self._reconcile(name)
             case ReplicaReady(name):
@@ -250,7 +260,7 @@ class FunctionTable:
 
     def available(self, name: str) -> int:
         """How many replicas take calls."""
-        return sum(replica.phase is Phase.READY for replica in self._of(name))
+        return sum(replica.phase is ReplicaPhase.READY for replica in self._of(name))
 
     def invocations(self, name: str) -> int:
         """Calls since it was deployed."""
@@ -266,7 +276,7 @@ class FunctionTable:
         None where no replica is ready yet; raises ``Refused`` 429 where all have ``max_inflight`` calls.
         """
         self._function(name)
-        ready = [replica for replica in self._of(name) if replica.phase is Phase.READY]
+        ready = [replica for replica in self._of(name) if replica.phase is ReplicaPhase.READY]
         if not ready:
             return None
         free = [replica for replica in ready if replica.calls < max_inflight]
@@ -310,9 +320,9 @@ class FunctionTable:
 
     def _ready(self, name: str) -> list[Action]:
         replica = self._replicas.get(name)
-        if replica is None or replica.phase is not Phase.STARTING:
+        if replica is None or replica.phase is not ReplicaPhase.STARTING:
             return []
-        replica.phase = Phase.READY
+        replica.phase = ReplicaPhase.READY
         function = self._functions.get(replica.function)
         if function is not None and function.generation == replica.generation:
             function.failed_starts = 0
@@ -323,7 +333,7 @@ class FunctionTable:
         if replica is None:
             return []
         function = self._functions.get(replica.function)
-        if function is None or function.generation != replica.generation or replica.phase is not Phase.STARTING:
+        if function is None or function.generation != replica.generation or replica.phase is not ReplicaPhase.STARTING:
             return self._reconcile(replica.function)
         function.failed_starts += 1
         if function.waiting:
@@ -334,9 +344,9 @@ class FunctionTable:
 
     def _condemned(self, name: str) -> list[Action]:
         replica = self._replicas.get(name)
-        if replica is None or replica.phase is not Phase.READY:
+        if replica is None or replica.phase is not ReplicaPhase.READY:
             return []
-        replica.phase = Phase.DRAINING
+        replica.phase = ReplicaPhase.DRAINING
         return self._reconcile(replica.function)
 
     def _call_ended(self, name: str) -> list[Action]:
@@ -344,7 +354,7 @@ class FunctionTable:
         if replica is None:
             return []
         replica.calls -= 1
-        if replica.phase is Phase.DRAINING and replica.calls == 0:
+        if replica.phase is ReplicaPhase.DRAINING and replica.calls == 0:
             return [StopReplica(name)]
         return []
 
@@ -352,15 +362,15 @@ class FunctionTable:
         function = self._functions.get(name)
         if function is None:
             return self._drain(self._of(name))
-        alive = [replica for replica in self._of(name) if replica.phase is not Phase.DRAINING]
+        alive = [replica for replica in self._of(name) if replica.phase is not ReplicaPhase.DRAINING]
         current = [replica for replica in alive if replica.generation == function.generation]
         actions: list[Action] = []
         if not function.waiting:
             actions += [self._start(function) for _ in range(function.wanted - len(current))]
         if len(current) > function.wanted:
-            current.sort(key=lambda replica: (replica.phase is Phase.READY, replica.calls))
+            current.sort(key=lambda replica: (replica.phase is ReplicaPhase.READY, replica.calls))
             actions += self._drain(current[: len(current) - function.wanted])
-        if sum(replica.phase is Phase.READY for replica in current) >= function.wanted:
+        if sum(replica.phase is ReplicaPhase.READY for replica in current) >= function.wanted:
             actions += self._drain(replica for replica in alive if replica.generation != function.generation)
         return actions
 
@@ -373,8 +383,8 @@ class FunctionTable:
     def _drain(self, replicas: Iterable[_Replica]) -> list[Action]:
         actions: list[Action] = []
         for replica in replicas:
-            if replica.phase is not Phase.DRAINING:
-                replica.phase = Phase.DRAINING
+            if replica.phase is not ReplicaPhase.DRAINING:
+                replica.phase = ReplicaPhase.DRAINING
                 actions.append(LimitDrain(replica.name) if replica.calls else StopReplica(replica.name))
         return actions
 

@@ -13,7 +13,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.invocation import Schedule
 
-__all__ = ["LearningRate", "factor"]
+__all__ = ["LearningRateSchedule", "factor"]
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
@@ -35,7 +35,7 @@ def factor(schedule: Schedule, step: int, steps: int) -> float:
     return schedule.floor + (1.0 - schedule.floor) * left
 
 
-class LearningRate:
+class LearningRateSchedule:
     """Sets the learning rates of an optimiser; the factor is the same for all groups of parameters."""
 
     def __init__(

@@ -14,7 +14,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ps_client import PsClient
-from region_agent.worker.task import Task
+from region_agent.worker.task import TaskModule
 from sync import framing
 from sync.channel import Channel, fence_key
 from sync.collective import (
@@ -87,7 +87,7 @@ class SingleWorker:
     name = "a worker alone"
     server_counts_steps = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, task: Task) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, task: TaskModule) -> None:
         self._optimizer, self._task = optimizer, task
 
     def arm(self, step: int, samples: int) -> None:
@@ -120,7 +120,7 @@ class ServerReduce(SingleWorker):
     server_counts_steps = True
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, task: Task, flat: FlatModel, channel: Channel, call: Invocation
+        self, optimizer: torch.optim.Optimizer, task: TaskModule, flat: FlatModel, channel: Channel, call: Invocation
     ) -> None:
         super().__init__(optimizer, task)
         self._flat, self._channel, self._call = flat, channel, call
@@ -169,7 +169,7 @@ class ChannelCollective(SingleWorker):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        task: Task,
+        task: TaskModule,
         flat: FlatModel,
         collective: Collective,
         name: str,
@@ -258,7 +258,12 @@ class Fenced:
 
 
 def merging_for(
-    call: Invocation, task: Task, optimizer: torch.optim.Optimizer, flat: FlatModel, channel: Channel, begun: float
+    call: Invocation,
+    task: TaskModule,
+    optimizer: torch.optim.Optimizer,
+    flat: FlatModel,
+    channel: Channel,
+    begun: float,
 ) -> Merging:
     """Open the collective of the plan; for "auto", the fastest one by the channel's measured costs.
 

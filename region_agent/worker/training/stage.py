@@ -15,8 +15,8 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
-from region_agent.worker.task import Task
-from region_agent.worker.training.learning_rate import LearningRate
+from region_agent.worker.task import TaskModule
+from region_agent.worker.training.learning_rate import LearningRateSchedule
 from region_agent.worker.training.merging import Fenced, group_settings
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
 from region_agent.worker.training.stage_checkpoints import StageCheckpoints, state_key
@@ -28,7 +28,7 @@ from sync.collective import State as CollectiveState
 from sync.device import device
 from sync.flat import FlatModel, layout_of
 from sync.layout import Layout, Vector
-from sync.pipeline import GroupMerge, Layers, Logged, Pipeline, StageRunner
+from sync.pipeline import GroupMerge, Layers, Pipeline, ReplayLog, StageRunner
 from sync.seeding import seed_all
 
 __all__ = ["ModelStage", "pipeline_of"]
@@ -56,7 +56,7 @@ class ModelStage:
     in_stages = True
     server_counts_steps = False
 
-    def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel) -> None:
+    def __init__(self, call: Invocation, task: TaskModule, data: dict[str, Any], channel: Channel) -> None:
         self._call, self._task, self._data, self._channel = call, task, data, channel
         self._shape, self._device = pipeline_of(call), device(call.worker)
         self._place = self._shape.position(call.worker)
@@ -74,7 +74,7 @@ class ModelStage:
         # Optimisers refuse an empty list, so a stage without parameters gets one that never has a gradient.
         parameters = list(module.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
         self._optimizer = task.optimizer(iter(parameters))
-        self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round)
+        self._rate = LearningRateSchedule(self._optimizer, call.schedule, call.rounds * call.steps_per_round)
         self._fenced = Fenced(channel, call.attempt)
         settings, member = group_settings(call, self.flat), Member(replica, call.degree, call.attempt)
         merge_channel = channel if settings.asked is not None else self._fenced
@@ -177,7 +177,7 @@ class ModelStage:
             drawn = stream.micro_batches(step, sizes)
         return [move(batch, self._device) for batch in drawn]
 
-    def _draw_logged(self, logged: Logged, step: int) -> list[list[Any]]:
+    def _draw_logged(self, logged: ReplayLog, step: int) -> list[list[Any]]:
         """Return the micro-batches of all replicas of an earlier attempt."""
         if self._stream is None:
             return []

@@ -26,7 +26,7 @@ from region_agent.worker.data.shard import share_of
 from region_agent.worker.invocation import Invocation
 from sync import framing
 from sync.channel import Channel
-from sync.pipeline import Logged, Pipeline, logged_keys
+from sync.pipeline import Pipeline, ReplayLog, logged_keys
 
 __all__ = ["StageCheckpoints", "state_key"]
 
@@ -205,15 +205,15 @@ class StageCheckpoints:
     def _round_start(self, step: int) -> int:
         return (step - 1) // self._call.steps_per_round * self._call.steps_per_round
 
-    def _logged_in(self, era: _LogSegment) -> Logged:
+    def _logged_in(self, era: _LogSegment) -> ReplayLog:
         shape = Pipeline(self._shape.stages, era.degree, era.micro_batch, self._shape.order)
         batch = self._call.region_batch
         samples = tuple(len(share_of(replica, era.degree, batch)) for replica in range(era.degree))
-        return Logged(f"p/{era.attempt}", shape, samples)
+        return ReplayLog(f"p/{era.attempt}", shape, samples)
 
     # At every step
 
-    def replayed(self, step: int) -> Logged | None:
+    def replayed(self, step: int) -> ReplayLog | None:
         """Return the log that a step is replayed from; None: it is a new step, made together with the other stages."""
         base = self._agreed.bases[self._stage][1] if self._agreed.step != _NO_STEP else 0
         if self._replays is None:

@@ -18,8 +18,8 @@ from region_agent.worker.data.batches import Batches
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
-from region_agent.worker.task import Task
-from region_agent.worker.training.learning_rate import LearningRate
+from region_agent.worker.task import TaskModule
+from region_agent.worker.training.learning_rate import LearningRateSchedule
 from region_agent.worker.training.merging import merging_for
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
 from sync import framing
@@ -164,7 +164,9 @@ class WholeModel:
     in_stages = False
     evaluation_may_fail = True
 
-    def __init__(self, call: Invocation, task: Task, data: dict[str, Any], channel: Channel, begun: float) -> None:
+    def __init__(
+        self, call: Invocation, task: TaskModule, data: dict[str, Any], channel: Channel, begun: float
+    ) -> None:
         """``begun``: begin of the invocation, in seconds of the monotonic clock."""
         self._call, self._task, self._data, self._channel = call, task, data, channel
         self._device = device(call.worker)
@@ -178,7 +180,9 @@ class WholeModel:
         self._optimizer = task.optimizer(self._module.parameters())
         batches = Batches(call.region_batch, call.stretches)
         with task.calling("optimizer"):
-            self._rate = LearningRate(self._optimizer, call.schedule, call.rounds * call.steps_per_round, batches)
+            self._rate = LearningRateSchedule(
+                self._optimizer, call.schedule, call.rounds * call.steps_per_round, batches
+            )
         with task.calling("dataset"):
             self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
         self.counted = self.share(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sync.ps.core.answers import Answer
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 
 __all__ = [
     "Action",
@@ -105,7 +105,7 @@ class Reproduce:
 class Ship:
     """Send a peer these updates until it has them; `PeerHas` reports each."""
 
-    peer: Peer
+    peer: PeerAddress
     manifests: tuple[Manifest, ...]
     """The updates, in place of those of the last `Ship`."""
 

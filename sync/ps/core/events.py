@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sync.ps.core.actions import Apply, Keep, Log
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 
 __all__ = [
     "Applied",
@@ -43,7 +43,7 @@ class Configured:
     epoch: int
     attempt: int
     """0: unchanged."""
-    peers: tuple[Peer, ...]
+    peers: tuple[PeerAddress, ...]
     neighbours: tuple[tuple[str, str], ...] = ()
     """Pairs of regions that exchange directly; other updates are passed on. Empty: all pairs do."""
     workers: int = 0

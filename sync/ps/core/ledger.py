@@ -27,7 +27,7 @@ from dataclasses import replace
 from sync.ps.core.actions import Ship, SumUp
 from sync.ps.core.routes import next_hops
 from sync.ps.core.sums import Sums
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 
 __all__ = ["NO_MODEL", "Ledger"]
 
@@ -67,7 +67,7 @@ class Ledger:
         """Pairs that still exchange directly until all regions know the current pairs; empty: none."""
         self.routes = 0
         """Version of these pairs."""
-        self.peers: dict[str, Peer] = {}
+        self.peers: dict[str, PeerAddress] = {}
         """The other regions' servers, by region, as far as they are known."""
 
     def add(self, manifest: Manifest) -> None:

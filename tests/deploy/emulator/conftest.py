@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.emulator import CONTROL, Emulator, Link, Profile
+from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile
 
 
 def _namespaces() -> set[int]:
@@ -74,12 +74,12 @@ def emulator_works() -> None:
 
 
 @pytest.fixture(scope="session")
-def two_regions() -> Callable[[Link], Profile]:
+def two_regions() -> Callable[[EmulatedLink], WanProfile]:
     """A profile with regions ``a`` and ``b`` and the same link both ways."""
 
-    def build(link: Link) -> Profile:
+    def build(link: EmulatedLink) -> WanProfile:
         sites = (CONTROL, "a", "b")
-        links = {pair: Link() if CONTROL in pair else link for pair in permutations(sites, 2)}
-        return Profile("two", "two regions", "a test", ("a", "b"), links)
+        links = {pair: EmulatedLink() if CONTROL in pair else link for pair in permutations(sites, 2)}
+        return WanProfile("two", "two regions", "a test", ("a", "b"), links)
 
     return build

@@ -11,16 +11,16 @@ import sys
 from itertools import permutations
 from pathlib import Path
 
-from deploy.emulator import CONTROL, Emulator, Link, Profile
+from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile
 from deploy.emulator._calibration import ping, transfer_tcp, transfer_udp
 
 A_TO_B = ("a", "b")
 
 
-def wan() -> Profile:
+def wan() -> WanProfile:
     sites = (CONTROL, "a", "b")
-    links = {pair: Link() if CONTROL in pair else Link(delay_ms=25) for pair in permutations(sites, 2)}
-    return Profile("conformance", "two regions", "the conformance test", ("a", "b"), links)
+    links = {pair: EmulatedLink() if CONTROL in pair else EmulatedLink(delay_ms=25) for pair in permutations(sites, 2)}
+    return WanProfile("conformance", "two regions", "the conformance test", ("a", "b"), links)
 
 
 def measure(emu: Emulator) -> dict[str, object]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from deploy.emulator import Emulator, Link, Profile
+from deploy.emulator import EmulatedLink, Emulator, WanProfile
 from deploy.emulator._calibration import ping, transfer_tcp
 from deploy.emulator._probe import spread
 from geofed_pb.errors import GeofedError
@@ -19,8 +19,8 @@ RTT_MS = 100.0
 
 
 @pytest.fixture(scope="module")
-def wan(emulator_works: None, two_regions: Callable[[Link], Profile]) -> Iterator[Emulator]:
-    with Emulator(two_regions(Link(rate_mbps=100, delay_ms=RTT_MS / 2))) as emulator:
+def wan(emulator_works: None, two_regions: Callable[[EmulatedLink], WanProfile]) -> Iterator[Emulator]:
+    with Emulator(two_regions(EmulatedLink(rate_mbps=100, delay_ms=RTT_MS / 2))) as emulator:
         yield emulator
 
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from deploy.emulator import CONTROL, Emulator, Link, Profile, load_profile
+from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile, load_profile
 from deploy.emulator._calibration import ping, transfer_udp
 from geofed_pb.errors import GeofedError
 
 pytestmark = [pytest.mark.netns, pytest.mark.usefixtures("emulator_works")]
 
-Build = Callable[[Link], Profile]
+Build = Callable[[EmulatedLink], WanProfile]
 AB = ("a", "b")
 
 
 @pytest.fixture(scope="module")
 def wan(emulator_works: None, two_regions: Build) -> Iterator[Emulator]:
-    with Emulator(two_regions(Link(delay_ms=10))) as emulator:
+    with Emulator(two_regions(EmulatedLink(delay_ms=10))) as emulator:
         yield emulator
 
 
@@ -165,13 +165,13 @@ def test_down_ends_what_runs_inside(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_leaks")
 def test_two_emulators_live_side_by_side(two_regions: Build, tmp_path: Path) -> None:
     with (
-        Emulator(two_regions(Link(delay_ms=5)), state_dir=tmp_path / "1") as one,
-        Emulator(two_regions(Link(delay_ms=20)), state_dir=tmp_path / "2") as two,
+        Emulator(two_regions(EmulatedLink(delay_ms=5)), state_dir=tmp_path / "1") as one,
+        Emulator(two_regions(EmulatedLink(delay_ms=20)), state_dir=tmp_path / "2") as two,
     ):
         assert median_rtt(one) == pytest.approx(10, abs=2)
         assert median_rtt(two) == pytest.approx(40, abs=2)
         with pytest.raises(GeofedError, match="ILLEGAL_STATE"):
-            Emulator(two_regions(Link()), state_dir=tmp_path / "1").start()
+            Emulator(two_regions(EmulatedLink()), state_dir=tmp_path / "1").start()
         assert median_rtt(one) == pytest.approx(10, abs=2)
 
 
@@ -225,7 +225,7 @@ def test_a_stopped_relay_cuts_and_never_unshapes(wan: Emulator) -> None:
 
 @pytest.mark.usefixtures("no_leaks")
 def test_a_killed_relay_ends_the_emulator(two_regions: Build, tmp_path: Path) -> None:
-    emulator = Emulator(two_regions(Link(delay_ms=10)), state_dir=tmp_path).start()
+    emulator = Emulator(two_regions(EmulatedLink(delay_ms=10)), state_dir=tmp_path).start()
     relay = emulator.status()["relay"]
     if relay is not None:
         os.kill(relay["pid"], signal.SIGKILL)

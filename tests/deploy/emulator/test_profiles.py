@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.emulator import CONTROL, Link, Profile, load_profile, profile_names
+from deploy.emulator import CONTROL, EmulatedLink, WanProfile, load_profile, profile_names
 from deploy.emulator._link import change
 from deploy.emulator._schema import parse_profile
 from deploy.emulator._topology import netem_lines, queue_bytes, rate_line, segment_bytes
@@ -16,11 +16,11 @@ from geofed_pb.errors import GeofedError
 HEAD = "name: x\ndescription: d\nsource: s\nregions: [a, b]\n"
 
 
-def links(low_delay: float = 0) -> st.SearchStrategy[Link]:
+def links(low_delay: float = 0) -> st.SearchStrategy[EmulatedLink]:
     delays = st.floats(low_delay, 60_000)
     return delays.flatmap(
         lambda delay: st.builds(
-            Link,
+            EmulatedLink,
             rate_mbps=st.none() | st.floats(0.01, 100_000),
             delay_ms=st.just(delay),
             jitter_ms=st.floats(0, delay),
@@ -44,7 +44,7 @@ def test_shipped_names() -> None:
 
 def test_round_trip_is_split_over_the_two_directions() -> None:
     profile = load_profile("seed-2")
-    assert profile.links["shanghai", "chongqing"] == Link(rate_mbps=100, delay_ms=15)
+    assert profile.links["shanghai", "chongqing"] == EmulatedLink(rate_mbps=100, delay_ms=15)
 
 
 def test_the_measured_grid_is_asymmetric_and_scaled_by_200() -> None:
@@ -56,13 +56,13 @@ def test_the_measured_grid_is_asymmetric_and_scaled_by_200() -> None:
 
 
 @given(link=links())
-def test_profile_survives_json(link: Link) -> None:
-    profile = Profile("p", "d", "s", ("a",), {(CONTROL, "a"): link, ("a", CONTROL): Link()})
-    assert Profile.from_dict(json.loads(json.dumps(profile.as_dict()))) == profile
+def test_profile_survives_json(link: EmulatedLink) -> None:
+    profile = WanProfile("p", "d", "s", ("a",), {(CONTROL, "a"): link, ("a", CONTROL): EmulatedLink()})
+    assert WanProfile.from_dict(json.loads(json.dumps(profile.as_dict()))) == profile
 
 
 @given(link=links())
-def test_tc_lines_are_in_range_for_every_link(link: Link) -> None:
+def test_tc_lines_are_in_range_for_every_link(link: EmulatedLink) -> None:
     assert 512 << 10 <= queue_bytes(link) <= 256 << 20
     assert segment_bytes([link]) in (16_384, 65_536)
     line = rate_line(0, 1, link)
@@ -113,8 +113,8 @@ def test_missing_profiles(tmp_path: Path) -> None:
 
 
 def test_change_keeps_the_rest_and_refuses_nonsense() -> None:
-    link = Link(rate_mbps=10, delay_ms=20)
-    assert change(link, rate_mbps=None) == Link(delay_ms=20)
+    link = EmulatedLink(rate_mbps=10, delay_ms=20)
+    assert change(link, rate_mbps=None) == EmulatedLink(delay_ms=20)
     with pytest.raises(GeofedError, match="CONFIG_INVALID"):
         change(link, loss=2)
     with pytest.raises(GeofedError, match="CONFIG_INVALID"):

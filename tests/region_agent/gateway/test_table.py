@@ -15,17 +15,17 @@ from region_agent.gateway.embedded.table import (
     CallEnded,
     CallStarted,
     Condemned,
-    Delete,
+    DeleteFunction,
     Deploy,
+    EditionLimits,
     FunctionTable,
     LimitDrain,
-    Limits,
     Refused,
     ReplicaExited,
     ReplicaReady,
     RestartDue,
     RestartLater,
-    Scale,
+    ScaleFunction,
     StartReplica,
     StopReplica,
 )
@@ -37,8 +37,8 @@ def started(actions) -> list[str]:
     return [action.replica for action in actions if isinstance(action, StartReplica)]
 
 
-def table_with(replicas: int, limits: Limits | None = None) -> tuple[FunctionTable, list[str]]:
-    table = FunctionTable(limits or Limits())
+def table_with(replicas: int, limits: EditionLimits | None = None) -> tuple[FunctionTable, list[str]]:
+    table = FunctionTable(limits or EditionLimits())
     names = started(table.handle(Deploy(replace(SPEC, labels=fixed_scale_labels(replicas)))))
     for name in names:
         assert table.handle(ReplicaReady(name)) == []
@@ -104,8 +104,8 @@ def test_wait_of_an_older_generation_is_ignored() -> None:
 def test_scaling_down_stops_the_idle_and_drains_the_busy() -> None:
     table, (one, two) = table_with(2)
     table.handle(CallStarted(one))
-    assert table.handle(Scale("f", 1)) == [StopReplica(two)]
-    assert table.handle(Scale("f", 0)) == [LimitDrain(one)]
+    assert table.handle(ScaleFunction("f", 1)) == [StopReplica(two)]
+    assert table.handle(ScaleFunction("f", 0)) == [LimitDrain(one)]
     with pytest.raises(KeyError):
         table.handle(CallStarted("gone"))
     assert table.pick("f", 1) is None
@@ -115,7 +115,7 @@ def test_scaling_down_stops_the_idle_and_drains_the_busy() -> None:
 def test_delete_drains() -> None:
     table, (one, two) = table_with(2)
     table.handle(CallStarted(two))
-    assert table.handle(Delete("f")) == [StopReplica(one), LimitDrain(two)]
+    assert table.handle(DeleteFunction("f")) == [StopReplica(one), LimitDrain(two)]
     assert table.names() == []
     with pytest.raises(Refused):
         table.pick("f", 1)
@@ -145,16 +145,16 @@ def test_condemned_replica_gets_no_call_and_is_replaced_at_once() -> None:
 
 
 def test_limits_clamp_replicas_and_bound_functions() -> None:
-    limits = Limits(max_functions=1, min_replicas=1, max_replicas=5)
+    limits = EditionLimits(max_functions=1, min_replicas=1, max_replicas=5)
     table, _ = table_with(3, limits)
-    table.handle(Scale("f", 99))
+    table.handle(ScaleFunction("f", 99))
     assert table.wanted("f") == 5
-    table.handle(Scale("f", 0))
+    table.handle(ScaleFunction("f", 0))
     assert table.wanted("f") == 1
     with pytest.raises(Refused, match="1 functions"):
         table.handle(Deploy(FunctionSpec("g", "i")))
     with pytest.raises(Refused):
-        table.handle(Scale("f", -1))
+        table.handle(ScaleFunction("f", -1))
 
 
 def test_a_label_that_is_no_number_is_refused() -> None:
@@ -184,7 +184,7 @@ def test_whatever_happens_the_table_comes_back_to_what_is_wanted(steps) -> None:
     for verb, number in steps:
         match verb:
             case "scale":
-                take(table.handle(Scale("f", number)))
+                take(table.handle(ScaleFunction("f", number)))
             case "update":
                 take(table.handle(Deploy(replace(SPEC, image=f"image:{number}"))))
             case "due" if waiting:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.invocation import Schedule, Stretch
-from region_agent.worker.training.learning_rate import LearningRate, factor
+from region_agent.worker.training.learning_rate import LearningRateSchedule, factor
 
 SCHEDULES = st.builds(
     Schedule,
@@ -50,7 +50,7 @@ def test_a_cosine_is_pytorchs(steps: int, floor: float) -> None:
 def test_all_groups_of_parameters_keep_their_proportions() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.02)]
     optimizer = torch.optim.Adam(groups)
-    rate = LearningRate(optimizer, Schedule(shape="linear", warmup=0.25), 8)
+    rate = LearningRateSchedule(optimizer, Schedule(shape="linear", warmup=0.25), 8)
     seen = []
     for step in (1, 2, 3, 8, 3):
         rate.set(step)
@@ -60,7 +60,7 @@ def test_all_groups_of_parameters_keep_their_proportions() -> None:
 
 def test_without_a_schedule_the_tasks_own_rates_stay() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
-    LearningRate(optimizer, None, 10).set(7)
+    LearningRateSchedule(optimizer, None, 10).set(7)
     assert optimizer.param_groups[0]["lr"] == 0.3
 
 
@@ -68,7 +68,7 @@ def test_without_a_schedule_the_tasks_own_rates_stay() -> None:
 def test_the_factor_of_a_batch_goes_beside_the_schedule(schedule: Schedule | None) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     batches = Batches(64, [Stretch(first_step=6, batch=16, rate=0.5)])
-    rate = LearningRate(optimizer, schedule, 10, batches)
+    rate = LearningRateSchedule(optimizer, schedule, 10, batches)
     for step in (5, 6, 5):  # whatever was made before
         rate.set(step)
         alone = factor(schedule, step, 10) if schedule is not None else 1.0
@@ -81,7 +81,7 @@ def test_an_optimiser_without_a_rate_is_told_of() -> None:
             super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
 
     with pytest.raises(GeofedError, match="TASK_INVALID"):
-        LearningRate(Rateless(), Schedule(), 10)
+        LearningRateSchedule(Rateless(), Schedule(), 10)
 
 
 @pytest.mark.parametrize("wrong", [{"warmup": 1.0}, {"floor": 1.1}, {"shape": "zigzag"}, {"floor": math.nan}])

@@ -15,7 +15,7 @@ from support.server_process import Server
 from geofed_pb.errors import GeofedError
 from region_agent.worker import handler
 from region_agent.worker.invocation import ShardFile
-from region_agent.worker.task import Task
+from region_agent.worker.task import TaskModule
 from sync.channel import FileChannel
 
 TASK = LINEAR_TASK.replace("def model(config):\n", "def model(config):\n    assert SEEN\n") + (
@@ -28,12 +28,12 @@ LAYERS = (
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Callable[..., Task]:
+def loaded(tmp_path: Path) -> Callable[..., TaskModule]:
     """The task of an invocation as the worker function has it, after the data."""
     server = Server(tmp_path / "server", Authority(), "east", ("east",), workers=3)
     data = write_samples(tmp_path / "data.npz", 20)
 
-    def load(task: str = TASK, worker: int = 0, **changed: Any) -> Task:
+    def load(task: str = TASK, worker: int = 0, **changed: Any) -> TaskModule:
         channel, call = FileChannel(server.channel_folder), invocation(server, task, data, worker, **changed)
         handler._trainer(call, channel, time.monotonic()).close()
         assert handler._loaded is not None
@@ -42,11 +42,11 @@ def loaded(tmp_path: Path) -> Callable[..., Task]:
     return load
 
 
-def _seen(task: Task) -> list[str]:
+def _seen(task: TaskModule) -> list[str]:
     return list(task._functions["loss"].__globals__["SEEN"])
 
 
-def test_what_dataset_sets_is_there_in_every_invocation(loaded: Callable[..., Task]) -> None:
+def test_what_dataset_sets_is_there_in_every_invocation(loaded: Callable[..., TaskModule]) -> None:
     first = loaded()
     assert _seen(first) == ["train", "test"]
     for changed in ({"slice_seconds": 1.0}, {"attempt": 2}, {"worker": 1}, {"resume_key": "w/1/0/3"}):
@@ -56,7 +56,7 @@ def test_what_dataset_sets_is_there_in_every_invocation(loaded: Callable[..., Ta
 
 @pytest.mark.parametrize("changed", [{"config": {"lr": 0.2}}, {"job": "another"}, {"task": TASK + "\n"}, {"seed": 6}])
 def test_of_another_job_code_or_configuration_all_is_made_anew(
-    loaded: Callable[..., Task], changed: dict[str, Any]
+    loaded: Callable[..., TaskModule], changed: dict[str, Any]
 ) -> None:
     first = loaded()
     other = loaded(**changed)
@@ -67,14 +67,14 @@ def test_of_another_job_code_or_configuration_all_is_made_anew(
     assert again.folder != first.folder
 
 
-def test_the_training_split_comes_first_whatever_the_order(loaded: Callable[..., Task], tmp_path: Path) -> None:
+def test_the_training_split_comes_first_whatever_the_order(loaded: Callable[..., TaskModule], tmp_path: Path) -> None:
     files = (ShardFile(name="data.npz", path=str(tmp_path / "data.npz")),)
     splits = {"more": files, "test": files, "train": files}
     assert _seen(loaded(splits=splits)) == ["train", "more", "test"]
 
 
 @pytest.mark.parametrize("worker", [0, 1, 2])
-def test_every_stage_of_a_pipeline_calls_dataset_first(loaded: Callable[..., Task], worker: int) -> None:
+def test_every_stage_of_a_pipeline_calls_dataset_first(loaded: Callable[..., TaskModule], worker: int) -> None:
     pipeline: dict[str, Any] = {"stages": ((0, 0), (1, 1), (2, 2)), "micro_batch": 4}
     first = loaded(TASK + LAYERS, worker, **pipeline)
     assert _seen(first) == ["train", "test"]
@@ -85,7 +85,7 @@ def test_every_stage_of_a_pipeline_calls_dataset_first(loaded: Callable[..., Tas
     assert _seen(loaded(TASK + LAYERS, 2, **pipeline)) == ["train", "test"]
 
 
-def test_a_split_that_cannot_be_made_leaves_nothing_of_the_task(loaded: Callable[..., Task]) -> None:
+def test_a_split_that_cannot_be_made_leaves_nothing_of_the_task(loaded: Callable[..., TaskModule]) -> None:
     fails = (
         TASK
         + "\n_made = dataset\ndef dataset(uri, split, config):\n"
@@ -100,7 +100,7 @@ def test_a_split_that_cannot_be_made_leaves_nothing_of_the_task(loaded: Callable
     assert _seen(loaded(fails, config={"well": True})) == ["train", "test"]
 
 
-def test_what_dataset_draws_does_not_depend_on_the_process(loaded: Callable[..., Task]) -> None:
+def test_what_dataset_draws_does_not_depend_on_the_process(loaded: Callable[..., TaskModule]) -> None:
     drawn = "\nimport random\nDRAWN = [random.random()]\n_made = dataset\ndef dataset(uri, split, config):\n" + (
         "    DRAWN.extend([float(torch.rand(())), np.random.rand()])\n    return _made(uri, split, config)\n"
     )

@@ -12,7 +12,7 @@ from support.memory_channel import MemoryChannel
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.invocation import Invocation
-from region_agent.worker.task import Task
+from region_agent.worker.task import TaskModule
 from region_agent.worker.training import merging
 from region_agent.worker.training.merging import Fenced, Merging, PeerTimeout, merging_for
 from sync.channel import FileChannel, fence_key
@@ -32,7 +32,7 @@ def _merging(tmp_path: Any, size: int = 10, **more: Any) -> Merging:
     module = torch.nn.Linear(size, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     made = merging_for(
-        call, Task(tmp_path, {}, {}), optimizer, FlatModel(module), FileChannel(tmp_path), time.monotonic()
+        call, TaskModule(tmp_path, {}, {}), optimizer, FlatModel(module), FileChannel(tmp_path), time.monotonic()
     )
     made.close()
     return made

@@ -16,14 +16,14 @@ from support.jobs import LINEAR_TASK, pack
 import sync
 from geofed_pb.errors import GeofedError
 from region_agent.worker.modules import drop_task_modules
-from region_agent.worker.task import Task, load_task, unpack
+from region_agent.worker.task import TaskModule, load_task, unpack
 
 
-def _load(tmp_path: Path, files: dict[str, str], module: str = "task.py") -> Task:
+def _load(tmp_path: Path, files: dict[str, str], module: str = "task.py") -> TaskModule:
     return load_task(unpack(pack(files), tmp_path), module, {})
 
 
-def _found(task: Task) -> object:
+def _found(task: TaskModule) -> object:
     """What the task's `loss` looks up, at run time."""
     return task._functions["loss"](None, None)
 

@@ -16,7 +16,7 @@ from region_agent.worker.invocation import Invocation
 from region_agent.worker.training.stage_checkpoints import StageCheckpoints, state_key
 from sync import framing
 from sync.channel import Channel
-from sync.pipeline import Logged, Pipeline, logged_keys, operations
+from sync.pipeline import Pipeline, ReplayLog, logged_keys, operations
 from sync.pipeline._replay import value_key
 
 BATCH, PER_ROUND, ROUNDS = 8, 5, 3
@@ -110,7 +110,7 @@ class Worker:
     def _state(self) -> list[memoryview]:
         return framing.encode({}, {"step": self.step, "round": self.round})
 
-    def _replay(self, logged: Logged, step: int) -> None:
+    def _replay(self, logged: ReplayLog, step: int) -> None:
         keys = logged_keys(logged, self.stage, step)
         assert keys or self.world.stages == 1
         assert all(key in self.world.channel.values for key in keys), (self.stage, step)

@@ -15,7 +15,7 @@ from region_agent.worker import task as module
 from region_agent.worker.task import load_task, unpack
 
 
-def _load(tmp_path: Path, files: dict[str, str], name: str = "task.py") -> module.Task:
+def _load(tmp_path: Path, files: dict[str, str], name: str = "task.py") -> module.TaskModule:
     return load_task(unpack(pack(files), tmp_path), name, {"a": 1})
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
-from sync.pipeline import Operation, Pipeline, Position, dependencies, live_micro_batches, operations
+from sync.pipeline import Operation, Pipeline, StagePosition, dependencies, live_micro_batches, operations
 
 ORDERS = st.sampled_from(["gpipe", "1f1b"])
 
@@ -36,7 +36,7 @@ def test_live_micro_batches(order: str, stages: int, micro_batches: int, data: s
 def test_places_and_sizes(degree: int, stages: int, micro_batch: int, samples: int) -> None:
     shape = Pipeline(tuple((at, at) for at in range(stages)), degree, micro_batch)
     assert [shape.position(worker) for worker in range(shape.workers)] == [
-        Position(stage, replica) for stage in range(stages) for replica in range(degree)
+        StagePosition(stage, replica) for stage in range(stages) for replica in range(degree)
     ]
     assert sum(shape.sizes(samples)) == samples
     assert 0 < min(shape.sizes(samples)) <= max(shape.sizes(samples)) <= micro_batch

@@ -14,7 +14,7 @@ from torch import nn
 from sync.channel import Channel
 from sync.collective import Member, Settings
 from sync.flat import FlatModel
-from sync.pipeline import GroupMerge, Layers, Logged, Pipeline, StageRunner, logged_keys
+from sync.pipeline import GroupMerge, Layers, Pipeline, ReplayLog, StageRunner, logged_keys
 
 LAYERS = 4
 
@@ -53,7 +53,7 @@ def test_a_step_made_anew_is_the_step_that_was_made(shape: Pipeline, seed: int, 
             (worker.flat.gradient(), {name: value.clone() for name, value in worker.layers.named_buffers()})
             for worker in group.workers
         ]
-    logged = Logged("p/1", shape, samples)
+    logged = ReplayLog("p/1", shape, samples)
     starts = [sum(samples[:replica]) for replica in range(shape.degree)]
     parts = [
         cut(tuple(part[start : start + count] for part in batch), shape.sizes(count))
@@ -90,14 +90,14 @@ def test_what_nobody_logs_is_deleted() -> None:
     batch = torch.randn(12, 6), torch.randn(12, 6)
     with WorkerGroup(shape, _layers(), channel.another) as group:
         group.step(1, batch)
-    logged = Logged("p/1", shape, (12,))
+    logged = ReplayLog("p/1", shape, (12,))
     assert not [key for stage in range(2) for key in logged_keys(logged, stage, 1) if channel.has(key)]
 
 
 def test_every_replica_of_every_stage_receives_in_a_folder_of_its_own() -> None:
     # Where a channel is a folder, each value that comes into it wakes all who wait for one there.
     shape = Pipeline(((0, 1), (2, 2), (3, 3)), 2, 3, "1f1b")
-    logged = Logged("p/1", shape, (6, 6))
+    logged = ReplayLog("p/1", shape, (6, 6))
     by_stage = [
         {key.rpartition("/")[0] for step in (1, 2) for key in logged_keys(logged, stage, step)} for stage in range(3)
     ]

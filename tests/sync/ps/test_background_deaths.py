@@ -54,7 +54,7 @@ from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import PendingCheckpoint, Storage
 from sync.transfer.arrival import Arrival
-from sync.transfer.manifest import Manifest, Peer, Verdict
+from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.wan import ExchangeSettings, policy_of
 
 REGIONS = ("a", "b")
@@ -250,7 +250,7 @@ class Site:
         machine = Background(self.setup, self.executor.recover())
         self.machine = machine
         machine.round_seconds = 1.0 + REGIONS.index(self.name)
-        peers = tuple(Peer(name, 1, "") for name in REGIONS if name != self.name)
+        peers = tuple(PeerAddress(name, 1, "") for name in REGIONS if name != self.name)
         self.feed(Configured(1, self.worker.attempt, peers))
 
     def feed(self, event: Event) -> None:

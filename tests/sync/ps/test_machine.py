@@ -15,7 +15,7 @@ from sync.ps.core.answers import AttachAnswer
 from sync.ps.core.events import Attached, BoundaryArrived, Configured, Evaluated, Kept, Prepared, ReduceArrived
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.transfer.manifest import Manifest, Peer, Verdict
+from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 
 _NUMBERS = st.integers(0, 1 << 16)
 
@@ -248,7 +248,7 @@ def test_what_workers_measure_is_bounded_together_and_it_is_said() -> None:
 
 def test_old_updates_go_out_under_the_new_epoch() -> None:
     machine = Synchronous(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0, outbox=(_manifest("a", 1),)))
-    (shipped, *_) = machine.handle(Configured(5, 1, (Peer("b", 1, "b:1"),)))
+    (shipped, *_) = machine.handle(Configured(5, 1, (PeerAddress("b", 1, "b:1"),)))
     assert [manifest.epoch for manifest in shipped.manifests] == [5]  # type: ignore[union-attr]
 
 
@@ -265,7 +265,7 @@ def test_old_updates_go_out_under_the_new_epoch() -> None:
 )
 def test_what_is_said_of_an_offer(manifest: Manifest, verdict: Verdict) -> None:
     machine = Synchronous(Setup("a", ("a", "b"), 1, 9, 1, 0), Recovered(0))
-    machine.handle(Configured(1, 1, (Peer("b", 1, "b:1"),)))
+    machine.handle(Configured(1, 1, (PeerAddress("b", 1, "b:1"),)))
     assert machine.verdict(manifest) is verdict
 
 

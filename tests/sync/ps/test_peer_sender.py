@@ -12,7 +12,7 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.peer_sender import PeerSender, SenderCallbacks
 
 
@@ -28,7 +28,7 @@ def test_an_idle_link_is_as_fast_as_it_was() -> None:
         peer_sender._carry = carry  # type: ignore[method-assign]
         peer_sender.meter.mbps = 20.0
         running = asyncio.create_task(peer_sender.run())
-        peer_sender.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100_000, 1.0),))
+        peer_sender.ship(PeerAddress("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100_000, 1.0),))
         await asyncio.sleep(0.3)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -57,7 +57,7 @@ def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) ->
         peer_sender._carry = carry  # type: ignore[method-assign]
         peer_sender.meter.mbps = mbps
         running = asyncio.create_task(peer_sender.run())
-        peer_sender.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 1_000_000, 1.0),))
+        peer_sender.ship(PeerAddress("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 1_000_000, 1.0),))
         await asyncio.sleep(2.0)
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -102,7 +102,7 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
         collecting = peer_sender.calls()
         waiting = asyncio.ensure_future(anext(collecting))
         running = asyncio.create_task(peer_sender.run())
-        peer_sender.ship(Peer("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100, 1.0),))
+        peer_sender.ship(PeerAddress("b", 1, "127.0.0.1:1"), (Manifest("a", 1, 1, "d", 100, 1.0),))
         async with asyncio.timeout(10):
             while peer_sender._waiting:  # noqa: ASYNC110 - what is waited for knows of no event loop
                 await asyncio.sleep(0.01)
@@ -130,7 +130,7 @@ def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: 
         peer_sender = PeerSender(
             "j", lambda: None, lambda manifest: update, lambda *_: arrived.set(), 5.0, callbacks=notices
         )
-        answered, peer = asyncio.Event(), Peer("b", 1, "127.0.0.1:1")
+        answered, peer = asyncio.Event(), PeerAddress("b", 1, "127.0.0.1:1")
 
         async def offer(proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
             await answered.wait()
@@ -180,7 +180,7 @@ def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
 
         peer_sender._direct.offer = offer  # type: ignore[method-assign]
         peer_sender.ship(
-            Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", 9 << 20, 1.0) for n in (3, 1, 2))
+            PeerAddress("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", 9 << 20, 1.0) for n in (3, 1, 2))
         )
         update.write_bytes(bytes(9 << 20))
         running = asyncio.create_task(peer_sender.run())
@@ -209,7 +209,7 @@ def test_of_small_updates_no_more_is_on_its_way_at_once_than_the_link_holds(
     async def trains() -> tuple[list[Manifest], list[Manifest]]:
         peer_sender = PeerSender("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
         peer_sender.ship(
-            Peer("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", size, 1.0) for n in range(1, 20))
+            PeerAddress("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", size, 1.0) for n in range(1, 20))
         )
         before = peer_sender._burst()
         peer_sender._link_is_good, peer_sender.meter.mbps, peer_sender.meter.rtt_ms = True, mbps, rtt_ms

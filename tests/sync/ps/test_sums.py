@@ -27,7 +27,7 @@ from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.replica import Replica, ReplicaState
 from sync.ps.execution.storage import Storage
-from sync.transfer.manifest import Manifest, Peer, Verdict
+from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.wan import ExchangeSettings, policy_of
 from tests.sync.ps.test_ways import _KINDS, WaysChange, _ways
 
@@ -176,7 +176,7 @@ def _update(sequence: int, region: str = "a", first: int = 0, digest: str = "", 
 def _sender(regions: str = "abc", total_bytes: int = 1, **has: int) -> Ledger:
     """`a`, which has made ten updates."""
     ledger = Ledger("a", tuple(regions), [], dict.fromkeys(regions, 0))
-    ledger.peers = {name: Peer(name, 1, name) for name in regions if name != "a"}
+    ledger.peers = {name: PeerAddress(name, 1, name) for name in regions if name != "a"}
     ledger.sums.model_bytes = 3 * total_bytes
     for name in regions[1:]:
         ledger.add(_update(1, name))

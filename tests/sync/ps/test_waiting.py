@@ -10,7 +10,7 @@ from sync.ps.core.actions import Action, Apply, Failed, Log, StartPause
 from sync.ps.core.background import Background
 from sync.ps.core.events import Applied, BoundaryArrived, Configured, Logged, Prepared, Stored
 from sync.ps.core.machine import Recovered, Setup
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 
 ALL = ("r0", "r1", "r2")
 ROUNDS = 160
@@ -243,7 +243,7 @@ def _lag(regions: Miniature) -> int:
 def test_workers_that_hold_different_models_after_a_merge_end_the_job_once() -> None:
     setup = Setup("a", ("a", "b"), 2, 40, 1, 0, background=True)
     machine = Background(setup, Recovered(sequence=0, version=0, marks=(("b", 0),), model_bytes=4))
-    machine.handle(Configured(1, 1, (Peer("b", 1, "b"),)))
+    machine.handle(Configured(1, 1, (PeerAddress("b", 1, "b"),)))
 
     def ends(sequence: int, *digests: str) -> list[Action]:
         found: list[Action] = []

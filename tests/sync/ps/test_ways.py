@@ -13,7 +13,7 @@ from support.federation_in_miniature import Miniature, around
 
 from sync.ps.core.events import PeerHas
 from sync.ps.core.ledger import Ledger
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 from tests.sync.ps.test_machine import AnythingMayHappen
 
 _NUMBERS = st.integers(0, 1 << 16)
@@ -101,7 +101,7 @@ def test_once_all_know_the_new_ways_the_former_ones_are_over(before: str, after:
 
 def _ledger(*, rerouted: bool) -> Ledger:
     ledger = Ledger("b", ("a", "b", "c"), [], dict.fromkeys("abc", 0), rerouted=rerouted)
-    ledger.peers = {name: Peer(name, 1, name) for name in "ac"}
+    ledger.peers = {name: PeerAddress(name, 1, name) for name in "ac"}
     return ledger
 
 
@@ -123,7 +123,7 @@ def test_what_others_may_lack_is_kept_where_ways_may_change() -> None:
 
 def test_the_origin_says_what_is_everywhere() -> None:
     origin, other = Ledger("a", ("a", "b", "c"), [_update("a", 7)], {"a": 7}, rerouted=True), _ledger(rerouted=True)
-    origin.peers = {name: Peer(name, 1, name) for name in "bc"}
+    origin.peers = {name: PeerAddress(name, 1, name) for name in "bc"}
     origin.note("b", "a", 6)
     origin.note("c", "a", 4)
     (told,) = {manifest for ship in origin.ships(1) for manifest in ship.manifests}
@@ -161,7 +161,7 @@ def test_a_relay_that_has_come_back_forgets_nothing_before_it_knows_the_ways() -
     """It may merge at once what it has; whom it passes that on to, its agent tells it later."""
     ledger = Ledger("b", ("a", "b", "c"), [_update("a", 3), _update("a", 4)], {"a": 4, "b": 4, "c": 4})
     assert {up_to for _, up_to in ledger.forgettable(margin=1)} == {-1}
-    ledger.peers = {name: Peer(name, 1, name) for name in "ac"}
+    ledger.peers = {name: PeerAddress(name, 1, name) for name in "ac"}
     ledger.route((("a", "b"), ("b", "c")))
     assert dict(ledger.forgettable(margin=1))["a"] == -1
     assert [manifest.sequence for ship in ledger.ships(1) for manifest in ship.manifests] == [3, 4]

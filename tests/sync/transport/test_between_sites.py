@@ -25,12 +25,12 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
 from sync.ps.core.actions import Ship
-from sync.transfer.manifest import Manifest, Peer
+from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.wire import manifest_to_proto
 from sync.transport import sockets
 from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello
-from sync.transport.wire import HEAD_BYTES, Frame, Kind, frame, parse
+from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
 KIB, MIB = 1 << 10, 1 << 20
 REGIONS = ("east", "north", "west")
@@ -160,7 +160,7 @@ async def test_a_peer_that_cannot_be_reached_dials(make: Making, folder: Path) -
     west.links.set_peers([east.peer()])
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        nowhere = Peer("west", 1, f"127.0.0.1:{closed.getsockname()[1]}")
+        nowhere = PeerAddress("west", 1, f"127.0.0.1:{closed.getsockname()[1]}")
         for sequence, size in ((1, 6 * MIB), (2, 10_000), (3, 6 * MIB)):
             data = os.urandom(size)
             manifest = east.make(sequence, data)
@@ -266,19 +266,19 @@ class _Line:
 
     def offer(self, manifest: Manifest, ticket: bytes) -> Any:
         proto = sync_pb2.BulkOffer(manifest=manifest_to_proto(JOB, manifest), ticket=ticket)
-        self.line.sendall(frame(Kind.OFFER, 1, proto.SerializeToString()))
+        self.line.sendall(frame(FrameKind.OFFER, 1, proto.SerializeToString()))
         return self.answer()
 
     def chunk(self, offset: int, data: bytes, crc: int | None = None) -> None:
-        head = Frame(Kind.CHUNK, 1, len(data), offset, zlib.crc32(data) if crc is None else crc)
+        head = FrameHead(FrameKind.CHUNK, 1, len(data), offset, zlib.crc32(data) if crc is None else crc)
         self.line.sendall(head.pack() + data)
 
     def answer(self) -> Any:
         head = parse(self._read(HEAD_BYTES))
         payload = self._read(head.payload_bytes)
-        if head.kind is Kind.REPLY:
+        if head.kind is FrameKind.REPLY:
             return sync_pb2.OfferReply.FromString(payload)
-        return common_pb2.Error.FromString(payload).code if head.kind is Kind.FAULT else head
+        return common_pb2.Error.FromString(payload).code if head.kind is FrameKind.FAULT else head
 
     def _read(self, count: int) -> bytes:
         data = b""
@@ -311,11 +311,11 @@ async def test_a_damaged_chunk_is_asked_for_again(make: Making, folder: Path) ->
         assert line.offer(manifest, ticket).verdict == sync_pb2.OfferReply.VERDICT_WANT
         line.chunk(0, b"x" * MIB, crc=1)
         bad = line.answer()
-        assert (bad.kind, bad.offset, bad.length) == (Kind.BAD, 0, MIB)
+        assert (bad.kind, bad.offset, bad.length) == (FrameKind.BAD, 0, MIB)
         line.chunk(MIB, data[MIB:])
-        assert line.answer().kind is Kind.ACK
+        assert line.answer().kind is FrameKind.ACK
         line.chunk(0, data[:MIB])
-        assert line.answer().kind is Kind.ACK
+        assert line.answer().kind is FrameKind.ACK
         assert line.answer().verdict == sync_pb2.OfferReply.VERDICT_HAVE
         line.line.close()
 
@@ -338,11 +338,11 @@ async def test_a_chunk_of_any_length_is_taken_whole_however_it_trickles_in(make:
         line.offer(manifest, ticket)
         for length in lengths:
             piece = data[at : at + length]
-            line.line.sendall(Frame(Kind.CHUNK, 1, length, at, zlib.crc32(piece)).pack())
+            line.line.sendall(FrameHead(FrameKind.CHUNK, 1, length, at, zlib.crc32(piece)).pack())
             for start in range(0, length, 5_000):
                 line.line.sendall(piece[start : start + 5_000])
                 pause.wait(0.001)
-            assert line.answer() == Frame(Kind.ACK, 1, length, at)
+            assert line.answer() == FrameHead(FrameKind.ACK, 1, length, at)
             at += length
         assert line.answer().verdict == sync_pb2.OfferReply.VERDICT_HAVE
         line.line.close()
@@ -361,7 +361,7 @@ async def test_an_update_that_is_not_what_its_digest_says_is_dropped(make: Makin
         line = _dialled(west, east.identity)
         line.offer(manifest, ticket)
         line.chunk(0, bytes(MIB))
-        assert line.answer().kind is Kind.ACK
+        assert line.answer().kind is FrameKind.ACK
         assert line.answer() == "DIGEST_MISMATCH"
         line.line.close()
         line = _dialled(west, east.identity)

@@ -17,7 +17,7 @@ from sync.transport.partial_file import PartialFile
 from sync.transport.ranges import Ranges, pieces
 from sync.transport.sockets import TcpInfo, buffer_bytes, tcp_info
 from sync.transport.stream_count import KernelStatistics, StreamCount, chunk_bytes, largest_chunk_bytes
-from sync.transport.wire import HEAD_BYTES, Frame, Kind, parse
+from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, parse
 
 _STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 60)), max_size=30)
 
@@ -237,11 +237,11 @@ def test_a_send_buffer_is_the_streams_share_of_two_bandwidth_delay_products() ->
 
 
 def test_a_head_is_read_back_and_an_impossible_one_refused() -> None:
-    head = Frame(Kind.CHUNK, 7, 1 << 20, 5 << 30, 0xFFFFFFFF)
+    head = FrameHead(FrameKind.CHUNK, 7, 1 << 20, 5 << 30, 0xFFFFFFFF)
     packed = head.pack()
     assert len(packed) == HEAD_BYTES
     assert parse(packed) == head
-    for wrong in (b"\0" * HEAD_BYTES, b"\xff" * HEAD_BYTES, Frame(Kind.OFFER, 1, 1 << 30).pack()):
+    for wrong in (b"\0" * HEAD_BYTES, b"\xff" * HEAD_BYTES, FrameHead(FrameKind.OFFER, 1, 1 << 30).pack()):
         with pytest.raises(GeofedError) as raised:
             parse(wrong)
         assert raised.value.code == "FRAME_INVALID"

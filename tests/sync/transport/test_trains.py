@@ -15,7 +15,7 @@ from support.relay import Relay
 
 from sync.ps.core.actions import Ship
 from sync.transfer.arrival import Arrival
-from sync.transfer.manifest import Peer
+from sync.transfer.manifest import PeerAddress
 from sync.transfer.peer_sender import PeerSender
 
 AUTHORITY = Authority()
@@ -23,7 +23,7 @@ COUNT = 24
 REGIONS = ("east", "west")
 
 
-def _ship(east: Site, peer: Peer, first: int, count: int) -> list[bytes]:
+def _ship(east: Site, peer: PeerAddress, first: int, count: int) -> list[bytes]:
     data = [os.urandom(1000 + number) for number in range(count)]
     made = tuple(east.make(first + number, content) for number, content in enumerate(data))
     east.links.ship(Ship(peer, made))
@@ -45,7 +45,7 @@ async def _carry(
     try:
         with Relay() as relay:
             relay.to, relay.late_seconds = ("127.0.0.1", west.port), late_seconds
-            peer = Peer("west", 1, relay.address)
+            peer = PeerAddress("west", 1, relay.address)
             data = _ship(east, peer, 1, 1)
             await east.until(lambda: east.arrived)
             sees(east.links.peer_senders["west"])

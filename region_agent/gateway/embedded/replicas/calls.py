@@ -10,36 +10,36 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from region_agent.gateway.embedded.replicas.replica_http import Answer, Event
+from region_agent.gateway.embedded.replicas.replica_http import Answer, CallEvent
 
-__all__ = ["CallQueue", "Context", "Handler", "resolve_handler"]
+__all__ = ["CallContext", "CallQueue", "Handler", "resolve_handler"]
 
 
 @dataclass(frozen=True)
-class Context:
+class CallContext:
     """Context of a call: the replica that runs it."""
 
     hostname: str
     """Name of the replica."""
 
 
-Handler = Callable[[Event, Context], Any]
+Handler = Callable[[CallEvent, CallContext], Any]
 
 
 @dataclass
 class _Call:
-    event: Event
+    event: CallEvent
     answer: queue.SimpleQueue[Answer] = field(default_factory=queue.SimpleQueue)
 
 
 class CallQueue:
     """Passes calls from the threads that read requests to those that run the handler."""
 
-    def __init__(self, handler: Handler, context: Context) -> None:
+    def __init__(self, handler: Handler, context: CallContext) -> None:
         self._handler, self._context = handler, context
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
 
-    def call(self, event: Event) -> Answer:
+    def call(self, event: CallEvent) -> Answer:
         """Queue a call and wait for its answer."""
         pending = _Call(event)
         self._calls.put(pending)
@@ -60,7 +60,7 @@ class CallQueue:
             call.answer.put(self._run(call.event))
         self._calls.put(None)  # for the next thread
 
-    def _run(self, event: Event) -> Answer:
+    def _run(self, event: CallEvent) -> Answer:
         try:
             return Answer.of(self._handler(event, self._context))
         except Exception as error:  # noqa: BLE001 - a handler may raise anything; its failure is an answer

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from region_agent.gateway.embedded.replicas import kernel
-from region_agent.gateway.embedded.replicas.calls import CallQueue, Context, resolve_handler
+from region_agent.gateway.embedded.replicas.calls import CallContext, CallQueue, resolve_handler
 from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 
 __all__ = ["ReplicaSpec", "main"]
@@ -71,7 +71,7 @@ def main(control: socket.socket, parent_pid: int) -> int:
         time.sleep(spec.cold_start_s)
     _settle_libraries(spec.threads)
     sys.path.extend(path for path in spec.python_path if path not in sys.path)
-    calls = CallQueue(resolve_handler(spec.handler), Context(spec.name))
+    calls = CallQueue(resolve_handler(spec.handler), CallContext(spec.name))
     server = ReplicaServer(listener, calls.call, spec.max_inflight)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     control.sendall(json.dumps({"ready": True, "isolation": isolation}).encode() + b"\n")

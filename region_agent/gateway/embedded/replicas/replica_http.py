@@ -15,14 +15,14 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-__all__ = ["Answer", "Event", "ReplicaServer"]
+__all__ = ["Answer", "CallEvent", "ReplicaServer"]
 
 _MAX_LINE_BYTES = 65536
 """Longest line of a request."""
 
 
 @dataclass(frozen=True)
-class Event:
+class CallEvent:
     """A call, as it is passed to the handler."""
 
     body: bytes
@@ -73,7 +73,7 @@ class ReplicaServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, listener: socket.socket, call: Callable[[Event], Answer], max_inflight: int) -> None:
+    def __init__(self, listener: socket.socket, call: Callable[[CallEvent], Answer], max_inflight: int) -> None:
         super().__init__("", _Connection, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
@@ -140,7 +140,7 @@ class _Connection(BaseHTTPRequestHandler):
             if ready:
                 return Answer(200, {}, b"OK")
             query = dict(reversed(parse_qsl(parts.query, keep_blank_values=True)))
-            return self.server.call(Event(body, self.headers, self.command, query, unquote(parts.path)))
+            return self.server.call(CallEvent(body, self.headers, self.command, query, unquote(parts.path)))
         finally:
             self.server.slots.release()
 
