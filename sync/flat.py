@@ -369,7 +369,7 @@ def _tensors_of(module: torch.nn.Module) -> list[_Found]:
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return what two tensors have in common that are the same view of the same memory; None without memory."""
-    if tensor.layout != torch.strided or not tensor.numel() or not tensor.data_ptr():
+    if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided or not tensor.data_ptr():
         return None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 

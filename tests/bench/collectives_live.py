@@ -247,7 +247,7 @@ def _iterated(
 _PAUSES = {
     (module, name): getattr(module, name)
     for module in (_driver, _s3)
-    for name in ("_FIRST_PAUSE_SECONDS", "_LONGEST_PAUSE_SECONDS")
+    for name in ("_MIN_PAUSE_SECONDS", "_MAX_PAUSE_SECONDS")
 }
 
 

@@ -53,7 +53,7 @@ CASES = (
 WORKER_USD_PER_SECOND = 2 * 0.0000166667
 STEPS = 3
 WAYS = ("after", "during")
-_LEAST_PARTS = _reducing._LEAST_PARTS
+_MIN_CHUNKS = _reducing._MIN_CHUNKS_IN_PARTS
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Side:
 
     def __init__(self, way: str, worker: int, setup: Setup, channel: Channel, costs: ChannelCosts) -> None:
         # Where no number of chunks is worth it, production hands in whole vectors, in chunks of one length.
-        _reducing._LEAST_PARTS = _LEAST_PARTS if way == "during" else sys.maxsize
+        _reducing._MIN_CHUNKS_IN_PARTS = _MIN_CHUNKS if way == "during" else sys.maxsize
         self.module = StandIn(setup.pace, setup.compute * setup.slower, setup.scale, (worker,))
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         call = Invocation(

@@ -19,9 +19,9 @@ SCRIPT = """
 import json, sys
 from deploy.emulator import Emulator, load_profile
 from deploy.emulator._calibration import ping
-from deploy.emulator import CONTROL, Link, Profile
-links = {(a, b): Link(delay_ms=10) for a in (CONTROL, "a", "b") for b in (CONTROL, "a", "b") if a != b}
-with Emulator(Profile("p", "d", "s", ("a", "b"), links)) as emulator:
+from deploy.emulator import CONTROL, EmulatedLink, WanProfile
+links = {(a, b): EmulatedLink(delay_ms=10) for a in (CONTROL, "a", "b") for b in (CONTROL, "a", "b") if a != b}
+with Emulator(WanProfile("p", "d", "s", ("a", "b"), links)) as emulator:
     rtts = sorted(ping(emulator, ("a", "b"), count=11, interval_s=0.01)["rtts_ms"])
     user = emulator.run("a", ["id", "-u"], capture_output=True, text=True).stdout.strip()
     emulator.partition("a")
