@@ -110,3 +110,10 @@ def test_policies_are_found_by_name() -> None:
     assert isinstance(policy_of("ma"), ModelAverage)
     with pytest.raises(GeofedError, match="unknown WAN policy 'x'"):
         policy_of("x")
+
+
+def test_an_update_that_is_merged_alone_counts_as_much_as_with_all_the_others() -> None:
+    base = np.zeros(2, np.float32)
+    west = Contribution("west", 30.0, np.array([1.0, -10.0], np.float32))
+    merged = ModelAverage().merge(base, [west], {}, total=120.0).model
+    assert merged.tolist() == [0.25, -2.5]

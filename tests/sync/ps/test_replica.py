@@ -156,3 +156,15 @@ def test_a_region_that_trains_alone_goes_on_from_where_it_ended_bit_for_bit(poli
         replica.merge([Contribution("a", 1.0, made.sent, whole=made.whole)], None, own="a", rounds=1)
         replica.restart()
         assert np.array_equal(replica.model, end) == (policy != "diloco")
+
+
+@pytest.mark.parametrize("own", ["a", "b"])
+def test_in_the_background_the_guard_judges_all_updates_but_the_regions_own(own: str) -> None:
+    """Its workers have made the steps: refusing them would part their model from the server's."""
+    first = np.zeros(4, np.float32)
+    replica = Replica(policy_of("ma"), ExchangeSettings(guard=10.0), codec_named("fp32"), ReplicaState(first, first))
+    for round_ in range(4):
+        size = 1.0 if round_ < 3 else 1e6
+        update = Contribution("a", 1.0, np.full(4, size, np.float32), round_)
+        refused = replica.merge([update], 2.0, own=own)
+        assert [region for region, _ in refused] == (["a"] if round_ == 3 and own == "b" else [])
