@@ -29,6 +29,7 @@ from sync.ps.config import PsConfig, read_config
 from sync.ps.core.events import Configured
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Setup
+from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.engine import Engine
 from sync.ps.exchange import ExchangeService, Links
 from sync.ps.execution.executor import ActionExecutor
@@ -60,6 +61,8 @@ async def serve(config: PsConfig) -> None:
         background=background,
         quorum=int(settings.quorum),
         lead=int(settings.lead),
+        grace_seconds=settings.grace_seconds,
+        waiting=WaitingSettings.of(config.waiting),
         rerouted=bool(settings.choose_topology),
         sums=background and not (settings.damping or settings.compensation),
     )

@@ -28,6 +28,9 @@ class PsConfig(BaseModel):
     wan_policy: str
     wan_settings: dict[str, float] = {}
     """Settings of the WAN policy and of the exchange."""
+    waiting: dict[str, float] = {}
+    """Settings of the waiting policy that differ from the defaults (`WaitingSettings`). Agents leave it empty;
+    benchmarks measure with it what each rule is worth."""
     shares: dict[str, float] = {}
     """Each region's weight in the mean where updates are merged as they arrive; the sum is 1. Empty: all the same."""
     neighbours: tuple[tuple[str, str], ...] = ()

@@ -7,9 +7,7 @@ run in one thread, in order, and their results return as events.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from geofed_pb.errors import GeofedError
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
-from sync.overlap import overlapped_steps
 from sync.ps.controller import Controller
 from sync.ps.core.actions import (
     Action,
@@ -32,29 +29,21 @@ from sync.ps.core.actions import (
     Reply,
     Reproduce,
     Restart,
+    SetTimer,
     Ship,
-    StartGrace,
-    StartPatience,
-    StartPause,
     SumUp,
 )
 from sync.ps.core.answers import Answer
-from sync.ps.core.background import FIRST, Background
-from sync.ps.core.cadence import Cadence
+from sync.ps.core.background import Background
 from sync.ps.core.events import (
     Applied,
     CallGone,
     Configured,
     Event,
-    GraceOver,
-    Logged,
-    PatienceOver,
-    PauseOver,
-    Prepared,
-    Stored,
+    Measured,
+    TimerFired,
 )
 from sync.ps.core.machine import Machine, Setup
-from sync.ps.core.membership import Pace, Punctuality, Spared
 from sync.ps.core.synchronous import Synchronous
 from sync.ps.execution.executor import ActionExecutor, FramedUpdate, lower_priority, merged_key
 from sync.wan import ExchangeSettings, LinkSample
@@ -62,13 +51,6 @@ from sync.wan import ExchangeSettings, LinkSample
 __all__ = ["Engine", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_LEAST_SECONDS = 0.25
-"""Of patience: processes pause, and rounds may be shorter than that."""
-_LEAST_SPARED_SECONDS = 0.1
-"""Of what can be saved up for late regions."""
-_LEAST_SECONDS_ALONE = 2.0
-"""Where nobody is heard the others may wait for the same region, or be found by another way; and what a region makes
-alone is worth the least."""
 
 
 class Engine:
@@ -77,18 +59,13 @@ class Engine:
     def __init__(self, executor: ActionExecutor, exchange: ExchangeSettings | None = None) -> None:
         self.executor, self.storage, self.channel = executor, executor.storage, executor.channel
         exchange = exchange or ExchangeSettings()
-        self._grace_seconds = exchange.grace_seconds
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ps-disk", initializer=lower_priority)
         self.machine = _machine_of(executor, executor.setup)
         setup = executor.setup
         self.controller = Controller(exchange, executor.codec_name, setup.steps_per_round, setup.steps)
         self.links: Callable[[], Mapping[str, LinkSample]] = dict
         """Returns measurements of the links to the peers."""
-        self._punctuality, self._spared, self._pace = Punctuality(), Spared(_LEAST_SPARED_SECONDS), Pace()
-        self._cadence = Cadence()
-        self._pausing: StartPause | None = None
-        self._pause_timer: asyncio.TimerHandle | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._calls: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_call = 1
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,26 +104,8 @@ class Engine:
 
     def feed(self, event: Event) -> None:
         """Pass an event to the state machine and execute the actions that it returns."""
-        now = time.monotonic()
-        # Round 0 says nothing about a region's pace.
-        if isinstance(event, Stored | Prepared) and event.manifest.sequence >= FIRST:
-            self._punctuality.came(event.manifest.region, now)
-        if isinstance(event, Stored):
-            self._cadence.came(event.manifest.region, event.manifest.sequence, now)
-        if isinstance(event, Logged):
-            beside = self.machine.step_seconds * overlapped_steps(self.executor.setup.steps_per_round)
-            self.machine.round_seconds = self._cadence.next_round(now, beside)
-        actions = self.machine.handle(event)
-        self._cadence.held_up(now, self.machine.held_up)
-        # A round begins, so late regions are no longer waited for; a merge that waited for them comes before that.
-        if any(isinstance(action, Log | StartPause) for action in actions):
-            self._spared.end(now)
-            self._wait_no_more()
-        for action in actions:
+        for action in self.machine.handle(event, Measured(time.monotonic(), self.links())):
             self._carry_out(action)
-        if isinstance(event, Stored) and self._pausing is not None and self._pausing.slower:
-            # The region may have ended its round earlier than expected.
-            self._pause(self._pausing)
         self._watch_exchange()
         self.notify()
 
@@ -202,88 +161,18 @@ class Engine:
                 self._start(self._in_thread(action))
             case Reproduce():
                 self._start(self._reproduce(action))
-            case StartGrace():
-                over = GraceOver(action.sequence)
-                asyncio.get_running_loop().call_later(self._grace(), self.feed, over)
-            case StartPatience():
-                self._hold_up(action)
-            case StartPause():
-                self._pause(action)
+            case SetTimer():
+                self._set_timer(action)
             case Ship():
                 self.on_ship(action)
             case Failed():
                 self.fail(GeofedError(action.code, action.text))
 
-    def _grace(self) -> float:
-        """Seconds of the window that begins now."""
-        setup = self.executor.setup
-        if setup.quorum:
-            return self._grace_seconds
-        return self._spared.moment_seconds(time.monotonic(), self._punctuality.gap_seconds(setup.region))
-
-    def _pause(self, pause: StartPause) -> None:
-        if self._pause_timer is not None:
-            self._pause_timer.cancel()
-        self._pausing, seconds = pause, self._pause_seconds(pause)
-        self._pause_timer = asyncio.get_running_loop().call_later(seconds, self._pause_is_over, pause)
-
-    def _pause_is_over(self, pause: StartPause) -> None:
-        self._pausing = self._pause_timer = None
-        self.feed(PauseOver(pause.sequence))
-
-    def _pause_seconds(self, pause: StartPause) -> float:
-        now = time.monotonic()
-        if not pause.slower:
-            return self._pace.pause_seconds(pause.sequence, now, self._usual_gap())
-        update_bytes = self.machine.progress.update_bytes
-        ways = {peer: _way_seconds(link, update_bytes) for peer, link in self.links().items()}
-        farthest = max(ways.values(), default=0.0)  # what others pass on takes as long, or longer
-        pauses = [0.0]
-        for region, seconds in pause.slower:
-            way = ways.get(region, farthest)
-            patience = self._punctuality.patience_seconds((region,), now, _LEAST_SECONDS)
-            pauses.append(min(self._cadence.pause_seconds(pause.sequence, region, seconds, way, now), patience))
-        return max(pauses)
-
-    def _usual_gap(self) -> float:
-        """Seconds from round to round while all hear each other; nobody keeps up with more than one in a round trip.
-        0: not known yet."""
-        farthest = max((link.rtt_ms for link in self.links().values()), default=0.0)
-        usual = self._punctuality.gap_seconds(self.executor.setup.region)
-        return max(usual, farthest / 1e3) if usual else 0.0
-
-    def _hold_up(self, late: StartPatience) -> None:
-        """Wait for these regions from now on."""
-        setup, now = self.executor.setup, time.monotonic()
-        if late.alone:
-            self._spared.end(now)
-            self._wait_for(late, least_seconds=_LEAST_SECONDS_ALONE)
-            return
-        until = now + self._punctuality.hold_up_seconds(setup.region, late.regions, _LEAST_SECONDS)
-        if not setup.quorum and math.isfinite(until):  # a lead says how far this region may be ahead
-            regions = {*late.regions} - {*late.elsewhere}
-            due = self._punctuality.due_at(regions, now, self.machine.usual_round_seconds)
-            spared = self._spared.hold_up_seconds(now, self._punctuality.gap_seconds(setup.region), due)
-            until = min(until, due + spared)
-        self._wait_for(late, until=until)
-
-    def _wait_for(self, late: StartPatience, *, least_seconds: float = 0.0, until: float = math.inf) -> None:
-        """Until these are late. Patience begins anew with each update of theirs: they may have rounds to catch up."""
-        self._wait_no_more()
-        now, work = time.monotonic(), self.machine.step_seconds * self.executor.setup.steps_per_round
-        patience = self._punctuality.patience_seconds(late.regions, now, _LEAST_SECONDS, work)
-        seconds = min(max(patience, least_seconds), until - now)
-        if seconds > 0:
-            again = functools.partial(self._wait_for, late, until=until)
-            self._patience = asyncio.get_running_loop().call_later(seconds, again)
-        else:
-            self._punctuality.went_on(now)
-            self.feed(PatienceOver(late.sequence, late.regions))
-
-    def _wait_no_more(self) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+    def _set_timer(self, action: SetTimer) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        seconds = max(0.0, action.at - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.feed, TimerFired())
 
     def _answer(self, call: int, settle: Callable[[asyncio.Future[Answer | None]], None]) -> None:
         future = self._calls.get(call)
@@ -351,15 +240,11 @@ class Engine:
 
     async def close(self) -> None:
         """Wait until all actions under way have ended, then stop the thread."""
+        if self._timer is not None:
+            self._timer.cancel()
         while pending := [task for task in self._tasks if not task.done()]:
             await asyncio.wait(pending)
         self._disk.shutdown()
-
-
-def _way_seconds(link: LinkSample, update_bytes: int) -> float:
-    """An update's, from one end to the other, taking both directions for alike."""
-    sending = 8e-6 * update_bytes / link.goodput_mbps if link.goodput_mbps else 0.0
-    return link.rtt_ms / 2e3 + sending
 
 
 def _machine_of(executor: ActionExecutor, setup: Setup) -> Machine:

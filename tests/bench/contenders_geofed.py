@@ -46,12 +46,12 @@ def geofed_contenders(given: argparse.Namespace) -> list[Contender]:
         "asgd-ga-f8": {"wan_policy": "asgd-ga", "steps_per_round": 8, "codec": "fp32", "wan_settings": background},
         "bsp-topk": {"wan_policy": "bsp", "steps_per_round": 1, "codec": "topk"},
     }  # fmt: skip
-    made = [_contender(name, settings) for name, settings in rows.items()]
-    return [_contender("auto", None, quick=True), *made]
+    made = [_contender(name, settings, given.waiting) for name, settings in rows.items()]
+    return [_contender("auto", None, given.waiting, quick=True), *made]
 
 
-def _contender(name: str, settings: Settings | None, *, quick: bool = False) -> Contender:
-    """``settings`` None: what the planner chooses for the setting."""
+def _contender(name: str, settings: Settings | None, waiting: dict[str, float], *, quick: bool = False) -> Contender:
+    """``settings`` None: what the planner chooses for the setting. ``waiting``: of the waiting policy."""
 
     def chosen(setting: Setting) -> Settings:
         return _planned(setting) if settings is None else {"steps_per_round": setting.local_steps, **settings}
@@ -66,7 +66,7 @@ def _contender(name: str, settings: Settings | None, *, quick: bool = False) -> 
         return -(-warm * setting.local_steps // each), -(-measured * setting.local_steps // each)
 
     def start(scene: Scene) -> None:
-        _start(scene, chosen(scene.setting))
+        _start(scene, {**chosen(scene.setting), "waiting": waiting})
 
     def stop(scene: Scene) -> None:
         for region in REGIONS:

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Bar", "Report", "options", "spread"]
+__all__ = ["Bar", "Report", "options", "spread", "waiting_option"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,17 @@ def options(
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", default=default, help=f"default: {default}")
     more(parser)
     return parser.parse_args(argv)
+
+
+def waiting_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--waiting``: settings of the waiting policy, so that a rule can be switched off (`waiting.py`)."""
+
+    def parsed(text: str) -> dict[str, float]:
+        pairs = (pair.split("=", 1) for pair in text.split(","))
+        return {name: float(value) for name, value in pairs}
+
+    told = "settings of the waiting policy that differ from the defaults"
+    parser.add_argument("--waiting", metavar="NAME=VALUE,...", type=parsed, default={}, help=told)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -1,6 +1,7 @@
 """Three regions with background exchange over the emulated WAN, while links and processes fail: nothing may be lost.
 
     .venv/bin/python tests/bench/wan_resilience.py [--quick] [--json PATH] [--only SCRIPT] [--codec NAME] [--turns N]
+        [--waiting NAME=VALUE,...]
 
 Each region is a real parameter server and a worker whose compute is sleep, 50 ms a step and 10 steps a round. A script
 of faults and the same time without any are run in turn, in the first three quarters of a job: in the last one all
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from report import Bar, Report, options
+from report import Bar, Report, options, waiting_option
 from wan_resilience_faults import Window, strike
 from wan_resilience_federation import REGIONS, Federation, Shape, profile
 from wan_resilience_site import serve
@@ -122,6 +123,7 @@ def main() -> int:
 def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="SCRIPT", choices=[script.name for script in SCRIPTS], help="one script")
     parser.add_argument("--codec", choices=["topk", "int8"], help="one codec")
+    waiting_option(parser)
     parser.add_argument("--turns", type=int, default=0, help="undisturbed and disturbed runs of each; default 2, or 1")
 
 
@@ -158,7 +160,8 @@ def _compare(
     struck: list[Outcome] = []
     for turn in range(turns):
         for disturbed in (False, True):
-            outcome = _run(emulator, folder / f"{turn}-{disturbed}", script, codec, disturbed, given.quick)
+            place = folder / f"{turn}-{disturbed}"
+            outcome = _run(emulator, place, script, codec, disturbed, given.quick, given.waiting)
             (struck if disturbed else calm).append(outcome)
             report.runs.append(
                 {
@@ -173,11 +176,19 @@ def _compare(
     _judge(script, codec, calm, struck, report)
 
 
-def _run(emulator: Emulator, folder: Path, script: Script, codec: str, disturbed: bool, quick: bool) -> Outcome:
+def _run(
+    emulator: Emulator,
+    folder: Path,
+    script: Script,
+    codec: str,
+    disturbed: bool,
+    quick: bool,
+    waiting: dict[str, float],
+) -> Outcome:
     seconds = min(script.seconds, QUICK_CALM_SECONDS) if quick and not disturbed else script.seconds
     round_seconds = STEPS_PER_ROUND * STEP_SECONDS
     rounds = round((WARM_ROUNDS + (USUAL_SECONDS + seconds + MARGIN_SECONDS) / round_seconds) / FIRST_QUARTERS)
-    federation = Federation(emulator, folder, Shape(codec, SIZE, rounds, STEPS_PER_ROUND, STEP_SECONDS))
+    federation = Federation(emulator, folder, Shape(codec, SIZE, rounds, STEPS_PER_ROUND, STEP_SECONDS, waiting))
     windows: list[Window] = []
     try:
         federation.until(lambda: min(federation.ended().values()) >= WARM_ROUNDS, 60.0)

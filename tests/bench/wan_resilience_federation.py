@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class Shape:
     rounds: int
     steps_per_round: int
     step_seconds: float
+    waiting: dict[str, float] = field(default_factory=dict)
+    """Settings of the waiting policy that differ from the defaults."""
 
     @property
     def round_seconds(self) -> float:
@@ -71,7 +73,7 @@ class Region:
         config = PsConfig(
             job=JOB, region=name, regions=REGIONS, epoch=1, attempt=1, workers=1, rounds=shape.rounds,
             steps_per_round=shape.steps_per_round, evaluate_every=0, wan_policy="ma",
-            wan_settings={"background": 1.0}, codec=shape.codec, channel="file",
+            wan_settings={"background": 1.0}, waiting=shape.waiting, codec=shape.codec, channel="file",
             channel_address=str(folder / "channel"), state_dir=folder / "state",
             worker_listen=f"127.0.0.1:{PORTS['worker']}", exchange_listen=addresses[name], bulk_port=PORTS["bulk"],
             ready_file=folder / "ready.json", token_key=_TOKEN_KEY, ca_file=files[0], certificate_file=files[1],

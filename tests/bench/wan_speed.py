@@ -1,7 +1,7 @@
 """How fast three regions train over an emulated WAN: steps a second of the slowest, and bytes between them per step.
 
     .venv/bin/python tests/bench/wan_speed.py [--quick] [--json PATH] [--only NAME,...] [--repetitions N]
-        [--rate-mbps R] [--rtt-ms R] [--compute-ms T] [--peers-dir DIR]
+        [--rate-mbps R] [--rtt-ms R] [--compute-ms T] [--peers-dir DIR] [--waiting NAME=VALUE,...]
 
 The tensors are those of ResNet-18 for CIFAR (62, 11.17 M coordinates, 44.7 MB); a step's compute is a calibrated sleep;
 methods with local steps exchange every 20. Each rival runs by its own published package in the same namespaces, its
@@ -26,7 +26,7 @@ from typing import Any
 import contenders_peers
 import peer_environments
 from contender import REGIONS, Contender, Run, Setting, measure
-from report import Report, options
+from report import Report, options, waiting_option
 from wan_bars import BOUND, FAT, LOCAL, WAN, bars, medians
 
 from deploy.emulator import Emulator
@@ -89,6 +89,7 @@ def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate-mbps", type=float, metavar="R", help="one setting only: its rate, 0 for unshaped (100)")
     parser.add_argument("--rtt-ms", type=float, metavar="R", help="one setting only: its round trip (30)")
     parser.add_argument("--compute-ms", type=float, metavar="T", help="one setting only: a step's compute (50)")
+    waiting_option(parser)
     parser.add_argument(
         "--peers-dir", type=Path, metavar="DIR", default=peer_environments.default_folder(), help="environments' folder"
     )

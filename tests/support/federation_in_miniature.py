@@ -22,14 +22,12 @@ from sync.ps.core.actions import (
     Refuse,
     Reply,
     Restart,
+    SetTimer,
     Ship,
-    StartGrace,
-    StartPatience,
-    StartPause,
     SumUp,
 )
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, EvaluatedAnswer, ReduceAnswer
-from sync.ps.core.background import FIRST, Background
+from sync.ps.core.background import Background
 from sync.ps.core.events import (
     Applied,
     Attached,
@@ -38,12 +36,10 @@ from sync.ps.core.events import (
     Configured,
     Evaluated,
     Event,
-    GraceOver,
     Kept,
     Logged,
+    Measured,
     Merged,
-    PatienceOver,
-    PauseOver,
     PeerHas,
     Prepared,
     ReduceArrived,
@@ -52,16 +48,17 @@ from sync.ps.core.events import (
     Stored,
     SumGone,
     Summed,
+    TimerFired,
     Tried,
     Unreached,
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
+from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.rejoin import rejoin_plan, rejoin_reply
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 
-_LATE = 3
-"""Rounds by which a region may be late after the grace window."""
+SETTINGS = WaitingSettings()
 
 
 @dataclass(frozen=True)
@@ -152,14 +149,18 @@ class Site:
         self.setup, self.name = setup, setup.region
         self.disk = Disk()
         self.channel: set[str] = set()
-        self.lost_patience = False
-        self.graced = 0
-        """The last round that the workers were held up for by regions that are a little late."""
+        self.gave_up = False
+        """Whether it has ever continued without a region that was late."""
+        self.grace_over_round = -1
+        """The last round whose grace time was over."""
         self.told_to_end = False
         """Its agent has heard that the job is to end before its plan, and keeps it."""
         self.began = False
-        self.round_seconds = 0.0
-        """What its rounds take, as it says."""
+        self.now = 0.0
+        """Seconds of its clock, which moves with its rounds and timers."""
+        self.round_seconds = 0.01
+        """What its rounds take: so little that nobody is late just because its clock moves."""
+        self.timed_round = 0
         self.lives = 0
         """How often the state was lost: an update that is made again is another one."""
         self.epoch, self.attempt = 1, 1
@@ -262,7 +263,11 @@ class Site:
 
     def feed(self, event: Event) -> None:
         assert self.machine is not None
-        for action in self.machine.handle(event):
+        actions = self.machine.handle(event, Measured(self.now))
+        if isinstance(self.machine, Background):
+            self.gave_up |= bool(self.machine.waiting.membership.absent)
+            self.grace_over_round = max(self.grace_over_round, self.machine.waiting.grace_over_round)
+        for action in actions:
             self._carry_out(action)
 
     def _carry_out(self, action: Action) -> None:
@@ -273,6 +278,8 @@ class Site:
                 self.peer_senders[action.peer.region] = {(m.sequence, m.region): m for m in action.manifests}
             case Failed():
                 raise AssertionError(f"{self.name}: {action}")
+            case SetTimer():
+                self.work = [*(one for one in self.work if not isinstance(one, SetTimer)), action]
             case _:
                 self.work.append(action)
 
@@ -307,21 +314,13 @@ class Site:
                 if self.setup.background:
                     self._nobody_is_left_behind(action.sequence - 1)
                 disk.ended = action
-                assert self.machine is not None
-                self.machine.round_seconds = self.round_seconds
                 return Logged(action)
             case Restart():
                 disk.attempt = action.attempt
                 return Restarted(action.attempt, f"start/{action.attempt}", "")
-            case StartGrace():
-                self.graced = action.sequence
-                return GraceOver(action.sequence)
-            case StartPatience():
-                assert action.regions
-                self.lost_patience = True
-                return PatienceOver(action.sequence, action.regions)
-            case StartPause():
-                return PauseOver(action.sequence)
+            case SetTimer():
+                self.now = max(self.now, action.at)
+                return TimerFired()
             case Apply():
                 return self._apply(action)
             case SumUp():
@@ -370,12 +369,11 @@ class Site:
             self.disk.attempt = self.machine.attempt
         told = dict(action.watermarks) | {self.name: action.sequence}
         assert all(told[region] == mark for region, mark in marks.items()), (told, marks)
-        if not self.setup.quorum and not self.lost_patience:
+        if not self.setup.quorum and not self.gave_up:
             # Where the job ends before its plan, a region may be done when others begin their last round.
             behind = min(told[region] for region in self.setup.regions if region not in action.lasts)
-            least = (
-                action.sequence if action.sequence <= FIRST else action.sequence - 1 - self._slack(action.sequence - 1)
-            )
+            together = action.sequence <= SETTINGS.first_rounds_together
+            least = action.sequence if together else action.sequence - 1 - self._slack(action.sequence - 1)
             assert behind >= least, "a merge without a region's round, which all waited for"
         merged = (*base.merged, *action.manifests)
         made = Checkpoint(
@@ -388,16 +386,16 @@ class Site:
 
     def _slack(self, sequence: int) -> int:
         """Rounds that a region may lack when the one after this is ended."""
-        if sequence <= FIRST:
+        if sequence <= SETTINGS.first_rounds_together:
             return 0
-        return _LATE if self.graced >= sequence else 1
+        return SETTINGS.max_lag_rounds if self.grace_over_round >= sequence else 1
 
     def _nobody_is_left_behind(self, sequence: int) -> None:
         """The workers have ended the round after this one, and continue."""
         assert self.machine is not None
         ledger, done = self.machine.ledger, self.disk.checkpoints[-1].lasts
         for region in self.setup.others:
-            if self.setup.quorum or self.lost_patience or ledger.has_ended(region) or region in done:
+            if self.setup.quorum or self.gave_up or ledger.has_ended(region) or region in done:
                 continue
             lacks = sequence - ledger.newest(region)
             assert lacks <= self._slack(sequence), f"{self.name} continued without {region}, which all wait for"
@@ -442,10 +440,14 @@ class Site:
             return
         self.calls += 1
         worker.call = self.calls
-        self.feed(self._request(worker, index, worker.call, worker.attempt))
+        request = self._request(worker, index, worker.call, worker.attempt)
+        if isinstance(request, BoundaryArrived) and request.sequence > self.timed_round:
+            self.timed_round = request.sequence
+            self.now += self.round_seconds
+        self.feed(request)
 
     def give_up_call(self, index: int) -> None:
-        """The worker hangs up: its patience is over, or the connection broke."""
+        """The worker hangs up: it has waited too long, or the connection broke."""
         worker = self.workers[index]
         call, worker.call = worker.call, 0
         if call and self.machine is not None:
@@ -542,7 +544,7 @@ class Site:
             for known in (False, True):
                 ghost = Worker(machine.attempt - 1, doing, round=max(0, machine.sequence), known=known)
                 self.calls += 1
-                answered = machine.handle(self._request(ghost, 0, self.calls, ghost.attempt))
+                answered = machine.handle(self._request(ghost, 0, self.calls, ghost.attempt), machine._measured)
                 assert [type(action) for action in answered] == [Refuse], answered
         assert _all_of(machine) == before
 

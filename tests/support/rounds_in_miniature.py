@@ -6,7 +6,9 @@ from collections.abc import Iterable
 
 from support.federation_in_miniature import Miniature, Site
 
-from sync.ps.core.actions import Action, StartGrace, StartPatience, StartPause
+from sync.ps.core.actions import Action, SetTimer, WaitReason
+from sync.ps.core.background import Background
+from sync.ps.core.waiting import Hold, WaitingPolicy
 
 
 def go(
@@ -19,9 +21,10 @@ def go(
     deaf: tuple[str, ...] = (),
 ) -> None:
     """These regions work and hear each other, but for a pair that is ``deaf`` to each other; the others stand still.
-    Patience begins, and lasts, and so do the grace window and the pause of one that is alone where it is said to."""
-    kinds = ((StartPatience, True), (StartGrace, grace), (StartPause, pause))
-    names, lasting = tuple(names), tuple(kind for kind, lasts in kinds if lasts)
+    Waiting for late regions begins, and does not end; so do grace times and pauses where it is said."""
+    kinds = {WaitReason.LATE: True, WaitReason.GRACE: grace, WaitReason.QUORUM: grace}
+    kinds |= dict.fromkeys((WaitReason.IN_STEP, WaitReason.ALONE), pause)
+    names, lasting = tuple(names), {reason for reason, lasts in kinds.items() if lasts}
     for _ in range(times):
         for name in names:
             site = all_.sites[name]
@@ -37,24 +40,38 @@ def go(
             all_.deliver(message)
 
 
-def _work(site: Site, lasting: tuple[type[Action], ...]) -> None:
+def _work(site: Site, lasting: set[WaitReason]) -> None:
     kept: list[Action] = []
     while site.work:
-        if isinstance(site.work[0], lasting):
-            kept.append(site.work.pop(0))
+        first = site.work[0]
+        if isinstance(first, SetTimer) and first.reason in lasting:
+            kept = [site.work.pop(0)]
         else:
             site.do_work()
     site.work = kept
 
 
-def waits(site: Site) -> list[StartPatience]:
-    return [action for action in site.work if isinstance(action, StartPatience)]
+def policy_of(site: Site) -> WaitingPolicy:
+    assert isinstance(site.machine, Background)
+    return site.machine.waiting
 
 
-def lose_patience(site: Site) -> StartPatience:
+def timers(site: Site, *reasons: WaitReason) -> list[SetTimer]:
+    """Those that are set for one of these reasons: one or none."""
+    return [action for action in site.work if isinstance(action, SetTimer) and action.reason in reasons]
+
+
+def waits(site: Site) -> list[Hold]:
+    """For whom its workers wait until they are late, if for any."""
+    hold = policy_of(site).hold
+    return [hold] if hold is not None and timers(site, WaitReason.LATE) else []
+
+
+def give_up(site: Site) -> Hold:
     """What was waited for is not waited for any more."""
     (waited,) = waits(site)
-    site.do_work()
+    while policy_of(site).hold is waited:
+        site.do_work()
     return waited
 
 

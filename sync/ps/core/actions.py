@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from sync.ps.core.answers import Answer
@@ -20,11 +21,10 @@ __all__ = [
     "Reply",
     "Reproduce",
     "Restart",
+    "SetTimer",
     "Ship",
-    "StartGrace",
-    "StartPatience",
-    "StartPause",
     "SumUp",
+    "WaitReason",
 ]
 
 
@@ -156,33 +156,24 @@ class Restart:
     attempt: int
 
 
-@dataclass(frozen=True)
-class StartGrace:
-    """Feed `GraceOver` for the round after the grace time."""
+class WaitReason(enum.Enum):
+    """What a region with background exchange waits for."""
 
-    sequence: int
-
-
-@dataclass(frozen=True)
-class StartPatience:
-    """Feed `PatienceOver` for the round once these regions' updates are later than usual."""
-
-    sequence: int
-    regions: tuple[str, ...]
-    alone: bool = False
-    """Whether this region would continue alone."""
-    elsewhere: tuple[str, ...] = ()
-    """Those regions whose updates other regions have already: the link to this region is slow, not they."""
+    QUORUM = "a quorum of updates"
+    ROUND = "a round of another region, without a limit"
+    GRACE = "a region that lacks two rounds or more, for the grace time"
+    LATE = "a region that lacks more rounds, until it is late"
+    IN_STEP = "slower regions to end the round too"
+    ALONE = "the usual interval since the last round, with no other region"
 
 
 @dataclass(frozen=True)
-class StartPause:
-    """Feed `PauseOver` for the round at about the time when the slower regions end theirs."""
+class SetTimer:
+    """Feed `TimerFired` at a time, and not at the time of an earlier `SetTimer` any more."""
 
-    sequence: int
-    slower: tuple[tuple[str, float], ...] = ()
-    """The regions that are slower than this one, and how many seconds their rounds take. Empty: this region makes the
-    round alone, and paces it as usual."""
+    at: float
+    """Seconds of the clock that the machine is told (`Measured.now`)."""
+    reason: WaitReason
 
 
 @dataclass(frozen=True)
@@ -225,9 +216,7 @@ Action = (
     | SumUp
     | Apply
     | Restart
-    | StartGrace
-    | StartPatience
-    | StartPause
+    | SetTimer
     | Keep
     | Forget
     | Failed

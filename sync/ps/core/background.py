@@ -3,15 +3,10 @@
 At the end of a round the workers' model is put into the log, and they continue from it, corrected by what the last
 merge knew: their own fresh change in full, everybody's earlier ones as merged (delayed application with the own fresh
 term; arXiv 2502.12996, and Decoupled DiLoCo, arXiv 2604.21428, for the quorum and the grace window). Meanwhile the
-round's update is made, shipped and merged together with the remote ones that have come. Nobody waits for anybody,
-unless the workers end another round before this one is merged: a merge waits for the same round of every region that
-keeps up, and of one that lacked it the last time for what it will have. At the end of the next round the workers wait
-for the one before, and after a moment for one a few rounds older.
-A region that does not is left out until it does (`Membership`); its updates are merged when they come, and until then
-the others' count for more in the model that the workers continue from (`Replica`). Regions get their model one after
-the other, and make the first rounds together. So is the last quarter of the job made, with all, whoever was away, so
-that what regions made apart is trained on together. A quorum makes a merge wait for fewer, a lead bounds how far a
-region may then run ahead.
+round's update is made, shipped and merged together with the remote ones that have come. When a merge or the workers
+wait for other regions, and for how long, is decided by `WaitingPolicy`. A region that does not keep up is not waited
+for until it does; its updates are merged when they come, and until then the others' count for more in the model that
+the workers continue from (`Replica`).
 
 After its last round a region merges the others' updates until all have made their last: then every region's model
 holds every update. Where the job is to end before its plan, a region's last round is the one that it is told in, by the
@@ -20,6 +15,9 @@ control plane or by another region's last update.
 
 from __future__ import annotations
 
+import math
+
+from sync.overlap import overlapped_steps
 from sync.ps.core.actions import (
     Action,
     Apply,
@@ -29,40 +27,21 @@ from sync.ps.core.actions import (
     Refuse,
     Reply,
     Restart,
-    StartGrace,
-    StartPatience,
-    StartPause,
+    SetTimer,
 )
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.core.cadence import Tempo
-from sync.ps.core.events import Applied, BoundaryArrived, GraceOver, Logged, PatienceOver, PauseOver, Restarted
+from sync.ps.core.events import NOTHING_MEASURED, Applied, BoundaryArrived, Event, Logged, Measured, Restarted
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Machine, Recovered, Setup
-from sync.ps.core.membership import Membership
+from sync.ps.core.waiting import Continue, WaitingPolicy, WaitView
 from sync.ps.core.worker_group import Evaluation
 from sync.transfer.manifest import Manifest
 
-__all__ = ["FIRST", "Background"]
+__all__ = ["Background"]
 
-_BACKLOG = 32
-"""Remote updates after which a merge does not wait for a round of ours."""
-_TOGETHER = 4
-"""The last 1/4 of the steps is made together: what regions that were cut off from each other have made apart is
-averaged when they meet, and a model like that must be trained on. All are waited for in the end anyway."""
-FIRST = 2
-"""So many rounds are begun together: regions get the first model one after the other, and who is rounds ahead from the
-start merges what is old throughout, and waits in the end for those that have as far to go."""
-_NEAR = 4
-"""A region that is further behind merges the others' rounds as they come."""
-_LATE = 3
-"""By so many rounds a region may be late before the workers wait for longer than the grace window: a server that starts
-anew, bytes that are sent again. It is more than the patience with a region of which nothing comes at all
-(`Punctuality`), so that one that is gone holds nobody up."""
-_BACK = 16
-"""One that was away and is no more than so many rounds behind catches up in the grace windows: models that have stayed
-near average better, and the job ends no later, since the end waits for all."""
-_AHEAD = 1 << 16
-"""A peer cannot be further ahead than this; it bounds what is kept of it."""
+_MAX_AHEAD_ROUNDS = 1 << 16
+"""Rounds that an accepted update may be ahead of the last merged one of its region; it bounds what is kept. Far
+more than a region makes while another one is away."""
 
 
 class Background(Machine):
@@ -83,20 +62,11 @@ class Background(Machine):
         self._start_key, self._start_sequence = recovered.model_key, self._ended_sequence
         """A worker without a place of its own finds the model of the open round here, if it began with this one."""
         self._restart_wanted = self._restarting = False
-        self._grace: set[int] = set()
-        """Rounds whose grace window was begun: with a quorum for more updates than it needs, else for regions that are
-        a little late."""
-        self._grace_over: set[int] = set()
-        self._membership = Membership()
-        self._lags: dict[str, tuple[int, int]] = {}
-        """Rounds of each region that were lacking at the last end of one that our workers came to, and at the one
-        before."""
-        self._lags_of = 0
-        self._patience = 0
-        """The round for which patience is running out."""
-        self._pause = self._pause_over = 0
-        """The round before which the workers were last held up because this region is alone, and that may be ended."""
-        self._tempo = Tempo()
+        self.waiting = WaitingPolicy(setup)
+        self._timer_at = math.inf
+        """When the timer fires that is set; infinity: none is."""
+        self.round_seconds = 0.0
+        """Duration of the last round, without the time that the workers waited for other regions; 0: not known."""
         self.stretch = 1
         """Times the planned interval that rounds should last, as seen from here."""
         self._stretches = {
@@ -139,12 +109,16 @@ class Background(Machine):
 
     def _heard(self, manifest: Manifest) -> list[Action]:
         self._told_to_end |= bool(manifest.ends)
-        self._tempo.made(manifest.region, manifest.round_seconds)
+        self.waiting.update_came(manifest.region, manifest.sequence, manifest.round_seconds, self._measured.now)
+        return []
+
+    def _was_prepared(self, manifest: Manifest) -> list[Action]:
+        self.waiting.own_update_made(manifest.sequence, self._measured.now)
         return []
 
     def _expects(self, manifest: Manifest) -> bool:
         if manifest.sequence == 0 or self._sequence > NO_MODEL:
-            return manifest.sequence <= self.ledger.marks[manifest.region] + _AHEAD
+            return manifest.sequence <= self.ledger.marks[manifest.region] + _MAX_AHEAD_ROUNDS
         return False
 
     # Workers come
@@ -211,20 +185,12 @@ class Background(Machine):
 
     def _try_log(self) -> list[Action]:
         busy = self._logging or self._boundary.applying
-        if len(self._boundary.arrived) < self.setup.workers or busy or self._failure is not None:
+        if not self._workers_done or busy or self._failure is not None:
             return []
-        ended = self._ended_sequence
-        if self._lags_of != ended:
-            self._lags_of = ended
-            for region in self.setup.others:
-                before, _ = self._lags.get(region, (0, 0))
-                self._lags[region] = max(0, ended - self.ledger.newest(region)), before
-        if late := self._late():
-            return self._lose_patience(ended, late)
+        if (waits := self._wait()) is not None:
+            return waits
         if self._pending is not None:
             return self._try_apply()
-        if self._pause_over <= self._ended_sequence and (self._alone or self._slower):
-            return self._pauses(self._ended_sequence + 1)
         agreed = self._agreed()
         if isinstance(agreed, Failed):
             return self._fail(agreed)
@@ -233,13 +199,15 @@ class Background(Machine):
         until = min(end.step + stretch * self.setup.steps_per_round, self.setup.steps)
         last = self._told_to_end or end.step >= self.setup.steps
         self._logging, self._boundary.arrived = True, {}
+        self.waiting.workers_continue(self._measured.now)
         log = Log(end.sequence, end.model_key, end.state_key, weight, end.step, self._correction_key, until, last)
         return [log]
 
     def _was_logged(self, event: Logged) -> list[Action]:
         self._logging = False
         self._ended = event.log
-        self._tempo.made(self.setup.region, self.round_seconds)
+        overlap_seconds = self.step_seconds * overlapped_steps(self.setup.steps_per_round)
+        self.round_seconds = self.waiting.round_logged(self._measured.now, overlap_seconds)
         self._own_last = self.setup.is_last(event.log)
         actions: list[Action] = []
         if not self._own_last:
@@ -280,14 +248,11 @@ class Background(Machine):
             return [self._prepare(pending)]
         remote = self._mergeable()
         if pending is not None:
-            waits = self._waits_for_quorum(pending.sequence, {manifest.region for manifest in remote})
-            if waits is not None:
+            if (waits := self._wait(remote)) is not None:
                 return waits
-            if self._late():
-                return self._try_log()
             own = self.ledger.own(pending.sequence)
             return self._apply(pending.sequence, [*remote, *([own] if own is not None else [])])
-        if remote and (self._own_last or len(remote) >= _BACKLOG):
+        if remote and (self._own_last or len(remote) >= self.setup.waiting.max_waiting_updates):
             return self._apply(self._sequence, remote)
         # The workers may have waited for what has come.
         return self._try_log()
@@ -321,129 +286,67 @@ class Background(Machine):
         found: list[Manifest] = []
         for region in self.setup.others:
             run = self.ledger.next_of(region)
-            far_ahead = bool(run) and run[-1].sequence > ended + _NEAR
+            far_ahead = bool(run) and run[-1].sequence > ended + self.setup.waiting.far_ahead_rounds
             found += (manifest for manifest in run if takes_all or far_ahead or manifest.begins <= ended)
         return found
 
-    def _waits_for_quorum(self, sequence: int, fresh: set[str]) -> list[Action] | None:
-        """None: it does not wait."""
-        if not self.setup.quorum:
-            return None
-        if len(fresh) + 1 >= min(self.setup.quorum, len(self.setup.regions)) or sequence in self._grace_over:
-            return None
-        if sequence in self._grace:
-            return []
-        self._grace = {sequence}
-        return [StartGrace(sequence)]
+    # Waiting
 
-    def _grace_is_over(self, event: GraceOver) -> list[Action]:
-        if event.sequence in self._grace:
-            self._grace_over = {event.sequence}
+    def handle(self, event: Event, measured: Measured = NOTHING_MEASURED) -> list[Action]:
+        """Handle an event; return the actions to execute, in order."""
+        actions = super().handle(event, measured)
+        self.waiting.clock.held(measured.now, self.held_up)
+        return actions
+
+    def _wait(self, mergeable: list[Manifest] | None = None) -> list[Action] | None:
+        """Return the actions if the next merge or end of a round must wait, or None if it may be done."""
+        decision = self.waiting.decide(self._view(mergeable), self._measured.now)
+        if isinstance(decision, Continue):
+            return None
+        if decision.at in (self._timer_at, math.inf):
+            return []
+        self._timer_at = decision.at
+        return [SetTimer(decision.at, decision.reason)]
+
+    def _timer_fired(self) -> list[Action]:
+        self._timer_at = math.inf
         return self._try_apply()
 
-    def _awaited_round(self, region: str) -> int:
-        """The round that must be here of a region that keeps up, for the pending one to be merged, or the next one to
-        be ended."""
-        if self.setup.quorum:
-            return self._ended_sequence - self.setup.lead
-        if self._ended_sequence <= FIRST:
-            return self._ended_sequence
-        if len(self._boundary.arrived) < self.setup.workers:
-            # The more of two: what comes just at the end of a round lacks in turn, and does not. Of a region that lacks
-            # one more each time, one more still: nothing has come since the last end.
-            lag, before = self._lags.get(region, (0, 0))
-            return self._ended_sequence - (lag + 1 if lag > before else before)
-        if self._together or self._ended_sequence not in self._grace_over:
-            return self._ended_sequence - 1
-        return self._ended_sequence - self._membership.behind(region) - _LATE
+    def _view(self, mergeable: list[Manifest] | None = None) -> WaitView:
+        """Return what the waiting policy decides from. ``mergeable``: what the next merge takes, if known already."""
+        others, ledger = self.setup.others, self.ledger
+        pending = self._pending is not None
+        update_made = pending and ledger.own(self._ended_sequence) is not None
+        if mergeable is None:
+            mergeable = self._mergeable() if self.setup.quorum and update_made else []
+        return WaitView(
+            ended=self._ended_sequence,
+            step=self._open_step,
+            pending=pending,
+            update_made=update_made,
+            workers_done=self._workers_done,
+            own_last=self._own_last,
+            newest={region: ledger.newest(region) for region in others},
+            last_here=frozenset(region for region in others if ledger.has_ended(region)),
+            last_merged=frozenset(self._lasts),
+            mergeable=frozenset(manifest.region for manifest in mergeable),
+            elsewhere={
+                region: max((ledger.has(who, region) for who in others if who != region), default=NO_MODEL)
+                for region in others
+            },
+            step_seconds=self.step_seconds,
+            update_bytes=self._update_bytes,
+            links=self._measured.links,
+        )
 
     @property
-    def _together(self) -> bool:
-        """The end of the job is near: every region is waited for."""
-        return self._open_step * _TOGETHER > self.setup.steps * (_TOGETHER - 1)
-
-    def _late(self) -> tuple[str, ...]:
-        """Regions that the merge of the pending round waits for, and then the workers.
-
-        Without a quorum all that keep up. The merge waits for the same round, or for one as much older as a region
-        lacked at the last end: a merge that would wait in vain would be made while the workers wait. They wait for the
-        one before (in the first rounds for the same), and after the grace window for one a few rounds older. With a
-        quorum, both wait for those that are too far behind (stale synchronous parallel, Ho et al. 2013).
-        """
-        if self.setup.quorum and (not self.setup.lead or self._own_last):
-            return ()
-        away = {*self._lasts} if self._together else {*self._membership.absent, *self._lasts}
-        present = [region for region in self.setup.others if region not in away]
-        late = (region for region in present if self.ledger.newest(region) < self._awaited_round(region))
-        return tuple(region for region in late if not self.ledger.has_ended(region))
-
-    def _lose_patience(self, sequence: int, late: tuple[str, ...]) -> list[Action]:
-        """The workers are held up by regions whose updates have not come."""
-        making = self._pending is not None and self.ledger.own(sequence) is None
-        if self._together or self._patience >= sequence or making:
-            return []
-        if not self.setup.quorum and sequence not in self._grace_over:
-            if sequence in self._grace:
-                return []
-            self._grace = {sequence}
-            return [StartGrace(sequence)]
-        self._patience = sequence
-        alone = {*late, *self._membership.absent, *self._lasts} >= set(self.setup.others)
-        return [StartPatience(sequence, late, alone, tuple(region for region in late if self._is_elsewhere(region)))]
-
-    def _is_elsewhere(self, region: str) -> bool:
-        """Whether another region has said that it has what this one waits for."""
-        awaited = self._awaited_round(region)
-        return any(self.ledger.has(who, region) >= awaited for who in self.setup.others if who != region)
-
-    def _patience_is_over(self, event: PatienceOver) -> list[Action]:
-        if event.sequence != self._patience:
-            return []
-        self._patience = 0
-        if self._ended_sequence == event.sequence and not self._together:
-            self._membership.gave_up(region for region in self._late() if region in event.regions)
-        return self._try_apply()
-
-    @property
-    def usual_round_seconds(self) -> float:
-        return self._tempo.usual(self.setup.region)
+    def _workers_done(self) -> bool:
+        return len(self._boundary.arrived) >= self.setup.workers
 
     @property
     def held_up(self) -> bool:
-        if len(self._boundary.arrived) < self.setup.workers or self._logging:
-            return False
-        return self._pause > max(self._pause_over, self._ended_sequence) or bool(self._late())
-
-    @property
-    def _alone(self) -> bool:
-        """Nobody that still trains is waited for, and nobody is further than this region."""
-        absent = self._membership.absent
-        if self.setup.quorum or self._together or not {*absent, *self._lasts} >= set(self.setup.others):
-            return False
-        training = [region for region in absent if not self.ledger.has_ended(region)]
-        return bool(training) and all(self.ledger.newest(region) < self._ended_sequence for region in training)
-
-    @property
-    def _slower(self) -> dict[str, float]:
-        """Regions that still train and are not absent whose rounds take longer than ours, and how many seconds."""
-        if self.setup.quorum:
-            return {}
-        gone = {*self._membership.absent, *self._lasts}
-        training = [one for one in self.setup.others if one not in gone and not self.ledger.has_ended(one)]
-        return self._tempo.slower_than(self.setup.region, training)
-
-    def _pauses(self, sequence: int) -> list[Action]:
-        """With others that are slower it ends its rounds when they do (`sync.ps.core.cadence`). Alone it makes them no
-        faster than with the others: who waits for nobody is through with the job where rounds are short, before anybody
-        is heard again, and what it makes alone is worth the least."""
-        if self._pause >= sequence:
-            return []
-        self._pause = sequence
-        return [StartPause(sequence, tuple(sorted(self._slower.items())))]
-
-    def _pause_is_over(self, event: PauseOver) -> list[Action]:
-        self._pause_over = max(self._pause_over, event.sequence)
-        return self._try_log()
+        """Whether our workers have ended a round and wait for other regions."""
+        return self._workers_done and not self._logging and self.waiting.holds_workers(self._view())
 
     def _apply(self, sequence: int, manifests: list[Manifest]) -> list[Action]:
         self._boundary.applying = True
@@ -484,12 +387,10 @@ class Background(Machine):
         self.ledger.marks |= dict(apply.watermarks) | {self.setup.region: apply.sequence}
         self._stretches |= {manifest.region: manifest.stretch for manifest in apply.manifests}
         if any(manifest.region == self.setup.region for manifest in apply.manifests):
-            came = {manifest.region for manifest in apply.manifests}
+            membership, came = self.waiting.membership, {manifest.region for manifest in apply.manifests}
             for region in self.setup.others:
-                behind = apply.sequence - self.ledger.marks[region]
-                near = region in came and behind <= _BACK
-                keeps_up = near or behind <= 0 or region in self._lasts
-                self._membership.merged(region, keeps_up=keeps_up, behind=max(0, behind))
+                lag_rounds, finished = apply.sequence - self.ledger.marks[region], region in self._lasts
+                membership.merged(region, came=region in came, lag_rounds=lag_rounds, finished=finished)
         for manifest, stale in zip(apply.manifests, apply.staleness, strict=False):
             if manifest.region != self.setup.region:
                 old = self._staleness.get(manifest.region, float(stale))
@@ -516,8 +417,9 @@ class Background(Machine):
             return "finished"
         if self._sequence == NO_MODEL:
             return "starting"
-        merging = bool(self._boundary.arrived) and (self._pending is not None or bool(self._late()))
-        held = self._own_last or self.held_up or merging
+        late = bool(self._boundary.arrived) and bool(self.waiting.late(self._view()))
+        merging = bool(self._boundary.arrived) and self._pending is not None
+        held = self._own_last or self.held_up or merging or late
         return "exchanging" if held else "training"
 
     def _condition(self) -> str:
@@ -528,12 +430,13 @@ class Background(Machine):
         if self._own_last and not self._complete:
             missing = [region for region in self.setup.others if region not in self._lasts]
             return f"waiting for the last updates from {', '.join(missing)}" if missing else ""
-        if self._boundary.arrived and (late := self._late()):
+        view = self._view()
+        if self._boundary.arrived and (late := self.waiting.late(view)):
             if self.setup.quorum:
                 return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
-            return f"waiting for round {self._awaited_round(late[0])} of {', '.join(late)}"
-        if self.held_up and (slower := self._slower):
+            return f"waiting for round {self.waiting.awaited_round(late[0], view)} of {', '.join(late)}"
+        if self.held_up and (slower := self.waiting.slower(view)):
             return f"in step with {', '.join(slower)}"
-        if self._membership.absent:
-            return f"continuing without {', '.join(self._membership.absent)}"
+        if absent := self.waiting.membership.absent:
+            return f"continuing without {', '.join(absent)}"
         return ""

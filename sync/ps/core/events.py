@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sync.ps.core.actions import Apply, Keep, Log
 from sync.transfer.manifest import Manifest, PeerAddress
+from sync.wan import LinkSample
 
 __all__ = [
+    "NOTHING_MEASURED",
     "Applied",
     "Attached",
     "BoundaryArrived",
@@ -15,12 +18,10 @@ __all__ = [
     "Configured",
     "Evaluated",
     "Event",
-    "GraceOver",
     "Kept",
     "Logged",
+    "Measured",
     "Merged",
-    "PatienceOver",
-    "PauseOver",
     "PeerHas",
     "Prepared",
     "Progress",
@@ -31,6 +32,7 @@ __all__ = [
     "Stored",
     "SumGone",
     "Summed",
+    "TimerFired",
     "Tried",
     "Unreached",
 ]
@@ -182,25 +184,8 @@ class StateLost:
 
 
 @dataclass(frozen=True)
-class GraceOver:
-    """The time to wait for a quorum has passed."""
-
-    sequence: int
-
-
-@dataclass(frozen=True)
-class PatienceOver:
-    """Workers have waited for these regions' updates longer than the regions usually take."""
-
-    sequence: int
-    regions: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PauseOver:
-    """The workers may begin the round although this region makes it alone."""
-
-    sequence: int
+class TimerFired:
+    """The time of the last `SetTimer` has come."""
 
 
 @dataclass(frozen=True)
@@ -280,9 +265,7 @@ Event = (
     | Summed
     | SumGone
     | StateLost
-    | GraceOver
-    | PatienceOver
-    | PauseOver
+    | TimerFired
     | Restarted
     | Applied
     | Evaluated
@@ -290,6 +273,20 @@ Event = (
     | Stepped
     | CallGone
 )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the caller of the state machine has measured when an event happens."""
+
+    now: float = 0.0
+    """Seconds of a monotonic clock."""
+    links: Mapping[str, LinkSample] = field(default_factory=dict)
+    """The links to the peers, by region."""
+
+
+NOTHING_MEASURED = Measured()
+"""At no time and without links: for a caller that has no other regions."""
 
 
 @dataclass(frozen=True)

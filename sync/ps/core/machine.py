@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from sync.ps.core.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply, Reproduce
 from sync.ps.core.answers import EvaluatedAnswer
 from sync.ps.core.events import (
+    NOTHING_MEASURED,
     Applied,
     Attached,
     BoundaryArrived,
@@ -27,12 +28,10 @@ from sync.ps.core.events import (
     Configured,
     Evaluated,
     Event,
-    GraceOver,
     Kept,
     Logged,
+    Measured,
     Merged,
-    PatienceOver,
-    PauseOver,
     PeerHas,
     Prepared,
     Progress,
@@ -43,10 +42,12 @@ from sync.ps.core.events import (
     Stored,
     SumGone,
     Summed,
+    TimerFired,
     Tried,
     Unreached,
 )
 from sync.ps.core.ledger import NO_MODEL, Ledger
+from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.core.worker_group import Evaluation, StepMerge, mean_loss
 from sync.transfer.manifest import Manifest, Verdict
 
@@ -79,6 +80,10 @@ class Setup:
     lead: int = 0
     """Rounds by which this region may be ahead of the last update that it has of any other region that keeps up; 0: any
     number."""
+    grace_seconds: float = 0.0
+    """With a quorum: longest time that a merge waits for it."""
+    waiting: WaitingSettings = field(default_factory=WaitingSettings)
+    """With background exchange: when it waits for other regions, and for how long."""
     rerouted: bool = False
     """Whether the routes of updates may change while the job runs."""
     sums: bool = False
@@ -161,6 +166,8 @@ class Machine(abc.ABC):
     def __init__(self, setup: Setup, recovered: Recovered | None = None) -> None:
         recovered = recovered or Recovered()
         self.setup = setup
+        self._measured = NOTHING_MEASURED
+        """As of the present event."""
         self.epoch = 1
         self.attempt = recovered.attempt
         self._sequence = recovered.sequence
@@ -182,8 +189,6 @@ class Machine(abc.ABC):
         self._loss, self._speed = 0.0, 0.0
         self.step_seconds = 0.0
         """Computing time of one step in the last round; 0: not known."""
-        self.round_seconds = 0.0
-        """Duration of the last round, without the time that the workers waited for other regions; 0: not known."""
         self._live_step = recovered.step
         self._told_to_end = False
         """Whether the job is to end before its planned end."""
@@ -308,18 +313,12 @@ class Machine(abc.ABC):
     def _phase(self) -> str:
         """The phase: starting, training, exchanging, finished or failed."""
 
-    @property
-    def usual_round_seconds(self) -> float:
-        """Usual duration of our rounds, without the time that our workers wait for other regions; 0: not known."""
-        return 0.0
-
-    @property
-    def held_up(self) -> bool:
-        """Whether our workers have ended a round and wait for other regions; with background exchange only."""
-        return False
-
     def _heard(self, manifest: Manifest) -> list[Action]:
         """Handle another region's update that is stored here but not merged yet."""
+        return []
+
+    def _was_prepared(self, manifest: Manifest) -> list[Action]:
+        """Handle our own update that has become durable."""
         return []
 
     def _was_logged(self, event: Logged) -> list[Action]:
@@ -328,19 +327,14 @@ class Machine(abc.ABC):
     def _was_restarted(self, event: Restarted) -> list[Action]:
         return []
 
-    def _grace_is_over(self, event: GraceOver) -> list[Action]:
-        return []
-
-    def _patience_is_over(self, event: PatienceOver) -> list[Action]:
-        return []
-
-    def _pause_is_over(self, event: PauseOver) -> list[Action]:
+    def _timer_fired(self) -> list[Action]:
         return []
 
     # Events
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: Event, measured: Measured = NOTHING_MEASURED) -> list[Action]:
         """Handle an event; return the actions to execute, in order."""
+        self._measured = measured
         if self._failure is not None:
             call = getattr(event, "call", None)
             return [Refuse(call, self._failure.code, self._failure.text)] if call is not None else []
@@ -366,7 +360,7 @@ class Machine(abc.ABC):
                 self.ledger.add(event.manifest)
                 self._update_bytes = event.manifest.total_bytes
                 self._boundary.preparing = False
-                return self._ship() + self._try_apply()
+                return self._was_prepared(event.manifest) + self._ship() + self._try_apply()
             case Stored():
                 self.ledger.add(event.manifest)
                 return self._heard(event.manifest) + self._ship() + self._try_apply()
@@ -391,12 +385,8 @@ class Machine(abc.ABC):
             case StateLost():
                 self.ledger.state_lost(event.region)
                 return self._ship()
-            case GraceOver():
-                return self._grace_is_over(event)
-            case PatienceOver():
-                return self._patience_is_over(event)
-            case PauseOver():
-                return self._pause_is_over(event)
+            case TimerFired():
+                return self._timer_fired()
             case Restarted():
                 return self._was_restarted(event)
             case Applied():

@@ -31,7 +31,7 @@ from sync import framing
 from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
-from sync.ps.core.actions import Failed, Refuse, Reply, Ship, StartGrace, StartPatience, StartPause
+from sync.ps.core.actions import Failed, Refuse, Reply, SetTimer, Ship
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.core.background import Background
 from sync.ps.core.events import (
@@ -40,12 +40,11 @@ from sync.ps.core.events import (
     Configured,
     Evaluated,
     Event,
-    GraceOver,
-    PatienceOver,
-    PauseOver,
+    Measured,
     PeerHas,
     Stored,
     SumGone,
+    TimerFired,
     Tried,
     Unreached,
 )
@@ -219,13 +218,15 @@ class Site:
         self.mortal = region == "a"
         self.worker = Worker()
         self.calls = 0
+        self.now = 0.0
+        """Seconds of its clock, which moves with its worker's rounds and its timers."""
         self.end_of_life()
 
     def end_of_life(self) -> None:
         self.machine: Background | None = None
         self.answers: dict[int, Any] = {}
         self.to_send: list[Manifest] = []
-        self.patience: list[GraceOver | PatienceOver | PauseOver] = []
+        self.timer: SetTimer | None = None
         self.asking = 0
 
     def live(self, doing: Callable[[], None]) -> None:
@@ -247,9 +248,7 @@ class Site:
         exchange, policy = ExchangeSettings(background=1.0, guard=0.0), policy_of("ma")
         codec = codec_named(self._codec)
         self.executor = ActionExecutor(self.setup, self.storage, self.channel, policy, codec, exchange, SHARES)
-        machine = Background(self.setup, self.executor.recover())
-        self.machine = machine
-        machine.round_seconds = 1.0 + REGIONS.index(self.name)
+        self.machine = Background(self.setup, self.executor.recover())
         peers = tuple(PeerAddress(name, 1, "") for name in REGIONS if name != self.name)
         self.feed(Configured(1, self.worker.attempt, peers))
 
@@ -257,7 +256,7 @@ class Site:
         events = deque([event])
         while events:
             assert self.machine is not None
-            for action in self.machine.handle(events.popleft()):
+            for action in self.machine.handle(events.popleft(), Measured(self.now)):
                 match action:
                     case Reply():
                         self.answers[action.call] = action.answer
@@ -265,12 +264,8 @@ class Site:
                         self.answers[action.call] = action
                     case Ship():
                         self.to_send = list(action.manifests)
-                    case StartGrace():
-                        self.patience.append(GraceOver(action.sequence))
-                    case StartPatience():
-                        self.patience.append(PatienceOver(action.sequence, action.regions))
-                    case StartPause():
-                        self.patience.append(PauseOver(action.sequence))
+                    case SetTimer():
+                        self.timer = action
                     case Failed():
                         raise AssertionError(action)
                     case _:
@@ -293,6 +288,7 @@ class Site:
             self.calls += 1
             self.asking = self.calls
             if worker.doing == "train":
+                self.now += 1.0 + REGIONS.index(self.name)
                 worker.model = worker.model + change(self.name, worker.sequence + 1)
                 worker.step, worker.doing, worker.made = worker.step + 1, "tell", worker.made + 1
                 self._put(self._key("model"), {"model": worker.model})
@@ -407,9 +403,9 @@ class Federation:
             site.work()
         elif chance < 0.95:
             self._send(site)
-        elif chance < 0.97 and site.patience:
-            over = site.patience.pop()
-            site.live(lambda: site.feed(over))
+        elif chance < 0.97 and site.timer is not None:
+            site.now, site.timer = max(site.now, site.timer.at), None
+            site.live(lambda: site.feed(TimerFired()))
         elif chance > 0.99 and self._lose_workers:
             site.begin_new_attempt()
 
