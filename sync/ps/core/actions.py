@@ -164,7 +164,7 @@ class WaitReason(enum.Enum):
     GRACE = "a region that lacks two rounds or more, for the grace time"
     LATE = "a region that lacks more rounds, until it is late"
     IN_STEP = "slower regions to end the round too"
-    ALONE = "the usual interval since the last round, with no other region"
+    ALONE = "the usual gap since the last round, with no other region"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the waiting policy remembers of time: intervals between updates, durations of rounds, and time spent waiting.
+"""What the waiting policy remembers of time: gaps between updates, durations of rounds, and time spent waiting.
 
 All times are seconds of one monotonic clock, which the caller reads.
 """
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 from sync.ps.core.waiting_settings import WaitingSettings
 
-__all__ = ["AlonePace", "RoundClock", "RoundDurations", "UpdateIntervals", "WaitBudget"]
+__all__ = ["AlonePace", "RoundClock", "RoundDurations", "UpdateGaps", "WaitBudget"]
 
 _NEWEST_WEIGHT = 0.2
-"""Weight of the newest interval in the moving average: about five updates tell a region's pace."""
-_MAX_INTERVAL_RATIO = 4.0
-"""Multiple of the average that an interval counts as at most: a longer one is an absence, not a pace."""
-_INTERVALS_KEPT = 5
-"""Number of intervals whose median is used: one absence among them does not change it."""
+"""Weight of the newest gap in the moving average: about five updates tell a region's pace."""
+_MAX_GAP_RATIO = 4.0
+"""Multiple of the average that a gap counts as at most: a longer one is an absence, not a pace."""
+_GAPS_KEPT = 5
+"""Number of gaps whose median is used: one absence among them does not change it."""
 _ROUNDS_KEPT = 5
 """Number of rounds whose median is a region's duration: a worker that is stopped in one of them does not change it."""
 _MIN_ROUNDS = 3
@@ -28,8 +28,8 @@ _MIN_ROUNDS = 3
 
 
 @dataclass
-class UpdateIntervals:
-    """Intervals between the updates of each region, as they become durable here."""
+class UpdateGaps:
+    """Gaps between the updates of each region, as they become durable here."""
 
     settings: WaitingSettings
     _last: dict[str, float] = field(default_factory=dict)
@@ -42,15 +42,15 @@ class UpdateIntervals:
     def came(self, region: str, now: float) -> None:
         """Record that an update of a region, this one or another, has become durable here."""
         if (last := self._last.get(region)) is not None:
-            interval = now - last
-            self._recent.setdefault(region, deque(maxlen=_INTERVALS_KEPT)).append(interval)
-            average = self._average.get(region, interval)
-            counted = min(interval, _MAX_INTERVAL_RATIO * average)
+            gap = now - last
+            self._recent.setdefault(region, deque(maxlen=_GAPS_KEPT)).append(gap)
+            average = self._average.get(region, gap)
+            counted = min(gap, _MAX_GAP_RATIO * average)
             self._average[region] = (1 - _NEWEST_WEIGHT) * average + _NEWEST_WEIGHT * counted
         self._last[region] = now
 
     def usual_seconds(self, region: str) -> float:
-        """Return a region's usual interval; 0: not known yet."""
+        """Return a region's usual gap; 0: not known yet."""
         return self._average.get(region, 0.0)
 
     def restart(self, now: float) -> None:
@@ -61,17 +61,17 @@ class UpdateIntervals:
     def late_at(self, regions: Iterable[str], now: float, round_seconds: float = 0.0) -> float:
         """Return when the last of these regions is late, which may be in the past.
 
-        A region whose interval isn't known has that of the slowest other, since all keep the same pace while they wait
+        A region whose gap isn't known has that of the slowest other, since all keep the same pace while they wait
         for each other; if none is known, ``round_seconds``, that of this region's own work.
         """
-        factor, shortest = self.settings.late_after_intervals, self.settings.min_late_seconds
+        factor, shortest = self.settings.late_after_gaps, self.settings.min_late_seconds
         unknown = max(self.settings.first_update_seconds / factor, round_seconds)
         slowest = max(self._average.values(), default=unknown)
         ends = []
         for region in regions:
             last = self._last[region] if region in self._last else self._waiting_since.setdefault(region, now)
-            interval = self._average.get(region, slowest)
-            ends.append(max(last, self._restarted_at) + max(shortest, factor * interval))
+            gap = self._average.get(region, slowest)
+            ends.append(max(last, self._restarted_at) + max(shortest, factor * gap))
         return max(ends)
 
     def due_at(self, regions: Iterable[str], now: float, round_seconds: float = 0.0) -> float:
@@ -79,18 +79,18 @@ class UpdateIntervals:
 
         ``round_seconds`` is the duration of our own rounds; 0: not known, and all regions count as slower.
         """
-        factor, slower_factor = self.settings.due_after_intervals, self.settings.slower_factor
+        factor, slower_factor = self.settings.due_after_gaps, self.settings.slower_factor
         usual = {region: statistics.median(self._recent[region]) for region in regions if region in self._recent}
-        slower = {one: interval for one, interval in usual.items() if interval > slower_factor * round_seconds}
-        return max((now, *(self._last[one] + factor * interval for one, interval in slower.items())))
+        slower = {one: gap for one, gap in usual.items() if gap > slower_factor * round_seconds}
+        return max((now, *(self._last[one] + factor * gap for one, gap in slower.items())))
 
     def longest_hold_seconds(self, region: str, late: Iterable[str]) -> float:
-        """Return how long a region's workers may wait at once for late ones; infinity if an interval isn't known."""
-        intervals = [self._average.get(one) for one in (region, *late)]
-        known = [interval for interval in intervals if interval is not None]
-        if len(known) < len(intervals):
+        """Return how long a region's workers may wait at once for late ones; infinity if a gap isn't known."""
+        gaps = [self._average.get(one) for one in (region, *late)]
+        known = [gap for gap in gaps if gap is not None]
+        if len(known) < len(gaps):
             return math.inf
-        return max(self.settings.min_late_seconds, self.settings.max_hold_intervals * max(known))
+        return max(self.settings.min_late_seconds, self.settings.max_hold_gaps * max(known))
 
 
 @dataclass
@@ -213,16 +213,16 @@ class AlonePace:
     _first: int = 0
     _next: int = -1
     _since: float = 0.0
-    _interval: float = 0.0
+    _gap: float = 0.0
 
-    def round_at(self, sequence: int, now: float, interval_seconds: float) -> float:
+    def round_at(self, sequence: int, now: float, gap_seconds: float) -> float:
         """Return when it may end this round, which its workers have completed.
 
-        ``interval_seconds``: the usual interval; 0: not known. Consecutive rounds keep the interval that was known at
+        ``gap_seconds``: the usual gap; 0: not known. Consecutive rounds keep the gap that was known at
         the first of them; lost time is made up.
         """
-        if sequence != self._next or not self._interval:
-            fraction = self.settings.alone_interval_fraction
-            self._first, self._since, self._interval = sequence, now, fraction * interval_seconds
+        if sequence != self._next or not self._gap:
+            fraction = self.settings.alone_gap_fraction
+            self._first, self._since, self._gap = sequence, now, fraction * gap_seconds
         self._next = sequence + 1
-        return self._since + (sequence - self._first) * self._interval
+        return self._since + (sequence - self._first) * self._gap

@@ -21,12 +21,12 @@ Which round of each other region must be here:
 
 How long workers wait for a region that lacks it, by rule 4 (the earliest of these ends it):
 
-8. Until it is late: some of its usual intervals after its last update (``late_after_intervals``,
+8. Until it is late: some of its usual gaps after its last update (``late_after_gaps``,
    ``first_update_seconds``, ``min_late_seconds``); anew once another one is no longer waited for
    (``restart_after_removal``).
-9. No longer at once than about one interval of the slowest (``max_hold_intervals``).
+9. No longer at once than about one gap of the slowest (``max_hold_gaps``).
 10. No longer than the budget allows, a small fraction of the time (``budget_fraction``, ``max_budget_rounds``,
-    ``min_budget_seconds``). It is charged from when the update of a slower region is due (``due_after_intervals``,
+    ``min_budget_seconds``). It is charged from when the update of a slower region is due (``due_after_gaps``,
     ``heard_elsewhere_is_on_time``), else from the start.
 11. A region that would continue alone waits at least for some seconds (``alone_seconds``), free of charge.
 
@@ -37,7 +37,7 @@ When workers may end a round although nobody is late:
 
 12. With slower regions: when the slowest ends the round too (``slower_factor``, ``max_in_step_rounds``), unless it is
     late. The job ends no later, and models are merged that were made at the same time.
-13. Alone: no earlier than about the usual interval after the last round (``alone_interval_fraction``).
+13. Alone: no earlier than about the usual gap after the last round (``alone_gap_fraction``).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from dataclasses import dataclass, field
 from sync.ps.core.actions import WaitReason
 from sync.ps.core.machine import Setup
 from sync.ps.core.membership import Membership
-from sync.ps.core.timing import AlonePace, RoundClock, RoundDurations, UpdateIntervals, WaitBudget
+from sync.ps.core.timing import AlonePace, RoundClock, RoundDurations, UpdateGaps, WaitBudget
 from sync.wan import LinkSample
 
 __all__ = ["Continue", "Hold", "WaitUntil", "WaitView", "WaitingPolicy"]
 
 _FIRST_TIMED_ROUND = 2
-"""The first round whose updates tell a region's interval: those before come when the initial model has arrived."""
+"""The first round whose updates tell a region's gap: those before come when the initial model has arrived."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class WaitingPolicy:
     setup: Setup
     membership: Membership = field(init=False)
     durations: RoundDurations = field(init=False)
-    intervals: UpdateIntervals = field(init=False)
+    gaps: UpdateGaps = field(init=False)
     budget: WaitBudget = field(init=False)
     clock: RoundClock = field(init=False)
     hold: Hold | None = None
@@ -162,25 +162,25 @@ class WaitingPolicy:
     def __post_init__(self) -> None:
         settings = self.setup.waiting
         self.membership, self.durations = Membership(settings), RoundDurations(settings)
-        self.intervals, self.budget = UpdateIntervals(settings), WaitBudget(settings)
+        self.gaps, self.budget = UpdateGaps(settings), WaitBudget(settings)
         self.clock, self._alone_pace = RoundClock(settings), AlonePace(settings)
 
     # What has happened
 
     def update_came(self, region: str, sequence: int, round_seconds: float, now: float) -> None:
         """Record that another region's update is durable here. ``round_seconds``: what it states; 0: nothing."""
-        self._interval_ended(region, sequence, now)
+        self._gap_ended(region, sequence, now)
         self.clock.came(region, sequence, now)
         self.durations.ended(region, round_seconds)
         self._arrivals += 1
 
     def own_update_made(self, sequence: int, now: float) -> None:
         """Record that our update of a round is durable."""
-        self._interval_ended(self.setup.region, sequence, now)
+        self._gap_ended(self.setup.region, sequence, now)
 
-    def _interval_ended(self, region: str, sequence: int, now: float) -> None:
+    def _gap_ended(self, region: str, sequence: int, now: float) -> None:
         if sequence >= _FIRST_TIMED_ROUND:
-            self.intervals.came(region, now)
+            self.gaps.came(region, now)
 
     def round_logged(self, now: float, overlap_seconds: float) -> float:
         """Record that the next round begins; return how long the last one took by itself (`RoundClock.next_round`)."""
@@ -303,7 +303,7 @@ class WaitingPolicy:
             return WaitUntil(math.inf, WaitReason.ROUND)
         if not self.setup.quorum and view.ended != self.grace_over_round:
             if self._grace is None or self._grace[0] != view.ended:
-                usual = self.intervals.usual_seconds(self.setup.region)
+                usual = self.gaps.usual_seconds(self.setup.region)
                 self._grace = view.ended, now + self.budget.grace_seconds(now, usual)
             return WaitUntil(self._grace[1] if self._in_grace(view, now) else now, WaitReason.GRACE)
         if self.hold is None or self.hold.sequence != view.ended:
@@ -311,9 +311,9 @@ class WaitingPolicy:
         hold = self.hold
         work = view.step_seconds * self.setup.steps_per_round
         # It is extended by each update of theirs: they may have rounds to catch up.
-        end = min(max(hold.earliest, self.intervals.late_at(hold.regions, now, work)), hold.latest)
+        end = min(max(hold.earliest, self.gaps.late_at(hold.regions, now, work)), hold.latest)
         if now >= end:
-            self.intervals.restart(now)
+            self.gaps.restart(now)
             self.membership.remove(region for region in late if region in hold.regions)
             self.hold = None
         return WaitUntil(end, WaitReason.LATE)
@@ -325,11 +325,11 @@ class WaitingPolicy:
         if alone:
             self.budget.end(now)
             return Hold(view.ended, late, alone, elsewhere, now + settings.alone_seconds, math.inf)
-        latest = now + self.intervals.longest_hold_seconds(own, late)
+        latest = now + self.gaps.longest_hold_seconds(own, late)
         if not self.setup.quorum and math.isfinite(latest):  # with a quorum, the lead bounds the distance
             perhaps_slower = {*late} - ({*elsewhere} if settings.heard_elsewhere_is_on_time else set())
-            due = self.intervals.due_at(perhaps_slower, now, self.durations.usual(own))
-            allowed = self.budget.hold_seconds(now, self.intervals.usual_seconds(own), due)
+            due = self.gaps.due_at(perhaps_slower, now, self.durations.usual(own))
+            allowed = self.budget.hold_seconds(now, self.gaps.usual_seconds(own), due)
             latest = min(latest, due + allowed)
         return Hold(view.ended, late, alone, elsewhere, now, latest)
 
@@ -355,21 +355,21 @@ class WaitingPolicy:
 
     def _paused(self, view: WaitView, sequence: int, slower: tuple[tuple[str, float], ...], now: float) -> _Pause:
         if not slower:
-            until = self._alone_pace.round_at(sequence, now, self._usual_interval(view))
+            until = self._alone_pace.round_at(sequence, now, self._usual_gap(view))
             return _Pause(sequence, slower, until, self._arrivals)
         ways = {peer: _way_seconds(link, view.update_bytes) for peer, link in view.links.items()}
         farthest = max(ways.values(), default=0.0)  # an update that is passed on takes as long, or longer
         until = -math.inf
         for region, seconds in slower:
             in_step = self.clock.in_step_at(sequence, region, seconds, ways.get(region, farthest))
-            until = max(until, min(in_step, self.intervals.late_at((region,), now)))
+            until = max(until, min(in_step, self.gaps.late_at((region,), now)))
         return _Pause(sequence, slower, until, self._arrivals)
 
-    def _usual_interval(self, view: WaitView) -> float:
+    def _usual_gap(self, view: WaitView) -> float:
         """Return the usual seconds between our rounds while regions hear each other, at least a round trip; 0: not
         known."""
         farthest = max((link.rtt_ms for link in view.links.values()), default=0.0)
-        usual = self.intervals.usual_seconds(self.setup.region)
+        usual = self.gaps.usual_seconds(self.setup.region)
         return max(usual, farthest / 1e3) if usual else 0.0
 
 

@@ -1,6 +1,6 @@
 """Settings of the waiting policy, each with its unit and why it has this value (`sync.ps.core.waiting`).
 
-"Interval" is the time between two updates of a region as this one receives them, "round" that between two ends of a
+"Gap" is the time between two updates of a region as this one receives them, "round" that between two ends of a
 round. A rule is switched off by the value that its docstring names.
 """
 
@@ -51,22 +51,22 @@ class WaitingSettings:
 
     # How long workers wait for regions that are late
 
-    late_after_intervals: float = 2.5
-    """Usual intervals after its last update at which a region is late and the others continue without it: one update
+    late_after_gaps: float = 2.5
+    """Usual gaps after its last update at which a region is late and the others continue without it: one update
     may be lost and sent again."""
     first_update_seconds: float = 10.0
     """Seconds after which a region is late if nothing has come from any region: connections are being made."""
     min_late_seconds: float = 0.25
     """Shortest time, in seconds, after which a region is late: processes pause for as long, and rounds may be
     shorter. 0: off."""
-    max_hold_intervals: float = 1.25
-    """Usual intervals, of the slowest region concerned, that workers wait at once. A region that is a little slow needs
+    max_hold_gaps: float = 1.25
+    """Usual gaps, of the slowest region concerned, that workers wait at once. A region that is a little slow needs
     part of one to arrive; one whose updates come irregularly would need many. A large number: off."""
     restart_after_removal: bool = True
     """Whether the time of all late regions starts anew when one is no longer waited for: they may have waited for it
     too."""
-    due_after_intervals: float = 1.5
-    """Usual intervals (median) after its last update at which the next one of a slower region is due; waiting until
+    due_after_gaps: float = 1.5
+    """Usual gaps (median) after its last update at which the next one of a slower region is due; waiting until
     then is not charged to the budget, because the end of the job waits for that region as well. 0: off."""
     heard_elsewhere_is_on_time: bool = True
     """Whether a region whose update another region has already is not counted as slower: the link is slow, not the
@@ -95,8 +95,8 @@ class WaitingSettings:
     max_in_step_rounds: float = 1.25
     """Longest that a faster region's round may take, in rounds of the slower one: so one that is rounds behind catches
     up."""
-    alone_interval_fraction: float = 0.9
-    """A region that is alone ends rounds no closer together than this fraction of the usual interval, so that a job of
+    alone_gap_fraction: float = 0.9
+    """A region that is alone ends rounds no closer together than this fraction of the usual gap, so that a job of
     short rounds is not over before anybody is heard again. Less than 1: variation shall cost no time. 0: off."""
 
     @classmethod

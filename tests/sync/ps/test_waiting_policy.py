@@ -16,7 +16,7 @@ from sync.codec import codec_named
 from sync.ps.core.actions import SetTimer, WaitReason
 from sync.ps.core.events import Event, TimerFired
 from sync.ps.core.machine import Setup
-from sync.ps.core.timing import UpdateIntervals
+from sync.ps.core.timing import UpdateGaps
 from sync.ps.core.waiting import Continue, WaitingPolicy, WaitUntil, WaitView
 from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.engine import Engine
@@ -40,7 +40,7 @@ def _policy(*, quorum: int = 0, round_seconds: float = 0.0, changed: WaitingSett
     policy.grace_over_round = 20
     for region in setup.regions:
         for ago in range(10, 0, -1):
-            policy.intervals.came(region, NOW - ago)
+            policy.gaps.came(region, NOW - ago)
     for _ in range(3):
         policy.durations.ended("a", round_seconds)
     return policy
@@ -113,7 +113,7 @@ def test_once_its_time_has_passed_a_region_is_not_waited_for() -> None:
 
 
 def test_each_update_of_a_late_region_extends_its_time() -> None:
-    policy = _policy(quorum=1, changed=WaitingSettings(max_hold_intervals=100.0))
+    policy = _policy(quorum=1, changed=WaitingSettings(max_hold_gaps=100.0))
     assert _wait_seconds(policy, _view("b")) == pytest.approx(1.5), "two and a half seconds after its last update"
     policy.update_came("b", 10, 0.0, NOW)
     assert 2.0 < _wait_seconds(policy, _view("b")) <= 2.5
@@ -156,9 +156,9 @@ def _paused(silent_seconds: float, round_seconds: float = 2.0) -> WaitingPolicy:
     policy = _policy(round_seconds=1.0)
     policy.clock.next_round(NOW - 0.5)
     policy.clock.came("b", 20, NOW - silent_seconds)
-    policy.intervals = UpdateIntervals(policy.setup.waiting)
+    policy.gaps = UpdateGaps(policy.setup.waiting)
     for number in range(5):
-        policy.intervals.came("b", NOW - silent_seconds - 2.0 * (4 - number))
+        policy.gaps.came("b", NOW - silent_seconds - 2.0 * (4 - number))
     for _ in range(3):
         policy.durations.ended("b", round_seconds)
     return policy
@@ -173,7 +173,7 @@ def test_a_region_keeps_step_as_long_as_the_slower_one_is_not_silent() -> None:
 
 def test_what_a_region_states_of_its_rounds_delays_nobody_for_longer_than_until_it_is_late() -> None:
     decision = _paused(1.0, 1e300).decide(_view(), NOW)
-    assert decision == WaitUntil(pytest.approx(NOW + 4.0), WaitReason.IN_STEP), "two and a half intervals"
+    assert decision == WaitUntil(pytest.approx(NOW + 4.0), WaitReason.IN_STEP), "two and a half gaps"
 
 
 def test_the_time_that_an_update_takes_is_no_part_of_the_others_round() -> None:
