@@ -56,8 +56,7 @@ __all__ = ["REGIONS", "Fault", "Outcome", "Scenario", "simulated"]
 
 REGIONS = ("east", "north", "west")
 STEPS_PER_ROUND, JITTER = 10, 0.03
-UPDATE_BYTES, MODEL_BYTES = 1_000_000, 4_000_000
-"""As in `wan_resilience.py` with `int8`."""
+MODEL_BYTES = 4_000_000
 RATE_MBPS, RTT_SECONDS, DISK_SECONDS = 100.0, 0.03, 0.005
 RETRY_SECONDS = 0.5
 """Between two attempts at a link that is down."""
@@ -92,6 +91,8 @@ class Scenario:
     factors: Mapping[str, float] = field(default_factory=dict)
     """How many times as long a region's steps take as usual."""
     faults: tuple[Fault, ...] = ()
+    update_bytes: int = 1_000_000
+    """Size of an update: that of a million coordinates as int8, as in `wan_resilience.py`, or less."""
     late_model_seconds: float = 0.0
     """By how much later the last region's workers begin."""
 
@@ -103,8 +104,8 @@ class Outcome:
     end_seconds: float
     """When all were done."""
     others_slower_percent: float
-    """Time that workers did nothing, in the region without a fault that lost most: of the time with faults and 10 s
-    after each; without faults of all before the last quarter of the job."""
+    """Time that workers did nothing, in the region without a fault that lost most, from the first fault until 10 s
+    after the last one; without faults, and at the latest, until the last quarter of the job."""
     rejoin_seconds: float
     """From the end of the last fault until all have what all had made by then."""
     distance_rounds: float
@@ -158,9 +159,10 @@ class _Site:
             case Restart():
                 self._after(Restarted(action.attempt, "start", ""))
             case Prepare():
+                digest, size = f"{self.name}{action.sequence}", self.world.scenario.update_bytes
                 made = Manifest(
-                    self.name, action.epoch, action.sequence, f"{self.name}{action.sequence}", UPDATE_BYTES,
-                    action.weight, action.seen, action.last, takes_sums=True, round_seconds=action.round_seconds,
+                    self.name, action.epoch, action.sequence, digest, size, action.weight, action.seen, action.last,
+                    takes_sums=True, round_seconds=action.round_seconds,
                 )  # fmt: skip
                 self._after(Prepared(made))
             case Apply():
@@ -324,10 +326,10 @@ def simulated(scenario: Scenario, waiting: WaitingSettings, seed: int) -> Outcom
     slower = []
     for site in sites:
         if site.name not in struck:
-            windows = [(f.begins, f.begins + f.seconds + 10.0) for f in faults]
-            windows = windows or [(0.0, site.idle[int(0.75 * len(site.idle))][0])]
-            idle = sum(passed for begin, end in windows for at, passed in site.idle if begin <= at < end)
-            slower.append(100 * idle / sum(end - begin for begin, end in windows))
+            begin = min((fault.begins for fault in faults), default=0.0)
+            last_quarter = site.idle[int(0.75 * len(site.idle))][0]
+            end = min(world.over + 10.0, last_quarter) if faults else last_quarter
+            slower.append(100 * sum(idle for at, idle in site.idle if begin <= at < end) / (end - begin))
     distances = [distance for site in sites for distance in site.distances]
     rejoin = world.rejoined_at - world.over
     return Outcome(world.now, max(slower), rejoin, sum(distances) / len(distances))

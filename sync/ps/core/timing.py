@@ -37,7 +37,6 @@ class UpdateGaps:
     _recent: dict[str, deque[float]] = field(default_factory=dict)
     _waiting_since: dict[str, float] = field(default_factory=dict)
     """When waiting began for a region from which nothing had come."""
-    _restarted_at: float = -math.inf
 
     def came(self, region: str, now: float) -> None:
         """Record that an update of a region, this one or another, has become durable here."""
@@ -53,11 +52,6 @@ class UpdateGaps:
         """Return a region's usual gap; 0: not known yet."""
         return self._average.get(region, 0.0)
 
-    def restart(self, now: float) -> None:
-        """Count all regions' time from now on: one is no longer waited for, and the others may have waited for it."""
-        if self.settings.restart_after_removal:
-            self._restarted_at = now
-
     def late_at(self, regions: Iterable[str], now: float, round_seconds: float = 0.0) -> float:
         """Return when the last of these regions is late, which may be in the past.
 
@@ -71,7 +65,7 @@ class UpdateGaps:
         for region in regions:
             last = self._last[region] if region in self._last else self._waiting_since.setdefault(region, now)
             gap = self._average.get(region, slowest)
-            ends.append(max(last, self._restarted_at) + max(shortest, factor * gap))
+            ends.append(last + max(shortest, factor * gap))
         return max(ends)
 
     def due_at(self, regions: Iterable[str], now: float, round_seconds: float = 0.0) -> float:

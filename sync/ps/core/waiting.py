@@ -22,8 +22,7 @@ Which round of each other region must be here:
 How long workers wait for a region that lacks it, by rule 4 (the earliest of these ends it):
 
 8. Until it is late: some of its usual gaps after its last update (``late_after_gaps``,
-   ``first_update_seconds``, ``min_late_seconds``); anew once another one is no longer waited for
-   (``restart_after_removal``).
+   ``first_update_seconds``, ``min_late_seconds``).
 9. No longer at once than about one gap of the slowest (``max_hold_gaps``).
 10. No longer than the budget allows, a small fraction of the time (``budget_fraction``, ``max_budget_rounds``,
     ``min_budget_seconds``). It is charged from when the update of a slower region is due (``due_after_gaps``,
@@ -313,7 +312,6 @@ class WaitingPolicy:
         # It is extended by each update of theirs: they may have rounds to catch up.
         end = min(max(hold.earliest, self.gaps.late_at(hold.regions, now, work)), hold.latest)
         if now >= end:
-            self.gaps.restart(now)
             self.membership.remove(region for region in late if region in hold.regions)
             self.hold = None
         return WaitUntil(end, WaitReason.LATE)

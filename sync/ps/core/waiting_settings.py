@@ -62,9 +62,6 @@ class WaitingSettings:
     max_hold_gaps: float = 1.25
     """Usual gaps, of the slowest region concerned, that workers wait at once. A region that is a little slow needs
     part of one to arrive; one whose updates come irregularly would need many. A large number: off."""
-    restart_after_removal: bool = True
-    """Whether the time of all late regions starts anew when one is no longer waited for: they may have waited for it
-    too."""
     due_after_gaps: float = 1.5
     """Usual gaps (median) after its last update at which the next one of a slower region is due; waiting until
     then is not charged to the budget, because the end of the job waits for that region as well. 0: off."""

@@ -62,14 +62,6 @@ def test_a_region_whose_pace_is_not_known_has_that_of_the_others() -> None:
     assert gaps.late_at(["b"], 9.0) - 9.0 == pytest.approx(2.5)
 
 
-def test_those_that_waited_for_the_same_region_get_their_time_once_it_is_not_waited_for() -> None:
-    gaps = UpdateGaps(NO_MINIMUM)
-    for now in range(10):
-        gaps.came("b", float(now))
-    gaps.restart(20.0)
-    assert gaps.late_at(["b"], 20.0) - 20.0 == pytest.approx(2.5)
-
-
 def test_grace_times_take_little_of_the_time_and_of_a_round_at_once() -> None:
     budget, now, held = WaitBudget(NO_MINIMUM), 0.0, 0.0
     for _ in range(5000):
