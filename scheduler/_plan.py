@@ -15,6 +15,7 @@ from scheduler._topology import Topologies
 from scheduler._tuned import Tuned, merging_of, tuned
 from scheduler._wan import choose_wan
 from scheduler._ways import Ways
+from sync.collective import collective_named
 from sync.policy import DEFAULT, policy_named
 
 DEFAULT_INTERVAL_STEPS = 20
@@ -229,7 +230,7 @@ def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot
 
 def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:
     """Settings of the collective; K, where profiles say it and the demand does not."""
-    if taken_by_all is None or taken_by_all.collective != "k-reduce" or "k" in demand.merging:
+    if taken_by_all is None or "k" in demand.merging or not collective_named(taken_by_all.collective).takes_k:
         return demand.merging
     return {**demand.merging, "k": float(taken_by_all.chunks)}
 

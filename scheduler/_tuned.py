@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scheduler._model import Demand, PlannedPartition, Prices, Region, Snapshot
+from sync.collective import DEFAULT, collective_named
 
 if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, TaskProfile
@@ -30,11 +31,13 @@ def tuned(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> T
     """By the task's profile in this region; None: there is none for its channel, or nothing has memory enough."""
     profile, prices = snapshot.profiles.get(region.name), region.prices
     wanted = demand.collective
-    if profile is None or prices is None or profile.channel.name != region.channel or wanted == "isp":
+    if profile is None or prices is None or profile.channel.name != region.channel:
+        return None
+    if wanted is not None and not collective_named(wanted).predictable:
         return None
     if wanted is None and region.channel == "file":
         # There the region's parameter server merges, where the plan leaves it open.
-        wanted = "server-reduce"
+        wanted = DEFAULT
     return _tuned(
         profile, _Paid.of(prices), workers, demand.batch, demand.slice_seconds, demand.epochs, demand.steps,
         demand.minimise, demand.memory_mb, region.capacity.memory_mb, wanted, demand.merging.get("k"),
@@ -58,7 +61,7 @@ def merging_of(
 
 
 def _way(one: Tuned) -> tuple[str, int]:
-    return one.collective, one.chunks if one.collective == "k-reduce" else 0
+    return one.collective, one.chunks if collective_named(one.collective).takes_k else 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def _tuned(
     task = task_of(profile, platform, epochs=epochs, steps=steps, merges=merges)
     space = space_of(
         profile, most_workers=workers, most_memory_mb=most_memory_mb, batch=batch, collective=collective,
-        chunks=int(chunks) if chunks is not None and collective == "k-reduce" else None, workers=workers,
+        chunks=int(chunks) if chunks is not None and collective is not None else None, workers=workers,
         memory_mb=memory_mb,
     )  # fmt: skip
     best = (fastest if minimise == "time" else cheapest)(task, space)

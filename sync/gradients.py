@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 
 from geofed_pb.errors import GeofedError
-from sync.collective import Buckets, Collective, Merged
+from sync.collective import Collective, Merged
 from sync.flat import FlatModel
+from sync.merging import Buckets
 
 __all__ = ["GradientMerge"]
 

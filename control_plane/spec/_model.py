@@ -30,6 +30,7 @@ from pydantic_core import CoreSchema, core_schema
 from control_plane._durations import format_duration, parse_duration
 from geofed_pb.errors import GeofedError
 from sync.codec import codecs
+from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 
 LONGEST_SLICE = timedelta(minutes=10)
@@ -86,6 +87,11 @@ def _deadline(value: Any) -> Any:
 def _policies_with(trait: Callable[[WanPolicy], object]) -> str:
     """Return the names of the policies that have a trait, for an error message."""
     return " or ".join(f"`policy: {name}`" for name in policies() if trait(policy_named(name)))
+
+
+def _collectives_with(trait: Callable[[CollectiveMethod], object]) -> str:
+    """Return the names of the collectives that have a trait, for an error message."""
+    return " or ".join(f"`collective: {name}`" for name in collectives(trait))
 
 
 class _OneOf:
@@ -402,10 +408,15 @@ class Parallelism(_Section):
     """Pipeline parallelism: each worker holds consecutive layers, and sends activations to the next."""
 
 
+def _merge_codecs() -> tuple[str, ...]:
+    """Return the codecs that any collective takes."""
+    return tuple(dict.fromkeys(codec for name in collectives() for codec in collective_named(name).codecs))
+
+
 class Merge(_Section):
     """Settings of the collective."""
 
-    codec: Literal["fp32", "bf16", "int8", "fp8", "int4"] = "fp32"
+    codec: Annotated[str, _OneOf(*_merge_codecs())] = "fp32"
     """Codec in both directions; the residual of a lossy one is added to the next step. `fp8` and `int4` omit zeros if
     that is smaller. `int8` cannot be used with `isp`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
@@ -445,9 +456,7 @@ class JobSpec(_Section):
     train: Train
     objective: Objective = Field(default_factory=Objective)
     regions: Regions = Field(default_factory=Regions)
-    collective: Literal[
-        "auto", "server-reduce", "all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"
-    ] = "auto"
+    collective: Annotated[str, _OneOf("auto", *collectives())] = "auto"
     """How the workers of a region merge. `auto`: each region uses the fastest one by its measurements of the
     channel."""
     parallelism: Literal["auto", "data"] | Parallelism = "auto"
@@ -480,17 +489,26 @@ class JobSpec(_Section):
     def _fits_together(self) -> JobSpec:
         if self.train.balance == "speed" and (self.wan.traits.every_step or self.wan.interval == 1):
             raise ValueError("`train.balance: speed` requires rounds of several steps")
-        if self.k != "auto" and self.collective not in ("k-reduce", "isp"):
-            raise ValueError("`k` requires `collective: k-reduce` or `isp`")
-        if self.merge.staleness and self.collective != "k-reduce":
-            raise ValueError("`merge.staleness` requires `collective: k-reduce`")
-        if self.merge.significance is not None and self.collective != "isp":
-            raise ValueError("`merge.significance` requires `collective: isp`")
-        if self.merge.codec != "fp32" and self.collective in ("auto", "server-reduce"):
-            raise ValueError("`merge.codec` requires an explicit `collective` other than `server-reduce`")
-        if self.merge.codec == "int8" and self.collective == "isp":
-            raise ValueError("`merge.codec: int8` cannot be used with `collective: isp`; `fp8` has eight bits, too")
+        self._merges_together()
         return self
+
+    def _merges_together(self) -> None:
+        """Raise ``ValueError`` for a setting of the collective that it does not take."""
+        method = None if self.collective == "auto" else collective_named(self.collective)
+        if self.k != "auto" and not (method and method.takes_k):
+            raise ValueError(f"`k` requires {_collectives_with(lambda one: one.takes_k)}")
+        if self.merge.staleness and not (method and method.takes_staleness):
+            raise ValueError(f"`merge.staleness` requires {_collectives_with(lambda one: one.takes_staleness)}")
+        if self.merge.significance is not None and (method is None or method.significance is None):
+            filtering = _collectives_with(lambda one: one.significance is not None)
+            raise ValueError(f"`merge.significance` requires {filtering}")
+        if self.merge.codec != "fp32" and method is None:
+            raise ValueError("`merge.codec` requires an explicit `collective`")
+        if method is not None and self.merge.codec not in method.codecs:
+            raise ValueError(
+                f"`merge.codec: {self.merge.codec}` cannot be used with `collective: {method.name}`; it takes "
+                + ", ".join(method.codecs)
+            )
 
     def to_json(self) -> str:
         """Return the normalised form: with all defaults, and keys in the order of the model."""

@@ -21,6 +21,7 @@ from region_agent.partition.events import Invoke, StartPs
 from region_agent.partition.server_process import free_ports
 from region_agent.state.store import PartitionRow
 from region_agent.worker.invocation import Invocation, Schedule, Stretch
+from sync.collective import DEFAULT
 from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
 
@@ -131,7 +132,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Regio
         schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,
-        collective=plan.collective or "server-reduce",
+        collective=plan.collective or DEFAULT,
         merging=dict(plan.merging),
         merging_codec=plan.merging_codec or "fp32",
         channel_costs=dict(inputs.channel_costs),

@@ -13,7 +13,8 @@ from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 from geofed_pb.errors import GeofedError
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig
 from sync.channel import Channel, Usage, open_channel
-from sync.collective import ChannelCosts, probe
+from sync.collective import ChannelCosts
+from sync.merging import probe
 
 __all__ = ["METERED", "RegionChannel", "usage_meters"]
 

@@ -78,6 +78,7 @@ from region_agent.shards.reading import SIGNATURE_LIFE
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import CALL_GRACE, Outcome, ShardFile
 from sync.channel import fence_key
+from sync.collective import DEFAULT, collective_named
 from sync.ps.config import PsConfig
 
 __all__ = ["PartitionContext", "PartitionRunner"]
@@ -389,8 +390,9 @@ class PartitionRunner:
             channel.close()
         plan = self.start.plan
         kind = self._context.channel.kind
-        # These collectives choose by the duration of a request; S3 does not notify workers, so they poll by it.
-        needed = plan.collective in ("auto", "k-reduce", "isp") or (kind == "s3" and plan.collective != "server-reduce")
+        # K and `auto` are chosen by the duration of a request; S3 does not notify workers, so they poll by it.
+        method = None if plan.collective == "auto" else collective_named(plan.collective or DEFAULT)
+        needed = method is None or method.takes_k or (kind == "s3" and bool(method.worker))
         if plan.workers > 1 and kind != "file" and needed and not self._costs:
             costs, usage = self._context.channel.costs(self.job)
             self._costs = {name: float(value) for name, value in asdict(costs).items()}

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
+from sync.collective import DEFAULT
 
 __all__ = ["CALL_GRACE", "Invocation", "Outcome", "Schedule", "ShardFile", "Stretch", "read_invocation"]
 
@@ -104,7 +105,7 @@ class Invocation(BaseModel):
     resume_key: str = ""
     """Channel key of the state stored by this worker's previous invocation or, at the beginning of an attempt, by a
     worker of the previous attempt. Empty: start from the parameter server's model."""
-    collective: str = "server-reduce"
+    collective: str = DEFAULT
     """Collective that merges the workers' steps; "auto": the workers choose one, and all choose the same."""
     merging: dict[str, float] = {}
     """Settings of the collective: "k", "staleness", "significance"."""

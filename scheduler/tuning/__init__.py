@@ -10,15 +10,11 @@ from scheduler.tuning._fit import (
     fit_memory,
     least_squares,
 )
-from scheduler.tuning._merge import Merges, MergeTerms, merged
 from scheduler.tuning._model import (
-    COLLECTIVES,
-    TERMS,
     ChannelProfile,
     Compute,
     Configuration,
     Convergence,
-    Correction,
     Memory,
     Platform,
     Prediction,
@@ -32,17 +28,12 @@ from scheduler.tuning._progress import NormPair, RunPoint, fit_progress, noise_s
 from scheduler.tuning._search import cheapest, configurations, fastest, front
 
 __all__ = [
-    "COLLECTIVES",
-    "TERMS",
     "ChannelProfile",
     "Compute",
     "Configuration",
     "Convergence",
-    "Correction",
     "Memory",
     "MergePoint",
-    "MergeTerms",
-    "Merges",
     "NormPair",
     "Platform",
     "Prediction",
@@ -67,7 +58,6 @@ __all__ = [
     "iterations",
     "lambdaml",
     "least_squares",
-    "merged",
     "needed_mb",
     "noise_scale",
     "predict",

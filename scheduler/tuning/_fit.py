@@ -14,8 +14,10 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._merge import Floats, Merges, merged
-from scheduler.tuning._model import TERMS, ChannelProfile, Compute, Correction, Memory
+from scheduler.tuning._model import ChannelProfile, Compute, Memory
+from sync.collective import TERMS, Correction, Merges, merge_terms
+
+Floats = npt.NDArray[np.float64]
 
 _HUBER = 1.345
 """Standard deviations from which on a residual counts less (95 % efficiency for normal ones)."""
@@ -162,7 +164,7 @@ _SHARES = len(TERMS) - 2
 
 def _terms(point: MergePoint, channel: ChannelProfile, faithful: bool) -> Floats:
     row = Merges.of([(point.collective, point.workers, point.chunks, point.share)])
-    return merged(row, point.size_bytes, channel, faithful=faithful).terms
+    return merge_terms(row, point.size_bytes, channel, faithful=faithful).terms
 
 
 def error_of(predicted: float, measured: float) -> float:

@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
-COLLECTIVES = ("server-reduce", "all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce")
-"""By their numbers in arrays."""
+from sync.collective import ChannelCosts, Correction, collectives
 
 
 @dataclass(frozen=True)
-class ChannelProfile:
+class ChannelProfile(ChannelCosts):
     """One worker's use of a region's channel, as it was measured, and what it costs."""
 
+    _: KW_ONLY
     name: str
-    put_seconds: float
-    """Latency of a request that stores; its bytes come on top."""
-    get_seconds: float
-    up_bytes_per_second: float
-    """Of one worker's own link."""
-    down_bytes_per_second: float
-    poll_seconds: float = 0.0
-    """Between two looks of a worker that waits; 0: it is told."""
-    list_seconds: float = 0.0
-    """What a look takes that lists the channel, for collectives as published."""
-    parallel: int = 8
-    """Requests of one worker that may be on their way at once, each way."""
-    put_usd: float = 0.0
-    get_usd: float = 0.0
-    """Also of a look that finds nothing."""
-    list_usd: float = 0.0
     usd_per_hour: float = 0.0
-    """Of a node that is there for the job alone."""
-    merge_seconds_per_byte: float = 0.0
-    """What adding a part to a sum takes, by the bytes of float32 that it has."""
-    request_cpu_seconds: float = 0.0
-    """Of a request, what keeps a core of the worker busy."""
-    cores: float = 0.0
-    """Of a channel in the memory of one machine: the cores that all workers on it share; 0: each has its own."""
-    jitter: float = 0.0
-    """Standard deviation of the latency's logarithm."""
+    """Price of a node that exists for the job alone."""
     full_rate_mb: float = 0.0
     """Memory from which a function has its whole bandwidth, in proportion below; 0: memory buys none."""
 
@@ -72,44 +48,6 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Correction:
-    """What runs have taught about merges: the weight of each term of the closed form.
-
-    The defaults are the closed form as it is, over constants that were probed.
-    """
-
-    latency: float = 1.0
-    late: float = 1.0
-    """Of what the latest of many requests takes longer than one: workers that continue by themselves are not late all
-    at once."""
-    transfer: float = 1.0
-    work: float = 1.0
-    """Of requests that keep a core busy."""
-    adding: float = 1.0
-    hidden: float = 1.0
-    """How much of what overlapping could hide it does hide, where some workers own no chunk. Below 0 it costs more than
-    it hides: looks that come too early, and requests that wait behind others."""
-    duplex: float = 1.0
-    """The same where all do: each then needs both directions of its link at once."""
-    request_seconds: float = 0.0
-    """Of each request in the longest chain, beyond its latency."""
-    merge_seconds: float = 0.0
-    """Of each merge, whatever it moves."""
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """In the order of `TERMS`."""
-        return (
-            self.latency, self.late, self.transfer, self.work, self.adding, -self.hidden, -self.duplex,
-            self.request_seconds, self.merge_seconds,
-        )  # fmt: skip
-
-
-TERMS = ("latency", "late", "transfer", "work", "adding", "hidden", "duplex", "requests", "merge")
-"""What a merge's seconds are made of; "requests" is a number of them, "merge" is 1, the others are seconds."""
-
-
-@dataclass(frozen=True)
 class Convergence:
     """How many iterations a job needs: ``least * (1 + noise / global batch) * (1 + rho * staleness * share stale)``.
 
@@ -126,7 +64,7 @@ class Convergence:
     rho: float = 0.0
     """What a step of staleness costs, if all workers had it."""
     staleness: int = 0
-    """Of ``k-reduce``: merges by which workers that own no chunk are behind."""
+    """Merges by which workers that own no chunk are behind, with a collective that takes it."""
     most_batch: float = math.inf
     """Largest global batch that may be used (FasDL's Bg)."""
 
@@ -172,9 +110,9 @@ class Space:
     workers: tuple[int, ...]
     batches: tuple[int, ...]
     """Of one worker."""
-    collectives: tuple[str, ...] = COLLECTIVES
+    collectives: tuple[str, ...] = field(default_factory=lambda: collectives(lambda method: method.predictable))
     chunks: tuple[int, ...] | None = None
-    """K of ``k-reduce``; None: from 1 to the number of workers."""
+    """K of collectives that take one; None: from 1 to the number of workers."""
     channels: tuple[str, ...] | None = None
     """None: all of the task's."""
 
@@ -196,7 +134,7 @@ class Configuration:
     batch: int
     collective: str
     chunks: int
-    """K; 1 of ``all-reduce``, else as many as workers."""
+    """K, as the collective's ``owners`` says."""
     channel: str
 
 

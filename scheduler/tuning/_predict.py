@@ -8,17 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._merge import Floats, Merges, merged
-from scheduler.tuning._model import (
-    COLLECTIVES,
-    Compute,
-    Configuration,
-    Convergence,
-    Correction,
-    Memory,
-    Prediction,
-    TaskModel,
-)
+from scheduler.tuning._model import Compute, Configuration, Convergence, Memory, Prediction, TaskModel
+from sync.collective import Correction, Merges, collective_named, collectives, merge_terms
+
+Floats = npt.NDArray[np.float64]
 
 _MB = float(1 << 20)
 _SECONDS_PER_HOUR = 3600.0
@@ -93,9 +86,9 @@ class MergeCosts:
 def merge_costs(task: TaskModel, name: str, merges: Merges) -> MergeCosts:
     """What merges take over one of the task's channels."""
     channel = next(one for one in task.channels if one.name == name)
-    told = merged(merges, task.model_bytes, channel, faithful=task.faithful, grouped=not task.progress.staleness)
+    told = merge_terms(merges, task.model_bytes, channel, faithful=task.faithful, grouped=not task.progress.staleness)
     seconds = told.seconds(task.corrections.get(name, Correction()))
-    return MergeCosts(seconds, told.usd(channel, faithful=task.faithful))
+    return MergeCosts(seconds, told.usd(channel))
 
 
 def outcomes(task: TaskModel, grid: Grid, costs: MergeCosts | None = None) -> Outcomes:
@@ -106,7 +99,8 @@ def outcomes(task: TaskModel, grid: Grid, costs: MergeCosts | None = None) -> Ou
         costs = merge_costs(task, grid.channel, merges)
     compute, merge = step_seconds(task.compute, grid.batches, grid.memories_mb), costs.seconds
     one = compute + merge
-    stale = (merges.collective == COLLECTIVES.index("k-reduce")) * (1 - merges.chunks / merges.workers)
+    lagging = np.array([collective_named(name).takes_staleness for name in collectives()])[merges.collective]
+    stale = lagging * (1 - merges.chunks / merges.workers)
     count = iterations(progress, grid.batches * merges.workers, stale)
     # An invocation makes whole steps, the first however long it takes.
     steps = np.maximum(1.0, np.ceil(platform.slice_seconds / one))

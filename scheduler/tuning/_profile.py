@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.tuning._fit import MergePoint, StepPoint, fit_compute, fit_correction, fit_memory
-from scheduler.tuning._model import ChannelProfile, Convergence, Correction, Memory, Platform, Space, TaskModel
+from scheduler.tuning._model import ChannelProfile, Convergence, Memory, Platform, Space, TaskModel
 from scheduler.tuning._progress import NormPair, noise_scale
+from sync.collective import Correction, collectives
 
 _MEMORIES_MB = (128, 256, 512, 768, 1024, 1536, 1769, 2048, 3008, 4096, 6144, 8192, 10240)
 """Steps in which memory is chosen; clouds sell it by the megabyte, and cost hardly differs between."""
@@ -141,7 +142,7 @@ def space_of(
     counts = sorted({*range(1, most_workers + 1, stride), most_workers})
     enough = max(1, profile.samples // batch)
     memories = [mb for mb in _MEMORIES_MB if mb < most_memory_mb] + [most_memory_mb]
-    chosen = ("server-reduce", "all-reduce", "pipelined-scatter-reduce", "k-reduce")
+    chosen = collectives(lambda method: method.automatic and method.predictable)
     return Space(
         memories_mb=tuple(memories) if memory_mb is None else (memory_mb,),
         workers=tuple(count for count in counts if count <= enough) if workers is None else (workers,),

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._merge import Merges
-from scheduler.tuning._model import COLLECTIVES, Configuration, Prediction, Space, TaskModel, TuningLimits
+from scheduler.tuning._model import Configuration, Prediction, Space, TaskModel, TuningLimits
 from scheduler.tuning._predict import Grid, MergeCosts, Outcomes, merge_costs, outcomes, prediction, share_of
+from sync.collective import Merges, collective_named, collectives
 
 _MUCH = 1e-9
 """Of two that differ relatively by less, the one that is better otherwise."""
@@ -117,11 +117,12 @@ def _merges(space: Space) -> list[tuple[str, int, int]]:
     ways: dict[tuple[str, int, int], None] = {}
     for workers in space.workers:
         for collective in space.collectives:
-            if collective == "k-reduce":
+            method = collective_named(collective)
+            if method.takes_k:
                 chunks = space.chunks or tuple(range(1, workers + 1))
                 ways.update(dict.fromkeys((collective, workers, k) for k in chunks if k <= workers))
             else:
-                ways[collective, workers, 1 if collective == "all-reduce" else workers] = None
+                ways[collective, workers, method.owners(workers, None)] = None
     return list(ways)
 
 
@@ -145,7 +146,7 @@ def _named(evaluated: _Evaluated, at: int) -> Configuration:
         memory_mb=int(grid.memories_mb[at]),
         workers=int(merges.workers[at]),
         batch=int(grid.batches[at]),
-        collective=COLLECTIVES[int(merges.collective[at])],
+        collective=collectives()[merges.collective[at]],
         chunks=int(merges.chunks[at]),
         channel=grid.channel,
     )

@@ -1,56 +1,41 @@
-"""Collectives: how the workers of one partition merge their gradients, changes or models."""
+"""Collectives: how the workers of one partition merge their gradients, changes or models.
 
-from sync.collective._contract import Collective, Merged, Settings, Settled, State
-from sync.collective._fold import Fold
-from sync.collective._members import Member, chunk_bounds, owners, succession
-from sync.collective._model import (
-    PATTERNS,
-    ChannelCosts,
-    Choice,
-    Estimate,
-    Merge,
-    best_chunks,
-    best_groups,
-    choose,
-    estimate,
-    least_seconds,
-    unequal_batches,
-)
-from sync.collective._opening import open_collective
-from sync.collective._probe import probe
-from sync.collective._reducing import Buckets, Reducing
-from sync.collective._sharing import Sharing
-from sync.collective._significance import SignificanceFilter
-from sync.means import weighted_mean, weighted_sum
+Each collective is a module of this package, which holds no machinery: `sync.merging` executes merges over a channel.
+"""
+
+from sync.collective._choice import Choice, best_chunks, best_groups, choose, least_seconds, unequal_batches
+from sync.collective._contract import Collective, CollectiveMethod, Merged, Settings, Settled, State
+from sync.collective._estimate import Estimate, Merge, Merges, estimate, merge_terms
+from sync.collective._form import TERMS, ChannelCosts, Correction, MergeForm, MergeTerms
+from sync.collective._registry import collective_named, collectives
 
 __all__ = [
-    "PATTERNS",
-    "Buckets",
+    "DEFAULT",
+    "TERMS",
     "ChannelCosts",
     "Choice",
     "Collective",
+    "CollectiveMethod",
+    "Correction",
     "Estimate",
-    "Fold",
-    "Member",
     "Merge",
+    "MergeForm",
+    "MergeTerms",
     "Merged",
-    "Reducing",
+    "Merges",
     "Settings",
     "Settled",
-    "Sharing",
-    "SignificanceFilter",
     "State",
     "best_chunks",
     "best_groups",
     "choose",
-    "chunk_bounds",
+    "collective_named",
+    "collectives",
     "estimate",
     "least_seconds",
-    "open_collective",
-    "owners",
-    "probe",
-    "succession",
+    "merge_terms",
     "unequal_batches",
-    "weighted_mean",
-    "weighted_sum",
 ]
+
+DEFAULT = "server-reduce"
+"""The collective that ``auto`` stands for where a channel's constants are not measured, as in shared memory."""

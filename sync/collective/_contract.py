@@ -1,29 +1,32 @@
-"""The interface of a collective, and its settings."""
+"""The interface of a collective, its settings, and what a planner must know about one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from sync.collective._model import ChannelCosts
+from sync.collective._by_owners import by_owners
+from sync.collective._form import ChannelCosts, MergeForm, MergeTerms
 from sync.layout import Vector
 
-__all__ = ["Collective", "Merged", "Settings", "Settled", "State"]
+__all__ = ["CODECS", "Collective", "CollectiveMethod", "Merged", "Settings", "Settled", "State"]
 
-Pattern = Literal["all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce", "isp"]
+CODECS = ("fp32", "bf16", "int8", "fp8", "int4")
+"""Codecs that merges by owners take."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """Settings of a collective; the same for all workers of a partition."""
 
-    pattern: Pattern = "k-reduce"
+    pattern: str = "k-reduce"
+    """Name of the collective."""
     chunks: int | None = None
-    """K: number of chunks of the vector, each merged by one worker; None: 1 for all-reduce, otherwise one per worker.
+    """K: number of chunks of the vector, each merged by one worker; None: as `CollectiveMethod.owners` says.
     For ``isp`` None means that every worker reads every other worker's changes (as published)."""
     groups: int = 1
     """``k-reduce``: number of groups that merge first; chunk owners then merge the groups' results. Limited by the
@@ -122,3 +125,43 @@ class Collective(Protocol):
 
     def close(self) -> None:
         """End the threads. Values stay in the channel, since other workers may still read them."""
+
+
+@dataclass(frozen=True)
+class CollectiveMethod:
+    """A collective as a job file names it: who merges what, what it takes, and how a worker's side is created.
+
+    The defaults are those of a merge by owners: each of K workers merges a chunk of the vector and publishes the mean.
+    """
+
+    name: str
+    owners: Callable[[int, int | None], int]
+    """K, from the number of workers, at least 1, and the job file's `k`, at least 1, or None. 0: nobody merges for
+    others, every worker reads every other worker's vector."""
+    overlapped: bool = True
+    """Whether an owner reads others' parts of its chunk while it uploads its parts of theirs."""
+    takes_k: bool = False
+    """Whether job files may give `k`; the fastest is chosen if they don't."""
+    takes_groups: bool = False
+    """Whether workers merge in groups first, if that is faster by the channel's constants."""
+    takes_staleness: bool = False
+    """Whether workers without a chunk may continue with the mean of earlier steps (`merge.staleness`)."""
+    codecs: tuple[str, ...] = CODECS
+    """Codecs between workers that job files may give (`merge.codec`)."""
+    significance: float | None = None
+    """Default of `merge.significance`, the threshold of a filter of changes; None: it has no filter."""
+    shares: Literal["mean", "changes"] = "mean"
+    """As in `Collective`. The bytes of changes are not known beforehand: planners then predict no merge."""
+    automatic: bool = False
+    """Whether `collective: auto` may choose it."""
+    cost: Callable[[MergeForm], MergeTerms] | None = by_owners
+    """Time, requests and bytes of merges; None: unknown, planners and `auto` leave it out."""
+    worker: Callable[..., Collective] | str = "sync.merging:Reducing"
+    """Creates a worker's side from (settings, member, channel, place, size, patience), which are those of
+    `sync.merging.open_collective`. "module:name" is imported when the first merge is opened, so that planners do not
+    load it. Empty: the region's parameter server merges."""
+
+    @property
+    def predictable(self) -> bool:
+        """Whether a planner can predict its merges, and learn from measured ones."""
+        return self.cost is not None and self.shares == "mean"

@@ -10,10 +10,11 @@ from typing import Any
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.collective import Buckets, Collective, Member, Merged, Settings, State, open_collective
+from sync.collective import Collective, Merged, Settings, State, collective_named
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
 from sync.layout import Vector
+from sync.merging import Buckets, Member, open_collective
 
 __all__ = ["GroupMerge"]
 
@@ -87,14 +88,14 @@ class GroupMerge:
     def __init__(
         self, flat: FlatModel, settings: Settings, member: Member, channel: Channel, place: str, *, overlap: bool = True
     ) -> None:
-        if settings.pattern == "isp" or settings.staleness:
-            text = "the replicas of a stage merge gradients of one step; isp and staleness do not"
+        if collective_named(settings.pattern).shares != "mean" or settings.staleness:
+            text = f"the replicas of a stage merge gradients of one step; {settings.pattern} with staleness does not"
             raise GeofedError("CONFIG_INVALID", text)
         self._flat = flat
         self._collective: Collective | None = None
         self._merge: GradientMerge | None = None
         if member.workers > 1:
-            last = _comes_last(flat, member.workers) if overlap and _leaves_apart(settings) else 0
+            last = _comes_last(flat, member.workers) if overlap and _leaves_apart(settings, member.workers) else 0
             whole = flat.layout.gradient_size
             ends = sorted({0, last, whole}) if last else [0, whole]
             each = [
@@ -138,8 +139,10 @@ class GroupMerge:
             self._collective.close()
 
 
-def _leaves_apart(settings: Settings) -> bool:
-    return settings.pattern == "pipelined-scatter-reduce" and settings.asked is None and not settings.faithful
+def _leaves_apart(settings: Settings, workers: int) -> bool:
+    method = collective_named(settings.pattern)
+    equal_parts = method.overlapped and not method.takes_k and method.owners(workers, None) == workers
+    return equal_parts and settings.asked is None and not settings.faithful
 
 
 def _clipped(settings: Settings, start: int, stop: int) -> Settings:

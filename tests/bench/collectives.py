@@ -33,20 +33,10 @@ from report import Bar, Report, options
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
-from sync.collective import (
-    ChannelCosts,
-    Member,
-    Merge,
-    Reducing,
-    Settings,
-    Sharing,
-    choose,
-    estimate,
-    least_seconds,
-    unequal_batches,
-)
-from sync.collective._exchange import Given
-from sync.collective._reducing import plan_of
+from sync.collective import ChannelCosts, Merge, Settings, choose, estimate, least_seconds, unequal_batches
+from sync.merging import Member, Reducing, Sharing
+from sync.merging._exchange import Given
+from sync.merging._reducing import plan_of
 
 MB = 1e6
 SIZES_MB = {"0.25 MB": 0.25, "14 MB": 14.0, "47 MB": 47.0}

@@ -21,9 +21,10 @@ from support.memory_channel import MemoryChannel
 from support.virtual_channel import Meter, Program, Virtual
 
 from sync.codec import Tensors
-from sync.collective import ChannelCosts, Member, Reducing, Settings, Sharing
-from sync.collective._lists import AsPublished, Places
+from sync.collective import ChannelCosts, Settings
 from sync.layout import Vector
+from sync.merging import Member, Reducing, Sharing
+from sync.merging._lists import AsPublished, Places
 
 __all__ = ["CHANNEL", "METHODS", "Curve", "Method", "learn"]
 

@@ -30,8 +30,8 @@ from isp_data import Flat, Task, batches
 from isp_learning import Curve, Method
 
 from sync.channel import open_channel
-from sync.collective import Member, Reducing, Sharing
 from sync.layout import Vector
+from sync.merging import Member, Reducing, Sharing
 
 __all__ = ["DDP", "Link", "possible", "run"]
 

@@ -29,14 +29,11 @@ from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerat
 from tuning_live import MB, Measured, Setting, compute_seconds, measured
 
 from scheduler.tuning import (
-    COLLECTIVES,
     ChannelProfile,
     Configuration,
     Convergence,
-    Correction,
     Memory,
     MergePoint,
-    Merges,
     Platform,
     Prediction,
     Space,
@@ -50,12 +47,11 @@ from scheduler.tuning import (
     fastest,
     fit_compute,
     fit_correction,
-    merged,
     predict,
     step_seconds,
 )
 from sync.channel import REQUEST_PRICES
-from sync.collective import ChannelCosts
+from sync.collective import ChannelCosts, Correction, Merges, collectives, merge_terms
 
 INSTANCES, QUICK_INSTANCES = 500, 60
 USD_PER_GB_SECOND = 0.0000166667
@@ -178,7 +174,7 @@ def _channel(kind: str, costs: Sequence[ChannelCosts]) -> ChannelProfile:
     values = {name: statistics.median(getattr(one, name) for one in costs) for name in names}
     prices = REQUEST_PRICES["s3/us-east-1" if kind == "s3" else "redis"]
     values |= {"put_usd": prices.put or 0.0, "get_usd": prices.get or 0.0, "list_usd": prices.list or 0.0}
-    return ChannelProfile(kind, **values, parallel=16)
+    return ChannelProfile(**values, parallel=16, name=kind)
 
 
 def _point(one: Setting, took: Measured) -> MergePoint:
@@ -190,7 +186,7 @@ def _point(one: Setting, took: Measured) -> MergePoint:
 def prediction(one: Setting, known: Learned) -> tuple[float, float]:
     """Seconds of an iteration, and of its merge."""
     row = Merges.of([(one.pattern, one.workers, one.chunks, 1.0)])
-    told = merged(row, one.size_mb * MB, known.channels[one.kind])
+    told = merge_terms(row, one.size_mb * MB, known.channels[one.kind])
     merge = float(told.seconds(known.corrections[one.kind])[0])
     return float(step_seconds(known.task.compute, one.batch, one.memory_mb)) + merge, merge
 
@@ -275,7 +271,7 @@ def searched(report: Report) -> None:
     ]
 
 
-FULL = Space((256, 512, 768, 1024, 1536, 1769, 2048, 3008), tuple(range(1, 33)), (16, 32, 64, 128), COLLECTIVES)
+FULL = Space((256, 512, 768, 1024, 1536, 1769, 2048, 3008), tuple(range(1, 33)), (16, 32, 64, 128))
 
 
 def _timed(task: TaskModel) -> float:
@@ -334,7 +330,12 @@ def chosen(report: Report, known: Learned) -> None:
         channels=(known.channels["s3"],),
         corrections={"s3": known.corrections["s3"]},
     )
-    space = Space((885, 1024, 1536, 1769, 3008), tuple(range(1, 9)), (16, 32, 64), COLLECTIVES[1:])
+    space = Space(
+        (885, 1024, 1536, 1769, 3008),
+        tuple(range(1, 9)),
+        (16, 32, 64),
+        collectives(lambda one: one.predictable and one.worker),
+    )
     theirs = Configuration(3008, 8, 32, "scatter-reduce", 8, "s3")
     rivals = [Rival("LambdaML: scatter-reduce, 8 workers of 3008 MB", theirs, True, None, [])]
     _run(rivals, 1)

@@ -125,7 +125,7 @@ def test_codecs_of_merges_go_with_collectives(job_file: Path) -> None:
             loaded = load(job_file, [f"collective={collective}", f"merge.codec={codec}"])
             assert to_demand(loaded.spec, "j", NOW).merging_codec == codec
     (told,) = errors_of(job_file, JOB, "collective=isp", "merge.codec=int8")
-    assert "`merge.codec: int8` cannot be used with `collective: isp`; `fp8` has eight bits, too" in told
+    assert "`merge.codec: int8` cannot be used with `collective: isp`; it takes fp32, bf16, fp8, int4" in told
 
 
 def test_a_section_is_a_mapping(job_file: Path) -> None:

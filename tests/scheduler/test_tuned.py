@@ -24,7 +24,7 @@ def profile(
         update_seconds=0.001,
         norms=(NormPair(8, 10.0, 64, 2.0),),
         evaluation_peak_mb=0.0,
-        channel=ChannelProfile(channel, put_seconds, put_seconds, 1e8, 1e8, put_usd=put_usd),
+        channel=ChannelProfile(put_seconds, put_seconds, 1e8, 1e8, put_usd=put_usd, name=channel),
         start_seconds=1.0,
         again_seconds=0.1,
         gb_seconds=1.0,

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from sync.channel import Channel
-from sync.collective import Member, Settings
+from sync.collective import Settings
 from sync.flat import FlatModel
+from sync.merging import Member
 from sync.pipeline import GroupMerge, Layers, Pipeline, StageRunner, StepDone
 
 __all__ = ["Worker", "WorkerGroup", "cut", "in_threads", "mse", "shares"]

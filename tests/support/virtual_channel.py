@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sync.collective import ChannelCosts
-from sync.collective._exchange import Arrived, Event, Fetch, Part, Put, Request, Stored
+from sync.merging._exchange import Arrived, Event, Fetch, Part, Put, Request, Stored
 
 __all__ = ["Program", "Virtual", "Worker"]
 

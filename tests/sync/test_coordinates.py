@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from sync.collective import weighted_mean
 from sync.coordinates import array_dtype, coding_of, decode, encode
+from sync.means import weighted_mean
 
 INTEGERS = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 FLOATS = ("float32", "float64", "complex64")

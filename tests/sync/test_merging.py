@@ -12,8 +12,8 @@ from hypothesis.extra import numpy as hnp
 
 from geofed_pb.errors import GeofedError
 from sync import means
-from sync.collective import weighted_mean
 from sync.layout import Vector
+from sync.means import weighted_mean
 from sync.policy import Contribution, ModelAverage
 from sync.wan import policy_of
 

@@ -16,6 +16,7 @@ from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import columns, emit, fields, say, unwritable
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
+from sync.collective import collectives
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
@@ -130,6 +131,7 @@ def _front_text(one: Data) -> str:
         shown = [front[round(number * step)] for number in range(_FRONT_ROWS)]
     if chosen is not None and chosen not in shown:
         shown = sorted([*shown, chosen], key=lambda row: float(row["seconds"]))
+    with_k = collectives(lambda method: method.takes_k)
     table = columns(
         ["", "WORKERS", "MEMORY MB", "COLLECTIVE", "K", "STEP MS", "MERGE MS", "TIME", "USD"],
         [
@@ -138,7 +140,7 @@ def _front_text(one: Data) -> str:
                 row["workers"],
                 row["memory_mb"],
                 row["collective"] if row["workers"] > 1 else "-",
-                row["chunks"] if row["collective"] == "k-reduce" and row["workers"] > 1 else "-",
+                row["chunks"] if row["collective"] in with_k and row["workers"] > 1 else "-",
                 f"{1e3 * row['iteration_seconds']:.1f}",
                 f"{1e3 * row['merge_seconds']:.1f}",
                 seconds_text(row["seconds"]),

@@ -11,7 +11,8 @@ from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
 from scheduler import Plan, PlannedPartition, step_seconds
-from scheduler.tuning import COLLECTIVES, MergePoint
+from scheduler.tuning import MergePoint
+from sync.collective import collective_named, collectives
 
 
 def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
@@ -126,12 +127,12 @@ def _merge_of(report: Report, planned: PlannedPartition | None, plan: Plan, mode
     whole = planned is not None and planned.pipeline is None and report.workers == planned.workers
     if planned is None or not (whole and plain) or report.merge_seconds <= 0:
         return ""
-    if planned.workers < 2 or collective not in COLLECTIVES:
+    if planned.workers < 2 or collective not in collectives(lambda method: method.predictable):
         return ""
     point = MergePoint(
         collective=collective,
         workers=planned.workers,
-        chunks=int(chunks) if chunks else 1 if collective == "all-reduce" else planned.workers,
+        chunks=collective_named(collective).owners(planned.workers, int(chunks) if chunks else None),
         size_bytes=float(model_bytes),
         seconds=report.merge_seconds,
         compute_seconds=planned.batch / report.samples_per_second,

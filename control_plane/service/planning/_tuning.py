@@ -26,6 +26,7 @@ from scheduler.tuning import (
 )
 from scheduler.tuning import space_of as tuning_space
 from scheduler.tuning import task_of as tuning_task
+from sync.collective import collective_named
 
 _PROFILE = TypeAdapter(TaskProfile)
 _MERGE = TypeAdapter(MergePoint)
@@ -113,14 +114,15 @@ def _task(
 
 def _space(profile: TaskProfile, region: Region, demand: Demand) -> Space:
     workers = demand.workers if isinstance(demand.workers, int | None) else demand.workers.get(region.name)
-    collective = demand.collective if demand.collective != "isp" else None
+    fixed = demand.collective is not None and collective_named(demand.collective).predictable
+    collective = demand.collective if fixed else None
     return tuning_space(
         profile,
         most_workers=region.capacity.workers,
         most_memory_mb=region.capacity.memory_mb,
         batch=demand.batch,
         collective=collective,
-        chunks=int(demand.merging["k"]) if "k" in demand.merging and collective == "k-reduce" else None,
+        chunks=int(demand.merging["k"]) if fixed and "k" in demand.merging else None,
         workers=workers,
         memory_mb=demand.memory_mb,
     )

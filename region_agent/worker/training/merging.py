@@ -18,19 +18,19 @@ from region_agent.worker.task import TaskModule
 from sync import framing
 from sync.channel import Channel, fence_key
 from sync.collective import (
+    DEFAULT,
     ChannelCosts,
     Collective,
-    Member,
     Merge,
-    Reducing,
     Settings,
     State,
     best_groups,
     choose,
-    open_collective,
+    collective_named,
 )
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
+from sync.merging import Member, Reducing, open_collective
 
 __all__ = ["Fenced", "Merging", "PeerTimeout", "group_settings", "merging_for"]
 
@@ -50,8 +50,6 @@ _SLACK = 0.1
 """A collective may take this fraction longer than the fastest one if it is cheaper."""
 _MIN_USD = 1e-9
 """Assumed price of a free request, so that of two equally good collectives the one with fewer requests is chosen."""
-_CHOICE = ("all-reduce", "pipelined-scatter-reduce", "k-reduce")
-"""Collectives that "auto" chooses from."""
 
 
 class Merging(Protocol):
@@ -116,7 +114,7 @@ class SingleWorker:
 class ServerReduce(SingleWorker):
     """`server-reduce`: the region's parameter server merges the gradients, weighted by samples."""
 
-    name = "server-reduce"
+    name = DEFAULT
     server_counts_steps = True
 
     def __init__(
@@ -279,12 +277,13 @@ def merging_for(
     # Sending gradients in parts hides latency. In one machine's memory all cores are busy anyway, so it does not help;
     # with S3, which workers have to poll, it needs the measured duration of a request.
     timed = call.channel != "s3" or settings.asked is not None
-    in_parts = settings.pattern != "isp" and not settings.staleness and not channel.in_memory and timed
+    method = collective_named(settings.pattern)
+    in_parts = method.shares == "mean" and not settings.staleness and not channel.in_memory and timed
     settings = replace(settings, in_parts=in_parts)
     timeout = PeerTimeout(begun + call.slice_seconds + CALL_GRACE.total_seconds() - _STORE_SECONDS)
     fenced: Any = Fenced(channel, call.attempt)
-    # ISP shares changes of the model; all others share gradients.
-    size = flat.layout.size if settings.pattern == "isp" else flat.layout.gradient_size
+    # What is shared are changes of the model, or gradients.
+    size = flat.layout.size if method.shares == "changes" else flat.layout.gradient_size
     collective = open_collective(settings, member, fenced, _PREFIX, size, timeout)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
@@ -295,7 +294,8 @@ def group_settings(call: Invocation, flat: FlatModel) -> Settings:
     """Return the settings with which the replicas of a pipeline stage merge: without server, without staleness."""
     alike = call.model_copy(update={"workers": call.degree})
     costs = _costs(call)
-    settings = _settings(alike, flat, costs) if call.collective != "isp" else None
+    means = call.collective == "auto" or collective_named(call.collective).shares == "mean"
+    settings = _settings(alike, flat, costs) if means else None
     if settings is None:
         asked = costs if call.channel == "s3" else None
         settings = Settings("pipelined-scatter-reduce", timeout_seconds=_TIMEOUT_SECONDS, asked=asked)
@@ -307,7 +307,7 @@ def _costs(call: Invocation) -> ChannelCosts | None:
     return ChannelCosts(**{**measured, "parallel": int(measured["parallel"])}) if measured else None  # type: ignore[arg-type]
 
 
-def _chosen(workers: int, size: float, costs: ChannelCosts, patterns: Sequence[str]) -> Merge:
+def _chosen(workers: int, size: float, costs: ChannelCosts, patterns: Sequence[str] | None = None) -> Merge:
     priced = replace(costs, put_usd=max(costs.put_usd, _MIN_USD), get_usd=max(costs.get_usd, _MIN_USD))
     return choose(workers, size, priced, slack=_SLACK, patterns=patterns).merge
 
@@ -317,23 +317,24 @@ def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> 
     pattern, k = call.collective, int(call.merging.get("k", 0)) or None
     size = 4.0 * flat.layout.size
     if pattern == "auto" and costs is not None and call.channel != "file":
-        chosen = _chosen(call.workers, size, costs, _CHOICE)
-        pattern, k = chosen.pattern, chosen.owners if chosen.pattern == "k-reduce" else None
-    if pattern in ("auto", "server-reduce"):
+        chosen = _chosen(call.workers, size, costs)
+        pattern, k = chosen.pattern, chosen.owners if collective_named(chosen.pattern).takes_k else None
+    if pattern == "auto" or not collective_named(pattern).worker:
         return None
-    if pattern in ("k-reduce", "isp") and k is None:
-        k = _chosen(call.workers, size, costs, ("k-reduce",)).owners if costs else call.workers
+    method = collective_named(pattern)
+    if method.takes_k and k is None:
+        k = _chosen(call.workers, size, costs, (pattern,)).owners if costs and method.cost else call.workers
     staleness = int(call.merging.get("staleness", 0))
     groups = 1
-    if pattern == "k-reduce" and costs is not None and not staleness:
+    if method.takes_groups and costs is not None and not staleness:
         groups = best_groups(Merge(pattern, call.workers, size, k), costs)
     return Settings(
-        pattern=pattern,  # type: ignore[arg-type]  # checked by `open_collective`
+        pattern=pattern,
         chunks=min(k, call.workers) if k is not None else None,
         groups=groups,
         staleness=staleness,
         codec=call.merging_codec,
-        significance=call.merging.get("significance", Settings.significance),
+        significance=call.merging.get("significance", method.significance or 0.0),
         trained=flat.layout.trainable_size,
         timeout_seconds=_TIMEOUT_SECONDS,
         asked=costs if call.channel == "s3" else None,

@@ -23,11 +23,11 @@ from region_agent.worker.training.stage_checkpoints import StageCheckpoints, sta
 from region_agent.worker.training.trainer import checked_loss
 from sync import chunked, framing
 from sync.channel import Channel
-from sync.collective import Member
 from sync.collective import State as CollectiveState
 from sync.device import device
 from sync.flat import FlatModel, layout_of
 from sync.layout import Layout, Vector
+from sync.merging import Member
 from sync.pipeline import GroupMerge, Layers, Pipeline, ReplayLog, StageRunner
 from sync.seeding import seed_all
 

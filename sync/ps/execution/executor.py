@@ -20,8 +20,8 @@ from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
 from sync.codec import Codec, Exact, Float32, Tensors, codec_by_mark, decoded
-from sync.collective import weighted_mean
 from sync.layout import Layout, Vector
+from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
 from sync.ps.core.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
 from sync.ps.core.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed

@@ -15,9 +15,7 @@ from scheduler.tuning import (
     ChannelProfile,
     Compute,
     Convergence,
-    Correction,
     MergePoint,
-    Merges,
     NormPair,
     RunPoint,
     StepPoint,
@@ -27,12 +25,14 @@ from scheduler.tuning import (
     fit_progress,
     iterations,
     least_squares,
-    merged,
     noise_scale,
     step_seconds,
 )
+from sync.collective import Correction, Merges, merge_terms
 
-S3 = ChannelProfile("s3", 0.1, 0.02, 1e8, 1e8, 0.02, 0.03, 16, merge_seconds_per_byte=3e-10, request_cpu_seconds=2e-4)
+S3 = ChannelProfile(
+    0.1, 0.02, 1e8, 1e8, 0.02, 0.03, 16, name="s3", merge_seconds_per_byte=3e-10, request_cpu_seconds=2e-4
+)
 
 
 @settings(max_examples=budget(50), deadline=None)
@@ -94,7 +94,7 @@ def test_a_correction_is_found_again_from_merges(seed: int) -> None:
 
 
 def _point(way: tuple[str, int, int], size: float, correction: Correction) -> MergePoint:
-    seconds = merged(Merges.of([(*way, 1.0)]), size, S3).seconds(correction)[0]
+    seconds = merge_terms(Merges.of([(*way, 1.0)]), size, S3).seconds(correction)[0]
     return MergePoint(*way, size, float(seconds))
 
 

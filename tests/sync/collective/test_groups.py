@@ -15,22 +15,12 @@ from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
 from geofed_pb.errors import GeofedError
-from sync.collective import (
-    ChannelCosts,
-    Member,
-    Merge,
-    Merged,
-    Reducing,
-    Settings,
-    best_groups,
-    choose,
-    estimate,
-    open_collective,
-    weighted_mean,
-)
-from sync.collective._exchange import Given
-from sync.collective._reducing import plan_of
+from sync.collective import ChannelCosts, Merge, Merged, Settings, best_groups, choose, estimate
 from sync.layout import Vector
+from sync.means import weighted_mean
+from sync.merging import Member, Reducing, open_collective
+from sync.merging._exchange import Given
+from sync.merging._reducing import plan_of
 
 S3 = ChannelCosts(0.1, 0.02, 1e8, 1e8, put_usd=5e-6, get_usd=4e-7, parallel=16)
 

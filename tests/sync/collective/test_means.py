@@ -15,10 +15,12 @@ from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
 from geofed_pb.errors import GeofedError
-from sync.collective import ChannelCosts, Member, Merged, Reducing, Settings, weighted_mean
-from sync.collective._arithmetic import MeanOf
-from sync.collective._exchange import Given
+from sync.collective import ChannelCosts, Merged, Settings
 from sync.layout import Vector
+from sync.means import weighted_mean
+from sync.merging import Member, Reducing
+from sync.merging._arithmetic import MeanOf
+from sync.merging._exchange import Given
 
 QUICK = ChannelCosts(0.1, 0.02, 1e8, 1e8, list_seconds=0.05)
 PATTERNS = ["all-reduce", "scatter-reduce", "pipelined-scatter-reduce", "k-reduce"]
@@ -235,7 +237,7 @@ def _one_each(weights: list[float]) -> None:
     for worker, one in enumerate(ones):
         virtual.add(steps(one, [np.ones(10, np.float32)], [weights[worker]], taken[worker]))
     virtual.run()
-    from sync.collective._reducing import with_weight
+    from sync.merging._reducing import with_weight
 
     for mine in taken:
         with_weight(tuple(mine))

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
-from sync.collective import Fold, Member, chunk_bounds, owners, succession, weighted_mean
+from sync.means import weighted_mean
+from sync.merging import Fold, Member, chunk_bounds, owners, succession
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64), st.sampled_from([1, 64, 256]))

@@ -15,22 +15,21 @@ from support.virtual_channel import Program, Virtual
 
 from sync.channel import FileChannel
 from sync.collective import (
-    PATTERNS,
     ChannelCosts,
-    Member,
     Merge,
-    Reducing,
     Settings,
     best_chunks,
     choose,
+    collectives,
     estimate,
     least_seconds,
-    probe,
     unequal_batches,
 )
-from sync.collective._exchange import Arrived, Event, Fetch, Put, Request, Stored
 from sync.layout import Vector
+from sync.merging import Member, Reducing, probe
+from sync.merging._exchange import Arrived, Event, Fetch, Put, Request, Stored
 
+PATTERNS = collectives(lambda method: method.worker and method.shares == "mean")
 S3 = ChannelCosts(0.1, 0.02, 1e8, 1e8, 0.0, 0.02, 8, 5e-6, 4e-7, 5e-6)
 REDIS = ChannelCosts(0.001, 0.001, 1.25e8, 1.25e8, 0.0, 0.001, 8)
 

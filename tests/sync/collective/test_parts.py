@@ -9,9 +9,11 @@ import pytest
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
-from sync.collective import ChannelCosts, Member, Merged, Reducing, Settings, weighted_mean
-from sync.collective._exchange import Given
-from sync.collective._reducing import plan_of
+from sync.collective import ChannelCosts, Merged, Settings
+from sync.means import weighted_mean
+from sync.merging import Member, Reducing
+from sync.merging._exchange import Given
+from sync.merging._reducing import plan_of
 
 S3 = ChannelCosts(0.1, 0.02, 1e6, 1e6, parallel=16)
 REDIS = ChannelCosts(0.001, 0.001, 1e6, 1e6, parallel=16)

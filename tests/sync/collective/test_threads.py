@@ -19,18 +19,10 @@ from support.memory_channel import MemoryChannel
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import Channel, FileChannel
-from sync.collective import (
-    ChannelCosts,
-    Collective,
-    Member,
-    Reducing,
-    Settings,
-    State,
-    _driver,
-    open_collective,
-    weighted_mean,
-)
+from sync.collective import ChannelCosts, Collective, Settings, State
 from sync.layout import Vector
+from sync.means import weighted_mean
+from sync.merging import Member, Reducing, _driver, open_collective
 
 SIZE, WORKERS = 3000, 3
 ALL = [

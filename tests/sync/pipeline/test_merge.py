@@ -11,8 +11,9 @@ from support.pipelines import WorkerGroup
 from torch import nn
 
 from sync.channel import Channel
-from sync.collective import ChannelCosts, Member, Settings
+from sync.collective import ChannelCosts, Settings
 from sync.flat import FlatModel
+from sync.merging import Member
 from sync.pipeline import GroupMerge, Layers, Pipeline
 
 DEGREE = 4

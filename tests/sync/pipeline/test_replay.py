@@ -12,8 +12,9 @@ from support.pipelines import WorkerGroup, cut, mse, shares
 from torch import nn
 
 from sync.channel import Channel
-from sync.collective import Member, Settings
+from sync.collective import Settings
 from sync.flat import FlatModel
+from sync.merging import Member
 from sync.pipeline import GroupMerge, Layers, Pipeline, ReplayLog, StageRunner, logged_keys
 
 LAYERS = 4

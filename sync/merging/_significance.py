@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec import Tensors
-from sync.collective._lists import ListCodec, Places
 from sync.layout import Vector
+from sync.merging._lists import ListCodec, Places
 
 __all__ = ["SignificanceFilter", "significant"]
 

@@ -22,12 +22,12 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.codec import Tensors
-from sync.collective._arithmetic import Arithmetic
-from sync.collective._contract import Merged
-from sync.collective._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, Stored
-from sync.collective._fold import Fold
-from sync.collective._plan import Call, Plan
+from sync.collective import Merged
 from sync.layout import Vector
+from sync.merging._arithmetic import Arithmetic
+from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, Stored
+from sync.merging._fold import Fold
+from sync.merging._plan import Call, Plan
 
 __all__ = ["Pull", "Reduce"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sync.collective._members import Member
-from sync.collective._model import ChannelCosts
+from sync.collective import ChannelCosts
+from sync.merging._members import Member
 
 __all__ = ["Call", "Plan"]
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, with_state
-from sync.collective._fold import Fold, Numbers
-from sync.collective._lists import Lists, ListsAndState
 from sync.layout import Vector
+from sync.merging._fold import Fold, Numbers
+from sync.merging._lists import Lists, ListsAndState
 
 __all__ = ["Arithmetic", "MeanOf"]
 

@@ -14,9 +14,9 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync.codec import Codec, Float32, Tensors
 from sync.codec._arrays import require
-from sync.collective._places import Bytes, Places, pack_places, unpack_places
-from sync.collective._values import FORMS
 from sync.layout import Vector
+from sync.merging._places import Bytes, Places, pack_places, unpack_places
+from sync.merging._values import FORMS
 
 __all__ = ["AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]
 

@@ -19,16 +19,16 @@ from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.channel import Channel
 from sync.codec import Codec, Float32, Tensors
-from sync.collective._contract import Merged, Settings, Settled, State
-from sync.collective._exchange import Arrived, Delete, Event, Fetch, Put, Request
-from sync.collective._fold import Fold, Numbers
-from sync.collective._lists import AsPublished, ListCodec, Lists
-from sync.collective._members import Member
-from sync.collective._plan import Call, Plan
-from sync.collective._reduce import Reduce, weight_of
-from sync.collective._reducing import driver_of, plan_of
-from sync.collective._significance import SignificanceFilter, significant
+from sync.collective import Merged, Settings, Settled, State
 from sync.layout import Vector
+from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
+from sync.merging._fold import Fold, Numbers
+from sync.merging._lists import AsPublished, ListCodec, Lists
+from sync.merging._members import Member
+from sync.merging._plan import Call, Plan
+from sync.merging._reduce import Reduce, weight_of
+from sync.merging._reducing import driver_of, plan_of
+from sync.merging._significance import SignificanceFilter, significant
 
 __all__ = ["Sharing"]
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.collective._arithmetic import MeanOf
-from sync.collective._contract import Merged, Settings, Settled, State
-from sync.collective._driver import Driver, Events, Failed, InPlace, OneByOne, Patience, Threads
-from sync.collective._exchange import Event, Given
-from sync.collective._members import Member, chunk_bounds, owners
-from sync.collective._plan import Call, Plan
-from sync.collective._reduce import Pull, Reduce
+from sync.collective import Merged, Settings, Settled, State, collective_named
 from sync.layout import Vector
+from sync.merging._arithmetic import MeanOf
+from sync.merging._driver import Driver, Events, Failed, InPlace, OneByOne, Patience, Threads
+from sync.merging._exchange import Event, Given
+from sync.merging._members import Member, chunk_bounds, owners
+from sync.merging._plan import Call, Plan
+from sync.merging._reduce import Pull, Reduce
 
 __all__ = ["Buckets", "Reducing", "driver_of", "plan_of", "with_weight"]
 
@@ -37,7 +37,8 @@ _ELEMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.004, "fp8": 1.0, "int4": 0
 def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
     """Return the plan for a vector of ``size`` elements; the same for all members. ``place``: prefix of all keys."""
     present = member.present
-    chunks = 1 if settings.pattern == "all-reduce" else min(settings.chunks or len(present), len(present))
+    method = collective_named(settings.pattern)
+    chunks = min(method.owners(len(present), settings.chunks) or len(present), len(present))
     half_first = settings.in_parts and chunks >= _MIN_CHUNKS_IN_PARTS
     # Small vectors are divided more finely than the alignment, so that there are enough chunks.
     least = _ALIGN * (2 * chunks - 1 if half_first else chunks)
@@ -45,7 +46,7 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
     groups = _groups(present, len(bounds), settings, str(member.attempt))
     without = "-".join(str(worker) for worker in member.lost)
     place = f"{place}/{member.attempt}" + (f"-without-{without}" if without else "")
-    overlapped = settings.pattern != "scatter-reduce" and not settings.faithful
+    overlapped = method.overlapped and not settings.faithful
     asked = None if settings.faithful else settings.asked
     return Plan(member, bounds, groups, place, overlapped, asked, _ELEMENT_BYTES[settings.codec])
 

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from sync.channel import Channel
-from sync.collective._fold import Fold
-from sync.collective._model import ChannelCosts
+from sync.collective import ChannelCosts
+from sync.merging._fold import Fold
 
 __all__ = ["probe"]
 

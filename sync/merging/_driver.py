@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.collective._exchange import Arrived, Event, Fetch, Part, Pieces, Put, Request, Stored
+from sync.merging._exchange import Arrived, Event, Fetch, Part, Pieces, Put, Request, Stored
 
 __all__ = ["Driver", "Events", "Failed", "InPlace", "OneByOne", "Patience", "Threads"]
 
