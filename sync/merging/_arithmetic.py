@@ -12,7 +12,7 @@ from geofed_pb.errors import GeofedError
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, with_state
 from sync.layout import Vector
 from sync.merging._fold import Fold, Numbers
-from sync.merging._lists import Lists, ListsAndState
+from sync.merging.lists import Lists, ListsAndState
 
 __all__ = ["Arithmetic", "MeanOf"]
 

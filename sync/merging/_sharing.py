@@ -23,12 +23,12 @@ from sync.collective import Merged, Settings, Settled, State
 from sync.layout import Vector
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
 from sync.merging._fold import Fold, Numbers
-from sync.merging._lists import AsPublished, ListCodec, Lists
 from sync.merging._members import Member
 from sync.merging._plan import Call, Plan
 from sync.merging._reduce import Reduce, weight_of
 from sync.merging._reducing import driver_of, plan_of
 from sync.merging._significance import SignificanceFilter, significant
+from sync.merging.lists import AsPublished, ListCodec, Lists
 
 __all__ = ["Sharing"]
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from sync.codec import Tensors
 from sync.layout import Vector
-from sync.merging._lists import ListCodec, Places
+from sync.merging.lists import ListCodec, Places
 
 __all__ = ["SignificanceFilter", "significant"]
 

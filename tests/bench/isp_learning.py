@@ -24,7 +24,7 @@ from sync.codec import Tensors
 from sync.collective import ChannelCosts, Settings
 from sync.layout import Vector
 from sync.merging import Member, Reducing, Sharing
-from sync.merging._lists import AsPublished, Places
+from sync.merging.lists import AsPublished, Places
 
 __all__ = ["CHANNEL", "METHODS", "Curve", "Method", "learn"]
 

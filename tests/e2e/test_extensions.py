@@ -29,20 +29,28 @@ def installed(folder: Path) -> Path:
     return folder
 
 
-def test_a_job_runs_with_a_codec_and_a_policy_of_another_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_runs_with_methods_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(installed(tmp_path / "site")))
     job = tmp_path / "job"
     shutil.copytree(TEMPLATES / "image-classification", job)
-    chosen = ["--set", "wan.policy=toy-half-mean", "--set", "wan.codec=toy-halves", "--set", "train.end.epochs=3"]
-    with LocalFederation(tmp_path / "federation", digits_sites(tmp_path, ("oslo", "lima"))) as federation:
+    settings = (
+        "wan.policy=toy-half-mean", "wan.codec=toy-halves", "collective=toy-half-reduce", "train.workers=3",
+        "train.end.epochs=3",
+    )  # fmt: skip
+    chosen = [argument for setting in settings for argument in ("--set", setting)]
+    with LocalFederation(tmp_path / "federation", digits_sites(tmp_path, ("oslo", "lima"), workers=3)) as federation:
         arguments = ["submit", str(job / "job.yaml"), *chosen, "--wait", "-o", "name"]
         name = federation.control_plane(*arguments).stdout.strip()
         described = json.loads(federation.control_plane("describe", name, "-o", "json").stdout)["data"]
         check_succeeded(described, accuracy=0.3)
-        assert (described["plan"]["wan_policy"], described["plan"]["codec"]) == ("toy-half-mean", "toy-halves")
-        assert "toy-halves" in federation.control_plane("schema").stdout
+        plan = described["plan"]
+        assert (plan["wan_policy"], plan["codec"], plan["collective"]) == tuple(
+            setting.partition("=")[2] for setting in settings[:3]
+        )
+        assert "toy-half-reduce" in federation.control_plane("events", name).stdout, "workers have merged by it"
+        schema = federation.control_plane("schema").stdout
+        assert "toy-halves" in schema
+        assert "toy-half-reduce" in schema
         wrong = federation.control_plane("validate", str(job / "job.yaml"), "--set", "wan.codec=toy-halfs", check=False)
         assert wrong.returncode != 0
         assert "did you mean toy-halves?" in wrong.stderr

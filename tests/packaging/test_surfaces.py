@@ -322,6 +322,7 @@ SURFACES = {
         "probe",
         "succession",
     },
+    "sync.merging.lists": {"FORMS", "AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"},
     "sync.device": {"device", "finish"},
     "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
     "sync.flat": {"FlatModel", "layout_of"},

@@ -21,7 +21,7 @@ __all__ = ["ZygoteEvents", "ZygoteLink"]
 
 _PACKET_BYTES = 64 * 1024
 """Largest packet on the socket to the zygote."""
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV")
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "VIRTUAL_ENV", "PYTHONPATH")
 _log = structlog.get_logger("gateway.zygote")
 
 

@@ -15,8 +15,8 @@ from geofed_pb.errors import GeofedError
 from sync.codec import Codec, Float32, Tensors
 from sync.codec._arrays import require
 from sync.layout import Vector
-from sync.merging._places import Bytes, Places, pack_places, unpack_places
-from sync.merging._values import FORMS
+from sync.merging.lists._places import Bytes, Places, pack_places, unpack_places
+from sync.merging.lists._values import FORMS
 
 __all__ = ["AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]
 

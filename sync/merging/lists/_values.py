@@ -13,7 +13,7 @@ import numpy as np
 from sync.codec import BFloat16
 from sync.codec._arrays import require
 from sync.layout import Vector
-from sync.merging._places import Bytes
+from sync.merging.lists._places import Bytes
 
 __all__ = ["FORMS", "Float8", "Int4", "Values"]
 

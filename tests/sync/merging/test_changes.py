@@ -21,7 +21,7 @@ from sync import framing
 from sync.collective import ChannelCosts, Settings
 from sync.layout import Vector
 from sync.merging import Member, Sharing, SignificanceFilter
-from sync.merging._lists import Lists
+from sync.merging.lists import Lists
 
 QUICK = ChannelCosts(0.1, 0.02, 1e8, 1e8, list_seconds=0.05)
 tame = st.one_of(st.just(0.0), st.floats(2**-10, 2**10, width=32), st.floats(-(2**10), -(2**-10), width=32))

@@ -1,0 +1,7 @@
+"""Lists of the entries of a vector that are not zero: their places and their values, encoded."""
+
+from sync.merging.lists._entries import AsPublished, ListCodec, Lists, ListsAndState
+from sync.merging.lists._places import Places
+from sync.merging.lists._values import FORMS
+
+__all__ = ["FORMS", "AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]
