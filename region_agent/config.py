@@ -17,6 +17,7 @@ from ruamel.yaml.error import YAMLError
 
 from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
+from sync.channel import channel_kind
 
 __all__ = [
     "ChannelPricesConfig",
@@ -266,7 +267,7 @@ class RegionConfig(_Section):
 
     @model_validator(mode="after")
     def _check_prices(self) -> RegionConfig:
-        if self.prices is not None and self.channel.kind != "file" and self.channel.prices is None:
+        if self.prices is not None and not channel_kind(self.channel.kind).in_memory and self.channel.prices is None:
             raise ValueError("`channel.prices` is missing: without it the channel would be counted as free")
         if self.capacity.preemptible:
             if self.prices is not None and self.prices.preemptible_usd_per_gb_second is None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from sync.channel import DEFAULT as DEFAULT_CHANNEL
+
 if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, TaskProfile
 
@@ -89,8 +91,8 @@ class Region:
     datasets: tuple[Dataset, ...] = ()
     links: tuple[Link, ...] = ()
     """The links that begin here, as the operator states or the agent measured them."""
-    channel: str = "file"
-    """What its workers exchange tensors through: "file", "redis" or "s3"."""
+    channel: str = DEFAULT_CHANNEL
+    """Name of the channel through which its workers exchange tensors."""
     takes_shards: bool = False
     """Whether it processes shards of other regions."""
 

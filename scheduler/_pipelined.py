@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scheduler._model import Demand, PipelineShape, PipelineStage, Reason, Region, Snapshot
+from sync.channel import channel_kinds
 
 if TYPE_CHECKING:
     from scheduler.pipeline import PipelineProblem, PlannedPipeline
@@ -29,8 +30,6 @@ WORTH = 0.95
 stages to send each other that. It rounds activations and their gradients to 8 bits of mantissa."""
 MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25, "int4": 0.13}
 """Of a gradient without zeros, what merging sends by its codec."""
-ASKED = ("s3",)
-"""Channels that tell nobody what has come: there workers save requests, and merge all in one."""
 SPARE = 0.2
 """Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
 
@@ -263,7 +262,9 @@ def _problem(
         its.put_seconds + handing, its.get_seconds + handing, its.up_bytes_per_second, its.down_bytes_per_second,
         its.parallel, its.put_usd, its.get_usd, request_core_s, copying,
     )  # fmt: skip
+    # Workers that have to ask for values save requests, and merge all in one.
+    announced = its.name in channel_kinds(lambda kind: kind.announces)
     return PipelineProblem(
         chain, batch * degree, (Place(profile.region, (size,), channel, cores),), degrees=(degree,), stages=stages,
-        most_workers=workers, merges_early=True, merges_apart=its.name not in ASKED,
+        most_workers=workers, merges_early=True, merges_apart=announced,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scheduler._model import Demand, PlannedPartition, Prices, Region, Snapshot
+from sync.channel import channel_kinds
 from sync.collective import DEFAULT, collective_named
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def tuned(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> T
         return None
     if wanted is not None and not collective_named(wanted).predictable:
         return None
-    if wanted is None and region.channel == "file":
+    if wanted is None and region.channel in channel_kinds(lambda kind: kind.in_memory):
         # There the region's parameter server merges, where the plan leaves it open.
         wanted = DEFAULT
     return _tuned(

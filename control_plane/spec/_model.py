@@ -29,6 +29,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from control_plane._durations import format_duration, parse_duration
 from geofed_pb.errors import GeofedError
+from sync.channel import channel_kinds
 from sync.codec import codecs
 from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
@@ -464,7 +465,7 @@ class JobSpec(_Section):
     pipeline if, by a profile, the model does not fit into a function's memory, else `data`."""
     k: AutoOrCount = "auto"
     """For `k-reduce` and `isp`: number of workers that merge a part each; limited to the number of workers."""
-    channel: Literal["auto", "file", "redis", "s3"] = "auto"
+    channel: Annotated[str, _OneOf("auto", *channel_kinds())] = "auto"
     """Store through which the workers of a region exchange tensors. `auto`: the region's own."""
     merge: Merge = Field(default_factory=lambda: Merge())
     wan: Wan = Field(default_factory=Wan)

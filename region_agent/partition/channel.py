@@ -12,9 +12,10 @@ from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig
-from sync.channel import Channel, Usage, open_channel
+from sync.channel import Channel, Usage
 from sync.collective import ChannelCosts
 from sync.merging import probe
+from sync.store import open_channel
 
 __all__ = ["METERED", "RegionChannel", "usage_meters"]
 

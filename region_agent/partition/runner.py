@@ -77,9 +77,10 @@ from region_agent.partition.shards import SHARDS, PartitionShards
 from region_agent.shards.reading import SIGNATURE_LIFE
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import CALL_GRACE, Outcome, ShardFile
-from sync.channel import fence_key
+from sync.channel import channel_kind
 from sync.collective import DEFAULT, collective_named
 from sync.ps.config import PsConfig
+from sync.store import fence_key
 
 __all__ = ["PartitionContext", "PartitionRunner"]
 
@@ -389,11 +390,11 @@ class PartitionRunner:
             self.meter.channel_used(channel.usage)
             channel.close()
         plan = self.start.plan
-        kind = self._context.channel.kind
-        # K and `auto` are chosen by the duration of a request; S3 does not notify workers, so they poll by it.
+        kind = channel_kind(self._context.channel.kind)
+        # By the duration of a request workers choose K, and the times at which they ask a store that announces nothing.
         method = None if plan.collective == "auto" else collective_named(plan.collective or DEFAULT)
-        needed = method is None or method.takes_k or (kind == "s3" and bool(method.worker))
-        if plan.workers > 1 and kind != "file" and needed and not self._costs:
+        needed = method is None or method.takes_k or (not kind.announces and bool(method.worker))
+        if plan.workers > 1 and not kind.in_memory and needed and not self._costs:
             costs, usage = self._context.channel.costs(self.job)
             self._costs = {name: float(value) for name, value in asdict(costs).items()}
             if (prices := self._context.config.channel.prices) is not None:

@@ -32,10 +32,11 @@ from region_agent.worker.task import TaskModule, load_task, task_fault, unpack
 from region_agent.worker.training.heap import keep_pages
 from region_agent.worker.training.stage import ModelStage, pipeline_of
 from region_agent.worker.training.trainer import Trainer, WholeModel
-from sync.channel import Channel, open_channel
+from sync.channel import Channel
 from sync.device import device
 from sync.pipeline import measure_messages
 from sync.seeding import seed_all
+from sync.store import open_channel
 
 __all__ = ["handle"]
 

@@ -1,53 +1,50 @@
-"""Channels: the store in a region through which its stateless workers exchange tensors."""
+"""Channels: the store in a region through which its stateless workers exchange tensors.
 
-from sync.channel._contract import Channel, Limits
-from sync.channel._file import FileChannel
-from sync.channel._keys import fence_key
-from sync.channel._meter import Usage
-from sync.channel._price import NODE_PRICES, REQUEST_PRICES, NodePrice, RequestPrices, cost_usd, node_cost_usd
+Each kind is a module of this package, which opens nothing: clients of the stores are in `sync.store`.
+"""
+
+from collections.abc import Callable
+
+from geofed_pb.errors import GeofedError
+from sync.channel import file, redis, s3
+from sync.channel._contract import Buffer, Channel, ChannelKind, Limits
+from sync.channel._price import NodePrice, RequestPrices, cost_usd, node_cost_usd
+from sync.channel._usage import Usage
 
 __all__ = [
+    "DEFAULT",
     "NODE_PRICES",
     "REQUEST_PRICES",
+    "Buffer",
     "Channel",
-    "FileChannel",
+    "ChannelKind",
     "Limits",
     "NodePrice",
     "RequestPrices",
     "Usage",
+    "channel_kind",
+    "channel_kinds",
     "cost_usd",
-    "fence_key",
     "node_cost_usd",
-    "open_channel",
 ]
 
+DEFAULT = "file"
+"""The channel of a region whose file gives none."""
 
-_CLIENTS = {"redis": "redis", "s3": "boto3"}
-"""The client package of each kind of store."""
+_KINDS: dict[str, ChannelKind] = {kind.name: kind for kind in (*file.METHODS, *redis.METHODS, *s3.METHODS)}
+REQUEST_PRICES = {name: prices for kind in _KINDS.values() for name, prices in kind.request_prices.items()}
+"""By store and region."""
+NODE_PRICES = {name: price for kind in _KINDS.values() for name, price in kind.node_prices.items()}
+"""By store, region and kind of node."""
 
 
-def open_channel(kind: str, address: str) -> Channel:
-    """Open the channel that a plan names. Raises ``GeofedError("CONFIG_INVALID")`` if the kind is unknown or its client
-    is missing.
+def channel_kinds(having: Callable[[ChannelKind], object] = lambda _: True) -> tuple[str, ...]:
+    """Return the names of the kinds that have a trait."""
+    return tuple(kind.name for kind in _KINDS.values() if having(kind))
 
-    The client of a store is imported with the first channel to it, not before.
-    """
-    if kind == "file":
-        return FileChannel(address)
-    from geofed_pb.errors import GeofedError
 
-    try:
-        if kind == "redis":
-            from sync.channel._redis import RedisChannel
-
-            return RedisChannel(address)
-        if kind == "s3":
-            from sync.channel._s3 import S3Channel
-
-            return S3Channel(address)
-    except ModuleNotFoundError as error:
-        if error.name != _CLIENTS[kind]:
-            raise
-        text = f"the channel {kind!r} needs {error.name}"
-        raise GeofedError("CONFIG_INVALID", text, hint=f"in a clone of geofed: pip install '.[{kind}]'") from None
-    raise GeofedError("CONFIG_INVALID", f"unknown channel {kind!r}", hint="known: file, redis, s3")
+def channel_kind(name: str) -> ChannelKind:
+    """Return the kind of that name. Raises ``GeofedError("CONFIG_INVALID")`` if it is unknown."""
+    if name in _KINDS:
+        return _KINDS[name]
+    raise GeofedError("CONFIG_INVALID", f"unknown channel {name!r}", hint=f"known: {', '.join(_KINDS)}")

@@ -1,14 +1,15 @@
-"""The interface of a channel."""
+"""The interface of a channel, and what a planner must know about its store."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from sync.channel._meter import Usage
+from sync.channel._price import NodePrice, RequestPrices
+from sync.channel._usage import Usage
 
-__all__ = ["Buffer", "Channel", "Limits"]
+__all__ = ["Buffer", "Channel", "ChannelKind", "Limits"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -81,3 +82,24 @@ class Channel(Protocol):
 
     def close(self) -> None:
         """Close connections and threads. The values stay."""
+
+
+@dataclass(frozen=True)
+class ChannelKind:
+    """A kind of store as job and region files name it."""
+
+    name: str
+    opens: str
+    """"module:name" of what opens a `Channel` by its address; it is imported with the first channel."""
+    client: str = ""
+    """Package that it needs, which geofed's extra of the channel's name installs; empty: none."""
+    in_memory: bool = False
+    """Whether it lies in the memory of one machine: there the parameter server merges unless the job file says
+    otherwise, and nothing is paid."""
+    announces: bool = True
+    """Whether a waiting worker is told of new values. If not, it asks for them at estimated times, and pays for each
+    request."""
+    request_prices: Mapping[str, RequestPrices] = field(default_factory=dict)
+    """List prices by store and region, of a request from within the region, over its own network."""
+    node_prices: Mapping[str, NodePrice] = field(default_factory=dict)
+    """List prices by store, region and kind of node."""

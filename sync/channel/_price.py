@@ -1,4 +1,4 @@
-"""Costs of using a store. The figures are list prices, each with its source. No side effects."""
+"""Costs of using a store. No side effects."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from geofed_pb.errors import GeofedError
-from sync.channel._meter import Usage
+from sync.channel._usage import Usage
 
-__all__ = ["NODE_PRICES", "REQUEST_PRICES", "NodePrice", "RequestPrices", "cost_usd", "node_cost_usd"]
+__all__ = ["NodePrice", "RequestPrices", "cost_usd", "node_cost_usd"]
 
 _GB = 1e9
 
@@ -71,91 +71,3 @@ def cost_usd(usage: Usage, prices: RequestPrices) -> float:
 def node_cost_usd(price: NodePrice, held: timedelta, nodes: int = 1) -> float:
     """Return the cost of nodes that are held for one job alone: each started hour is charged in full."""
     return math.ceil(held / timedelta(hours=1)) * nodes * price.hour
-
-
-def _cos(region: str, per_10k: float) -> dict[str, RequestPrices]:
-    # The document states no price for deleting, and that traffic within the region is free.
-    prices = RequestPrices(
-        source=f"Tencent Cloud international, COS price list, {region}",
-        as_of="2021",
-        confidence="low",
-        put=per_10k / 10_000,
-        get=per_10k / 10_000,
-        list=per_10k / 10_000,
-        delete=None,
-        gb_in=0.0,
-        gb_out=0.0,
-    )
-    return {f"cos/{region}": prices}
-
-
-REQUEST_PRICES: dict[str, RequestPrices] = {
-    "s3/us-east-1": RequestPrices(
-        source="AWS S3 price list, Standard, us-east-1",
-        as_of="2025",
-        confidence="high",
-        put=5e-6,
-        get=4e-7,
-        list=5e-6,
-        delete=0.0,
-        gb_in=0.0,
-        gb_out=0.0,
-    ),
-    "s3-express/us-east-1": RequestPrices(
-        source="AWS S3 FAQ, Express One Zone, us-east-1",
-        as_of="2025",
-        confidence="high",
-        put=1.13e-6,
-        get=3e-8,
-        list=None,
-        delete=None,
-        gb_in=0.0032,
-        gb_out=0.0006,
-    ),
-    "redis": RequestPrices(
-        source="requests to a node are not charged; the node is, by the hour",
-        as_of="2025",
-        confidence="high",
-        put=0.0,
-        get=0.0,
-        list=0.0,
-        delete=0.0,
-        gb_in=0.0,
-        gb_out=0.0,
-    ),
-    **{
-        name: prices
-        for region, per_10k in (
-            ("beijing", 0.002),
-            ("nanjing", 0.002),
-            ("shanghai", 0.002),
-            ("guangzhou", 0.002),
-            ("chengdu", 0.002),
-            ("chongqing", 0.002),
-            ("hong-kong", 0.002),
-            ("singapore", 0.003),
-            ("tokyo", 0.002),
-            ("frankfurt", 0.002),
-            ("toronto", 0.002),
-            ("silicon-valley", 0.002),
-            ("virginia", 0.002),
-            ("seoul", 0.002),
-            ("mumbai", 0.003),
-        )
-        for name, prices in _cos(region, per_10k).items()
-    },
-}
-"""By store and region. A request from within the region, over its own network."""
-
-NODE_PRICES: dict[str, NodePrice] = {
-    f"elasticache/us-east-1/{kind}": NodePrice(
-        source="public catalogues of AWS ElastiCache, on demand, us-east-1", as_of="2025", confidence="high", hour=hour
-    )
-    for kind, hour in (
-        ("cache.t3.micro", 0.017),
-        ("cache.t3.small", 0.034),
-        ("cache.t3.medium", 0.068),
-        ("cache.m5.large", 0.156),
-    )
-}
-"""By store, region and kind of node."""

@@ -22,7 +22,6 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
-from sync.channel import open_channel
 from sync.codec import codec_named
 from sync.durable import write_durably
 from sync.ps.config import PsConfig, read_config
@@ -36,6 +35,7 @@ from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
 from sync.ps.rejoin import rejoin
 from sync.ps.server import AdminService, WorkerService
+from sync.store import open_channel
 from sync.transfer.listening import credentials, listen
 from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of

@@ -41,12 +41,13 @@ import numpy as np
 from collectives_store import Shape
 from support.stores import redis_server
 
-from sync.channel import REQUEST_PRICES, Channel, Usage, _s3, cost_usd, open_channel
+from sync.channel import REQUEST_PRICES, Channel, Usage, cost_usd
 from sync.collective import ChannelCosts, Settings
 from sync.means import weighted_mean
 from sync.merging import Member, Reducing, _driver, probe
 from sync.merging._driver import OneByOne
 from sync.merging._exchange import Arrived, Delete, Fetch, Part, Put, Stored
+from sync.store import _s3, open_channel
 
 S3_LATENCY = {"put_seconds": 0.1, "get_seconds": 0.02, "list_seconds": 0.03}
 S3_JITTER = 0.15

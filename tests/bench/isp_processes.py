@@ -29,9 +29,9 @@ import torch
 from isp_data import Flat, Task, batches
 from isp_learning import Curve, Method
 
-from sync.channel import open_channel
 from sync.layout import Vector
 from sync.merging import Member, Reducing, Sharing
+from sync.store import open_channel
 
 __all__ = ["DDP", "Link", "possible", "run"]
 

@@ -38,10 +38,11 @@ from region_agent.worker.invocation import Invocation
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.merging import Merging, merging_for
 from sync.channel import REQUEST_PRICES as PRICES
-from sync.channel import Channel, Usage, _s3, cost_usd
+from sync.channel import Channel, Usage, cost_usd
 from sync.collective import ChannelCosts, least_seconds
 from sync.flat import FlatModel
 from sync.merging import _reducing, probe
+from sync.store import _s3
 
 MODELS = {"ResNet-18, 44.7 MB": resnet18, "MobileNetV2, 14.0 MB": mobilenet}
 CASES = (

@@ -35,10 +35,10 @@ from pipeline_processes import Made, Processes
 from report import Bar, Report
 
 from scheduler import pipeline
-from sync.channel import Channel, FileChannel
-from sync.channel._contract import Buffer
+from sync.channel import Buffer, Channel
 from sync.collective import Settings
 from sync.pipeline import Layers, Pipeline
+from sync.store import FileChannel
 
 __all__ = ["measure"]
 

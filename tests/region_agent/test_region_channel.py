@@ -12,7 +12,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, load_config
 from region_agent.partition.channel import RegionChannel
 from region_agent.worker.training.merging import Fenced
-from sync.channel import FileChannel, fence_key
+from sync.store import FileChannel, fence_key
 
 REGION = """\
 apiVersion: geofed/v1

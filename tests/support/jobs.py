@@ -15,7 +15,7 @@ from support.server_process import JOB, Server
 
 from geofed_pb.rpc import region_name
 from region_agent.worker.invocation import Invocation, Outcome, ShardFile
-from sync.channel import FileChannel
+from sync.store import FileChannel
 
 LINEAR_TASK = """
 import numpy as np

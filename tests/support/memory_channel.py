@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Usage
-from sync.channel._contract import Buffer, Limits
+from sync.channel import Buffer, Limits, Usage
 
 __all__ = ["MemoryChannel"]
 

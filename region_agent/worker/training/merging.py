@@ -16,7 +16,7 @@ from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import TaskModule
 from sync import framing
-from sync.channel import Channel, fence_key
+from sync.channel import Channel, channel_kind
 from sync.collective import (
     DEFAULT,
     ChannelCosts,
@@ -31,6 +31,7 @@ from sync.collective import (
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
 from sync.merging import Member, Reducing, open_collective
+from sync.store import fence_key
 
 __all__ = ["Fenced", "Merging", "PeerTimeout", "group_settings", "merging_for"]
 
@@ -276,7 +277,7 @@ def merging_for(
     member = Member(call.worker, call.workers, call.attempt)
     # Sending gradients in parts hides latency. In one machine's memory all cores are busy anyway, so it does not help;
     # with S3, which workers have to poll, it needs the measured duration of a request.
-    timed = call.channel != "s3" or settings.asked is not None
+    timed = channel_kind(call.channel).announces or settings.asked is not None
     method = collective_named(settings.pattern)
     in_parts = method.shares == "mean" and not settings.staleness and not channel.in_memory and timed
     settings = replace(settings, in_parts=in_parts)
@@ -297,7 +298,7 @@ def group_settings(call: Invocation, flat: FlatModel) -> Settings:
     means = call.collective == "auto" or collective_named(call.collective).shares == "mean"
     settings = _settings(alike, flat, costs) if means else None
     if settings is None:
-        asked = costs if call.channel == "s3" else None
+        asked = None if channel_kind(call.channel).announces else costs
         settings = Settings("pipelined-scatter-reduce", timeout_seconds=_TIMEOUT_SECONDS, asked=asked)
     return replace(settings, staleness=0, codec=call.merging_codec, trained=flat.layout.trainable_size)
 
@@ -316,7 +317,7 @@ def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> 
     """Return the collective's settings; None: the parameter server merges."""
     pattern, k = call.collective, int(call.merging.get("k", 0)) or None
     size = 4.0 * flat.layout.size
-    if pattern == "auto" and costs is not None and call.channel != "file":
+    if pattern == "auto" and costs is not None and not channel_kind(call.channel).in_memory:
         chosen = _chosen(call.workers, size, costs)
         pattern, k = chosen.pattern, chosen.owners if collective_named(chosen.pattern).takes_k else None
     if pattern == "auto" or not collective_named(pattern).worker:
@@ -337,5 +338,5 @@ def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> 
         significance=call.merging.get("significance", method.significance or 0.0),
         trained=flat.layout.trainable_size,
         timeout_seconds=_TIMEOUT_SECONDS,
-        asked=costs if call.channel == "s3" else None,
+        asked=None if channel_kind(call.channel).announces else costs,
     )

@@ -17,7 +17,7 @@ from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import SliceOver
 from region_agent.worker.training import trainer
 from sync import framing
-from sync.channel import FileChannel
+from sync.store import FileChannel
 
 
 class Script:

@@ -15,7 +15,7 @@ from support.jobs import LINEAR_TASK, pack, write_samples
 from region_agent.worker.handler import handle
 from region_agent.worker.invocation import Outcome, ShardFile
 from region_agent.worker.profile_call import ProfileCall, Profiled
-from sync.channel import FileChannel
+from sync.store import FileChannel
 
 CANARY = 31337.4375
 

@@ -13,7 +13,6 @@ from support.budget import budget
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
-from sync.channel import FileChannel
 from sync.collective import (
     ChannelCosts,
     Merge,
@@ -28,6 +27,7 @@ from sync.collective import (
 from sync.layout import Vector
 from sync.merging import Member, Reducing, probe
 from sync.merging._exchange import Arrived, Event, Fetch, Put, Request, Stored
+from sync.store import FileChannel
 
 PATTERNS = collectives(lambda method: method.worker and method.shares == "mean")
 S3 = ChannelCosts(0.1, 0.02, 1e8, 1e8, 0.0, 0.02, 8, 5e-6, 4e-7, 5e-6)

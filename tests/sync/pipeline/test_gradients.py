@@ -19,9 +19,10 @@ from support.pipelines import WorkerGroup, mse
 from support.stores import RedisServer, S3Server, s3_server, start_redis
 from torch import nn
 
-from sync.channel import Channel, FileChannel, open_channel
+from sync.channel import Channel
 from sync.collective import Settings
 from sync.pipeline import Layers, Pipeline
+from sync.store import FileChannel, open_channel
 
 WIDTHS = (5, 7, 4, 6, 3)
 

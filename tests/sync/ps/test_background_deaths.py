@@ -28,7 +28,6 @@ from support.at_once import AtOnce
 from support.budget import budget, stride
 
 from sync import framing
-from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import Failed, Refuse, Reply, SetTimer, Ship
@@ -52,6 +51,7 @@ from sync.ps.core.machine import Setup
 from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import PendingCheckpoint, Storage
+from sync.store import FileChannel
 from sync.transfer.arrival import Arrival
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.wan import ExchangeSettings, policy_of

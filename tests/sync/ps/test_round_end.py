@@ -13,7 +13,7 @@ import pytest
 from support.at_once import AtOnce
 
 from sync import chunked, framing
-from sync.channel import FileChannel, Limits
+from sync.channel import Limits
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
 from sync.ps.core.actions import Apply, Log, Prepare, Restart
@@ -22,6 +22,7 @@ from sync.ps.core.machine import Setup
 from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
+from sync.store import FileChannel
 from sync.wan import policy_of
 
 SIZE, HALF = 8, 4

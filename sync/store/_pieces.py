@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from geofed_pb.errors import GeofedError
-from sync.channel._contract import Buffer
+from sync.channel import Buffer
 
 __all__ = ["checked_size", "cut", "joined", "views"]
 

@@ -13,7 +13,7 @@ from botocore.response import StreamingBody
 from support.stores import S3Server
 
 from geofed_pb.errors import GeofedError
-from sync.channel import open_channel
+from sync.store import open_channel
 
 pytestmark = pytest.mark.processes
 
@@ -24,7 +24,7 @@ MB = 1 << 20
 @pytest.fixture
 def opened(s3: S3Server) -> Iterator[Open]:
     """Opens a channel under a prefix of its own, and closes it when the test is over."""
-    from sync.channel._s3 import S3Channel
+    from sync.store._s3 import S3Channel
 
     prefix, channels = f"test-{uuid.uuid4().hex}", []
 
@@ -38,7 +38,7 @@ def opened(s3: S3Server) -> Iterator[Open]:
 
 
 def test_the_meter_equals_what_the_server_counted(s3: S3Server, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sync.channel._s3._KEYS_AT_ONCE", 10)
+    monkeypatch.setattr("sync.store._s3._KEYS_AT_ONCE", 10)
     channel = opened(part_bytes=5 * MB, multipart_bytes=6 * MB)
     s3.counts()
     value = random.Random(1).randbytes(12 * MB)
@@ -164,7 +164,7 @@ def test_a_bucket_that_is_not_there_is_told(s3: S3Server, opened: Open) -> None:
 
 
 def test_a_store_that_stays_away_is_told(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sync.channel._s3_client._TRIES", 1)
+    monkeypatch.setattr("sync.store._s3_client._TRIES", 1)
     channel = opened("s3://bucket/p?endpoint=http://127.0.0.1:1&path_style=1")
     for call in (lambda: channel.get("a"), lambda: channel.put("a", [b"x"]), lambda: channel.delete("a")):
         with pytest.raises(GeofedError) as raised:

@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.channel._arrivals import Arrivals
-from sync.channel._buffer_pool import MIN_BYTES, SPARE_FOLDER, BufferPool, locked
-from sync.channel._contract import Buffer, Limits
-from sync.channel._inotify import WatchPool
-from sync.channel._keys import checked_key, late
-from sync.channel._meter import Meter, Usage
-from sync.channel._pieces import checked_size, views
+from sync.channel import Buffer, Limits, Usage
+from sync.store._arrivals import Arrivals
+from sync.store._buffer_pool import MIN_BYTES, SPARE_FOLDER, BufferPool, locked
+from sync.store._inotify import WatchPool
+from sync.store._keys import checked_key, late
+from sync.store._meter import Meter
+from sync.store._pieces import checked_size, views
 
 __all__ = ["FileChannel"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from geofed_pb.errors import GeofedError
-from sync.channel import FileChannel, open_channel
+from sync.store import FileChannel, open_channel
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +29,7 @@ def test_no_client_is_loaded_before_a_channel_needs_it() -> None:
 
 @pytest.mark.parametrize(("kind", "package"), [("redis", "redis"), ("s3", "boto3")])
 def test_a_client_that_is_not_installed_is_named(kind: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("sync.channel._redis", "sync.channel._s3"))]:
+    for name in [name for name in sys.modules if name.startswith(("sync.store._redis", "sync.store._s3"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(GeofedError, match=f"needs {package}") as raised:

@@ -14,7 +14,8 @@ import pytest
 from support.stores import RedisServer, redis_server, start_redis
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Channel, open_channel
+from sync.channel import Channel
+from sync.store import open_channel
 
 pytestmark = pytest.mark.processes
 
@@ -29,7 +30,7 @@ def prefix() -> str:
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Channel]]:
     """Opens channels, and closes them when the test is over."""
-    from sync.channel._redis import RedisChannel
+    from sync.store._redis import RedisChannel
 
     channels: list[Channel] = []
 

@@ -16,8 +16,8 @@ import botocore.session
 from botocore.config import Config
 
 from geofed_pb.errors import GeofedError
-from sync.channel._address import Address
-from sync.channel._meter import Meter
+from sync.store._address import Address
+from sync.store._meter import Meter
 
 __all__ = ["catalogue_errors", "client_for"]
 

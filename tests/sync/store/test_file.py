@@ -14,7 +14,7 @@ import pytest
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
-from sync.channel import FileChannel, _arrivals, _inotify
+from sync.store import FileChannel, _arrivals, _inotify
 
 
 @pytest.mark.processes

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
-from sync.channel._pieces import checked_size, cut, joined, views
+from sync.store._pieces import checked_size, cut, joined, views
 
 PIECES = st.lists(st.binary(max_size=50), max_size=12)
 
@@ -60,7 +60,7 @@ def _unpacked(data: bytes) -> list[list[bytes]]:
 def test_packed_commands_are_read_as_they_were_meant(
     commands: Sequence[tuple[str, int, list[bytes]]], large: bool
 ) -> None:
-    from sync.channel._redis_wire import packed
+    from sync.store._redis_wire import packed
 
     swollen = [
         (word, number, [piece * (1000 if large else 1) for piece in pieces]) for word, number, pieces in commands

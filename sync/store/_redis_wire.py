@@ -12,7 +12,7 @@ from typing import Any
 
 from redis._parsers import _RESP2Parser
 
-from sync.channel._contract import Buffer
+from sync.channel import Buffer
 
 __all__ = ["Argument", "InPlaceParser", "packed"]
 

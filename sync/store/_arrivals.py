@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from sync.channel._inotify import Inotify, WatchPool
+from sync.store._inotify import Inotify, WatchPool
 
 __all__ = ["Arrivals"]
 

@@ -23,9 +23,9 @@ from redis.exceptions import (
 from redis.retry import Retry
 
 from geofed_pb.errors import GeofedError
-from sync.channel._address import Address
-from sync.channel._meter import Meter
-from sync.channel._redis_wire import Argument, InPlaceParser, packed
+from sync.store._address import Address
+from sync.store._meter import Meter
+from sync.store._redis_wire import Argument, InPlaceParser, packed
 
 __all__ = ["MAX_BLOCK_SECONDS", "Command", "ConnectionLost", "RetryTimer", "Server"]
 

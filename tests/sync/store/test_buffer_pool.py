@@ -21,8 +21,8 @@ from support.budget import budget
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
-from sync.channel import FileChannel
-from sync.channel._buffer_pool import MIN_BYTES, BufferPool, locked
+from sync.store import FileChannel
+from sync.store._buffer_pool import MIN_BYTES, BufferPool, locked
 
 LARGE = MIN_BYTES + 4096
 SIZES = [LARGE + 64 * number for number in (0, 1, 40, 2000)]
@@ -121,7 +121,7 @@ def test_a_value_that_is_written_again_while_it_is_opened_is_read_whole(
         return locked(descriptor, path)
 
     channel.put("a", [b"x" * (LARGE + 5000)])
-    monkeypatch.setattr("sync.channel._file.locked", held_late)
+    monkeypatch.setattr("sync.store._file.locked", held_late)
     assert channel.get("a") == b"y" * LARGE
     assert channel.get("a") == b"y" * (LARGE + 9000)
 
@@ -163,7 +163,7 @@ def test_one_that_has_been_read_is(shared: Path) -> None:
 
 
 def test_on_a_disk_files_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sync.channel._file._in_memory", lambda _: False)
+    monkeypatch.setattr("sync.store._file._in_memory", lambda _: False)
     channel = FileChannel(tmp_path)
     channel.put("a", [b"x" * LARGE])
     channel.delete("a")

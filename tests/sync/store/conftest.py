@@ -13,7 +13,8 @@ import pytest
 from support.processes import are_wanted
 from support.stores import RedisServer, S3Server, redis_server, s3_server
 
-from sync.channel import Channel, FileChannel, open_channel
+from sync.channel import Channel
+from sync.store import FileChannel, open_channel
 
 _SERVED = pytest.mark.processes
 

@@ -1,12 +1,11 @@
-"""Counts the requests to a store where they are made."""
+"""The requests to a store, by kind."""
 
 from __future__ import annotations
 
 import dataclasses
-import threading
 from dataclasses import dataclass
 
-__all__ = ["Meter", "Usage"]
+__all__ = ["Usage"]
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,3 @@ class Usage:
         """Number of all requests, of any kind."""
         counts = dataclasses.asdict(self)
         return sum(counts[kind] for kind in counts if not kind.startswith("bytes_"))
-
-
-class Meter:
-    """A running count to which several threads add."""
-
-    def __init__(self) -> None:
-        self._usage, self._lock = Usage(), threading.Lock()
-
-    def count(self, **more: int) -> None:
-        """Add to the named fields of ``Usage``."""
-        added = Usage(**more)
-        with self._lock:
-            self._usage += added
-
-    @property
-    def usage(self) -> Usage:
-        with self._lock:
-            return self._usage

@@ -12,12 +12,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 
-from sync.channel._address import parsed, whole
-from sync.channel._contract import Buffer, Limits
-from sync.channel._keys import checked_key, late
-from sync.channel._meter import Meter, Usage
-from sync.channel._pieces import checked_size, cut, views
-from sync.channel._redis_server import MAX_BLOCK_SECONDS, Command, ConnectionLost, Server
+from sync.channel import Buffer, Limits, Usage
+from sync.store._address import parsed, whole
+from sync.store._keys import checked_key, late
+from sync.store._meter import Meter
+from sync.store._pieces import checked_size, cut, views
+from sync.store._redis_server import MAX_BLOCK_SECONDS, Command, ConnectionLost, Server
 
 __all__ = ["RedisChannel"]
 

@@ -19,12 +19,12 @@ from typing import Any
 import botocore.exceptions
 
 from geofed_pb.errors import GeofedError
-from sync.channel._address import parsed, whole
-from sync.channel._contract import Buffer, Limits
-from sync.channel._keys import checked_key, late
-from sync.channel._meter import Meter, Usage
-from sync.channel._pieces import checked_size, cut, joined, views
-from sync.channel._s3_client import catalogue_errors, client_for
+from sync.channel import Buffer, Limits, Usage
+from sync.store._address import parsed, whole
+from sync.store._keys import checked_key, late
+from sync.store._meter import Meter
+from sync.store._pieces import checked_size, cut, joined, views
+from sync.store._s3_client import catalogue_errors, client_for
 
 __all__ = ["S3Channel"]
 

@@ -1,0 +1,27 @@
+"""Clients of the stores behind channels: files, Redis, S3-compatible object stores."""
+
+import pkgutil
+
+from geofed_pb.errors import GeofedError
+from sync.channel import Channel, channel_kind
+from sync.store._file import FileChannel
+from sync.store._keys import fence_key
+
+__all__ = ["FileChannel", "fence_key", "open_channel"]
+
+
+def open_channel(kind: str, address: str) -> Channel:
+    """Open the channel that a plan names. Raises ``GeofedError("CONFIG_INVALID")`` if the kind is unknown or its client
+    is missing.
+
+    The client of a store is imported with the first channel to it, not before.
+    """
+    known = channel_kind(kind)
+    try:
+        channel: Channel = pkgutil.resolve_name(known.opens)(address)
+    except ModuleNotFoundError as error:
+        if error.name != known.client:
+            raise
+        text = f"the channel {kind!r} needs {error.name}"
+        raise GeofedError("CONFIG_INVALID", text, hint=f"in a clone of geofed: pip install '.[{kind}]'") from None
+    return channel
