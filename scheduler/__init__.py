@@ -25,15 +25,18 @@ from scheduler._model import (
     Split,
 )
 from scheduler._plan import Planner, plan
-from scheduler._rerouting import Rerouting, Sighting, as_seen, rerouted
 from scheduler._restaff import Restaffing, Staffed, pace, paces, restaff
-from scheduler._topology import (
+from scheduler.topology import (
+    Rerouting,
+    Sighting,
     Topologies,
     Topology,
+    as_seen,
     choose_topology,
     evaluate_topologies,
     evaluate_topology,
     rechosen,
+    rerouted,
 )
 
 __all__ = [

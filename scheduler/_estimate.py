@@ -16,7 +16,7 @@ from scheduler._codec import (
 from scheduler._link import LinkTable, link_table, pace
 from scheduler._model import Copy, Cost, Estimate, Phase, Plan, PlannedPartition, Prices, Range, Region, Snapshot
 from scheduler._overheads import Overheads, overheads, slice_ends
-from scheduler._topology import Topology, evaluate_topology
+from scheduler.topology import Topology, evaluate_topology
 from sync.codec import codec_named
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0

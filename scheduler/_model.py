@@ -177,7 +177,7 @@ class Demand:
     """"synchronous" or "background"; None: the plan says."""
     codec: str | None = None
     topology: str | None = None
-    """A kind: "mesh", "star", "tree", "ring", "two-level"; None: the plan says."""
+    """Name of its kind; None: the plan says."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
     evaluation_batch: int = 0
@@ -346,7 +346,7 @@ class Plan:
     wan_policy: str
     codec: str
     topology: str
-    """"mesh", "partial-mesh", "star via HUB", "tree", "ring" or "two-level via HUB, HUB"."""
+    """As `Topology.name`: "mesh", "star via HUB", "two-level via HUB, HUB"."""
     slice_seconds: float
     seed: int
     evaluate_every: int

@@ -11,10 +11,10 @@ from scheduler._estimate import Routes, estimate, routes, step_seconds, worker_s
 from scheduler._model import Declined, Demand, Estimate, Plan, PlannedPartition, Range, Reason, Region, Snapshot
 from scheduler._moves import PlacedShards, best_moves, train_samples
 from scheduler._pipelined import Staged, staged, unstaged
-from scheduler._topology import Topologies
 from scheduler._tuned import Tuned, merging_of, tuned
 from scheduler._wan import choose_wan
 from scheduler._ways import Ways
+from scheduler.topology import Topologies
 from sync.collective import collective_named
 from sync.policy import DEFAULT, policy_named
 

@@ -16,7 +16,7 @@ from scheduler._estimate import (
 )
 from scheduler._link import link_table
 from scheduler._model import Alternative, Declined, Demand, PlannedPartition, Reason, Region, Snapshot
-from scheduler._topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, evaluate_topologies
+from scheduler.topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, evaluate_topologies
 from sync.codec import Automatic, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
 

@@ -29,6 +29,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from control_plane._durations import format_duration, parse_duration
 from geofed_pb.errors import GeofedError
+from scheduler.topology import topology_kinds
 from sync.channel import channel_kinds
 from sync.codec import codecs
 from sync.collective import CollectiveMethod, collective_named, collectives
@@ -341,7 +342,7 @@ class Wan(_Section):
     codec: Annotated[str, _OneOf("auto", *codecs())] = "auto"
     """Codec of updates; the residual of a lossy one is added to the next update. `auto`: fp32, or int8 if that shortens
     the exchange; in the background also ternary, if neither keeps up."""
-    topology: Literal["auto", "mesh", "star", "tree", "ring", "two-level"] = "auto"
+    topology: Annotated[str, _OneOf("auto", *topology_kinds())] = "auto"
     """Which regions exchange directly; updates of others are relayed. `auto`: the fastest by the regions' links, or a
     cheaper one that is about as fast."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1

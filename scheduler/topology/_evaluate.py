@@ -8,24 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from scheduler._candidates import Candidate, candidates
-from scheduler._flood import Hops, hops, mesh_seconds, originals, ring_times, tree_seconds
 from scheduler._link import LinkTable
+from scheduler.topology import mesh, partial_mesh, ring, star, tree, two_level
+from scheduler.topology._contract import Candidate, Network, TopologyKind
+from scheduler.topology._flood import Hops, hops, mesh_seconds, originals
 
 __all__ = [
     "HIDDEN_SHARE",
-    "KINDS",
     "Topologies",
     "Topology",
     "choose_topology",
     "evaluate_topologies",
     "evaluate_topology",
     "rechosen",
+    "topology_kind",
+    "topology_kinds",
 ]
 
-KINDS = ("mesh", "partial-mesh", "star", "tree", "ring", "two-level")
-"""In the order in which they are taken where nothing else tells them apart."""
+_KINDS: dict[str, TopologyKind] = {one.KIND.name: one.KIND for one in (mesh, partial_mesh, star, tree, ring, two_level)}
+"""By name, in the order in which they are taken where nothing else tells them apart."""
 MUCH_THE_SAME = 1.05
 """A topology this much slower than the fastest is taken where it is cheaper."""
 HIDDEN_SHARE = 0.8
@@ -41,7 +44,7 @@ class Topology:
     """Which regions exchange directly, and what a round's exchange over them is predicted to take."""
 
     kind: str
-    """One of KINDS."""
+    """Name of its kind."""
     hubs: tuple[str, ...]
     """Of a star one; of two levels the hub of the hubs, then those of the other clusters; else empty."""
     links: tuple[tuple[str, str], ...]
@@ -59,12 +62,22 @@ class Topology:
         return f"{self.kind} via {', '.join(self.hubs)}" if self.hubs else self.kind
 
 
+def topology_kinds() -> tuple[str, ...]:
+    """Return the names of the topologies that a job file may give."""
+    return tuple(kind.name for kind in _KINDS.values() if kind.offered)
+
+
+def topology_kind(name: str) -> TopologyKind:
+    """Return the kind of that name. Raises ``KeyError`` if it is unknown."""
+    return _KINDS[name]
+
+
 @dataclass(frozen=True)
 class Topologies:
     """The best of every kind, and the kinds that there are not."""
 
     possible: tuple[Topology, ...]
-    """In the order of KINDS; empty where the regions are not connected."""
+    """In the order of preference; empty where the regions are not connected."""
     impossible: dict[str, str]
     """Why, by kind."""
 
@@ -85,10 +98,17 @@ def evaluate_topologies(
     names = sorted(regions)
     if len(names) == 1:
         return Topologies((Topology("mesh", (), (), 0.0, 0.0),), {})
-    net = hops(names, table, update_bytes)
-    found, impossible = candidates(names, table, net, clouds or {})
-    possible = tuple(_topology(candidate, names, table, net, update_bytes) for candidate in found)
-    return Topologies(possible, impossible)
+    network = Network(names, table, hops(names, table, update_bytes), clouds or {})
+    if apart := _why_apart(network):
+        return Topologies((), dict.fromkeys(topology_kinds(), apart))
+    possible, impossible = [], {}
+    for kind in _KINDS.values():
+        found = kind.find(network)
+        if isinstance(found, Candidate):
+            possible.append(_topology(kind.name, found, names, table, network.hops, update_bytes))
+        elif kind.offered:
+            impossible[kind.name] = found
+    return Topologies(tuple(possible), impossible)
 
 
 def choose_topology(
@@ -112,10 +132,12 @@ def choose_topology(
         hidden = [t for t in evaluated.possible if t.seconds <= HIDDEN_SHARE * round_compute_seconds]
         allowed = hidden or allowed
 
+    order = list(_KINDS)
+
     def price(topology: Topology) -> tuple[float, float, int]:
         usd = topology.usd_per_round + waiting_usd_per_second * topology.seconds
         # Rounded, so that equal sums of prices in another order are equal.
-        return round(usd, 12), topology.seconds, KINDS.index(topology.kind)
+        return round(usd, 12), topology.seconds, order.index(topology.kind)
 
     return min(allowed, key=price)
 
@@ -127,8 +149,8 @@ def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) ->
         return None
     number = {name: i for i, name in enumerate(names)}
     links = tuple((number[a], number[b]) for a, b in current.links)
-    candidate = Candidate(current.kind, tuple(number[hub] for hub in current.hubs), links)
-    return _topology(candidate, names, table, hops(names, table, update_bytes), update_bytes)
+    candidate = Candidate(tuple(number[hub] for hub in current.hubs), links)
+    return _topology(current.kind, candidate, names, table, hops(names, table, update_bytes), update_bytes)
 
 
 def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
@@ -153,7 +175,9 @@ def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int
     return best
 
 
-def _topology(candidate: Candidate, names: Sequence[str], table: LinkTable, net: Hops, update_bytes: int) -> Topology:
+def _topology(
+    kind: str, candidate: Candidate, names: Sequence[str], table: LinkTable, net: Hops, update_bytes: int
+) -> Topology:
     neighbours: list[list[int]] = [[] for _ in names]
     for p, q in candidate.links:
         neighbours[p].append(q)
@@ -165,32 +189,26 @@ def _topology(candidate: Candidate, names: Sequence[str], table: LinkTable, net:
         sent[f"{names[p]}>{names[q]}"] = carried
         usd += carried / 1e9 * table[names[p], names[q]].usd_per_gb
     return Topology(
-        kind=candidate.kind,
+        kind=kind,
         hubs=tuple(names[hub] for hub in candidate.hubs),
         links=tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links)),
-        seconds=_seconds(candidate, net, neighbours),
+        seconds=_seconds(kind, net, neighbours),
         usd_per_round=usd,
         bytes_per_round_by_link=sent,
     )
 
 
-def _seconds(candidate: Candidate, net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
-    n = len(neighbours)
-    if len(candidate.links) == n * (n - 1) // 2 or candidate.kind == "partial-mesh":
-        return mesh_seconds(net, neighbours)
-    if candidate.kind == "ring":
-        import numpy as np
-
-        return float(ring_times(net, np.asarray([_around(neighbours)]))[0])
-    return tree_seconds(net, neighbours)
+def _seconds(kind: str, net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
+    complete = all(len(there) == len(neighbours) - 1 for there in neighbours)
+    return (mesh_seconds if complete else topology_kind(kind).seconds)(net, neighbours)
 
 
-def _around(neighbours: Sequence[Sequence[int]]) -> list[int]:
-    """A ring's regions in order."""
-    order, last = [0], -1
-    while True:
-        following = next(other for other in neighbours[order[-1]] if other != last)
-        if following == 0:
-            return order
-        last = order[-1]
-        order.append(following)
+def _why_apart(network: Network) -> str:
+    """Return why the regions are not connected; empty if they are."""
+    import networkx as nx
+
+    parts = sorted(sorted(part) for part in nx.connected_components(network.graph()))
+    if len(parts) == 1:
+        return ""
+    one, other = (", ".join(network.names[i] for i in part) for part in (parts[0], sorted(chain(*parts[1:]))))
+    return f"no path joins {one} with {other}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler._link import LinkTable, Path, pace
-from scheduler._topology import Topology, evaluate_topology, rechosen
+from scheduler.topology._evaluate import Topology, evaluate_topology, rechosen
 
 __all__ = ["Rerouting", "Sighting", "as_seen", "rerouted"]
 

@@ -1,0 +1,32 @@
+"""Which regions are neighbours. Each topology is a module of this package; all are evaluated and compared."""
+
+from scheduler.topology._contract import TopologyKind
+from scheduler.topology._evaluate import (
+    HIDDEN_SHARE,
+    Topologies,
+    Topology,
+    choose_topology,
+    evaluate_topologies,
+    evaluate_topology,
+    rechosen,
+    topology_kind,
+    topology_kinds,
+)
+from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, rerouted
+
+__all__ = [
+    "HIDDEN_SHARE",
+    "Rerouting",
+    "Sighting",
+    "Topologies",
+    "Topology",
+    "TopologyKind",
+    "as_seen",
+    "choose_topology",
+    "evaluate_topologies",
+    "evaluate_topology",
+    "rechosen",
+    "rerouted",
+    "topology_kind",
+    "topology_kinds",
+]

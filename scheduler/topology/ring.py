@@ -1,0 +1,105 @@
+"""The topology ``ring``: each region exchanges with two others, in the best order; of up to nine regions that of all
+orders, beyond that by search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import combinations, permutations
+from typing import TYPE_CHECKING
+
+from scheduler.topology._contract import Candidate, Network, TopologyKind
+from scheduler.topology._flood import Hops, ring_times
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["KIND"]
+
+_EXACT_RING = 9
+"""Number of regions up to which all orders of a ring are compared: 20,160."""
+_MOST_SWEEPS = 20
+"""Largest number of reversals by 2-opt, which bounds the time of the search."""
+
+
+def _find(network: Network) -> Candidate | str:
+    net, n = network.hops, network.size
+    if n < 3:
+        return "two regions make no ring"
+    orders = _all_orders(n) if n <= _EXACT_RING else _improved(net, _greedy_orders(net))
+    times = ring_times(net, orders)
+    order = [int(place) for place in orders[times.argmin()]]
+    links = tuple((order[i], order[(i + 1) % n]) for i in range(n))
+    if not all(net.there[p][q] for p, q in links):
+        return "no way around with direct paths was found"
+    return Candidate((), links)
+
+
+@lru_cache(maxsize=_EXACT_RING)
+def _all_orders(n: int) -> npt.NDArray[np.intp]:
+    """Every ring once: from region 0, in one of the two directions."""
+    import numpy as np
+
+    rings = [(0, *rest) for rest in permutations(range(1, n)) if n < 3 or rest[0] < rest[-1]]
+    return np.asarray(rings)
+
+
+def _greedy_orders(net: Hops) -> npt.NDArray[np.intp]:
+    """From each region always on to the nearest that is left."""
+    import numpy as np
+
+    n = len(net)
+    orders = []
+    for first in range(n):
+        order, left = [first], set(range(n)) - {first}
+        while left:
+            nearest = min(left, key=lambda other: (net.weight(order[-1], other), other))
+            order.append(nearest)
+            left.remove(nearest)
+        orders.append(order)
+    return np.asarray(orders)
+
+
+def _improved(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """2-opt from the best two: the reversal of a stretch that helps most, until none does (Croes 1958)."""
+    import numpy as np
+
+    n = orders.shape[1]
+    places = np.arange(n)
+    # Row (i, j) lists the places of a ring after the stretch i..j is reversed.
+    moves = np.asarray(
+        [np.where((places < i) | (places > j), places, i + j - places) for i, j in combinations(range(1, n), 2)]
+    )
+    times = ring_times(net, orders)
+    improved = []
+    for start in np.argsort(times)[:2]:
+        order, seconds = orders[start], float(times[start])
+        for _ in range(_MOST_SWEEPS):
+            tried = order[moves]
+            after = ring_times(net, tried)
+            if after.min() >= seconds:
+                break
+            order, seconds = tried[after.argmin()], float(after.min())
+        improved.append(order)
+    return np.asarray(improved, np.intp)
+
+
+def _seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
+    import numpy as np
+
+    return float(ring_times(net, np.asarray([_around(neighbours)]))[0])
+
+
+def _around(neighbours: Sequence[Sequence[int]]) -> list[int]:
+    """A ring's regions in order."""
+    order, last = [0], -1
+    while True:
+        following = next(other for other in neighbours[order[-1]] if other != last)
+        if following == 0:
+            return order
+        last = order[-1]
+        order.append(following)
+
+
+KIND = TopologyKind("ring", _find, _seconds)
