@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
-from sync.channel import FileChannel
 from sync.codec import codec_named
 from sync.ps.core.actions import SetTimer, WaitReason
 from sync.ps.core.events import Event, TimerFired
@@ -22,6 +21,7 @@ from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.engine import Engine
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
+from sync.store import FileChannel
 from sync.wan import LinkSample, policy_of
 
 NOW = 1000.0
