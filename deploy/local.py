@@ -64,9 +64,10 @@ class LocalFederation:
         *,
         emulator: Emulator | None = None,
         serve_options: Sequence[str] = (),
+        agent_options: Sequence[str] = (),
     ) -> None:
         self.folder, self.regions, self.emulator = folder.resolve(), list(regions), emulator
-        self._serve_options = list(serve_options)
+        self._serve_options, self._agent_options = list(serve_options), list(agent_options)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._logs: list[IO[bytes]] = []
         self._ports = self._stored_ports()
@@ -223,7 +224,7 @@ class LocalFederation:
     def start_agent(self, name: str) -> None:
         """Start a region's agent, with the state of its last run, if there was one."""
         folder = self.region_state(name)
-        options = ["--config", str(folder / "region.yaml"), "--state-dir", str(folder / "state")]
+        options = ["--config", str(folder / "region.yaml"), "--state-dir", str(folder / "state"), *self._agent_options]
         argv = [*_program("region_agent.cli"), "run", *options]
         self.processes[name] = self._popen(name, argv, f"agent-{name}")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from pathlib import Path
 
+import structlog
+
 __all__ = ["preemptible_workers", "set_preemptible_workers"]
 
-_log = logging.getLogger("geofed.capacity")
+_log = structlog.get_logger("geofed.capacity")
 _FILE = "preemptible"
 """Name of the file in the state directory."""
 
@@ -30,5 +31,6 @@ def preemptible_workers(state_dir: Path, most: int) -> int:
     except FileNotFoundError:
         return most
     except (OSError, ValueError) as error:
-        _log.warning("%s cannot be read, so there are no preemptible workers: %s", state_dir / _FILE, error)
+        path = str(state_dir / _FILE)
+        _log.warning("cannot read how many workers are preemptible: there are none", path=path, error=str(error))
         return 0

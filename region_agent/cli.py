@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import sys
 import time
@@ -65,12 +64,14 @@ def run(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
     state_dir: StateDir = DEFAULT_STATE,
     log_level: Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")] = "info",
+    log_format: Annotated[
+        str, typer.Option("--log-format", help="Format of the log, and of the child processes' logs: text or json.")
+    ] = "text",
 ) -> None:
     """Run the agent until SIGTERM."""
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    from geofed_pb.logs import configure_logs
+
+    configure_logs(log_format, log_level)
     from region_agent.config import load_config
     from region_agent.daemon import run as run_daemon
     from region_agent.link.identity import Identity
@@ -82,7 +83,7 @@ def run(
         text = f"the certificate is for region {identity.federation.region}, the configuration for {settings.name}"
         raise GeofedError("CONFIG_INVALID", text)
     with _StateLock(state_dir):
-        asyncio.run(run_daemon(settings, state_dir))
+        asyncio.run(run_daemon(settings, state_dir, log_format))
 
 
 @app.command()

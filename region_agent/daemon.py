@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import os
 import signal
 import time
@@ -15,6 +14,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import structlog
 
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
@@ -45,7 +46,7 @@ from sync.ps.tokens import new_key
 
 __all__ = ["Agent", "run"]
 
-_log = logging.getLogger("geofed.agent")
+_log = structlog.get_logger("geofed.agent")
 _TICK_SECONDS = 1.0
 """Interval at which status, capacity and accounts are updated."""
 _LOG_FLUSH_SECONDS = 0.3
@@ -80,10 +81,11 @@ class Status:
 class Agent:
     """The daemon of a region."""
 
-    def __init__(self, config: RegionConfig, state_dir: Path) -> None:
+    def __init__(self, config: RegionConfig, state_dir: Path, log_format: str = "text") -> None:
+        """``log_format`` is the format of the child processes' logs: "text" or "json"."""
         # Child processes have other working directories, and get paths below it.
         state_dir = state_dir.resolve()
-        self._config, self._state_dir = config, state_dir
+        self._config, self._state_dir, self._log_format = config, state_dir, log_format
         self._identity = Identity(state_dir)
         self._store = AgentStore(state_dir / "agent.db")
         self._preemptible = preemptible_workers(state_dir, config.capacity.preemptible)
@@ -180,6 +182,7 @@ class Agent:
             report=self._report,
             record_event=self._record_event,
             log=self._logs.add,
+            log_format=self._log_format,
         )
 
     def _channel_folder(self) -> Path:
@@ -214,6 +217,7 @@ class Agent:
             hide_paths=[str(self._state_dir)],
             # A worker may read the shards that were received for its job.
             share_dir=self._state_dir / SHARDS,
+            log_format=self._log_format,
         )
         return await self._gateway.start()
 
@@ -299,7 +303,7 @@ class Agent:
         first."""
         left = preemptible_workers(self._state_dir, self._config.capacity.preemptible)
         if left != self._preemptible:
-            _log.info("preemptible workers: %d → %d", self._preemptible, left)
+            _log.info("preemptible workers changed", before=self._preemptible, now=left)
             self._preemptible = left
             self._hub.report_capacity(left)
         preemptible = [p for p in self._partitions.values() if p.machine.preemptible and p.machine.holds_workers]
@@ -318,7 +322,7 @@ class Agent:
                     await self._hub.renew()
                     _log.info("the certificate was renewed")
                 except GeofedError as error:
-                    _log.warning("the certificate could not be renewed yet: %s", error)
+                    _log.warning("the certificate could not be renewed yet", error=str(error))
                     await asyncio.sleep(_RENEW_RETRY_SECONDS)
             await asyncio.sleep(_TICK_SECONDS)
 
@@ -334,7 +338,7 @@ class Agent:
             if error.code != "DISK_FULL":
                 raise
             if not self._full:
-                _log.warning("%s; the agent continues, and writes deferred changes when there is space", error)
+                _log.warning("the agent continues, and writes deferred changes when there is space", error=str(error))
             self._full = True
             return
         self._full = False
@@ -392,7 +396,7 @@ class Agent:
         return PartitionRunner(self._context, command)
 
     def _refuse(self, command: agent_pb2.StartPartition | agent_pb2.SendShard, error: GeofedError) -> None:
-        _log.warning("job %s: refused (%s)", command.job, error)
+        _log.warning("job refused", job=command.job, error=str(error))
         report = agent_pb2.PartitionReport(
             job=command.job, epoch=command.epoch, state="refused", condition=error.message, error=to_proto(error)
         )
@@ -507,9 +511,9 @@ class Agent:
         closing.add_done_callback(self._closing.discard)
 
 
-async def run(config: RegionConfig, state_dir: Path) -> None:
+async def run(config: RegionConfig, state_dir: Path, log_format: str) -> None:
     """Run the agent until SIGTERM or SIGINT."""
-    agent = Agent(config, state_dir)
+    agent = Agent(config, state_dir, log_format)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, agent.stopped.set)

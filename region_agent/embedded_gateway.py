@@ -34,11 +34,12 @@ class EmbeddedGatewayProcess:
         keep_paths: list[str],
         hide_paths: list[str],
         share_dir: Path | None = None,
+        log_format: str = "text",
     ) -> None:
         self._folder = state_dir / "gateway"
         self._socket_record = self._folder / "socket-folder"
         self._profile, self._keep_paths, self._hide_paths = profile, keep_paths, hide_paths
-        self._share_dir = share_dir
+        self._share_dir, self._log_format = share_dir, log_format
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> GatewayClient:
@@ -76,7 +77,7 @@ class EmbeddedGatewayProcess:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "region_agent.gateway.embedded",
-                "--config", str(config_file), "--die-with-parent", str(os.getpid()),
+                "--config", str(config_file), "--die-with-parent", str(os.getpid()), "--log-format", self._log_format,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
         finally:

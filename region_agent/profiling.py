@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import structlog
 from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError
@@ -30,7 +30,7 @@ from sync.channel import Usage
 
 __all__ = ["Profiler"]
 
-_log = logging.getLogger("geofed.profile")
+_log = structlog.get_logger("geofed.profile")
 _FUNCTION = "geofed-profile"
 """Prefix of functions' names; region and memory follow. Each memory has a name of its own, since a platform that
 replaces a function may route calls to the old one for a while."""
@@ -121,7 +121,7 @@ class Profiler:
         except GeofedError as error:
             report.error.CopyFrom(to_proto(error))
         except Exception as error:  # noqa: BLE001 - every failure must be reported
-            _log.exception("profile %s", command.id)
+            _log.exception("a profile failed", profile=command.id)
             report.error.CopyFrom(to_proto(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
         if report.HasField("error"):
             report.usd = self._usd(meters)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import os
 import random
 import time
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+import structlog
 
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.errors import GeofedError
@@ -30,7 +30,7 @@ from sync.framing import digest_of
 
 __all__ = ["Commands", "Hub"]
 
-_log = logging.getLogger("geofed.hub")
+_log = structlog.get_logger("geofed.hub")
 _BACKOFF_FIRST_SECONDS = 0.2
 """Pause before the first attempt to reconnect; it doubles with each further one."""
 _BACKOFF_LONGEST_SECONDS = 3.0
@@ -174,7 +174,7 @@ class Hub:
         if error.code == "FENCED":
             raise GeofedError("FENCED", error.message, hint="stop the other agent of this region, then start this one")
         if self.connected or self.refusal is None or self.refusal.code != error.code:
-            _log.warning("no session with the control plane: %s", error)
+            _log.warning("no session with the control plane", error=str(error))
         self.refusal = error
 
     async def _session(self, commands: Commands) -> None:
@@ -224,7 +224,7 @@ class Hub:
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
         self.skew_seconds = welcome.at - self.last_heard
-        _log.info("session %d with the control plane", welcome.session)
+        _log.info("session with the control plane", session=welcome.session)
         if self._reports.resume(welcome.report_cursor):
             _log.warning("this state directory is older than the control plane's records: it was lost or restored")
             commands.state_restored()
@@ -247,7 +247,7 @@ class Hub:
                 if not message.seq:
                     raise
                 # The command would fail again in every later session.
-                _log.exception("command %d", message.seq)
+                _log.exception("a command failed", seq=message.seq)
                 self._refuse(message, GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
             if message.seq:
                 # The command is stored by now; a repeated acknowledgement is harmless.
@@ -256,7 +256,7 @@ class Hub:
 
     def _refuse(self, message: agent_pb2.ToAgent, error: GeofedError) -> None:
         """Set aside a command that can never be carried out, and report its job as failed."""
-        _log.error("command %d is set aside: %s", message.seq, error)
+        _log.error("a command is set aside", seq=message.seq, error=str(error))
         self._store.set_command_aside(message.seq, str(error), message.SerializeToString())
         kind = message.WhichOneof("body")
         command = getattr(message, kind) if kind is not None else None

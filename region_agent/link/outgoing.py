@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-
+import structlog
 from google.protobuf.message import DecodeError, Message
 
 from geofed_pb.bounds import LOG_LINE_BYTES, NAME_BYTES, SESSION_MESSAGE_BYTES, TEXT_BYTES, clean
@@ -14,7 +13,7 @@ from region_agent.state.store import AgentStore
 
 __all__ = ["ReportQueue", "fitted", "is_transient", "too_large"]
 
-_log = logging.getLogger("geofed.hub")
+_log = structlog.get_logger("geofed.hub")
 _MAX_REFUSALS = 3
 """Times that a session may end with a permanent error while only this report was being sent; then it is set aside."""
 
@@ -124,7 +123,7 @@ class ReportQueue:
         if isinstance(message, GeofedError):
             message = self._set_aside(seq, None, message)
         elif message.ByteSize() > SESSION_MESSAGE_BYTES:
-            _log.warning("report %d is cut: %s", seq, too_large(message).message)
+            _log.warning("a report is cut", seq=seq, error=too_large(message).message)
             message = fitted(message)
         message.seq = seq
         return message
@@ -150,7 +149,7 @@ class ReportQueue:
 
     def _set_aside(self, seq: int, message: agent_pb2.FromAgent | None, error: GeofedError) -> agent_pb2.FromAgent:
         """Set a report aside; returns the message that is sent in its place."""
-        _log.error("report %d is set aside: %s", seq, error)
+        _log.error("a report is set aside", seq=seq, error=str(error))
         substitute = _substitute(message, error)
         self._store.set_report_aside(seq, str(error), substitute.SerializeToString())
         return substitute

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -14,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import structlog
 from pydantic import ValidationError
 
 from geofed_pb.errors import CATALOGUE, GeofedError
@@ -84,7 +84,7 @@ from sync.store import fence_key
 
 __all__ = ["PartitionContext", "PartitionRunner"]
 
-_log = logging.getLogger("geofed.partition")
+_log = structlog.get_logger("geofed.partition")
 _READY = timedelta(seconds=60)
 """Timeout of the function's first replicas."""
 _METER_SECONDS = 1.0
@@ -121,6 +121,8 @@ class PartitionContext:
     """Add an event to a job's history."""
     log: Callable[[str, str, str], None]
     """Add a line to a job's log: job, source, line."""
+    log_format: str = "text"
+    """Format of the parameter servers' own logs: "text" or "json"."""
 
 
 class PartitionRunner:
@@ -287,8 +289,8 @@ class PartitionRunner:
         if action.state == self._logged_state:
             return
         self._logged_state = action.state
-        level = logging.WARNING if action.state == "failed" else logging.INFO
-        _log.log(level, "job %s: %s%s", self.job, action.state, f" ({action.condition})" if action.condition else "")
+        log = _log.warning if action.state == "failed" else _log.info
+        log("partition", job=self.job, state=action.state, condition=action.condition or None)
 
     def _run(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event] = ActionFailed) -> None:
         """Run a coroutine in the background; ``failed`` makes the event for its failure."""
@@ -304,7 +306,7 @@ class PartitionRunner:
         except GeofedError as error:
             self.feed(failed(error))
         except Exception as error:  # noqa: BLE001 - every failure must reach the state machine
-            _log.exception("partition %s", self.job)
+            _log.exception("an action of a partition failed", job=self.job)
             self.feed(failed(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
 
     def _report(self, *, durable: bool, blob_digest: str = "") -> None:
@@ -425,6 +427,7 @@ class PartitionRunner:
                 self._folder / "ps.json",
                 self._context.identity,
                 lambda line: self._context.log(self.job, "ps", line),
+                log_format=self._context.log_format,
             )
             await ps.start()
             self._context.store.keep_attempt(self.job, action.attempt)

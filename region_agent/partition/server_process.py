@@ -41,8 +41,12 @@ _ERROR_LINE = re.compile(r"^error\[([A-Z_]+)\]: (.*)$")
 class PsProcess:
     """One run of a parameter server. It ends with the agent; the next run continues from its state on disk."""
 
-    def __init__(self, config: PsConfig, config_file: Path, identity: Identity, log: Callable[[str], None]) -> None:
-        self._config, self._config_file, self._identity, self._log = config, config_file, identity, log
+    def __init__(
+        self, config: PsConfig, config_file: Path, identity: Identity, log: Callable[[str], None], *, log_format: str
+    ) -> None:
+        """``log`` takes each line of its log, in ``log_format``: "text" or "json"."""
+        self._config, self._config_file, self._identity = config, config_file, identity
+        self._log, self._log_format = log, log_format
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Future[None] | None = None
         self._error: GeofedError | None = None
@@ -58,7 +62,7 @@ class PsProcess:
         os.chmod(self._config_file, 0o600)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sync.ps", "--config", str(self._config_file),
-            "--die-with-parent", str(os.getpid()),
+            "--die-with-parent", str(os.getpid()), "--log-format", self._log_format,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env=_environment(),
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from geofed_pb.errors import GeofedError
@@ -34,7 +34,7 @@ __all__ = [
     "shard_bytes",
 ]
 
-_log = logging.getLogger("geofed.shard")
+_log = structlog.get_logger("geofed.shard")
 MAX_LIST_BYTES = 32 << 20
 """Largest list, of about 190,000 files. Each file is transferred on its own, and both agents hold the list in
 memory."""
@@ -242,7 +242,7 @@ def shard_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> dict[str, int]:
     try:
         _check_sendable(splits)
     except GeofedError as error:
-        _log.warning("a shard can only be processed in this region: %s", error)
+        _log.warning("a shard can only be processed in this region", error=str(error))
         return {}
     return {split: sum(_size(file) for file in files) for split, files in splits.items()}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
+
+import structlog
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import RegionConfig
@@ -13,7 +14,7 @@ from region_agent.shards.reading import shard_files
 
 __all__ = ["OfferedDatasets"]
 
-_log = logging.getLogger("geofed.data")
+_log = structlog.get_logger("geofed.data")
 _RECHECK_SECONDS = 30.0
 """Interval of checks of datasets that could not be read."""
 _CHECK_TIMEOUT_SECONDS = 20.0
@@ -55,9 +56,11 @@ class OfferedDatasets:
         chosen = sorted(names)
         for name, error in zip(chosen, await asyncio.gather(*map(self._error_of, chosen)), strict=True):
             if error is None and self.withheld.pop(name, None) is not None:
-                _log.info("dataset %s can be read now, and is offered to the federation", name)
+                _log.info("a dataset can be read now, and is offered to the federation", dataset=name)
             elif error is not None and name not in self.withheld:
-                _log.warning("dataset %s is not offered to the federation: %s; %s", name, error, error.hint)
+                _log.warning(
+                    "a dataset is not offered to the federation", dataset=name, error=str(error), hint=error.hint
+                )
                 self.withheld[name] = error
 
     async def _error_of(self, name: str) -> GeofedError | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import shutil
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import structlog
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name, to_proto
@@ -31,7 +31,7 @@ from sync.transport.sockets import Tls
 
 __all__ = ["Sending", "SendingContext"]
 
-_log = logging.getLogger("geofed.shard")
+_log = structlog.get_logger("geofed.shard")
 _STALL_SECONDS = 30.0
 """Timeout of a request, and of a transfer without progress."""
 _REPORT_SECONDS = 1.0
@@ -110,7 +110,7 @@ class Sending:
             except (GeofedError, grpc.RpcError, OSError) as raised:
                 error = _error_from(raised)
             except Exception as raised:  # noqa: BLE001 - every failure is reported to the control plane
-                _log.exception("the shard of %s", self.job)
+                _log.exception("a shard could not be sent", job=self.job)
                 error = GeofedError("INTERNAL", f"{type(raised).__name__}: {raised}")
             moved = self._sent > before
             failures = 1 if moved else failures + 1

@@ -20,6 +20,7 @@ import grpc
 import grpc.aio
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.logs import LOG_FORMATS, configure_logs
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.codec import codec_named
@@ -177,13 +178,14 @@ def main() -> int:
         metavar="PID",
         help="end when the starting process ends; its number, since it may be gone by now",
     )
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="format of the log on stderr")
     arguments = parser.parse_args()
     if arguments.die_with_parent is not None:
         parent = arguments.die_with_parent or os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             return 1
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    configure_logs(arguments.log_format, relayed=True)
     try:
         config = read_config(arguments.config)
         with _only_one(config.state_dir):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, RegionConfig
@@ -33,9 +33,7 @@ def _told(config: RegionConfig, offered: OfferedDatasets) -> list[str]:
     return [held["name"] for held in config.catalogue(withheld=offered.withheld)["datasets"]]
 
 
-def test_what_cannot_be_read_is_withheld_until_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_read_is_withheld_until_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path)
     (tmp_path / "a.npz").write_bytes(b"x")
     monkeypatch.setattr(offered_datasets, "_RECHECK_SECONDS", 0.01)
@@ -54,11 +52,12 @@ def test_what_cannot_be_read_is_withheld_until_it_can(
         assert (_told(config, offered), offered.condition) == (["a", "b"], "")
         looking.cancel()
 
-    with caplog.at_level(logging.INFO):
+    with capture_logs() as lines:
         asyncio.run(act())
-    lines = [record.message for record in caplog.records if record.name == "geofed.data"]
     assert len(lines) == 2, "each thing is told once"
-    assert "b.npz not found; check the shard's path" in lines[0]
+    assert lines[0]["dataset"] == "b"
+    assert "b.npz not found" in lines[0]["error"]
+    assert "check the shard's path" in lines[0]["hint"]
 
 
 def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import signal
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 from support.jobs import LINEAR_TASK, pack, write_samples
 from support.pki import Authority, write
 from support.processes import running_as
@@ -199,11 +199,8 @@ def _account(report: agent_pb2.PartitionReport) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("end", ["stopped", "failed"])
-def test_calls_that_are_cut_off_are_in_the_last_account(
-    tmp_path: Path, end: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_calls_that_are_cut_off_are_in_the_last_account(tmp_path: Path, end: str) -> None:
     """The end is told once they have stopped, with what they took and what the server took."""
-    caplog.set_level(logging.INFO)
 
     async def act(scene: Scene) -> None:
         scene.start.plan.workers = 2
@@ -224,12 +221,12 @@ def test_calls_that_are_cut_off_are_in_the_last_account(
         assert not scene.store.open_invocations()
         assert [report.state for report in scene.reports].count(end) == 1, "not before the account is whole"
         assert not (scene.folder / "jobs").stat().st_mode & 0o077
-        lines = [line for record in caplog.records if (line := record.getMessage()).startswith(f"job {JOB}: ")]
-        why = "enough" if end == "stopped" else "boom"
-        states = ["preparing", "ready", "training", f"{end} ({why})"]
-        assert lines == [f"job {JOB}: {state}" for state in states]
 
-    _play(act, tmp_path)
+    with capture_logs() as logs:
+        _play(act, tmp_path)
+    lines = [(line["state"], line["condition"]) for line in logs if line["event"] == "partition" and line["job"] == JOB]
+    why = "enough" if end == "stopped" else "boom"
+    assert lines == [("preparing", None), ("ready", None), ("training", None), (end, why)]
 
 
 def test_the_account_grows_while_a_call_is_open(tmp_path: Path) -> None:

@@ -37,15 +37,15 @@ def serve(
     federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",
     region_certificate_life: Annotated[str, typer.Option(help="Lifetime of the regions' certificates.")] = "30d",
     ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
-    log_format: Annotated[str, typer.Option(help="Format of the log on stderr: console or json.")] = "console",
+    log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = "text",
 ) -> None:
     """Run the control plane."""
     import asyncio
 
     from control_plane._durations import parse_duration
-    from control_plane._logs import configure_logs
     from control_plane.server import ServeConfig
     from control_plane.server import serve as run
+    from geofed_pb.logs import configure_logs
 
     configure_logs(log_format)
     try:

@@ -17,6 +17,7 @@ import structlog
 import uvicorn
 
 from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.logs import LOG_FORMATS, configure_logs
 from region_agent.gateway.embedded.app import create_app
 from region_agent.gateway.embedded.config import Config, load
 from region_agent.gateway.embedded.provider import Provider
@@ -42,15 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.die_with_parent is not None:
         kernel.die_with_parent(options.die_with_parent or os.getppid())
     kernel.become_subreaper()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
-    )
+    configure_logs(options.log_format)
     try:
         config = _config(options)
         config.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -76,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--auth-password-file", type=Path, metavar="FILE")
     parser.add_argument("--tls-cert", type=Path, metavar="PEM")
     parser.add_argument("--tls-key", type=Path, metavar="PEM")
+    parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="format of the log on stderr")
     parser.add_argument("--profile", choices=["none", "ce"])
     parser.add_argument(
         "--die-with-parent",
