@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from control_plane._files import sync_folder
+from geofed_pb.durable import flush_folder
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.v1 import common_pb2
@@ -96,7 +96,7 @@ class BlobStore:
             partial.unlink()
             raise GeofedError("DIGEST_MISMATCH", f"the upload of {digest} has the digest sha256:{found}")
         os.replace(partial, self._whole / _name(digest))
-        sync_folder(self._whole)
+        flush_folder(self._whole)
 
 
 def _append(descriptor: int, chunk: common_pb2.BlobChunk, have: int, total: int) -> int:

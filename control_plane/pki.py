@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from control_plane._files import write_whole
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, region_name
 
@@ -105,8 +105,8 @@ class Authority:
         certificate, key = _make_ca(federation, now)
         # The certificate last: after a crash in between, the key is not in use yet and is replaced.
         pem = certificate.public_bytes(serialization.Encoding.PEM)
-        write_whole(folder / "ca.key", _key_pem(key), mode=0o600)
-        write_whole(folder / "ca.crt", pem)
+        write_durably(folder / "ca.key", [_key_pem(key)], mode=0o600)
+        write_durably(folder / "ca.crt", [pem], mode=0o644)
         return cls(folder, certificate, key)
 
     @property
@@ -127,8 +127,8 @@ class Authority:
                 return certificate_path, key_path
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(CONTROL_PLANE_NAME, names, key.public_key(), now, SERVER_LIFE)
-        write_whole(key_path, _key_pem(key), mode=0o600)
-        write_whole(certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
+        write_durably(key_path, [_key_pem(key)], mode=0o600)
+        write_durably(certificate_path, [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
         return certificate_path, key_path
 
     def sign_region(self, csr_pem: bytes, region: str, now: datetime, life: timedelta = REGION_LIFE) -> Issued:

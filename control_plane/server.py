@@ -23,7 +23,6 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from control_plane._address import advertised_host, bound_socket, split_address
-from control_plane._files import write_whole
 from control_plane._web import Web
 from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
@@ -43,6 +42,7 @@ from control_plane.service import (
 )
 from control_plane.store import Store, open_store
 from geofed_pb.address import joined
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
 from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
@@ -241,7 +241,7 @@ def _admin_token(state_dir: Path, store: Store) -> str:
     if known is not None and path.exists():
         return known
     token = new_secret()
-    write_whole(path, f"{token}\n".encode(), mode=0o600)
+    write_durably(path, [f"{token}\n".encode()], mode=0o600)
     store.put_meta("admin_token_hash", hash_secret(token))
     return hash_secret(token)
 
@@ -269,10 +269,10 @@ def _write_context(config: ServeConfig, state: _State, ports: Ports) -> None:
         "token_file": str((config.state_dir / "admin.token").resolve()),
         "federation": state.federation.name,
     }
-    write_whole(config.state_dir / "context.json", json.dumps(context, indent=2).encode())
+    write_durably(config.state_dir / "context.json", [json.dumps(context, indent=2).encode()], mode=0o644)
     if config.ready_file is not None:
         facts = {**asdict(ports), "pid": os.getpid(), "address": _reached_at(config, ports.control)}
-        write_whole(config.ready_file, json.dumps(facts).encode())
+        write_durably(config.ready_file, [json.dumps(facts).encode()], mode=0o644)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 
 from geofed_pb.bounds import clean
+from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
@@ -40,7 +41,6 @@ from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.receiving import delete_old_shards
 from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
-from sync.durable import disk_full_as_error, write_durably
 from sync.framing import digest_of
 from sync.ps.tokens import new_key
 

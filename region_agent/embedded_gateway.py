@@ -10,10 +10,10 @@ import secrets
 import sys
 from pathlib import Path
 
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
-from sync.durable import write_durably
 
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
 
@@ -53,8 +53,7 @@ class EmbeddedGatewayProcess:
         ready.unlink(missing_ok=True)
         user, password = self._folder / "user", self._folder / "password"
         for path, content in ((user, "agent"), (password, secrets.token_urlsafe(24))):
-            write_durably(path, [content.encode()])
-            os.chmod(path, 0o600)
+            write_durably(path, [content.encode()], mode=0o600)
         config = {
             "state_dir": str(self._folder / "state"),
             "listen": f"unix:{sockets / 'api'}",

@@ -19,13 +19,13 @@ import grpc.aio
 import structlog
 
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES
+from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, to_proto
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.identity import Identity
 from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_large
 from region_agent.state.store import AgentStore
-from sync.durable import disk_full_as_error
 from sync.framing import digest_of
 
 __all__ = ["Commands", "Hub"]

@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import CATALOGUE, GeofedError
-from sync.durable import write_durably
 from sync.transport.sockets import Tls
 
 __all__ = ["Identity", "Invitation", "make_request", "read_invitation"]
@@ -93,8 +93,7 @@ class Identity:
             (self.certificate_file, certificate_pem),
             (self._federation_file, json.dumps(asdict(federation)).encode()),
         ):
-            write_durably(path, [content])
-            os.chmod(path, 0o600)
+            write_durably(path, [content], mode=0o600)
 
     def renew(self, certificate_pem: bytes, ca_pem: bytes) -> None:
         """Write a renewed certificate. The key stays the same, so an interruption leaves a consistent identity."""

@@ -16,12 +16,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.link.identity import Identity
 from region_agent.partition.events import ConfigurePs
-from sync.durable import write_durably
 from sync.ps.config import PsConfig
 
 __all__ = ["PsProcess", "free_ports"]
@@ -58,8 +58,7 @@ class PsProcess:
         Raises ``GeofedError`` with the error that the process has printed, or with INTERNAL after a timeout.
         """
         self._config.ready_file.unlink(missing_ok=True)
-        write_durably(self._config_file, [self._config.model_dump_json().encode()])
-        os.chmod(self._config_file, 0o600)
+        write_durably(self._config_file, [self._config.model_dump_json().encode()], mode=0o600)
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "sync.ps", "--config", str(self._config_file),
             "--die-with-parent", str(os.getpid()), "--log-format", self._log_format,

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, peer_common_name, server_options
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
@@ -22,7 +23,6 @@ from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
 from region_agent.shards.listing import MAX_LIST_BYTES, ShardList, read_list
 from region_agent.worker.invocation import ShardFile
-from sync.durable import disk_full_as_error, write_durably
 from sync.transfer.arrival import Tickets
 from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
 from sync.transfer.listening import credentials, listen

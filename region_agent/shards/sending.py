@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import structlog
 
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name, to_proto
 from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2, sync_pb2_grpc
@@ -23,7 +24,6 @@ from region_agent.policy import check_sending
 from region_agent.shards.listing import FileContent, Listed, ShardList, listed
 from region_agent.shards.receiving import LIST_SEQUENCE
 from region_agent.state.store import AgentStore
-from sync.durable import write_durably
 from sync.transfer.intake import MAX_UPDATE_BYTES
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.peer_sender import PeerSender, SenderCallbacks

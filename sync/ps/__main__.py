@@ -19,12 +19,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.codec import codec_named
-from sync.durable import write_durably
 from sync.ps.config import PsConfig, read_config
 from sync.ps.core.events import Configured
 from sync.ps.core.ledger import NO_MODEL

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
-from sync.durable import disk_full_as_error, write_durably
 from sync.transfer.manifest import Manifest
 from sync.transport.partial_file import PartialFile
 

@@ -9,8 +9,8 @@ import os
 import threading
 from pathlib import Path
 
+from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
-from sync.durable import disk_full_as_error
 from sync.transport.ranges import Ranges
 
 __all__ = ["PartialFile"]

@@ -16,6 +16,7 @@ from types import FrameType
 import structlog
 import uvicorn
 
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from region_agent.gateway.embedded.app import create_app
@@ -146,9 +147,7 @@ async def _serve(config: Config, listener: socket.socket, url: str) -> None:
     def ready() -> None:
         # The socket is already listening, so a client that reads the file can connect immediately.
         if config.ready_file is not None:
-            draft = config.ready_file.with_name(config.ready_file.name + ".new")
-            draft.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-            os.replace(draft, config.ready_file)
+            write_durably(config.ready_file, [json.dumps({"url": url, "pid": os.getpid()}).encode()])
         log.info("ready", url=url, profile=config.profile)
 
     app, provider = create_app(config, ready)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+from geofed_pb.durable import write_durably
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import is_dns_label
 
@@ -58,8 +58,4 @@ class SecretStore:
         return self._directory / name
 
     def _write(self, name: str, value: bytes) -> None:
-        draft = self._directory / f".{name}"
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(value)
-        os.replace(draft, self._path(name))
+        write_durably(self._path(name), [value], mode=0o600)

@@ -42,9 +42,9 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from geofed_pb.durable import begin_write, commit_write, disk_full_as_error, flush_folder, write_durably
 from geofed_pb.errors import GeofedError
 from sync import framing
-from sync.durable import begin_write, commit_write, disk_full_as_error, flush_folder, write_durably
 from sync.layout import Layout, Vector
 from sync.ps.core.actions import Apply, Keep, Log, Restart
 from sync.ps.core.machine import Recovered, Setup

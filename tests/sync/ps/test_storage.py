@@ -15,12 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import budget
-from support.failures import filled
 from support.small_disk import small_disk
 
+from geofed_pb import durable
 from geofed_pb.errors import GeofedError
-from sync import durable, framing
-from sync.durable import write_durably
+from sync import framing
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import Apply, Keep, Log
 from sync.ps.core.machine import Recovered, Setup
@@ -404,25 +403,3 @@ def test_a_full_disk_is_told_and_the_old_state_stays(full: Path) -> None:
     recovered = _recover(_storage(full))[0]
     assert recovered.sequence == 0
     assert not list(full.glob(".*.partial")), "the room that the half-written file took is free again"
-
-
-def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_durably(path, [b"long before"])
-    write_durably(path, [b"a", b"b"])
-    assert path.read_bytes() == b"ab"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("count", [100, 100_000])
-def test_a_full_disk_is_told_of_small_files_too(tmp_path: Path, count: int) -> None:
-    """What is written first stays in the process for a while."""
-    with small_disk(tmp_path / "small", bytes_=1 << 18) as folder:
-        (folder / "kept").write_bytes(b"before")
-        with filled(folder), pytest.raises(GeofedError) as raised:
-            write_durably(folder / "kept", [b"x" * count])
-        assert raised.value.code == "DISK_FULL"
-        assert (folder / "kept").read_bytes() == b"before"
-        write_durably(folder / "kept", [b"x" * count])
-        assert (folder / "kept").read_bytes() == b"x" * count

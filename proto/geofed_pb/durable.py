@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from geofed_pb.errors import GeofedError
-from sync import framing
 
 __all__ = ["begin_write", "commit_write", "disk_full_as_error", "flush_folder", "write_durably"]
 
+Buffer = bytes | bytearray | memoryview
+"""Pieces of a file's content."""
 _WINDOW_BYTES = 4 << 20
 """Bytes that a throttled write passes to the disk in one piece."""
 _WRITE_AND_WAIT = 1 | 2 | 4
@@ -24,27 +25,36 @@ _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE)
 """Errors of sync_file_range where the kernel or the file system does not support it."""
 
 
-def write_durably(path: Path, pieces: Sequence[framing.Buffer]) -> None:
+def write_durably(path: Path, pieces: Sequence[Buffer], *, mode: int | None = None) -> None:
     """Replace a file so that after a crash it has either its old or its new content.
+
+    ``mode``: the file's mode, set before there is any content in it; None: as the umask has it.
 
     Raises ``GeofedError("DISK_FULL")`` if the disk is full.
     """
-    commit_write(path, begin_write(path, pieces))
+    commit_write(path, begin_write(path, pieces, mode=mode))
 
 
-def begin_write(path: Path, pieces: Sequence[framing.Buffer], spare: Path | None = None) -> BinaryIO:
+def begin_write(
+    path: Path, pieces: Sequence[Buffer], spare: Path | None = None, *, mode: int | None = None
+) -> BinaryIO:
     """Write a file under a temporary name, for `commit_write`, and return it open.
 
     It stays open because the kernel is sure to report a failed write only to the descriptor that wrote. ``spare`` is an
-    old file to overwrite, if it exists, so that its blocks and its page cache are used again.
+    old file to overwrite, if it exists, so that its blocks and its page cache are used again. ``mode``: as for
+    `write_durably`.
     """
     if spare is not None:
         with contextlib.suppress(FileNotFoundError):
             spare.replace(_partial(path))
     with disk_full_as_error(path):
-        file = os.fdopen(os.open(_partial(path), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        file = os.fdopen(os.open(_partial(path), flags, 0o666 if mode is None else mode), "wb")
     try:
         with disk_full_as_error(path):
+            if mode is not None:
+                # Also a file that a crash has left behind, and whatever the umask.
+                os.fchmod(file.fileno(), mode)
             for piece in pieces:
                 file.write(piece)
             file.truncate()
