@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
+
+from scheduler._nonnegative import nonnegative_least_squares
 
 Floats = npt.NDArray[np.float64]
 
@@ -78,24 +79,10 @@ def fit(t: Floats, losses: Floats, weights: Floats, forms: Sequence[tuple[float,
         for exponents in forms:
             columns = np.stack([t**p for p in exponents], axis=1)
             root = np.sqrt(weights) * above**2
-            found = nonnegative(columns * root[:, None], root / above)
+            found = nonnegative_least_squares(columns * root[:, None], root / above)
             told = floor + 1 / np.maximum(columns @ found, 1e-12)
             left = float((weights * (losses - told) ** 2).sum())
             if left < least:
                 best, least = LossCurve(tuple(found.tolist()), exponents, float(floor)), left
     assert best is not None
-    return best
-
-
-def nonnegative(columns: Floats, y: Floats) -> Floats:
-    """Least squares of few coefficients, none below zero: of all choices of those that are not zero, the best."""
-    best, least = np.zeros(columns.shape[1]), float(y @ y)
-    for count in range(1, columns.shape[1] + 1):
-        for chosen in combinations(range(columns.shape[1]), count):
-            part = columns[:, chosen]
-            found = np.linalg.lstsq(part, y, rcond=None)[0]
-            left = float(((y - part @ found) ** 2).sum())
-            if (found >= 0).all() and left < least:
-                best, least = np.zeros(columns.shape[1]), left
-                best[list(chosen)] = found
     return best

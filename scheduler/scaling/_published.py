@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler.scaling._curve import Floats, LossCurve, fit, nonnegative
+from scheduler._nonnegative import nonnegative_least_squares
+from scheduler.scaling._curve import Floats, LossCurve, fit
 from scheduler.scaling._model import ScalingDecision, StepObservation, tells
 
 _SLOW_FORM = [(p, 0.0) for p in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
@@ -124,7 +125,7 @@ class PublishedTuner:
         taken = _without_outliers(np.array([s for _, s in self._seconds]))
         # h(w) = c0 + (w - 1) c1 + w c2 has two terms that are linear in w; without one of them it is the same form.
         rows = np.stack([np.ones(len(workers)), workers], axis=1)
-        start, each = nonnegative(rows, taken)
+        start, each = nonnegative_least_squares(rows, taken)
         before = self._seen[self._knee].workers
         step_before, step_now = (max(start + each * w, 1e-9) for w in (before, told.workers))
         reference = self._reference.at(len(self._seen) - self._knee + ahead / step_before)

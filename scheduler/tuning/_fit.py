@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from scheduler._nonnegative import nonnegative_least_squares
 from scheduler.tuning._model import ChannelProfile, Compute, Memory
 from sync.collective import TERMS, Correction, Merges, merge_terms
 
@@ -82,29 +83,15 @@ def least_squares(
     coefficients = drawn
     for _ in range(_ROUNDS):
         before = coefficients
-        coefficients = _nonnegative(x, y, weights, drawn, ridge)
+        root = np.sqrt(weights)
+        rows = np.vstack([x * root[:, None], np.diag(np.sqrt(ridge))])
+        coefficients = nonnegative_least_squares(rows, np.concatenate([y * root, np.sqrt(ridge) * drawn]))
         residuals = np.abs(y - x @ coefficients)
         spread = max(_LEAST_SPREAD, 1.4826 * float(np.median(residuals)))
         weights = np.minimum(1.0, _HUBER * spread / np.maximum(residuals, 1e-12))
         if np.allclose(before, coefficients, rtol=1e-9, atol=1e-15):
             break
     return coefficients
-
-
-def _nonnegative(x: Floats, y: Floats, weights: Floats, drawn: Floats, ridge: Floats) -> Floats:
-    """Weighted least squares; what comes out below zero is held at zero, and the rest is solved again."""
-    root = np.sqrt(weights)
-    rows = np.vstack([x * root[:, None], np.diag(np.sqrt(ridge))])
-    told = np.concatenate([y * root, np.sqrt(ridge) * drawn])
-    free = np.ones(x.shape[1], bool)
-    coefficients = np.zeros(x.shape[1])
-    while free.any():
-        coefficients[:] = 0.0
-        coefficients[free] = np.linalg.lstsq(rows[:, free], told, rcond=None)[0]
-        if (coefficients >= 0).all():
-            break
-        free &= coefficients > 0
-    return np.maximum(coefficients, 0.0)
 
 
 def fit_compute(points: Sequence[StepPoint], core_mbs: Sequence[float] = _CORE_MB) -> Compute:
