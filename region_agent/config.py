@@ -9,12 +9,10 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import RoundTripConstructor
-from ruamel.yaml.error import YAMLError
 
+from geofed_pb import strict_yaml
 from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
 from sync.channel import channel_kind
@@ -341,61 +339,23 @@ def load_config(path: Path) -> RegionConfig:
     Raises ``GeofedError("CONFIG_INVALID")`` with every invalid key and its line.
     """
     try:
-        raw = _yaml().load(path.read_text())
+        document = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path))
+        config = strict_yaml.validate(RegionConfig, document)
     except FileNotFoundError:
         raise GeofedError("CONFIG_INVALID", f"there is no {path}", hint="give the file with --config") from None
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise GeofedError("CONFIG_INVALID", f"{path}: {error}") from None
-    if not isinstance(raw, dict):
-        raise GeofedError("CONFIG_INVALID", f"{path}: not a mapping")
-    try:
-        config = RegionConfig.model_validate(raw)
-    except ValidationError as error:
-        problems = [
-            f"{path}:{_line(raw, e['loc'])}: {'.'.join(map(str, e['loc']))}: {_message(e)}" for e in error.errors()
-        ]
-        raise GeofedError("CONFIG_INVALID", "\n".join(problems)) from None
-    _check_stores(config, raw, path)
+    except strict_yaml.InvalidYaml as error:
+        raise GeofedError("CONFIG_INVALID", str(error)) from None
+    _check_stores(config, document)
     return _resolved(config, path.parent.resolve())
 
 
-def _message(error: Any) -> str:
-    if error["type"] == "string_type" and isinstance(error["input"], int | float):
-        return f"{error['msg']}: put {error['input']} in quotes"
-    return str(error["msg"])
-
-
-def _yaml() -> YAML:
-    """Return a parser that reads dates without quotes as text, as YAML 1.2 does."""
-    yaml = YAML(typ="rt")
-    yaml.Constructor = _Constructor
-    return yaml
-
-
-class _Constructor(RoundTripConstructor):
-    pass
-
-
-_Constructor.add_constructor("tag:yaml.org,2002:timestamp", RoundTripConstructor.construct_yaml_str)
-
-
-def _check_stores(config: RegionConfig, raw: Any, path: Path) -> None:
+def _check_stores(config: RegionConfig, document: strict_yaml.Document) -> None:
     for name, held in config.datasets.items():
         if held.store and held.store not in config.stores:
-            where = f"{path}:{_line(raw, ('datasets', name, 'store'))}: datasets.{name}.store"
-            raise GeofedError("CONFIG_INVALID", f"{where}: {held.store!r} is not in stores")
-
-
-def _line(raw: Any, location: tuple[int | str, ...]) -> int:
-    """Return the line of the deepest part of a location that exists in the file."""
-    line = 1
-    for part in location:
-        if not isinstance(raw, dict) or part not in raw:
-            # A missing key, or the name of a variant, has no line.
-            continue
-        line = raw.lc.key(part)[0] + 1  # type: ignore[attr-defined]  # a CommentedMap knows its lines
-        raw = raw[part]
-    return line
+            text = f"`datasets.{name}.store`: {held.store!r} is not in stores"
+            raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "store"), text))
 
 
 def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:

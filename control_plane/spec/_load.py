@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from control_plane.spec import _yaml
 from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import code_digest
-from control_plane.spec._yaml import Document, Position, Problem
+from geofed_pb import strict_yaml
 from geofed_pb.errors import GeofedError
 
 MAX_FILE_BYTES = 1 << 20
@@ -48,17 +45,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
 
     Raises ``GeofedError``: SPEC_NOT_FOUND, or SPEC_INVALID with one line for each error.
     """
-    document = _yaml.parse(_read(path))
-    if not document.problems and not isinstance(document.value, dict):
-        document.problems.append(Problem(Position(1, 1), "a job file must be a mapping that begins with apiVersion"))
-    if document.problems:
-        raise _invalid([_line(str(path), problem) for problem in document.problems])
-    _normalise_spellings(document)
-    origins = _override(document.value, overrides)
     try:
-        spec = JobSpec.model_validate(document.value)
-    except ValidationError as error:
-        raise _invalid(_explain(error, str(path), document, origins)) from None
+        document = strict_yaml.parse(_read(path), str(path))
+        origins: dict[strict_yaml.Path, str] = {}
+        if isinstance(document.value, dict):
+            _normalise_spellings(document)
+            origins = _override(document.value, overrides)
+        spec = strict_yaml.validate(JobSpec, document, origins)
+    except strict_yaml.InvalidYaml as error:
+        raise _invalid(error) from None
     text = spec.to_json()
     return LoadedSpec(spec, text, path.resolve().parent, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
 
@@ -68,7 +63,8 @@ def parse_json(text: str) -> JobSpec:
     try:
         return JobSpec.model_validate_json(text)
     except ValidationError as error:
-        raise _invalid(_explain(error, "job", Document(None, {}, {}, []), {})) from None
+        text = strict_yaml.explain(error, JobSpec, strict_yaml.Document("job"), {})
+        raise GeofedError("SPEC_INVALID", text, hint=_HINT) from None
 
 
 def parse_request(text: str) -> JobSpec:
@@ -84,7 +80,7 @@ def parse_request(text: str) -> JobSpec:
     return parse_json(text)
 
 
-def _normalise_spellings(document: Document) -> None:
+def _normalise_spellings(document: strict_yaml.Document) -> None:
     """Rename keys in another spelling, with their positions, unless both spellings are given."""
     for (section, other), key in _SPELLINGS.items():
         held = document.value.get(section)
@@ -108,9 +104,9 @@ def _read(path: Path) -> str:
         raise GeofedError("SPEC_NOT_FOUND", f"cannot read {path}: {error.strerror}") from None
 
 
-def _override(root: dict[str, Any], overrides: Sequence[str]) -> dict[_yaml.Path, str]:
+def _override(root: dict[str, Any], overrides: Sequence[str]) -> dict[strict_yaml.Path, str]:
     """Write the overrides into `root`; return by path the override that has set it."""
-    origins: dict[_yaml.Path, str] = {}
+    origins: dict[strict_yaml.Path, str] = {}
     for override in overrides:
         dotted, equals, text = override.partition("=")
         keys = dotted.split(".")
@@ -124,89 +120,11 @@ def _override(root: dict[str, Any], overrides: Sequence[str]) -> dict[_yaml.Path
             if not isinstance(below, dict):
                 raise GeofedError("SPEC_INVALID", f"--set {override}: {'.'.join(keys[:depth])} has no keys")
             section = below
-        section[keys[-1]] = _yaml.scalar(text)
+        section[keys[-1]] = strict_yaml.scalar(text)
         for depth in range(1, len(keys) + 1):
             origins[tuple(keys[:depth])] = f"--set {override}"
     return origins
 
 
-def _explain(error: ValidationError, source: str, document: Document, origins: dict[_yaml.Path, str]) -> list[str]:
-    lines = []
-    problems = []
-    for found in error.errors(include_url=False):
-        path = found["loc"]
-        text = _sentence(path, found)
-        if path in origins:
-            lines.append(f"{origins[path]}: {text}")
-        else:
-            problems.append(Problem(_position_of(path, found["type"], document), text))
-    nowhere = Position(0, 0)
-    problems.sort(key=lambda problem: ((problem.position or nowhere).line, (problem.position or nowhere).column))
-    return [_line(source, problem) for problem in problems] + lines
-
-
-def _sentence(path: _yaml.Path, found: Any) -> str:
-    dotted = ".".join(map(str, path))
-    where = ".".join(map(str, path[:-1])) or "the job file"
-    if found["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(path[-1]), _keys_at(path[:-1]), n=1, cutoff=0.5)
-        text = f"unknown key `{path[-1]}` in {where}"
-        return f"{text}; did you mean `{near[0]}`?" if near else f"{text}; valid keys: {', '.join(_keys_at(path[:-1]))}"
-    if found["type"] == "missing":
-        return f"`{dotted}` is required"
-    if found["type"] == "literal_error":
-        near = difflib.get_close_matches(str(found["input"]), _words(found["ctx"]["expected"]), n=1, cutoff=0.5)
-        suggestion = f"; did you mean {near[0]}?" if near else ""
-        return f"`{dotted}` must be {found['ctx']['expected']}, not {found['input']!r}{suggestion}"
-    if found["type"] == "string_pattern_mismatch":
-        return f"`{dotted}` must be a DNS label (lower-case letters, digits, hyphens), not {found['input']!r}"
-    if found["type"] == "string_type" and isinstance(found["input"], int | float):
-        return f"`{dotted}` must be a string, but {found['input']!r} is a {_kind(found['input'])}: put it in quotes"
-    if found["type"] in ("model_type", "model_attributes_type", "dict_type") and dotted:
-        keys = ", ".join(_keys_at(path))
-        return f"`{dotted}` must be a mapping" + (f" with the keys {keys}" if keys else "")
-    message = found["msg"].removeprefix("Value error, ")
-    return f"`{dotted}`: {message[:1].lower()}{message[1:]}" if dotted else message
-
-
-def _kind(value: Any) -> str:
-    return "boolean" if isinstance(value, bool) else "number"
-
-
-def _words(expected: str) -> list[str]:
-    return [word.strip("' ") for word in expected.replace(" or ", ",").split(",")]
-
-
-def _keys_at(path: _yaml.Path) -> list[str]:
-    model: type[BaseModel] | None = JobSpec
-    for key in path:
-        if model is None:
-            return []
-        field = next((f for f in model.model_fields.values() if f.alias == key), None)
-        model = _model_in(field.annotation) if field else None
-    return [str(field.alias) for field in model.model_fields.values()] if model else []
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
-
-
-def _position_of(path: _yaml.Path, kind: str, document: Document) -> Position | None:
-    if kind == "extra_forbidden" and path in document.keys:
-        return document.keys[path]
-    for end in range(len(path), -1, -1):
-        if path[:end] in document.values:
-            known = document.keys if kind == "missing" and path[:end] in document.keys else document.values
-            return known[path[:end]]
-    return None
-
-
-def _line(source: str, problem: Problem) -> str:
-    if problem.position is None:
-        return f"{source}: {problem.text}"
-    return f"{source}:{problem.position.line}:{problem.position.column}: {problem.text}"
-
-
-def _invalid(lines: list[str]) -> GeofedError:
-    return GeofedError("SPEC_INVALID", "\n".join(lines), hint=_HINT)
+def _invalid(error: strict_yaml.InvalidYaml) -> GeofedError:
+    return GeofedError("SPEC_INVALID", str(error), hint=_HINT)

@@ -6,12 +6,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deploy.emulator._link import CONTROL, EmulatedLink, Pair, WanProfile
+from geofed_pb import strict_yaml
 from geofed_pb.errors import GeofedError
 
 SiteName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,47}$")]
@@ -129,44 +127,13 @@ def profile_names() -> list[str]:
 def parse_profile(text: str, origin: str) -> WanProfile:
     """Parse the profile in a YAML text; ``origin`` is the file name that errors show."""
     try:
-        document = YAML(typ="rt").load(text)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise GeofedError("CONFIG_INVALID", f"{origin}:{line}: {error.problem}") from error
+        document = strict_yaml.parse(text, origin)
+        profile = strict_yaml.validate(_ProfileFile, document)
+    except strict_yaml.InvalidYaml as error:
+        raise GeofedError("CONFIG_INVALID", str(error)) from error
     try:
-        return _ProfileFile.model_validate(_plain(document)).profile()
-    except ValidationError as error:
-        lines = [
-            f"{origin}:{_line(document, item['loc'])}: {'.'.join(map(str, item['loc'])) or 'profile'}: {item['msg']}"
-            for item in error.errors()
-        ]
-        raise GeofedError("CONFIG_INVALID", "\n".join(lines)) from error
+        return profile.profile()
     except ValueError as error:
-        key = tuple(int(k) if k.isdigit() else k for k in str(error).split(":")[0].split("."))
-        raise GeofedError("CONFIG_INVALID", f"{origin}:{_line(document, key)}: {error}") from error
-
-
-def _plain(node: object) -> object:
-    """Return the document in plain types; strict validation refuses ruamel's subclasses."""
-    if isinstance(node, dict):
-        return {str(key): _plain(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_plain(value) for value in node]
-    for kind in (bool, int, float, str):
-        if isinstance(node, kind):
-            return kind(node)
-    return node
-
-
-def _line(document: object, location: tuple[int | str, ...]) -> int:
-    """Return the line, from 1, of the deepest part of ``location`` that exists in the document."""
-    line, node = 1, document
-    for key in location:
-        if isinstance(node, CommentedMap) and key in node:
-            line = node.lc.key(key)[0] + 1
-        elif isinstance(node, CommentedSeq) and isinstance(key, int) and key < len(node):
-            line = node.lc.item(key)[0] + 1
-        else:
-            break
-        node = node[key]
-    return line
+        key, _, told = str(error).partition(": ")
+        path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+        raise GeofedError("CONFIG_INVALID", document.error(path, f"`{key}`: {told}")) from error

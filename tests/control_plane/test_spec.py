@@ -101,7 +101,7 @@ function: {slice: 11m}
         (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: must be a duration like 30s, 10m or 1h30m"),
         (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is not a valid duration"),
         (("{width: 8}", "{width: .nan}"), "F:4:33: `task.config`: numbers must be finite"),
-        (("{width: 8}", "&a {width: *a}"), "F:4:33: aliases (`*name`) are not supported"),
+        (("{width: 8}", "&a {width: *a}"), "F:4:33: an alias (`*name`) stands in the value that it repeats"),
         (("{width: 8}", "!!python/object:os.system {}"), "F:4:33: tags are not supported"),
         (("kind:", "kind"), "F:3:1: could not find expected"),
         (("geofed/v1", "geofed/v2"), "F:1:13: `apiVersion` must be 'geofed/v1', not 'geofed/v2'; did you mean"),

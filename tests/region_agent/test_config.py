@@ -134,10 +134,10 @@ def test_a_date_needs_no_quotes(tmp_path: Path, date: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("asOf: 2026-11", "asOf: 2026", "prices.asOf: Input should be a valid string: put 2026 in quotes"),
-        ("source: t", "source: 1.5", "prices.source: Input should be a valid string: put 1.5 in quotes"),
-        ("asOf: 2026-11", "asOf: 2026-11-05T10:00:00Z", "prices.asOf: String should match"),
-        ("asOf: 2026-11", "asOf: 2026-13-45", "prices.asOf: Value error, '2026-13-45' is not a date"),
+        ("asOf: 2026-11", "asOf: 2026", "`prices.asOf` must be a string, but 2026 is a number: put it in quotes"),
+        ("source: t", "source: 1.5", "`prices.source` must be a string, but 1.5 is a number: put it in quotes"),
+        ("asOf: 2026-11", "asOf: 2026-11-05T10:00:00Z", "`prices.asOf`: string should match"),
+        ("asOf: 2026-11", "asOf: 2026-13-45", "`prices.asOf`: '2026-13-45' is not a date"),
     ],
 )
 def test_what_is_no_text_is_told_to_be_put_in_quotes(tmp_path: Path, old: str, new: str, says: str) -> None:
@@ -167,7 +167,7 @@ def test_hosts_may_be_ipv6_addresses(tmp_path: Path) -> None:
     hosts = "advertise: '::1'\nserver: {exchangeHost: '::', workerHost: '[::1]'}\n"
     config = _load(tmp_path, WHOLE + hosts)
     assert (config.advertise, config.server.exchange_host, config.server.worker_host) == ("[::1]", "[::]", "[::1]")
-    with pytest.raises(GeofedError, match=r"advertise: Value error, '10\.0\.0\.1:70' is neither a name nor an address"):
+    with pytest.raises(GeofedError, match=r"`advertise`: '10\.0\.0\.1:70' is neither a name nor an address"):
         _load(tmp_path, WHOLE + "advertise: 10.0.0.1:70\n")
 
 
@@ -211,17 +211,33 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("cloud: aws", "cloud: ''", "region.yaml:4: cloud: String should have at least 1 character"),
-        ("workers: 4", "workers: -1", "region.yaml:5: capacity.workers: Input should be greater than or equal to 0"),
-        ("samples: 10", "sample: 10", "region.yaml:9: datasets.digits.splits.train.sample: Extra inputs"),
-        ("samples: 10", "sample: 10", "region.yaml:9: datasets.digits.splits.train.samples: Field required"),
-        ("name: east", "name: ../east", "region.yaml:3: metadata.name: String should match pattern"),
-        ("store: minio", "store: mini", "region.yaml:12: datasets.far.store: 'mini' is not in stores"),
-        ("policy: {", "gateway: {kind: embedded, profil: ce}\npolicy: {", "region.yaml:17: gateway.embedded.profil"),
-        ("policy: {", "gateway: {kind: other}\npolicy: {", "region.yaml:17: gateway"),
-        ("policy: {", "server: {ports: [9, 9]}\npolicy: {", "region.yaml:17: server.ports"),
-        ("kind: Region", "kind: Regio", "region.yaml:2: kind: Input should be 'Region'"),
-        ("capacity: {workers: 4, memoryMb: 1024}\n", "", "region.yaml:1: capacity: Field required"),
+        ("cloud: aws", "cloud: ''", "region.yaml:4:8: `cloud`: string should have at least 1 character"),
+        (
+            "workers: 4",
+            "workers: -1",
+            "region.yaml:5:21: `capacity.workers`: input should be greater than or equal to 0",
+        ),
+        (
+            "samples: 10",
+            "sample: 10",
+            "region.yaml:9:36: unknown key `sample` in datasets.digits.splits.train; did you mean `samples`?",
+        ),
+        ("samples: 10", "sample: 10", "region.yaml:9:7: `datasets.digits.splits.train.samples` is required"),
+        ("name: east", "name: ../east", "region.yaml:3:18: `metadata.name` must be a DNS label"),
+        ("store: minio", "store: mini", "region.yaml:12:12: `datasets.far.store`: 'mini' is not in stores"),
+        (
+            "policy: {",
+            "gateway: {kind: embedded, profil: ce}\npolicy: {",
+            "region.yaml:17:27: unknown key `profil` in gateway; did you mean `profile`?",
+        ),
+        ("policy: {", "gateway: {kind: other}\npolicy: {", "region.yaml:17:10: `gateway`: input tag 'other'"),
+        (
+            "policy: {",
+            "server: {ports: [9, 9]}\npolicy: {",
+            "region.yaml:17:17: `server.ports`: 9 to 9 has fewer than two ports",
+        ),
+        ("kind: Region", "kind: Regio", "region.yaml:2:7: `kind` must be 'Region', not 'Regio'; did you mean Region?"),
+        ("capacity: {workers: 4, memoryMb: 1024}\n", "", "region.yaml:1:1: `capacity` is required"),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, old: str, new: str, says: str) -> None:

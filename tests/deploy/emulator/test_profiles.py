@@ -73,12 +73,12 @@ def test_tc_lines_are_in_range_for_every_link(link: EmulatedLink) -> None:
 @pytest.mark.parametrize(
     ("rest", "line", "words"),
     [
-        ("links:\n  - {between: [a, b], rate: 3}\n", 6, "links.0.rate: Extra inputs"),
+        ("links:\n  - {between: [a, b], rate: 3}\n", 6, "unknown key `rate` in links.0; did you mean `rate_mbps`?"),
         ("links:\n  - {between: [a, c]}\n", 6, "'c' is not a region of this profile"),
         ("links:\n  - {between: [a, b]}\n  - {from: a, to: b}\n", 7, "given twice"),
         ("links:\n  - {from: a}\n", 6, "name the ends"),
         ("links:\n  - {from: a, to: a}\n", 6, "two different sites"),
-        ("links:\n  - {from: a, to: b}\n", 5, "nothing about b to a"),
+        ("links:\n  - {from: a, to: b}\n", 6, "nothing about b to a"),
         ("links:\n  - {between: [a, b], rtt_ms: 3, delay_ms: 2}\n", 6, "not both"),
         ("default: {delay_ms: 3, jitter_ms: 4}\n", 5, "jitter_ms must be"),
         ("default: {loss: 1.5}\n", 5, "default.loss"),
@@ -90,7 +90,7 @@ def test_error_names_file_line_and_key(rest: str, line: int, words: str) -> None
     with pytest.raises(GeofedError) as caught:
         parse_profile(HEAD + rest, "wan.yaml")
     assert caught.value.code == "CONFIG_INVALID"
-    assert caught.value.message.startswith(f"wan.yaml:{line}: ")
+    assert caught.value.message.startswith(f"wan.yaml:{line}:")
     assert words in caught.value.message
 
 

@@ -1,0 +1,340 @@
+"""YAML files that people write, read strictly: every mistake is named with its line and column.
+
+One document of YAML 1.2. Tags, duplicate keys and unknown keys are errors. Aliases and merge keys (``<<``) are
+resolved, up to a bound; models of pydantic check the rest.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+__all__ = ["Document", "InvalidYaml", "parse", "scalar", "validate"]
+
+Path = tuple[str | int, ...]
+"""Keys and indices from the root of a document to a value."""
+_Model = TypeVar("_Model", bound=BaseModel)
+_TAG = "tag:yaml.org,2002:"
+_PLAIN = {"str", "int", "float", "bool", "null", "timestamp", "map", "seq", "value", "merge"}
+"""Tags of values without a tag of their own."""
+_MAX_ALIASED = 10_000
+"""Values that the aliases of a file may repeat, all together; a few aliases of aliases could repeat billions."""
+_MAX_DEPTH = 100
+"""Levels of a file; files that people write have about ten."""
+_NEAR = 0.5
+"""Similarity, 0 to 1, from which on a valid word is suggested instead of an invalid one."""
+
+
+class InvalidYaml(ValueError):
+    """A file is not valid; the text has a line for each mistake."""
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """A position in a file; line and column begin at 1."""
+
+    line: int
+    column: int
+
+
+@dataclass
+class Document:
+    """A parsed file, with the positions of its keys and values."""
+
+    source: str
+    """Name of the file in errors."""
+    value: Any = None
+    """Mappings, lists, text, numbers, booleans and None."""
+    values: dict[Path, Position] = field(default_factory=dict)
+    """Position of the value at each path."""
+    keys: dict[Path, Position] = field(default_factory=dict)
+    """Position of the key at each path."""
+
+    def error(self, path: Path, text: str) -> str:
+        """Return the line for a mistake in the value at a path, or in what is nearest above it."""
+        return self._line(self._position(path, ""), text)
+
+    def _line(self, position: Position | None, text: str) -> str:
+        return f"{self.source}:{position.line}:{position.column}: {text}" if position else f"{self.source}: {text}"
+
+    def _position(self, path: Path, kind: str) -> Position | None:
+        """Return where a mistake is; ``kind`` is pydantic's type of the error."""
+        if kind == "extra_forbidden" and path in self.keys:
+            return self.keys[path]
+        for end in range(len(path), -1, -1):
+            if path[:end] in self.values:
+                known = self.keys if kind == "missing" and path[:end] in self.keys else self.values
+                return known[path[:end]]
+        return None
+
+
+def parse(text: str, source: str) -> Document:
+    """Parse one document; ``source`` is its name in errors. An empty one has the value None.
+
+    Raises `InvalidYaml`.
+    """
+    document = Document(source)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.version = (1, 2)
+    try:
+        root = yaml.compose(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        position = Position(mark.line + 1, mark.column + 1) if mark else None
+        raise InvalidYaml(document._line(position, error.problem or "invalid YAML")) from None
+    except YAMLError as error:
+        raise InvalidYaml(document._line(None, str(error).splitlines()[0])) from None
+    except RecursionError:
+        raise InvalidYaml(document._line(None, "too many levels")) from None
+    if root is not None:
+        reader = _Reader(document)
+        document.value = reader.read(root, ())
+        if reader.problems:
+            raise InvalidYaml("\n".join(document._line(position, text) for position, text in reader.problems))
+    return document
+
+
+def scalar(text: str) -> Any:
+    """Parse `text` as a YAML value, as in `--set key=text`; invalid YAML is returned as a string.
+
+    Lists and mappings such as ``[a, b]`` and ``{a: 1}`` are supported, too.
+    """
+    try:
+        return parse(text, "").value
+    except InvalidYaml:
+        return text
+
+
+def validate(model: type[_Model], document: Document, origins: Mapping[Path, str] | None = None) -> _Model:
+    """Return the document as a model; ``origins`` tells by path where values that are not in the file come from.
+
+    Raises `InvalidYaml` with all mistakes, in the order of the file.
+    """
+    if not isinstance(document.value, dict):
+        raise InvalidYaml(document._line(Position(1, 1), "the file must be a mapping"))
+    try:
+        return model.model_validate(document.value)
+    except ValidationError as error:
+        raise InvalidYaml(explain(error, model, document, origins or {})) from None
+
+
+def explain(error: ValidationError, model: type[BaseModel], document: Document, origins: Mapping[Path, str]) -> str:
+    """Return a line for each mistake of a document: those of the file in its order, then those of ``origins``."""
+    mistakes = []
+    for found in error.errors(include_url=False):
+        path = _in_document(found["loc"], document, found["type"])
+        text = _sentence(path, _keys(_at(model, found["loc"])), _keys(_at(model, found["loc"][:-1])), found)
+        if path in origins:
+            mistakes.append((Position(1 << 62, 0), f"{origins[path]}: {text}"))
+        else:
+            position = document._position(path, found["type"])
+            mistakes.append((position or Position(0, 0), document._line(position, text)))
+    return "\n".join(line for _, line in sorted(mistakes, key=lambda mistake: mistake[0]))
+
+
+class _Reader:
+    """Turns nodes into values, and collects positions and problems."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._seen: set[int] = set()
+        """Nodes that were read; one that is met again is an alias."""
+        self._open: set[int] = set()
+        """Nodes that are being read; an alias to one of them would never end."""
+        self._aliased = 0
+        self.problems: list[tuple[Position, str]] = []
+
+    def read(self, node: Node, path: Path) -> Any:
+        position = _position_of(node)
+        self._document.values[path] = position
+        if not self._may_read(node, path, position):
+            return None
+        tag = str(node.tag or "")
+        kind = tag.removeprefix(_TAG)
+        if not tag.startswith(_TAG) or kind not in _PLAIN:
+            self._refuse(position, f"tags are not supported: {tag}")
+            return None
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, kind, position)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, MappingNode):
+                return self._mapping(node, path)
+            return [self.read(item, (*path, index)) for index, item in enumerate(node.value)]
+        finally:
+            self._open.discard(id(node))
+
+    def _may_read(self, node: Node, path: Path, position: Position) -> bool:
+        self._aliased += id(node) in self._seen
+        self._seen.add(id(node))
+        if id(node) in self._open:
+            self._refuse(position, "an alias (`*name`) stands in the value that it repeats")
+        elif self._aliased > _MAX_ALIASED:
+            if self._aliased == _MAX_ALIASED + 1:
+                self._refuse(position, f"aliases repeat more than {_MAX_ALIASED:,} values")
+        elif len(path) > _MAX_DEPTH:
+            self._refuse(position, f"more than {_MAX_DEPTH} levels")
+        else:
+            return True
+        return False
+
+    def _mapping(self, node: MappingNode, path: Path) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        merged: list[Node] = []
+        for key_node, value_node in node.value:
+            position = _position_of(key_node)
+            if not isinstance(key_node, ScalarNode):
+                self._refuse(position, "a key must be a scalar")
+                continue
+            if key_node.tag == f"{_TAG}merge":
+                merged += value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+                continue
+            key = str(key_node.value)
+            if key in mapping:
+                first = self._document.keys[(*path, key)]
+                self._refuse(position, f"duplicate key `{key}`; first used in line {first.line}")
+                continue
+            self._document.keys[(*path, key)] = position
+            mapping[key] = self.read(value_node, (*path, key))
+        for other in merged:
+            self._merge(other, path, mapping)
+        return mapping
+
+    def _merge(self, node: Node, path: Path, into: dict[str, Any]) -> None:
+        """Add the keys of a mapping that are not there yet."""
+        if not isinstance(node, MappingNode):
+            self._refuse(_position_of(node), "`<<` must be a mapping or a list of mappings")
+            return
+        whole = MappingNode(node.tag, [pair for pair in node.value if pair[0].value not in into], node.start_mark)
+        position = self._document.values[path]
+        if self._may_read(node, path, _position_of(node)):
+            self._open.add(id(node))
+            into |= self._mapping(whole, path)
+            self._open.discard(id(node))
+        self._document.values[path] = position
+
+    def _scalar(self, node: ScalarNode, kind: str, position: Position) -> Any:
+        text = str(node.value)
+        try:
+            if kind == "null":
+                return None
+            if kind == "bool":
+                return text.lower() == "true"
+            if kind == "int":
+                return int(text, 0) if text.lstrip("+-")[:2].lower() in ("0x", "0o") else int(text)
+            if kind == "float":
+                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        except ValueError:
+            self._refuse(position, f"{text!r} is not a number")
+        return text
+
+    def _refuse(self, position: Position, text: str) -> None:
+        self.problems.append((position, text))
+
+
+def _position_of(node: Node) -> Position:
+    return Position(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def _in_document(location: Path, document: Document, kind: str) -> Path:
+    """Return a path of pydantic without the names of variants, which are not in the file."""
+    path: Path = ()
+    value = document.value
+    for place, part in enumerate(location):
+        there = part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int)
+        if there:
+            value = value[part]
+        if there or value is None or (kind == "missing" and place == len(location) - 1):
+            path = (*path, part)
+    return path
+
+
+def _sentence(path: Path, keys: list[str], keys_above: list[str], found: Any) -> str:
+    """Return the sentence for an error of pydantic; ``keys``: that the value may have, and the one above it."""
+    dotted = ".".join(map(str, path))
+    if found["type"] == "extra_forbidden":
+        text = f"unknown key `{path[-1]}` in {'.'.join(map(str, path[:-1])) or 'the file'}"
+        near = _near(path[-1], keys_above)
+        return f"{text}; did you mean `{near}`?" if near else f"{text}; valid keys: {', '.join(keys_above)}"
+    if found["type"] == "missing":
+        return f"`{dotted}` is required"
+    if found["type"] == "literal_error":
+        expected = found["ctx"]["expected"]
+        near = _near(found["input"], [word.strip("' ") for word in expected.replace(" or ", ",").split(",")])
+        return f"`{dotted}` must be {expected}, not {found['input']!r}" + (f"; did you mean {near}?" if near else "")
+    if found["type"] == "string_pattern_mismatch" and found["ctx"]["pattern"].startswith("^[a-z"):
+        return f"`{dotted}` must be a DNS label (lower-case letters, digits, hyphens), not {found['input']!r}"
+    if found["type"] == "string_type" and isinstance(found["input"], int | float):
+        kind = "boolean" if isinstance(found["input"], bool) else "number"
+        return f"`{dotted}` must be a string, but {found['input']!r} is a {kind}: put it in quotes"
+    if found["type"] in ("model_type", "model_attributes_type", "dict_type") and dotted:
+        return f"`{dotted}` must be a mapping" + (f" with the keys {', '.join(keys)}" if keys else "")
+    message = found["msg"].removeprefix("Value error, ")
+    return f"`{dotted}`: {message[:1].lower()}{message[1:]}" if dotted else message
+
+
+def _near(word: Any, valid: list[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(str(word), valid, n=1, cutoff=_NEAR)), None)
+
+
+def _at(schema: Any, location: Path) -> list[Any]:
+    """Return the types that pydantic may have at a location in a type; empty: not known."""
+    found = [schema]
+    for part in location:
+        found = [below for each in found for below in _below(each, part)]
+    return found
+
+
+def _below(schema: Any, part: str | int) -> list[Any]:
+    variants = list(_variants(schema))
+    if len(variants) > 1 and (named := [each for each in variants if _is_called(each, part)]):
+        return named
+    found = []
+    for each in variants:
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            fields = each.model_fields.items()
+            found += [field.annotation for name, field in fields if part in (field.alias, name)]
+        elif get_origin(each) is dict:
+            found.append(get_args(each)[1])
+        elif get_origin(each) in (list, tuple):
+            found.append(get_args(each)[0])
+    return found
+
+
+def _variants(schema: Any) -> Iterator[Any]:
+    """Yield the types of a union, or the type itself."""
+    if get_origin(schema) is Annotated:
+        yield from _variants(get_args(schema)[0])
+    elif get_origin(schema) in (Union, UnionType):
+        for each in get_args(schema):
+            yield from _variants(each)
+    else:
+        yield schema
+
+
+def _is_called(variant: Any, name: str | int) -> bool:
+    """Whether pydantic's location names a variant of a union so: by its type, or by the value that chooses it."""
+    if not (isinstance(variant, type) and issubclass(variant, BaseModel)):
+        return False
+    chosen = [field.annotation for field in variant.model_fields.values() if get_origin(field.annotation) is Literal]
+    return name == variant.__name__ or any(name in get_args(each) for each in chosen)
+
+
+def _keys(schemas: list[Any]) -> list[str]:
+    """Return the keys that a mapping of these types may have."""
+    models = [each for schema in schemas for each in _variants(schema)]
+    fields = [
+        (name, field)
+        for each in models
+        if isinstance(each, type) and issubclass(each, BaseModel)
+        for name, field in each.model_fields.items()
+    ]
+    return list(dict.fromkeys(str(field.alias or name) for name, field in fields))
