@@ -22,6 +22,7 @@ from libcloud.common.types import InvalidCredsError, LibcloudError
 from libcloud.compute.providers import get_driver
 from libcloud.compute.types import Provider
 from requests import RequestException
+from tenacity import Retrying
 
 from control_plane.clouds._contract import (
     Cloud,
@@ -35,7 +36,7 @@ from control_plane.clouds._contract import (
     region_unknown,
 )
 from control_plane.clouds._machines_only import MachinesOnly
-from control_plane.clouds._retry import Retries
+from control_plane.clouds._retry import retries as default_retries
 from geofed_pb.errors import GeofedError
 
 _Answer = TypeVar("_Answer")
@@ -46,18 +47,18 @@ _SHARED_CORES = ("micro", "small", "medium")
 """Of Google Cloud: sizes that pay for a part of a core, which libcloud counts as whole ones."""
 
 
-def open_libcloud(name: str, retries: Retries | None = None) -> Cloud:
+def open_libcloud(name: str, retries: Retrying | None = None) -> Cloud:
     """The adapter of a cloud that is asked through libcloud; raises as ``open_cloud`` does."""
     kinds: dict[str, type[Azure | DigitalOcean | GoogleCloud]] = {
         "azure": Azure,
         "digitalocean": DigitalOcean,
         "gcp": GoogleCloud,
     }
-    return kinds[name](retries or Retries())
+    return kinds[name](retries or default_retries())
 
 
 class _ThroughLibcloud(MachinesOnly):
-    def __init__(self, retries: Retries) -> None:
+    def __init__(self, retries: Retrying) -> None:
         self._retries = retries
 
     @property
@@ -69,7 +70,7 @@ class _ThroughLibcloud(MachinesOnly):
             with _told(self.name):
                 return question()
 
-        return self._retries.call(once)
+        return self._retries(once)
 
     def _on_demand_only(self, region: str, machine_type: str, purchase: Purchase) -> None:
         if purchase is not Purchase.ON_DEMAND:
@@ -81,7 +82,7 @@ class Azure(_ThroughLibcloud):
 
     name = "azure"
 
-    def __init__(self, retries: Retries) -> None:
+    def __init__(self, retries: Retrying) -> None:
         super().__init__(retries)
         self._list, self._as_of = _price_list("azure_linux")
 
@@ -109,7 +110,7 @@ class GoogleCloud(_ThroughLibcloud):
 
     name = "gcp"
 
-    def __init__(self, retries: Retries) -> None:
+    def __init__(self, retries: Retrying) -> None:
         super().__init__(retries)
         _, self._as_of = _price_list("gce_instances")
         key = _google_key()
@@ -157,7 +158,7 @@ class DigitalOcean(_ThroughLibcloud):
 
     name = "digitalocean"
 
-    def __init__(self, retries: Retries) -> None:
+    def __init__(self, retries: Retrying) -> None:
         super().__init__(retries)
         token = _from_environment(self.name, "DIGITALOCEAN_ACCESS_TOKEN")
         self._driver = get_driver(Provider.DIGITAL_OCEAN)(token)

@@ -6,30 +6,20 @@ the error of a failed attempt even if a later one succeeded.
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from geofed_pb.errors import GeofedError
 
-_Answer = TypeVar("_Answer")
 
+def retries(attempts: int = 5, first_seconds: float = 0.5) -> Retrying:
+    """Return what calls an idempotent request until it succeeds; it raises the error of the last attempt.
 
-@dataclass(frozen=True)
-class Retries:
-    """Pauses before each attempt after the first; each is random between half and all of its value."""
-
-    pauses_seconds: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-
-    def call(self, request: Callable[[], _Answer]) -> _Answer:
-        """Return the result of an idempotent request; raise the error of the last attempt."""
-        for pause in self.pauses_seconds:
-            try:
-                return request()
-            except GeofedError as error:
-                if not error.retryable:
-                    raise
-                time.sleep(pause * random.uniform(0.5, 1.0))
-        return request()
+    Before the second attempt it waits up to ``first_seconds``, at random, and before each further one up to twice as
+    long.
+    """
+    return Retrying(
+        stop=stop_after_attempt(attempts),
+        wait=wait_random_exponential(multiplier=first_seconds),
+        retry=retry_if_exception(lambda error: isinstance(error, GeofedError) and error.retryable),
+        reraise=True,
+    )

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from tenacity import Retrying
 from tencentcloud.common.credential import DefaultCredentialProvider
 from tencentcloud.common.exception.tencent_cloud_sdk_exception import TencentCloudSDKException
 from tencentcloud.common.profile.client_profile import ClientProfile
@@ -29,7 +30,7 @@ from control_plane.clouds._contract import (
     price_unknown,
     region_unknown,
 )
-from control_plane.clouds._retry import Retries
+from control_plane.clouds._retry import retries as default_retries
 from control_plane.clouds._s3_shards import list_shards
 from geofed_pb.errors import GeofedError
 
@@ -60,13 +61,13 @@ class TencentCloud:
         region: str | None = None,
         endpoint_url: str | None = None,
         usd_per_cny: float | None = None,
-        retries: Retries | None = None,
+        retries: Retrying | None = None,
     ) -> None:
         if usd_per_cny is not None and not usd_per_cny > 0:
             raise GeofedError("USAGE", f"--usd-per-cny must be above zero, not {usd_per_cny:g}")
         self._store_region, self._endpoint_url = region, endpoint_url
         self._usd_per_cny = usd_per_cny
-        self._retries = retries or Retries()
+        self._retries = retries or default_retries()
         self._credentials = _credentials()
 
     def regions(self) -> tuple[CloudRegion, ...]:
@@ -180,7 +181,7 @@ class TencentCloud:
             except TencentCloudSDKException as error:
                 raise self._told(error, region) from error
 
-        return self._retries.call(once)
+        return self._retries(once)
 
     def _profile(self) -> Any:
         root = _INTERNATIONAL if self._usd_per_cny is None else _MAINLAND

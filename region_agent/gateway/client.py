@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 import httpx
+from tenacity import retry_if_exception, retry_if_result
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.functions import (
@@ -41,6 +42,10 @@ _CONNECT_TIMEOUT_S = 10.0
 """Timeout of a connection."""
 _ANSWER_GRACE = timedelta(seconds=5)
 """Time beyond a call's timeout for the gateway's own 504 to arrive."""
+_MAY_PASS = retry_if_exception(
+    lambda error: isinstance(error, GeofedError) and error.code == "GATEWAY_UNAVAILABLE"
+) | retry_if_result(lambda answer: is_retryable(answer.status_code, answer.headers))
+"""Failures of a request that may be temporary."""
 
 
 class GatewayClient:
@@ -266,21 +271,11 @@ class GatewayClient:
     async def _attempts(
         self, request: httpx.Request, *, idempotent: bool, auth: httpx.BasicAuth | None = None
     ) -> httpx.Response:
-        deadline = time.monotonic() + self._retry.deadline.total_seconds()
-        attempt = 0
-        while True:
-            wait_s = self._retry.wait(attempt).total_seconds()
-            last = not idempotent or time.monotonic() + wait_s >= deadline
-            try:
-                with self._transport_errors():
-                    answer = await self._http.send(request, auth=auth)
-                if last or not is_retryable(answer.status_code, answer.headers):
-                    return answer
-            except GeofedError as error:
-                if last or error.code != "GATEWAY_UNAVAILABLE":
-                    raise
-            attempt += 1
-            await asyncio.sleep(wait_s)
+        async def once() -> httpx.Response:
+            with self._transport_errors():
+                return await self._http.send(request, auth=auth)
+
+        return await (self._retry.retrying(_MAY_PASS)(once) if idempotent else once())
 
     @contextlib.contextmanager
     def _transport_errors(self) -> Any:

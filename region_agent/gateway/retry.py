@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+
+from tenacity import AsyncRetrying, stop_before_delay, wait_random_exponential
+from tenacity.retry import retry_base
 
 from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER
 
@@ -28,11 +30,19 @@ class RetryPolicy:
     longest: timedelta = timedelta(seconds=5)
     """Upper bound of every wait."""
 
-    def wait(self, attempt: int, draw: float | None = None) -> timedelta:
-        """Return the wait after failed attempt number ``attempt`` (from 0); ``draw`` in [0, 1) replaces the random
-        one."""
-        bound = min(self.longest, self.first * 2 ** min(attempt, 30))
-        return timedelta(seconds=bound.total_seconds() * (random.random() if draw is None else draw))
+    @property
+    def waits(self) -> wait_random_exponential:
+        """Waits between attempts."""
+        return wait_random_exponential(multiplier=self.first.total_seconds(), max=self.longest.total_seconds())
+
+    def retrying(self, failed: retry_base) -> AsyncRetrying:
+        """Return what calls a function again while its attempts fail; it returns or raises what the last one did."""
+        return AsyncRetrying(
+            retry=failed,
+            stop=stop_before_delay(self.deadline),
+            wait=self.waits,
+            retry_error_callback=lambda state: state.outcome.result() if state.outcome else None,
+        )
 
 
 def is_retryable(status: int, headers: Mapping[str, str]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 from pydantic import ValidationError
+from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
 from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.v1 import agent_pb2, sync_pb2
@@ -605,16 +606,10 @@ class PartitionRunner:
 
     async def _delete_function(self) -> None:
         """Delete the function, and retry as long as the gateway is unavailable: a function left behind costs money."""
-        pause = 0.2
-        while True:
-            try:
-                await self._context.gateway.delete(self._function)
-                return
-            except GeofedError as error:
-                if not error.retryable:
-                    return
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+        unavailable = retry_if_exception(lambda error: isinstance(error, GeofedError) and error.retryable)
+        attempts = AsyncRetrying(retry=unavailable, wait=wait_exponential(multiplier=0.2, max=_LONGEST_PAUSE_SECONDS))
+        with contextlib.suppress(GeofedError):
+            await attempts(self._context.gateway.delete, self._function)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any] | None]) -> None:

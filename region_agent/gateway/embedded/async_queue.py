@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
 from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import structlog
+from tenacity import (
+    AsyncRetrying,
+    RetryError,
+    retry_if_exception,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_attempt,
+)
 
 from region_agent.gateway.client import is_loopback
 from region_agent.gateway.embedded.config import Edition
@@ -26,6 +34,8 @@ _CALLBACK_ATTEMPTS = 4
 """Attempts to deliver a callback; then its answer is dropped."""
 _CALLBACK_TIMEOUT_S = 30.0
 """Timeout of one attempt, in seconds."""
+_WAITS_WHILE_BUSY = RetryPolicy(longest=timedelta(milliseconds=800)).waits
+"""Before a call is tried again whose function had no free replica."""
 _log = structlog.get_logger("gateway.queue")
 
 
@@ -118,25 +128,16 @@ class AsyncQueue:
 
     async def _call_when_free(self, call: ProxiedCall) -> Answered:
         """Call the function, and retry while all of its replicas are busy."""
-        policy, attempt = RetryPolicy(), 0
-        while True:
-            try:
-                return await self._proxy.call(call)
-            except Refused as refusal:
-                if refusal.status != 429:
-                    raise
-            await asyncio.sleep(policy.wait(min(attempt, 4)).total_seconds())
-            attempt += 1
+        busy = retry_if_exception(lambda error: isinstance(error, Refused) and error.status == 429)
+        return await AsyncRetrying(retry=busy, wait=_WAITS_WHILE_BUSY)(self._proxy.call, call)
 
     async def _deliver(self, url: str, headers: dict[str, str], body: bytes) -> None:
-        policy = RetryPolicy()
-        for attempt in range(_CALLBACK_ATTEMPTS):
-            with contextlib.suppress(httpx.HTTPError):
-                answer = await self._client().post(url, content=body, headers=headers)
-                if answer.status_code < 500:
-                    return
-            await asyncio.sleep(policy.wait(attempt).total_seconds())
-        _log.error("callback could not be delivered", call_id=headers["X-Call-Id"])
+        failed = retry_if_exception_type(httpx.HTTPError) | retry_if_result(lambda answer: answer.status_code >= 500)
+        attempts = AsyncRetrying(retry=failed, stop=stop_after_attempt(_CALLBACK_ATTEMPTS), wait=RetryPolicy().waits)
+        try:
+            await attempts(self._client().post, url, content=body, headers=headers)
+        except RetryError:
+            _log.error("callback could not be delivered", call_id=headers["X-Call-Id"])
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None:

@@ -21,11 +21,11 @@ from libcloud.http import LibcloudConnection
 
 from control_plane.clouds import CloudRegion, Confidence, Purchase, open_cloud
 from control_plane.clouds._libcloud import DigitalOcean, GoogleCloud, open_libcloud
-from control_plane.clouds._retry import Retries
+from control_plane.clouds._retry import retries
 from geofed_pb.errors import GeofedError
 from tests.control_plane.clouds.recorded import Answer, Site, serving
 
-AT_ONCE = Retries((0.0, 0.0))
+AT_ONCE = retries(attempts=3, first_seconds=0.0)
 ZONES = ("europe-west3-a", "europe-west3-b", "us-central1-a")
 SHAPES = {"n2-standard-16": (16, 65536), "n2d-standard-16": (16, 65536), "e2-micro": (2, 1024), "zz-standard-4": (4, 1)}
 SIZES = [("s-1vcpu-1gb", 0.00893, ["fra1"]), ("c-4", 0.125, ["fra1", "nyc1"]), ("gd-2vcpu", 0.1, ["nyc1"])]

@@ -12,13 +12,13 @@ import boto3
 import pytest
 
 from control_plane.clouds import CloudRegion, Confidence, Purchase, Shard, Unit, open_cloud
-from control_plane.clouds._retry import Retries
+from control_plane.clouds._retry import retries
 from control_plane.clouds._tencent import TencentCloud
 from geofed_pb.errors import GeofedError
 from tests.control_plane.clouds.recorded import Answer, Site, Wsgi, aws, serving
 
 FRANKFURT = "eu-frankfurt"
-AT_ONCE = Retries((0.0, 0.0))
+AT_ONCE = retries(attempts=3, first_seconds=0.0)
 WINDOWS = [{"ImageId": f"img-win{index}", "OsName": "Windows", "Platform": "Windows"} for index in range(150)]
 IMAGES = [*WINDOWS, {"ImageId": "img-linux", "OsName": "TencentOS Server 4", "Platform": "TencentOS"}]
 QUOTES = {"POSTPAID_BY_HOUR": 0.42, "SPOTPAID": 0.07}
@@ -194,7 +194,7 @@ def test_a_refusal_has_a_code_and_is_not_asked_again(cloud: TencentCloud, site: 
 
 def test_nobody_answers(site: Site) -> None:
     with pytest.raises(GeofedError) as caught:
-        TencentCloud(endpoint_url="http://127.0.0.1:9", retries=Retries(())).regions()
+        TencentCloud(endpoint_url="http://127.0.0.1:9", retries=retries(attempts=1)).regions()
     assert caught.value.code == "CLOUD_UNAVAILABLE"
 
 
