@@ -1,59 +1,79 @@
-"""Shell completion scripts that contain all commands and options, so that completing does not start Python."""
+"""Names of jobs, regions and users for the shell's completion, from the control plane."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-Words = dict[str, list[str]]
-"""Candidates by command path: "region invite" → ["--ttl", ...]."""
+import typer
 
+from control_plane.cli._connect import find_context
+from geofed_pb.errors import GeofedError
 
-def script(shell: str, command: Any) -> str:
-    """Return the completion script for a shell; `command` is the click command of the whole program."""
-    words = _words(command, "")
-    return _fish(words) if shell == "fish" else _bash(words, zsh=shell == "zsh")
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
 
-
-def _words(command: Any, path: str) -> Words:
-    children: dict[str, Any] = getattr(command, "commands", {})
-    options = sorted({name for parameter in command.params for name in parameter.opts if name.startswith("--")})
-    found = {path: [*children, *options, "--help"]}
-    for name, child in children.items():
-        found |= _words(child, f"{path} {name}".strip())
-    return found
-
-
-def _bash(words: Words, *, zsh: bool) -> str:
-    cases = "\n".join(f'    "{path}") words="{" ".join(offered)}" ;;' for path, offered in words.items())
-    groups = "|".join(f'"{path}"' for path in words if path)
-    lines = [
-        *(["autoload -U +X bashcompinit && bashcompinit"] if zsh else []),
-        "_control_plane_completion() {",
-        '  local current="${COMP_WORDS[COMP_CWORD]}" path="" words="" word candidate',
-        '  for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do',
-        '    candidate="${path:+$path }$word"',
-        f'    case "$candidate" in {groups}) path="$candidate" ;; esac',
-        "  done",
-        '  case "$path" in',
-        cases,
-        "  esac",
-        '  COMPREPLY=($(compgen -W "$words" -- "$current"))',
-        "}",
-        "complete -o default -F _control_plane_completion control-plane",
-    ]
-    return "\n".join(lines)
+Offer = tuple[str, str]
+"""A word, and what the shell shows beside it."""
+_ANSWER_SECONDS = 2.0
+"""Time for the control plane to answer; somebody waits for the completion of a word."""
+_JOBS = 100
+"""Most jobs that are offered, the newest."""
 
 
-def _fish(words: Words) -> str:
-    lines = []
-    for path, offered in words.items():
-        seen = [f"__fish_seen_subcommand_from {word}" for word in path.split()]
-        nested = [other.removeprefix(f"{path} ") for other in words if other.startswith(f"{path} ")] if path else []
-        if not path:
-            seen = ["__fish_use_subcommand"]
-        elif nested:
-            seen.append(f"not __fish_seen_subcommand_from {' '.join(nested)}")
-        for word in offered:
-            what = f"-l {word.removeprefix('--')}" if word.startswith("--") else f"-a {word}"
-            lines.append(f"complete -c control-plane -n '{'; and '.join(seen)}' {what}")
-    return "\n".join(lines)
+def complete_job(context: typer.Context, incomplete: str) -> list[Offer]:
+    """Return IDs of jobs, also of ended ones."""
+
+    async def ask(client: ControlClient) -> list[Offer]:
+        return [(job.id, job.state) for job in await client.jobs(ended=True, limit=_JOBS)]
+
+    return _offered(context, incomplete, ask)
+
+
+def complete_region(context: typer.Context, incomplete: str) -> list[Offer]:
+    """Return names of regions."""
+    return _offered(context, incomplete, _regions)
+
+
+def complete_region_workers(context: typer.Context, incomplete: str) -> list[Offer]:
+    """Return names of regions, to be followed by numbers of workers."""
+    return [(f"{name}=", help) for name, help in _offered(context, incomplete, _regions)]
+
+
+def complete_user(context: typer.Context, incomplete: str) -> list[Offer]:
+    """Return names of users."""
+
+    async def ask(client: ControlClient) -> list[Offer]:
+        return [(user.name, "") for user in await client.users()]
+
+    return _offered(context, incomplete, ask)
+
+
+async def _regions(client: ControlClient) -> list[Offer]:
+    return [(region.name, region.state) for region in await client.regions()]
+
+
+def _offered(
+    context: typer.Context, incomplete: str, ask: Callable[[ControlClient], Awaitable[list[Offer]]]
+) -> list[Offer]:
+    """Return what begins with the incomplete word; nothing where the control plane does not answer."""
+    import asyncio
+
+    from control_plane.client import Context, ControlClient
+
+    given = context.params.get("context") or os.environ.get("GEOFED_CONTEXT")
+
+    async def connected() -> list[Offer]:
+        async with ControlClient.connect(Context.load(find_context(Path(given) if given else None))) as client:
+            return await ask(client)
+
+    async def in_time() -> list[Offer]:
+        return await asyncio.wait_for(connected(), _ANSWER_SECONDS)
+
+    try:
+        return [offer for offer in asyncio.run(in_time()) if offer[0].startswith(incomplete)]
+    except (GeofedError, OSError):
+        # Also TimeoutError. A message would stand in the middle of the command line.
+        return []

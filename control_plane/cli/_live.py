@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from control_plane._view import Data, bytes_text, clock, usd_text
+from control_plane.cli._output import STATE_STYLES
 from control_plane.cli._report import metrics_text, number_text
 
 _EVENTS_SHOWN = 5
@@ -22,7 +23,6 @@ _SHOWN_IN_TABLE = ("partition.round", "partition.evaluated")
 """Event kinds that the table shows already."""
 _REDRAW_SECONDS = 0.1
 """Least time between two redraws caused by events, so that a long history does not redraw for each of them."""
-_STYLES = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "running": "cyan"}
 
 
 class LiveDisplay:
@@ -65,7 +65,7 @@ class LiveDisplay:
 
 
 def _drawing(view: Data, events: list[str]) -> RenderableType:
-    line = Text.assemble((view["id"], "bold"), "  ", (view["state"], _STYLES.get(view["state"], "")))
+    line = Text.assemble((view["id"], "bold"), "  ", (view["state"], STATE_STYLES.get(view["state"], "")))
     if view["condition"]:
         line.append(f"  {view['condition']}", "yellow")
     return Group(line, _progress(view), _regions(view), Text("\n".join(events), "dim", no_wrap=True))

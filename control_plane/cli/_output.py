@@ -9,15 +9,19 @@ import contextlib
 import errno
 import json
 import math
+import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from control_plane.cli._settings import Format, settings
+from control_plane.cli._settings import Format, settings, stdout_is_terminal
 from geofed_pb.errors import GeofedError
 from geofed_pb.output import output_failure
 
+STATE_STYLES = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
+"""Colours of states of jobs and regions."""
 SCHEMA_VERSION = 1
 """Version of the envelope in json, yaml and jsonl; grows when a change breaks its readers."""
 
@@ -76,11 +80,17 @@ def say(text: str) -> None:
 
 
 def columns(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format rows as a table with a head; columns of numbers are aligned to the right."""
+    """Format rows as a table with a head; columns of numbers are aligned to the right.
+
+    On a terminal heads are bold, states have colours, and cells are wrapped at the terminal's width; elsewhere the
+    table is plain text with one line for each row.
+    """
     cells = [[str(cell) for cell in row] for row in rows]
+    right = [bool(cells) and all(_is_number(row[index]) for row in cells) for index in range(len(heads))]
+    if stdout_is_terminal():
+        return _styled(heads, cells, right)
     whole = [list(heads), *cells]
     widths = [max(len(row[index]) for row in whole) for index in range(len(heads))]
-    right = [bool(cells) and all(_is_number(row[index]) for row in cells) for index in range(len(heads))]
     lines = [
         "  ".join(
             cell.rjust(width) if to_right else cell.ljust(width)
@@ -89,6 +99,25 @@ def columns(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         for row in whole
     ]
     return "\n".join(lines)
+
+
+def _styled(heads: Sequence[str], cells: list[list[str]], right: list[bool]) -> str:
+    import io
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for head, to_right in zip(heads, right, strict=True):
+        table.add_column(Text(head), justify="right" if to_right else "left", overflow="fold")
+    for row in cells:
+        # As Text, since a cell with square brackets is no markup.
+        table.add_row(*(Text(cell, style=STATE_STYLES.get(cell, "")) for cell in row))
+    out = io.StringIO()
+    width = shutil.get_terminal_size().columns
+    Console(file=out, force_terminal=True, no_color="NO_COLOR" in os.environ, width=width, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> str:

@@ -38,6 +38,11 @@ def can_ask() -> bool:
     return settings.ask and sys.stdin.isatty() and sys.stderr.isatty()
 
 
+def stdout_is_terminal() -> bool:
+    """Whether data are read by a person at a terminal that has bold text and colours."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
 def is_interactive() -> bool:
     """Whether stderr can show a live display: a terminal with a movable cursor, and --no-input is not set."""
     return sys.stderr.isatty() and settings.ask and os.environ.get("TERM", "dumb") != "dumb"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from typing import Annotated
 
@@ -75,9 +76,14 @@ app.command("simulate")(simulate.simulate)
 
 def main() -> None:
     """Run the console script; turn errors into a message and an exit status."""
+    if meta.COMPLETE_VARIABLE in os.environ:
+        # Typer does this itself only with its option --install-completion, which edits the user's files.
+        from typer._completion_classes import completion_init
+
+        completion_init()
     try:
         with written_out():
-            app()
+            app(prog_name=meta.PROGRAM)
     except GeofedError as error:
         if settings.debug:
             traceback.print_exc()

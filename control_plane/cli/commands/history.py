@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from control_plane._view import Data, clock, event_view, log_view
+from control_plane.cli._completion import complete_region
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
 from control_plane.cli._output import emit, emit_line, say
@@ -45,7 +46,7 @@ def events(
 
 def logs(
     job: JobArgument,
-    region: Annotated[str, typer.Option(help="Only lines of this region.")] = "",
+    region: Annotated[str, typer.Option(help="Only lines of this region.", autocompletion=complete_region)] = "",
     tail: Annotated[int, typer.Option(help="Only the last N lines.", min=0)] = 0,
     follow: Follow = False,
     after: After = 0,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from control_plane._view import Data, job_summary, job_view, region_view, usd_text
+from control_plane.cli._completion import complete_job, complete_region_workers
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
@@ -19,13 +20,21 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
     from geofed_pb.v1 import control_pb2
 
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="ID of the job, or its name.", show_default=False)]
+JobArgument = Annotated[
+    str,
+    typer.Argument(metavar="JOB", help="ID of the job, or its name.", show_default=False, autocompletion=complete_job),
+]
 
 
 def status(
     job: Annotated[
         str | None,
-        typer.Argument(metavar="[JOB]", help="ID or name; default: the whole federation.", show_default=False),
+        typer.Argument(
+            metavar="[JOB]",
+            help="ID or name; default: the whole federation.",
+            show_default=False,
+            autocompletion=complete_job,
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job until it has ended.")] = False,
     context: ContextFile = None,
@@ -127,7 +136,10 @@ def scale(
     workers: Annotated[
         list[str],
         typer.Argument(
-            metavar="REGION=WORKERS...", help="Number of workers, by region; 0 pauses the region.", show_default=False
+            metavar="REGION=WORKERS...",
+            help="Number of workers, by region; 0 pauses the region.",
+            show_default=False,
+            autocompletion=complete_region_workers,
         ),
     ],
     reason: Annotated[str, typer.Option(help="Reason, for the job's history.")] = "",

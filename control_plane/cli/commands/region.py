@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from control_plane._view import Data, bytes_text, region_view, time_text, usd_text
+from control_plane.cli._completion import complete_region
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
 from control_plane.cli._output import columns, emit, fields, say
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
 app = typer.Typer(name="region", help="Regions of the federation.", no_args_is_help=True)
-RegionName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the region.", show_default=False)]
+RegionName = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="Name of the region.", show_default=False, autocompletion=complete_region),
+]
 
 
 @app.command("list")

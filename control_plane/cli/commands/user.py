@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from control_plane._view import Data, time_text
+from control_plane.cli._completion import complete_user
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from geofed_pb.v1 import control_pb2
 
 app = typer.Typer(name="user", help="Users who may submit jobs, in addition to the operator.", no_args_is_help=True)
-UserName = Annotated[str, typer.Argument(metavar="NAME", help="Name of the user.", show_default=False)]
+UserName = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the user.", show_default=False, autocompletion=complete_user)
+]
 Quota = Annotated[
     int | None,
     typer.Option(

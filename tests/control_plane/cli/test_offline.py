@@ -1,11 +1,17 @@
-"""What needs no control plane: templates, validation, completion, tables, the live display."""
+"""What needs no control plane: templates, validation, tables, the live display."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -84,27 +90,35 @@ def test_a_context_that_is_none(run: Run, tmp_path: Path) -> None:
     assert run("list", "--context", str(tmp_path / "none.json")).status == 6
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_knows_the_commands(run: Run, shell: str) -> None:
-    script = run("completion", shell).out
-    for word in ("submit", "region", "invite", "request-id"):
-        assert word in script
-
-
 @pytest.mark.processes
-def test_bash_completes(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "completion").write_text(run("completion", "bash").out)
+def test_a_terminal_gets_bold_heads_and_its_own_width_and_a_pipe_plain_text() -> None:
+    program = [sys.executable, "-c", "from control_plane.cli.main import main; main()", "template", "list"]
+    piped = subprocess.run(program, capture_output=True, check=True, timeout=60).stdout.decode()
+    assert "\x1b" not in piped
+    styled = _on_a_terminal(program, columns=60, TERM="xterm")
+    assert "\x1b[1m" in styled
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", styled)
+    assert max(map(len, plain.splitlines())) <= 60
+    assert len(plain.splitlines()) > len(piped.splitlines()), "long cells are wrapped"
+    assert "".join(plain.split()).startswith("TEMPLATEDESCRIPTION")
+    assert _on_a_terminal(program, columns=60, TERM="dumb").replace("\r", "") == piped
 
-    def completed(*words: str) -> list[str]:
-        quoted = " ".join(f"'{word}'" for word in words)
-        asked = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _control_plane_completion"
-        code = f'source {tmp_path / "completion"}; {asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'
-        return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
-    assert completed("control-plane", "su") == ["submit"]
-    assert completed("control-plane", "region", "") == ["list", "describe", "invite", "--help"]
-    assert "--ttl" in completed("control-plane", "region", "invite", "a", "--")
-    assert completed("control-plane", "submit", "--req") == ["--request-id"]
+def _on_a_terminal(program: list[str], *, columns: int, **environment: str) -> str:
+    """What a program writes to a terminal of so many columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    process = subprocess.Popen(program, stdin=theirs, stdout=theirs, stderr=subprocess.DEVNULL, env=kept | environment)
+    os.close(theirs)
+    written = b""
+    # Reading fails once nobody has the terminal open any more.
+    with contextlib.suppress(OSError):
+        while piece := os.read(ours, 65536):
+            written += piece
+    os.close(ours)
+    assert process.wait(60) == 0
+    return written.decode()
 
 
 def test_tables_are_aligned() -> None:
