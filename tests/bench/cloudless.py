@@ -1,4 +1,4 @@
-"""Elastic placement live: what it saves against using everything, in the setting of Cloudless-Training.
+"""Elastic placement live: cost and time saved compared with using every worker, in Cloudless-Training's setting.
 
     .venv/bin/python tests/bench/cloudless.py [--quick] [--json PATH]
 

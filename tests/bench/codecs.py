@@ -1,4 +1,4 @@
-"""How fast updates are coded, on one core: MB of float32 input a second, and bits a coordinate.
+"""Codec speed on one core: MB of float32 input per second, and bits per coordinate.
 
     .venv/bin/python tests/bench/codecs.py [--quick] [--json PATH]
 

@@ -1,4 +1,4 @@
-"""What one merge takes and costs, for every collective, number of chunks, model size and number of workers.
+"""Time and cost of one merge for every collective, number of chunks, model size and number of workers.
 
     .venv/bin/python tests/bench/collectives.py [--quick] [--json PATH] [--only modelled|live] [--repeats N]
         [--channel s3|redis|file] [--workers N]

@@ -1,4 +1,4 @@
-"""Deadlines met on published traces: our scheduler, ElasticFlow as published, and others, in one simulation.
+"""Deadlines met on published traces: this scheduler, ElasticFlow as published and others, in one simulation.
 
     nice .venv/bin/python tests/bench/deadlines.py [--quick] [--json PATH] [--traces PATH] [--prices PATH]
 

@@ -1,4 +1,5 @@
-"""ISP over K-REDUCE beside synchronous training, ISP as published and PyTorch DDP: bytes, steps and time to a loss.
+"""ISP over K-REDUCE compared with synchronous training, ISP as published and PyTorch DDP: bytes, steps and time to a
+loss.
 
     .venv/bin/python tests/bench/isp.py [--quick] [--json PATH] [--clicks FILE] [--ratings FILE] [--seeds N]
 

@@ -1,4 +1,4 @@
-"""What the channels' own meters say, against a count that is not theirs.
+"""The channels' own meters compared with an independent count.
 
     .venv/bin/python tests/bench/metering.py [--quick] [--json PATH]
 

@@ -1,4 +1,4 @@
-"""Steps a second with gradients that leave while the backward pass runs, and with all that leave after it. LIVE.
+"""Steps per second with gradients sent during the backward pass, and after it. LIVE.
 
     .venv/bin/python tests/bench/overlap.py [--quick] [--json PATH] [--workers N] [--repeats N]
 

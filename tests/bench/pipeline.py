@@ -1,4 +1,4 @@
-"""Pipelines of functions: the planner's speed, exactness and gain; and live, what the runtime makes of its plans.
+"""Pipelines of functions: the planner's speed, exactness and gain; and the runtime's figures for its plans.
 
     nice .venv/bin/python tests/bench/pipeline.py [--quick] [--json PATH] [--part PART] [--instances N]
 

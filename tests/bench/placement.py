@@ -1,4 +1,4 @@
-"""What placing many jobs together saves, and how close to the least cost it comes.
+"""Savings of placing many jobs together, and the gap to the least cost.
 
     .venv/bin/python tests/bench/placement.py [--quick] [--json PATH] [--data PATH] [--part PART]
         [--seconds S] [--longer S]

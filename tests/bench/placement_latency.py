@@ -1,4 +1,4 @@
-"""How long an answer takes when a job comes: one job over 1,000 regions, beside 10,000 active ones.
+"""Latency of placing one submitted job over 1,000 regions with 10,000 active jobs.
 
     .venv/bin/python tests/bench/placement_latency.py [--quick] [--json PATH] [--data PATH]
 

@@ -1,4 +1,4 @@
-"""Workers that come and go while training: a fixed pool, MLLess's tuner, ours, and what could have been had.
+"""Scaling of workers while training: a fixed pool, MLLess's tuner, ours, and the best possible.
 
     .venv/bin/python tests/bench/scaling.py [--quick] [--json PATH] [--seeds N] [--data DIR]
         [--only clicks|ratings|images|mnist ...] [--channels "own cards"|"one card" ...]

@@ -1,4 +1,4 @@
-"""How good the chosen topologies are, over real grids, by a simulation of the flood that the planner does not share.
+"""Quality of the chosen topologies over real grids, by a flood simulation that the planner does not share.
 
     .venv/bin/python tests/bench/topology.py [--quick] [--json PATH] [--grid PATH]
 

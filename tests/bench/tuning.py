@@ -1,4 +1,4 @@
-"""How well a configuration's time is predicted, how exactly and how fast the best one is found, and what that is worth.
+"""How accurately a configuration's time is predicted, how exactly and fast the best one is found, and its gain.
 
     .venv/bin/python tests/bench/tuning.py [--quick] [--json PATH] [--only predicted|searched|chosen]
 

@@ -1,4 +1,4 @@
-"""What is learnt over a WAN: accuracy against a single site, and the bytes that it took.
+"""Accuracy of training over a WAN compared with a single site, and bytes sent.
 
     .venv/bin/python tests/bench/wan_quality.py [--quick] [--json PATH] [--data DIR] [--seeds N] [--processes N]
 

@@ -1,4 +1,4 @@
-"""Three regions with background exchange over the emulated WAN, while links and processes fail: nothing may be lost.
+"""Three regions with background exchange over the emulated WAN while links and processes fail: no update may be lost.
 
     .venv/bin/python tests/bench/wan_resilience.py [--quick] [--json PATH] [--only SCRIPT] [--codec NAME] [--turns N]
         [--waiting NAME=VALUE,...]

@@ -1,4 +1,5 @@
-"""How fast three regions train over an emulated WAN: steps a second of the slowest, and bytes between them per step.
+"""Training speed of three regions over an emulated WAN: steps per second of the slowest, and bytes between them per
+step.
 
     .venv/bin/python tests/bench/wan_speed.py [--quick] [--json PATH] [--only NAME,...] [--repetitions N]
         [--rate-mbps R] [--rtt-ms R] [--compute-ms T] [--peers-dir DIR] [--waiting NAME=VALUE,...]

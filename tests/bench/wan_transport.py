@@ -1,4 +1,4 @@
-"""One update between two regions over the emulated WAN: our transport against raw TCP, on the same links, in turn.
+"""One update between two regions over the emulated WAN: this transport against raw TCP on the same links, in turn.
 
     .venv/bin/python tests/bench/wan_transport.py [--quick] [--json PATH]
 
