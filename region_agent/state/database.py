@@ -9,25 +9,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
+from region_agent.state.migrating import migrate
 
 __all__ = ["AgentDatabase"]
 
 
 class AgentDatabase:
-    """A database with writes that are deferred while the disk is full. The schema must have a table `facts`."""
+    """A database with writes that are deferred while the disk is full.
 
-    def __init__(self, path: Path, schema: str) -> None:
+    Raises ``GeofedError("STATE_INVALID")`` if it is damaged or of a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The file contains the keys of workers' tokens. SQLite's other files get the same mode.
         path.touch(mode=0o600)
         path.chmod(0o600)
+        migrate(path)
         self._path = path
         self._lock = threading.Lock()
         self._deferred: list[Callable[[sqlite3.Connection], object]] = []
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._db.execute("pragma journal_mode = wal")
         self._db.execute("pragma synchronous = full")
-        self._db.executescript(schema)
 
     def close(self) -> None:
         self._db.close()

@@ -14,24 +14,6 @@ from region_agent.state.database import AgentDatabase
 
 __all__ = ["AgentStore", "PartitionRow"]
 
-_SCHEMA = """
-create table if not exists facts (name text primary key, value text not null);
-create table if not exists partitions (
-    job text primary key, start blob not null, peers blob, attempt integer not null, publish integer not null,
-    worker_port integer not null, exchange_port integer not null, token_key text not null, stopped integer not null,
-    bulk_port integer not null default 0, workers integer, batch integer, rate real, stretches text,
-    preemptible integer, scale_order integer);
-create table if not exists sendings (job text primary key, message blob not null, sent integer not null default 0);
-create table if not exists reports (seq integer primary key autoincrement, message blob not null);
-create table if not exists set_aside (
-    id integer primary key autoincrement, at real not null, kind text not null, seq integer not null,
-    reason text not null, message blob not null);
-create table if not exists meters (
-    job text not null, name text not null, value real not null, primary key (job, name));
-create table if not exists invocations (
-    id integer primary key, job text not null, begun real not null, preemptible integer not null default 0);
-"""
-
 _MAX_SET_ASIDE = 100
 """Messages set aside that are kept."""
 _MAX_READ_BYTES = 4 << 20
@@ -73,24 +55,7 @@ class AgentStore(AgentDatabase):
     """The agent's database, with its queries."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, _SCHEMA)
-        columns = {name for _, name, *_ in self._db.execute("pragma table_info(partitions)")}
-        if "bulk_port" not in columns:
-            # The table was created by an older version of the agent.
-            self._db.execute("alter table partitions add column bulk_port integer not null default 0")
-        later = {
-            "workers": "integer",
-            "batch": "integer",
-            "rate": "real",
-            "stretches": "text",
-            "preemptible": "integer",
-            "scale_order": "integer",
-        }
-        for name, kind in later.items():
-            if name not in columns:
-                self._db.execute(f"alter table partitions add column {name} {kind}")
-        if "preemptible" not in {name for _, name, *_ in self._db.execute("pragma table_info(invocations)")}:
-            self._db.execute("alter table invocations add column preemptible integer not null default 0")
+        super().__init__(path)
         if not self.fact("meter"):
             self._db.execute("insert into facts values ('meter', ?)", (str(secrets.randbits(62) + 1),))
         found = self._rows("select value from facts where name = 'reports_shared'")

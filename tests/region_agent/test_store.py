@@ -7,12 +7,15 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
+from region_agent.state import migrations
 from region_agent.state.store import AgentStore
 
 
@@ -229,3 +232,26 @@ def test_what_happened_while_the_disk_was_full_is_written_when_there_is_room(tmp
         assert store.reports_waiting() == 30
         assert store.meters("job-1") == {"calls": 1.0}
         store.close()
+
+
+def test_the_newest_revision_is_the_one_that_starts_without_alembic() -> None:
+    folder = Path(migrations.__file__).parent
+    config = Config()
+    config.set_main_option("script_location", str(folder))
+    assert ScriptDirectory.from_config(config).get_current_head() == migrations.HEAD
+
+
+def test_a_database_of_a_newer_version_or_a_damaged_one_is_refused(path: Path) -> None:
+    AgentStore(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as newer:
+        newer.execute("update alembic_version set version_num = 'of next year'")
+        newer.commit()
+    with pytest.raises(GeofedError, match="another version of geofed") as refused:
+        AgentStore(path)
+    assert refused.value.code == "STATE_INVALID"
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(GeofedError, match="cannot be read") as refused:
+        AgentStore(path)
+    assert refused.value.code == "STATE_INVALID"

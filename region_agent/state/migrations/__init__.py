@@ -1,0 +1,4 @@
+"""Revisions of the agent's database, by Alembic: a schema change is a new file in `versions`."""
+
+HEAD = "2026_11_27_first"
+"""The newest revision. An agent whose database has it starts without importing Alembic, which takes 0.4 s of CPU."""
