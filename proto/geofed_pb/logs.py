@@ -35,7 +35,7 @@ def configure_logs(log_format: str, level: str = "info", *, relayed: bool = Fals
     handler.setFormatter(_Formatter(log_format, timed=not (relayed and log_format == "text")))
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
-    for name in ("alembic", "httpx"):
+    for name in ("alembic", "httpx2"):
         # They log every migration and every request.
         logging.getLogger(name).setLevel(logging.WARNING)
     if relayed:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-import httpx
+import httpx2
 from tenacity import retry_if_exception, retry_if_result
 
 from geofed_pb.errors import GeofedError
@@ -72,16 +72,16 @@ class GatewayClient:
         self._url = url
         self._namespace = namespace
         self._retry = retry or RetryPolicy()
-        self._auth = httpx.BasicAuth(auth.user, auth.password) if auth else None
+        self._auth = httpx2.BasicAuth(auth.user, auth.password) if auth else None
         context: ssl.SSLContext | bool = False
         if base.startswith("https"):
             context = verify if isinstance(verify, ssl.SSLContext) else ssl.create_default_context(cafile=verify)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        over_tcp = httpx.AsyncHTTPTransport(verify=context, limits=limits) if uds is None else None
-        self._http = httpx.AsyncClient(
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        over_tcp = httpx2.AsyncHTTPTransport(verify=context, limits=limits) if uds is None else None
+        self._http = httpx2.AsyncClient(
             base_url=base,
             transport=over_tcp or UnixTransport(uds or "", limits),
-            timeout=httpx.Timeout(_SYSTEM_TIMEOUT.total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None),
+            timeout=httpx2.Timeout(_SYSTEM_TIMEOUT.total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None),
             trust_env=False,
         )
 
@@ -243,7 +243,7 @@ class GatewayClient:
         """Whether the gateway reports that it is healthy; never raises."""
         try:
             return (await self._http.get("/healthz")).status_code == 200
-        except (httpx.HTTPError, OSError):
+        except (httpx2.HTTPError, OSError):
             return False
 
     async def namespaces(self) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ class GatewayClient:
         params: Mapping[str, str] | None = None,
         json_body: object = None,
         accept: tuple[int, ...] = (),
-    ) -> httpx.Response:
+    ) -> httpx2.Response:
         """Send a request to a system route, with retries, since all of them are idempotent."""
         request = self._http.build_request(method, path, params=params, json=json_body)
         answer = await self._attempts(request, idempotent=True, auth=self._auth)
@@ -269,9 +269,9 @@ class GatewayClient:
         raise self._failure(answer, str((json_body or {}).get("name", path)) if isinstance(json_body, dict) else path)
 
     async def _attempts(
-        self, request: httpx.Request, *, idempotent: bool, auth: httpx.BasicAuth | None = None
-    ) -> httpx.Response:
-        async def once() -> httpx.Response:
+        self, request: httpx2.Request, *, idempotent: bool, auth: httpx2.BasicAuth | None = None
+    ) -> httpx2.Response:
+        async def once() -> httpx2.Response:
             with self._transport_errors():
                 return await self._http.send(request, auth=auth)
 
@@ -281,13 +281,13 @@ class GatewayClient:
     def _transport_errors(self) -> Any:
         try:
             yield
-        except httpx.ReadTimeout as error:
+        except httpx2.ReadTimeout as error:
             raise GeofedError("FUNCTION_TIMEOUT", f"the gateway at {self._url} did not answer in time") from error
-        except (httpx.HTTPError, OSError) as error:
+        except (httpx2.HTTPError, OSError) as error:
             text = str(error) or type(error).__name__
             raise GeofedError("GATEWAY_UNAVAILABLE", f"the gateway at {self._url} does not answer: {text}") from error
 
-    def _failure(self, answer: httpx.Response, subject: str) -> GeofedError:
+    def _failure(self, answer: httpx2.Response, subject: str) -> GeofedError:
         text = answer.text[:500].strip() or f"status {answer.status_code}"
         status = answer.status_code
         if status in (401, 403):
@@ -335,17 +335,17 @@ def is_loopback(host: str) -> bool:
     return False
 
 
-def _call_timeout(timeout: timedelta) -> httpx.Timeout:
+def _call_timeout(timeout: timedelta) -> httpx2.Timeout:
     """Return a timeout slightly longer than the gateway's, so that its own 504 arrives first."""
-    return httpx.Timeout((timeout + _ANSWER_GRACE).total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None)
+    return httpx2.Timeout((timeout + _ANSWER_GRACE).total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None)
 
 
-def _is_infrastructure(answer: httpx.Response) -> bool:
+def _is_infrastructure(answer: httpx2.Response) -> bool:
     status = answer.status_code
     return status == 401 or (status >= 400 and (INTERNAL_HEADER in answer.headers or status in (429, 502, 503, 504)))
 
 
-def _json(answer: httpx.Response) -> Any:
+def _json(answer: httpx2.Response) -> Any:
     try:
         return answer.json()
     except ValueError as error:

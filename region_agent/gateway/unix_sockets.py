@@ -1,6 +1,6 @@
 """HTTP over a unix socket, for calls that may be cancelled while their answer arrives.
 
-httpx uses anyio, whose reader of a unix socket (4.16) sets a result on a future that was cancelled in the same
+httpx2 uses anyio, whose reader of a unix socket (4.16) sets a result on a future that was cancelled in the same
 iteration of the event loop; that is logged as an error with a traceback. The streams of asyncio used here do not.
 """
 
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import httpcore
-import httpx
+import httpcore2
+import httpx2
 
 __all__ = ["UnixTransport"]
 
 
-class UnixTransport(httpx.AsyncHTTPTransport):
-    """Transport to one socket. ``limits``: limits of httpx."""
+class UnixTransport(httpx2.AsyncBaseTransport):
+    """Transport to one socket. ``limits``: limits of httpx2."""
 
-    def __init__(self, path: str, limits: httpx.Limits) -> None:
-        super().__init__(limits=limits)
-        self._pool = httpcore.AsyncConnectionPool(
+    def __init__(self, path: str, limits: httpx2.Limits) -> None:
+        self._pool = httpcore2.AsyncConnectionPool(
             max_connections=limits.max_connections,
             max_keepalive_connections=limits.max_keepalive_connections,
             keepalive_expiry=limits.keepalive_expiry,
@@ -30,24 +30,76 @@ class UnixTransport(httpx.AsyncHTTPTransport):
             network_backend=_Sockets(),
         )
 
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        assert isinstance(request.stream, httpx2.AsyncByteStream)
+        url = httpcore2.URL(
+            scheme=request.url.raw_scheme,
+            host=request.url.raw_host,
+            port=request.url.port,
+            target=request.url.raw_path,
+        )
+        with _errors_of_httpx2():
+            response = await self._pool.handle_async_request(
+                httpcore2.Request(
+                    method=request.method,
+                    url=url,
+                    headers=request.headers.raw,
+                    content=request.stream,
+                    extensions=request.extensions,
+                )
+            )
+        assert isinstance(response.stream, AsyncIterable)
+        return httpx2.Response(
+            response.status,
+            headers=response.headers,
+            stream=_Body(response.stream),
+            extensions=response.extensions,
+        )
 
-class _Sockets(httpcore.AsyncNetworkBackend):
+    async def aclose(self) -> None:
+        await self._pool.aclose()
+
+
+class _Body(httpx2.AsyncByteStream):
+    def __init__(self, stream: AsyncIterable[bytes]) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with _errors_of_httpx2():
+            async for part in self._stream:
+                yield part
+
+    async def aclose(self) -> None:
+        if hasattr(self._stream, "aclose"):
+            await self._stream.aclose()
+
+
+@contextmanager
+def _errors_of_httpx2() -> Iterator[None]:
+    """Raise errors of httpcore2 as httpx2's of the same name."""
+    try:
+        yield
+    except (httpcore2.TimeoutException, httpcore2.NetworkError, httpcore2.ProtocolError) as error:
+        raise getattr(httpx2, type(error).__name__)(str(error)) from error
+
+
+class _Sockets(httpcore2.AsyncNetworkBackend):
     async def connect_unix_socket(
         self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
-    ) -> httpcore.AsyncNetworkStream:
+    ) -> httpcore2.AsyncNetworkStream:
         try:
             async with asyncio.timeout(timeout):
                 return _Stream(*await asyncio.open_unix_connection(path))
         except TimeoutError as error:
-            raise httpcore.ConnectTimeout(str(error)) from error
+            raise httpcore2.ConnectTimeout(str(error)) from error
         except OSError as error:
-            raise httpcore.ConnectError(str(error)) from error
+            raise httpcore2.ConnectError(str(error)) from error
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-class _Stream(httpcore.AsyncNetworkStream):
+class _Stream(httpcore2.AsyncNetworkStream):
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
@@ -56,9 +108,9 @@ class _Stream(httpcore.AsyncNetworkStream):
             async with asyncio.timeout(timeout):
                 return await self._reader.read(max_bytes)
         except TimeoutError as error:
-            raise httpcore.ReadTimeout(str(error)) from error
+            raise httpcore2.ReadTimeout(str(error)) from error
         except OSError as error:
-            raise httpcore.ReadError(str(error)) from error
+            raise httpcore2.ReadError(str(error)) from error
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
         try:
@@ -66,9 +118,9 @@ class _Stream(httpcore.AsyncNetworkStream):
                 self._writer.write(buffer)
                 await self._writer.drain()
         except TimeoutError as error:
-            raise httpcore.WriteTimeout(str(error)) from error
+            raise httpcore2.WriteTimeout(str(error)) from error
         except OSError as error:
-            raise httpcore.WriteError(str(error)) from error
+            raise httpcore2.WriteError(str(error)) from error
 
     async def aclose(self) -> None:
         # Unsent bytes of a cancelled call are discarded.
@@ -77,7 +129,7 @@ class _Stream(httpcore.AsyncNetworkStream):
 
     async def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.AsyncNetworkStream:
+    ) -> httpcore2.AsyncNetworkStream:
         raise NotImplementedError("a unix socket is spoken to in plaintext")
 
     def get_extra_info(self, info: str) -> Any:

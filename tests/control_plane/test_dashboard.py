@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,12 +26,12 @@ EVIL = "<script>alert(1)</script>"
 
 
 @asynccontextmanager
-async def browser(stage: Stage, token: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def browser(stage: Stage, token: str | None = None) -> AsyncIterator[httpx2.AsyncClient]:
     """``token`` None: the operator's."""
     password = stage.context.token_file.read_text().strip() if token is None else token
     trusted = ssl.create_default_context(cafile=str(stage.context.ca_file))
     address = f"https://127.0.0.1:{stage.ports.metrics}"
-    async with httpx.AsyncClient(
+    async with httpx2.AsyncClient(
         base_url=address, verify=trusted, auth=("me", password) if password else None
     ) as client:
         yield client

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
+import httpx2
 import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -234,8 +234,8 @@ def test_plaintext_is_refused_on_every_port(serve_config: ServeConfig) -> None:
                     stub = control_pb2_grpc.ControlStub(plain)
                     with pytest.raises(grpc.RpcError):
                         await stub.Version(control_pb2.VersionRequest(), timeout=2)
-            async with httpx.AsyncClient() as plain_http:
-                with pytest.raises(httpx.HTTPError):
+            async with httpx2.AsyncClient() as plain_http:
+                with pytest.raises(httpx2.HTTPError):
                     await plain_http.get(f"http://127.0.0.1:{stage.ports.metrics}/healthz")
 
     asyncio.run(scenario())
@@ -264,7 +264,7 @@ async def scrape(stage: Stage) -> str:
     import ssl
 
     trust = ssl.create_default_context(cafile=str(stage.context.ca_file))
-    async with httpx.AsyncClient(verify=trust, trust_env=False) as client:
+    async with httpx2.AsyncClient(verify=trust, trust_env=False) as client:
         base = f"https://127.0.0.1:{stage.ports.metrics}"
         assert (await client.get(f"{base}/healthz")).json() == {"status": "ok"}
         return (await client.get(f"{base}/metrics")).text

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc.aio
-import httpx
+import httpx2
 import pytest
 
 from control_plane.core import RegionState, region_state_to_json
@@ -110,7 +110,7 @@ async def _check_dashboard(stage: Stage) -> None:
     token = stage.context.token_file.read_text().strip()
     base = f"https://127.0.0.1:{stage.ports.metrics}/"
     trusted = ssl.create_default_context(cafile=str(stage.context.ca_file))
-    async with httpx.AsyncClient(verify=trusted, auth=("any", token)) as browser:
+    async with httpx2.AsyncClient(verify=trusted, auth=("any", token)) as browser:
         page = (await browser.get(base)).text
         assert "region-0197" in page
         assert "region-0198" not in page

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 import structlog
 from tenacity import (
     AsyncRetrying,
@@ -60,7 +60,7 @@ class AsyncQueue:
         self._callback_ca = callback_ca
         self._waiting: deque[QueuedCall] = deque()
         self._running: set[asyncio.Task[None]] = set()
-        self._http: httpx.AsyncClient | None = None
+        self._http: httpx2.AsyncClient | None = None
 
     def put(self, queued: QueuedCall) -> None:
         """Accept a call; raises ``Refused`` 413 or 429, and 400 for a callback in plaintext."""
@@ -132,17 +132,17 @@ class AsyncQueue:
         return await AsyncRetrying(retry=busy, wait=_WAITS_WHILE_BUSY)(self._proxy.call, call)
 
     async def _deliver(self, url: str, headers: dict[str, str], body: bytes) -> None:
-        failed = retry_if_exception_type(httpx.HTTPError) | retry_if_result(lambda answer: answer.status_code >= 500)
+        failed = retry_if_exception_type(httpx2.HTTPError) | retry_if_result(lambda answer: answer.status_code >= 500)
         attempts = AsyncRetrying(retry=failed, stop=stop_after_attempt(_CALLBACK_ATTEMPTS), wait=RetryPolicy().waits)
         try:
             await attempts(self._client().post, url, content=body, headers=headers)
         except RetryError:
             _log.error("callback could not be delivered", call_id=headers["X-Call-Id"])
 
-    def _client(self) -> httpx.AsyncClient:
+    def _client(self) -> httpx2.AsyncClient:
         if self._http is None:
             context = ssl.create_default_context(cafile=self._callback_ca)
-            self._http = httpx.AsyncClient(verify=context, timeout=_CALLBACK_TIMEOUT_S, trust_env=False)
+            self._http = httpx2.AsyncClient(verify=context, timeout=_CALLBACK_TIMEOUT_S, trust_env=False)
         return self._http
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-import httpx
+import httpx2
 
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider
@@ -96,7 +96,7 @@ class Proxy:
         finally:
             self._provider.release(running)
 
-    async def _exchange(self, running: Running, call: ProxiedCall, limit: timedelta) -> httpx.Response:
+    async def _exchange(self, running: Running, call: ProxiedCall, limit: timedelta) -> httpx2.Response:
         headers = {
             key: value
             for key, value in call.headers.items()
@@ -113,13 +113,13 @@ class Proxy:
             )
             self._provider.kill(running, "timeout", text)
             raise Refused(504, text, exit_reason="timeout") from None
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             cause = await self._cause(running, error)
             raise Refused(
                 500, f"function {call.function}: {cause}", exit_reason=running.kill_reason or "crash"
             ) from error
 
-    async def _cause(self, running: Running, error: httpx.HTTPError) -> str:
+    async def _cause(self, running: Running, error: httpx2.HTTPError) -> str:
         """Return the reason of a lost connection; the exit of the process is reported slightly later than that."""
         try:
             return await asyncio.wait_for(asyncio.shield(running.exited), 2)

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path, PurePosixPath
 
-import httpx
+import httpx2
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.invocation import ShardFile
@@ -77,11 +77,11 @@ def _fetch_into(file: ShardFile, partial: Path) -> None:
         try:
             _download(file, partial)
             return
-        except httpx.HTTPError as error:
-            refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
+        except httpx2.HTTPError as error:
+            refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code < 500
             # The URL contains a signature, so the message has the object's name only.
             reason = type(error).__name__
-            if isinstance(error, httpx.HTTPStatusError):
+            if isinstance(error, httpx2.HTTPStatusError):
                 reason = f"status {error.response.status_code}"
             elif isinstance(error, _WrongSize):
                 reason = str(error)
@@ -90,16 +90,16 @@ def _fetch_into(file: ShardFile, partial: Path) -> None:
         time.sleep(pause)
 
 
-class _WrongSize(httpx.RemoteProtocolError):
+class _WrongSize(httpx2.RemoteProtocolError):
     """The store has sent more or fewer bytes than the object has."""
 
 
 def _download(file: ShardFile, into: Path) -> None:
     """Download an object's bytes as they are stored, without decoding them."""
-    # The path as it was signed: httpx would normalise "." and "..", which are ordinary characters in a key.
+    # The path as it was signed: httpx2 would normalise "." and "..", which are ordinary characters in a key.
     target = "/" + file.url.partition("://")[2].partition("/")[2]
     with (
-        httpx.Client(timeout=30.0, headers={"Accept-Encoding": "identity"}) as client,
+        httpx2.Client(timeout=30.0, headers={"Accept-Encoding": "identity"}) as client,
         client.stream("GET", file.url, extensions={"target": target.encode("ascii")}) as answer,
         into.open("wb") as out,
     ):

@@ -81,7 +81,7 @@ CONTRACTS = {
 }
 OURS = ("control_plane.spec", "control_plane.client", "control_plane.server", "scheduler")
 SDKS = ("boto3", "botocore", "libcloud", "tencentcloud")
-HEAVY = ("grpc", "sqlalchemy", "alembic", "cryptography", "torch", "numpy", "ruamel", "uvicorn", "httpx", *SDKS, *OURS)
+HEAVY = ("grpc", "sqlalchemy", "alembic", "cryptography", "torch", "numpy", "ruamel", "uvicorn", "httpx2", *SDKS, *OURS)
 """Not pydantic: typer itself may use it."""
 
 

@@ -25,7 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from cryptography import x509
@@ -122,7 +122,7 @@ class Target:
     """A gateway under test, with a client for this test's event loop."""
 
     client: GatewayClient
-    http: httpx.AsyncClient
+    http: httpx2.AsyncClient
     image: str
     embedded: Embedded | None
     auth: BasicAuth | None
@@ -180,7 +180,7 @@ async def open_url(
     context = ssl.create_default_context(cafile=ca)
     async with (
         GatewayClient(url, auth=auth, verify=context, retry=QUICK) as client,
-        httpx.AsyncClient(base_url=url, verify=context, timeout=30, trust_env=False) as http,
+        httpx2.AsyncClient(base_url=url, verify=context, timeout=30, trust_env=False) as http,
     ):
         target = Target(client, http, image, embedded, auth)
         yield target

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 import uvicorn
 from hypothesis import given
@@ -152,8 +152,8 @@ def test_waits_grow_within_their_bounds(attempt: int) -> None:
 
 
 async def _post(receiver: CallbackReceiver, url: str, **headers: str) -> int:
-    transport = httpx.ASGITransport(app=Starlette(routes=receiver.routes()), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport) as http:
+    transport = httpx2.ASGITransport(app=Starlette(routes=receiver.routes()), raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport) as http:
         sent = {key.replace("_", "-"): value for key, value in headers.items()}
         return (await http.post(url, content=b"body", headers=sent)).status_code
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
-import httpx
+import httpx2
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -302,8 +302,8 @@ async def test_bad_requests_are_refused_with_a_reason(gateway) -> None:
     assert all(answer.text for answer in answers)
 
 
-def _auth(gateway) -> httpx.BasicAuth | None:
-    return httpx.BasicAuth(gateway.auth.user, gateway.auth.password) if gateway.auth else None
+def _auth(gateway) -> httpx2.BasicAuth | None:
+    return httpx2.BasicAuth(gateway.auth.user, gateway.auth.password) if gateway.auth else None
 
 
 def _no_verify() -> ssl.SSLContext:

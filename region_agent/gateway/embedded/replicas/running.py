@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import httpx
+import httpx2
 
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LinePipe
@@ -79,7 +79,7 @@ class Running:
     directory: Path
     temporary: Path
     """Link to the folder ``tmp`` in it, with a path that is short enough for sockets."""
-    http: httpx.AsyncClient
+    http: httpx2.AsyncClient
     exited: asyncio.Future[str]
     limits: FunctionLimits
     pid: int | None = None
@@ -100,13 +100,13 @@ class Running:
         temporary.symlink_to(directory / "tmp")
         # Through the descriptor the socket's path is shorter than AF_UNIX's 108 bytes, wherever the state directory is.
         path = f"/proc/self/fd/{runtime_fd}/{name}/{SOCKET_NAME}"
-        transport = UnixTransport(path, httpx.Limits(max_connections=None))
+        transport = UnixTransport(path, httpx2.Limits(max_connections=None))
         return cls(
             name=name,
             spec=spec,
             directory=directory,
             temporary=temporary,
-            http=httpx.AsyncClient(transport=transport, base_url=f"http://{name}", timeout=None, trust_env=False),
+            http=httpx2.AsyncClient(transport=transport, base_url=f"http://{name}", timeout=None, trust_env=False),
             exited=asyncio.get_running_loop().create_future(),
             limits=FunctionLimits.of(spec, config),
         )
