@@ -20,7 +20,15 @@ __all__ = [
 ]
 
 PRIOR_RTT_MS = 150.0
+"""Round-trip time, in ms, of a link that nobody has stated or measured: about that of two continents.
+
+A choice: too long rather than too short, so that no plan relies on a fast link that may not exist.
+"""
 PRIOR_MBPS = 100.0
+"""Rate, in Mbit/s, of a link that nobody has stated or measured.
+
+A choice: what a cheap virtual machine gets over the Internet.
+"""
 PROTOCOL_OVERHEAD = 1.05
 """Bytes on the line over bytes of the message: framing, TLS, HTTP/2, acknowledgements."""
 FIRST_WINDOW_BYTES = 14_600

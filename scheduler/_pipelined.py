@@ -53,6 +53,7 @@ class Staged:
 
     @property
     def stages(self) -> int:
+        """Number of stages that the model is cut into."""
         return len(self.plan.stages)
 
     @property

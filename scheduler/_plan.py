@@ -21,6 +21,8 @@ from sync.policy import DEFAULT, policy_named
 DEFAULT_INTERVAL_STEPS = 20
 """Local steps between WAN exchanges where the job file says `auto` (the H = 20 of wan-sync measurements)."""
 DEFAULT_MEMORY_MB = 1024
+"""Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
+model fits, and a larger model needs a profile. A choice, not measured."""
 
 
 def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:

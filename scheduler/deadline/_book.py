@@ -36,6 +36,7 @@ class Wish:
     switch_s: float = 0.0
 
     def device_seconds(self, now: float) -> float:
+        """Devices times seconds from `now` until the deadline."""
         return self.first * (self.switch_s - now) + self.second * (self.deadline_s - self.switch_s)
 
 
@@ -77,11 +78,13 @@ class Holding:
         return self.switch_s if self.second > share else math.inf
 
     def device_seconds(self, now: float) -> float:
+        """Devices times seconds from `now` until the end."""
         if self.shares is not None and self.times is not None:
             return float(np.dot(np.diff(self.times), self.shares))
         return self.first * (self.switch_s - now) + self.second * (self.end_s - self.switch_s)
 
     def reservation(self, job: DeadlineJob, region: str, now: float) -> Reservation:
+        """The holding as a `Reservation`, with each change of the share as an instant."""
         total = self.device_seconds(now)
         if self.shares is not None and self.times is not None:
             keep = np.flatnonzero(np.diff(self.shares, prepend=-1))

@@ -36,9 +36,11 @@ class Buddy:
 
     @property
     def free(self) -> int:
+        """Number of devices that belong to no block."""
         return self.devices - sum(size for _, size in self.blocks.values())
 
     def release(self, job: str) -> None:
+        """Free the block of a job. Raises ``KeyError`` where it has none."""
         del self.blocks[job]
 
     def place(self, job: str, size: int) -> BuddyPlacement:

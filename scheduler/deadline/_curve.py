@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 _GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
 _FIT_ROUNDS = 4
+"""Rounds of the coordinate search; each halves the steps, so that the last tries values an eighth as far apart.
+
+A choice that balances accuracy and time.
+"""
 
 
 @dataclass(frozen=True)

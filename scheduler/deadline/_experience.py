@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from scheduler.deadline._curve import SpeedCurve, curve_from_table
 
 _QUANTILE = 0.95
+"""Quantile of the seen errors that a curve is trusted to keep within: one level in twenty may be slower than the
+caution covers. A choice between promises that break and jobs that are declined."""
 _ENOUGH = 10
 """So many jobs must have asked before their median says what is usual."""
 _MEMORY_S = 1800.0

@@ -80,6 +80,7 @@ class Gang:
 
     @property
     def best_effort(self) -> bool:
+        """Whether the job has no deadline."""
         return math.isinf(self.deadline_s)
 
     def waiting(self, now: float) -> Gang:
@@ -135,10 +136,12 @@ class Held:
 
     @property
     def now(self) -> int:
+        """Index of the pace held in the first interval; -1: the gang stands still."""
         return self.paces[0] if self.paces else -1
 
     @property
     def end_s(self) -> float:
+        """Instant at which the last interval ends."""
         return self.times[-1]
 
 

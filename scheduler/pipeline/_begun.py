@@ -41,6 +41,7 @@ FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ALONE = range(7)
 and backward passes back to the first one; ALONE is what these stages would take as a pipeline, at least. It ties fill
 and beat together: of the cuts with the least fill, and with the least beat, neither has the least of both."""
 TABLES = 7
+"""Number of the tables of bounds above, `FILL` to `ALONE`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,8 @@ from scheduler.pipeline._tables import Floats, Ints
 __all__ = ["SINGLE", "Front", "Singles"]
 
 ROUNDING = 1 - 1e-12
+"""Factor on a sum in double precision below which another sum is surely smaller: relative rounding errors of some
+dozens of additions stay below 1e-12."""
 SINGLE = 1 - 3e-5
 """Bounds are kept in single precision: what sums of some dozens of numbers may be off by."""
 LEAST_RATE = 1e-30

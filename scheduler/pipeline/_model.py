@@ -11,6 +11,7 @@ from typing import Literal
 Order = Literal["gpipe", "1f1b"]
 ORDERS: tuple[Order, ...] = ("gpipe", "1f1b")
 MIB = 1 << 20
+"""Bytes of a mebibyte."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from scheduler.placement._choice import PlacementChoice, bill_of, copy_usd, roun
 from scheduler.placement._sites import SLACK, Floats, Need, Sites
 
 GAP = 1e-4
+"""Relative gap between the best solution and the bound at which the solver stops: 0.01 % of the cost is below the
+accuracy of the prices."""
 
 
 @dataclass(frozen=True, eq=False)

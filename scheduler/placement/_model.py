@@ -13,6 +13,7 @@ from scheduler._link import LinkTable
 from scheduler._model import Reason
 
 GB = 1e9
+"""Bytes of a gigabyte, the unit of egress prices."""
 
 
 class UnknownPriceError(ValueError):

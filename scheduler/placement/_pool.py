@@ -15,10 +15,20 @@ CLIMB = 600
 PATIENCE = 8
 """Steps without a better value until steps become shorter."""
 SHORTER = 1.6
+"""Divisor of the step length after `PATIENCE` steps without a better value.
+
+A choice: a larger one stops before the optimum, a smaller one spends steps.
+"""
 SHORTEST = 1e-4
+"""Step length, as a share of the full step, at which a climb ends: shorter steps no longer change the value
+noticeably."""
 AHEAD = 0.02
 """How far above the best value the one to be reached is taken to be."""
 MOMENTUM = 0.5
+"""Share of the last direction that is added to the subgradient, which damps the zigzag of subgradient steps.
+
+A choice.
+"""
 
 
 class Pool:

@@ -30,6 +30,7 @@ class LossCurve:
     floor: float
 
     def at(self, t: float) -> float:
+        """Loss at `t`, finite for every t."""
         value = sum(c * t**p for c, p in zip(self.coefficients, self.exponents, strict=True))
         return float(self.floor + 1 / max(value, 1e-12))
 

@@ -65,6 +65,7 @@ class Terms:
 
     @property
     def most(self) -> int:
+        """Largest number of workers that the job may have."""
         return len(self.expected_seconds)
 
     def rate(self, workers: int) -> float:

@@ -27,6 +27,8 @@ _EXPONENTS = (0.5, 0.75, 1.0, 1.5, 2.0)
 _NOISES = np.geomspace(1 / 16, 8.0, 15)
 """In batches of all workers."""
 _MOST_POINTS = 48
+"""Points of the loss curve that are fitted at most; longer histories are averaged in groups, so that a fit's time
+stays bounded."""
 _PRIOR_LOG = 1.5
 """Standard deviation of the noise's logarithm around one batch of all workers, before a change has told anything."""
 _DRIFT_LOG = 0.7
@@ -61,6 +63,7 @@ class Outlook:
         return np.asarray(self.left * (1 + self.noises / workers))
 
     def mean(self, values: Floats) -> float:
+        """Mean of `values`, of shape (E,), over the explanations by their weights."""
         return float(self.weights @ values)
 
     def likely(self, holds: npt.NDArray[np.bool_]) -> float:

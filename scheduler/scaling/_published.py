@@ -22,6 +22,7 @@ _SLOW_FORM = [(p, 0.0) for p in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)]
 _LATER_FORM = [(2.0, 1.0, 0.0)]
 """Since the last removal: g(t) = 1 / (c0 t² + c1 t + c2) + c3."""
 _LEAST_POINTS = 5
+"""Steps that a fit needs: one more than the four coefficients of the reference curve."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class ElasticFlow:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Admit arrivals whose deadlines fit together with all promises, one at a time or as one burst, and share the
+        devices."""
         new = {job.name for job in arrived}
         taken = sorted((job for job in active if job.name not in new), key=lambda job: self.order.get(job.name, 0))
         declined: list[str] = []

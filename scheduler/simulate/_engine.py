@@ -43,6 +43,7 @@ class RunningJob:
 
     @property
     def name(self) -> str:
+        """Name of the job in its trace."""
         return self.spec.name
 
     def rate(self) -> float:

@@ -23,6 +23,8 @@ class TimeSlices:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Give jobs what they asked for, those in their turn first, then those that have run least."""
+
         def place(job: RunningJob) -> tuple[bool, float, float]:
             in_turn = bool(job.share) and self.turn_ends_s.get(job.name, 0.0) > now
             return (not in_turn, job.run_s, job.spec.submit_s)
@@ -46,6 +48,7 @@ class FinishTimeFairness:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Give jobs what they asked for, those with a lease first, then those with the largest ρ."""
         part = devices / max(1, len(active))
 
         def rho(job: RunningJob) -> float:
@@ -75,6 +78,7 @@ class Speedups:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Add devices greedily where the power mean of the speed-ups gains most for each device."""
         shares = {job.name: 0 for job in active}
         free = devices
         heap: list[tuple[float, float, str, int, RunningJob]] = []

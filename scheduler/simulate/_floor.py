@@ -89,6 +89,7 @@ class Floor:
         return hit
 
     def mend(self, node: int) -> None:
+        """Return a repaired node's devices to those that can be assigned."""
         self.broken.discard(node)
         self.buddy.release(f"{_BROKEN}{node}")
         self.buddy.fixed.discard(f"{_BROKEN}{node}")

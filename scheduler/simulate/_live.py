@@ -30,6 +30,7 @@ class Live:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Offer a deadline to each arrival, then allot the devices to all gangs."""
         capacities = {_REGION: DeviceCapacity(devices)}
         self._most = max(self._most, devices)
         blocks = {job.name: job.blocks for job in active if job.blocks}

@@ -23,7 +23,7 @@ _REGION = "here"
 
 
 class Deadlines:
-    """DeadlineJob-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
+    """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
 
     With a ``slot_s`` arrivals within so much time are one burst. `keep` best effort: jobs whose deadline is refused run
     on what is left instead of being sent away.
@@ -52,6 +52,7 @@ class Deadlines:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Promise the deadlines that can be proven, and give spare devices by marginal return."""
         self._learn(active)
         self.most = max(self.most, devices)
         new = {job.name for job in arrived}

@@ -55,6 +55,7 @@ class SimulationRun:
 
     @property
     def met(self) -> int:
+        """Number of jobs that ended by their first deadline."""
         return sum(outcome.met for outcome in self.outcomes)
 
     @property
@@ -64,8 +65,10 @@ class SimulationRun:
 
     @property
     def promised(self) -> int:
+        """Number of jobs that had a promise."""
         return sum(math.isfinite(outcome.promised_s) for outcome in self.outcomes)
 
     @property
     def broken(self) -> int:
+        """Number of jobs whose promise was not kept."""
         return sum(outcome.broken for outcome in self.outcomes)

@@ -23,6 +23,7 @@ class EarliestDeadline:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Serve all jobs in the order of their deadlines; none is declined."""
         return PolicyDecision(_by_deadline(active, devices, self.pareto))
 
 
@@ -47,6 +48,7 @@ class EarliestDeadlineWithAdmission:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Decline arrivals that would end late or make another job late, and serve the rest by deadline."""
         new = {job.name for job in arrived}
         taken = [job for job in active if job.name not in new]
         declined, promised = [], {}
@@ -100,6 +102,8 @@ class Tiresias:
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
     ) -> PolicyDecision:
+        """Give jobs what they asked for, by queue of attained device time and then by arrival, as long as it is
+        free."""
         for job in arrived:
             self.order[job.name] = len(self.order)
         shares, free, wake_s = {}, devices, math.inf

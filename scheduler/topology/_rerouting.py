@@ -17,13 +17,19 @@ from scheduler.topology._evaluate import Topology, evaluate_topology, rechosen
 __all__ = ["Rerouting", "Sighting", "as_seen", "rerouted"]
 
 _SLOWER = 1.5
+"""Ratio of measured to expected time, for an update or a round trip, above which a link counts as slower.
+
+A choice: smaller differences are common jitter.
+"""
 _SLOWER_SECONDS = 0.1
-"""An update that takes so many times as long as it should, and so much more, shows a slower link. Less may be the
-receiver's disk."""
+"""Seconds that an update must take beyond `_SLOWER` times the expected time for its link to count as slower; less may
+be the receiver's disk."""
 _ROUND_GAIN = 0.05
 """Part of a round's time that other ways must save: those that only shorten what is hidden behind compute do not."""
 _LEAST_MBPS = 1e-3
+"""Lower bound, in Mbit/s, of the search for a slower link's rate: no link that still carries updates is slower."""
 _TOLD_LINKS = 3
+"""Links that the reason for a rerouting names at most, the worst first, so that the text stays one line."""
 
 
 @dataclass(frozen=True)
