@@ -37,6 +37,10 @@ _TABLE = _PREFIX.size + _CHECK.size
 _ALIGN = 64
 """Alignment of each tensor in bytes."""
 _MAX_DIMENSIONS = 8
+"""Dimensions that a tensor of a frame has at most, so that a corrupt table cannot ask for more; models use up to five.
+
+A limit of the format.
+"""
 _DTYPES: tuple[np.dtype[np.generic], ...] = tuple(
     np.dtype(name) for name in ("<f4", "<f8", "<f2", "<u2", "<i8", "<i4", "|i1", "|u1", "|b1")
 )

@@ -42,6 +42,7 @@ class Slot:
 
     @property
     def elements(self) -> int:
+        """Number of elements, the product of the shape."""
         return math.prod(self.shape)
 
     @property
@@ -98,6 +99,7 @@ class Layout:
         return "sha256:" + hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
+        """Return the layout as compact JSON."""
         raw = {
             "slots": [slot.facts() for slot in self.slots], "trainable": self.trainable, "aliases": self.aliases
         }  # fmt: skip

@@ -35,23 +35,34 @@ class Mixed(Codec):
         self.size_factor, self.bytes_per_second = bulk.size_factor, bulk.bytes_per_second
 
     def encode(self, vector: Vector) -> Tensors:
+        """Encode float32 of shape (n,): trained coordinates with `bulk`, the state as the tensor "state"."""
         state = self._state.encode(vector[self._trained :])["delta"]
         return {**self._bulk.encode(vector[: self._trained]), "state": state}
 
     def slabs_of(self, size: int) -> Iterator[Slab]:
+        """Return the slabs of the bulk codec, then one with the whole state."""
         yield from slabs_of(self._bulk, min(self._trained, size))
         yield slice(min(self._trained, size), size), self._state
 
     def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        """Join the bulk's slabs, and add the last one's values as "state"."""
         *bulk, state = parts
         return {**join_slabs(self._bulk, bulk), "state": state["delta"]}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        """Decode to a new vector, float32 of shape (size,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
+        """
         out = np.empty(size, np.float32)
         self.decode_into(tensors, out)
         return out
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """Write the decoded coordinates to `out`, shape (n,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
+        """
         require("state" in tensors and out.size >= self._trained, "the state is missing")
         rest = {name: array for name, array in tensors.items() if name != "state"}
         self._bulk.decode_into(rest, out[: self._trained])

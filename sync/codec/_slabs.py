@@ -51,12 +51,18 @@ class Slabwise(Codec, Protocol):
     in_place: bool = True
 
     def slabs_of(self, size: int) -> Iterator[Slab]:
+        """Return slices of `slab` coordinates of a vector of `size`, each with this codec."""
         return equal_slabs(self, size, self.slab)
 
     def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        """Concatenate the tensors of all slabs, in order."""
         return concatenated(parts)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        """Decode to a new vector, float32 of shape (size,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
+        """
         out = np.empty(size, np.float32)
         self.decode_into(tensors, out)
         return out

@@ -22,6 +22,7 @@ class BFloat16(Slabwise):
     size_factor, bytes_per_second = 0.5, 200e6
 
     def encode(self, vector: Vector) -> Tensors:
+        """Encode float32 of shape (n,) as the upper 16 bits of each value."""
         bits = vector.view(np.uint32)
         rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
         # Values that would round up to infinity become the largest finite value of their sign.
@@ -31,6 +32,10 @@ class BFloat16(Slabwise):
         return {"bf16": (rounded >> np.uint32(16)).astype(np.uint16)}
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """Write the decoded coordinates to `out`, shape (n,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for another type or shape.
+        """
         halves = tensors.get("bf16")
         require(
             halves is not None and halves.dtype == np.uint16 and halves.shape == out.shape, "not a vector of bfloat16"

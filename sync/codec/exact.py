@@ -36,9 +36,14 @@ class Exact(Slabwise):
     size_factor, bytes_per_second, offered = 1.01, 200e6, False
 
     def encode(self, vector: Vector) -> Tensors:
+        """Encode float32 of shape (n,), each block in its smallest width."""
         return self.join_slabs([_encoded(vector[part]) for part, _ in self.slabs_of(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """Write the decoded coordinates to `out`, shape (n,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
+        """
         count = -(-out.size // _BLOCK)
         widths, exponents = tensors.get("widths"), tensors.get("exponents")
         require(

@@ -22,15 +22,22 @@ class Float32(Codec):
     size_factor, bytes_per_second, automatic = 1.0, math.inf, Automatic.ALWAYS
 
     def encode(self, vector: Vector) -> Tensors:
+        """Return the vector itself, not a copy."""
         return {"delta": vector}
 
     def slabs_of(self, size: int) -> Iterator[Slab]:
+        """Return slices of `SLAB` coordinates, each with this codec."""
         return equal_slabs(self, size, SLAB)
 
     def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        """Concatenate the tensors of all slabs, in order."""
         return concatenated(parts)
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        """Return the received vector, shape (size,), not a copy.
+
+        Raises ``GeofedError("FRAME_INVALID")`` for another type or shape.
+        """
         delta = tensors.get("delta")
         require(delta is not None and delta.dtype == np.float32 and delta.shape == (size,), "not a vector of float32")
         return np.asarray(delta, np.float32)

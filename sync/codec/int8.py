@@ -30,9 +30,11 @@ class Int8Blocks(Slabwise):
     """Largest exponent of a scale: 127 times the scale is still finite."""
 
     def encode(self, vector: Vector) -> Tensors:
+        """Encode float32 of shape (n,) as int8 values and one exponent per block."""
         return self._scaled(vector)[0]
 
     def encode_into(self, vector: Vector, out: Vector) -> Tensors:
+        """Encode `vector`, and write what the receiver will decode to `out`; both have shape (n,)."""
         tensors, scale = self._scaled(vector)
         self._put(np.asarray(tensors["int8"]), scale, out)
         return tensors
@@ -63,6 +65,10 @@ class Int8Blocks(Slabwise):
         out[whole:] *= scale[len(blocks) :]
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """Write the decoded coordinates to `out`, shape (n,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
+        """
         values, exponents = tensors.get("int8"), tensors.get("exponents")
         require(values is not None and values.dtype == np.int8 and values.shape == out.shape, "not a vector of int8")
         rows = -(-out.size // self._BLOCK)

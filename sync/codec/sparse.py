@@ -18,10 +18,12 @@ class Sparse(Codec):
     size_factor, bytes_per_second, offered = 2.0, 200e6, False
 
     def encode(self, vector: Vector) -> Tensors:
+        """Encode float32 of shape (n,) as indices in ascending order and values."""
         (indices,) = np.nonzero(vector)
         return {"at": indices.astype(np.uint32).view(np.uint16), "values": vector[indices]}
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
+        """Decode to float32 of shape (size,). Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors."""
         at, values = tensors.get("at"), tensors.get("values")
         require(
             at is not None and at.dtype == np.uint16 and at.ndim == 1 and at.size % 2 == 0,

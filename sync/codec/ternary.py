@@ -44,12 +44,18 @@ class Ternary(Slabwise):
     """A whole number of blocks and of bytes."""
 
     def encode(self, vector: Vector) -> Tensors:
+        """Encode float32 of shape (n,) as packed trits and one exponent per block."""
         return self.join_slabs([_encoded(vector[part]) for part, _ in self.slabs_of(vector.size)])
 
     def encode_into(self, vector: Vector, out: Vector) -> Tensors:
+        """Encode `vector`, and write what the receiver will decode to `out`; both have shape (n,)."""
         return self.join_slabs([_encoded(vector[part], out[part]) for part, _ in self.slabs_of(vector.size)])
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """Write the decoded coordinates to `out`, shape (n,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
+        """
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
         fives, rows = -(-out.size // 5), -(-out.size // _BLOCK)
         require(trits is not None and trits.dtype == np.uint8 and trits.shape == (fives,), "not a vector of trits")

@@ -42,17 +42,25 @@ class ChunkedTopK(Slabwise):
     last = "int8"
 
     def encode(self, vector: Vector) -> Tensors:
+        """Encode float32 of shape (n,) slab by slab."""
         return self.join_slabs([slab.encode(vector[part]) for part, slab in self.slabs_of(vector.size)])
 
     def slabs_of(self, size: int) -> Iterator[Slab]:
+        """Return the slices of a vector of `size` coordinates, with a codec for each that leaves indices and levels
+        unpacked."""
         return _UNPACKED.slabs_of(size)
 
     def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+        """Concatenate the tensors of all slabs, in order, and pack indices in 12 bits and levels in 2."""
         loose = concatenated(parts)
         indices, levels = np.asarray(loose["places"], np.uint16), np.asarray(loose["levels"], np.uint8)
         return {**loose, "places": _pack12(indices), "levels": _pack2(levels)}
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
+        """Write the decoded coordinates to `out`, shape (n,).
+
+        Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
+        """
         counts = tensors.get("counts")
         require(counts is not None and counts.dtype == np.uint8, "the counts are missing or invalid")
         total = int(np.asarray(counts).sum(dtype=np.int64))

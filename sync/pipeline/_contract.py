@@ -29,9 +29,11 @@ class Coding(Protocol):
     is_first: bool
     is_last: bool
 
-    def encoded(self, value: Carried | None, facts: dict[str, float] | None = None) -> list[memoryview]: ...
+    def encoded(self, value: Carried | None, facts: dict[str, float] | None = None) -> list[memoryview]:
+        """Encode an activation or a gradient, with optional facts, as buffers to send."""
 
-    def decoded(self, value: memoryview) -> tuple[Carried | None, dict[str, float]]: ...
+    def decoded(self, value: memoryview) -> tuple[Carried | None, dict[str, float]]:
+        """Decode a received buffer to a value on this worker's device, and its facts."""
 
 
 class Taken(BaseException):
@@ -73,5 +75,6 @@ class Answering(nn.Module):
         self.calls = 0
 
     def forward(self, *_: Any) -> Any:
+        """Return the last stage's output, and count the call; the arguments are ignored."""
         self.calls += 1
         return self._answer()

@@ -128,13 +128,16 @@ class GroupMerge:
         self.exposed_seconds += time.monotonic() - begun
 
     def state(self) -> State:
+        """Return the state of the merge between steps, for a checkpoint; empty where nothing is merged."""
         return State() if self._collective is None else self._collective.state()
 
     def restore(self, state: State) -> None:
+        """Continue from the state of a checkpoint."""
         if self._collective is not None:
             self._collective.restore(state)
 
     def close(self) -> None:
+        """Close the collective; no further step can be merged."""
         if self._collective is not None:
             self._collective.close()
 

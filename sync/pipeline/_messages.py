@@ -25,6 +25,10 @@ message."""
 _MAX_SECONDS = 5.0
 """No further message is sent after this time, because a distant store may answer slowly."""
 _TIMEOUT_SECONDS = 30.0
+"""Seconds that the measurement waits for one message.
+
+A choice: far longer than any usable store takes, so that only a broken channel exceeds it.
+"""
 
 
 @dataclass(frozen=True)

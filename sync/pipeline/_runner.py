@@ -178,9 +178,11 @@ class StageRunner:
         self._lanes.close()
 
     def encoded(self, value: Carried | None, facts: dict[str, float] | None = None) -> list[memoryview]:
+        """Encode an activation or a gradient, with optional facts, as buffers to send."""
         return encoded(value, self._codec, facts)
 
     def decoded(self, value: memoryview) -> tuple[Carried | None, dict[str, float]]:
+        """Decode a received buffer to tensors on this stage's device, and its facts."""
         return decoded(value, self._device)
 
     @contextmanager

@@ -52,10 +52,12 @@ class Pipeline:
 
     @property
     def workers(self) -> int:
+        """Number of workers of the pipeline, over all stages and replicas."""
         return len(self.stages) * self.degree
 
     @property
     def layers(self) -> int:
+        """Number of layers of the model."""
         return self.stages[-1][1] + 1
 
     def position(self, worker: int) -> StagePosition:
@@ -70,4 +72,5 @@ class Pipeline:
         return (self.micro_batch,) * whole + ((rest,) if rest else ())
 
     def rematerialises(self, stage: int) -> bool:
+        """Whether a stage computes its activations again before each backward pass."""
         return bool(self.rematerialise) and self.rematerialise[stage]

@@ -36,6 +36,7 @@ class Damped:
         memory: Mapping[str, Vector],
         total: float | None = None,
     ) -> Outer:
+        """Divide the deltas of stale updates, and merge all by the policy."""
         damped = [replace(c, delta=c.delta / np.float32(c.staleness)) if c.staleness > 1 else c for c in contributions]
         return self._policy.merge(base, damped, memory, total)
 
@@ -61,6 +62,10 @@ class DelayCompensated:
         memory: Mapping[str, Vector],
         total: float | None = None,
     ) -> Outer:
+        """Compensate the deltas for the drift since their base, and merge all by the policy.
+
+        The memory also holds the running mean square of the deltas.
+        """
         square = memory.get(self._SQUARE)
         compensated = []
         for c in contributions:

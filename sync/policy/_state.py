@@ -32,6 +32,7 @@ class StateAveraged:
         memory: Mapping[str, Vector],
         total: float | None = None,
     ) -> Outer:
+        """Merge the trained coordinates by the policy and average the others; only the policy has memory."""
         cut = self._trainable
         head = self._policy.merge(base[:cut], _part(contributions, slice(cut)), memory, total)
         tail = self._mean.merge(base[cut:], _part(contributions, slice(cut, None)), {}, total)

@@ -29,6 +29,7 @@ class GradientSum:
         memory: Mapping[str, Vector],
         total: float | None = None,
     ) -> Outer:
+        """Add all deltas to `base`, in the order of the regions' names; keeps no memory."""
         ordered = sorted(contributions, key=lambda contribution: contribution.region)
         return Outer(base + weighted_sum([c.delta for c in ordered], [1.0] * len(ordered)))
 

@@ -41,6 +41,7 @@ class DiLoCo:
         memory: Mapping[str, Vector],
         total: float | None = None,
     ) -> Outer:
+        """Make one step of the outer optimiser; the memory holds "velocity", shape (n,)."""
         delta = mean_delta(contributions, total)
         velocity = delta if "velocity" not in memory else self._momentum * memory["velocity"] + delta
         step = self._lr * (delta + self._momentum * velocity)

@@ -38,6 +38,7 @@ class ModelAverage:
         memory: Mapping[str, Vector],
         total: float | None = None,
     ) -> Outer:
+        """Add the weighted mean of the deltas to `base`; keeps no memory."""
         return Outer(base + mean_delta(contributions, total))
 
 

@@ -148,6 +148,10 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
     @answering
     async def Offer(self, request: sync_pb2.UpdateManifest, context: _Context) -> sync_pb2.OfferReply:
+        """RPC: say whether an offered update is wanted, and from which byte.
+
+        A local copy is used where the region already has one.
+        """
         caller = peer_common_name(context) or ""
         manifest = self.check(request, caller)
         await self.take_local_copy(request.job, manifest, caller)
@@ -155,6 +159,11 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
     @answering
     async def Send(self, request: AsyncIterator[sync_pb2.UpdateChunk], context: _Context) -> sync_pb2.OfferReply:
+        """RPC: receive an update's chunks until it is complete or no longer wanted.
+
+        Raises `GeofedError`: ``FENCED`` where a newer stream sends the same update, and what `check` raises for
+        its manifest.
+        """
         caller = peer_common_name(context) or ""
         arrival: Arrival | None = None
         stream, manifest, job = 0, None, ""

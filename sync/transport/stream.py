@@ -126,6 +126,7 @@ class Stream:
                 raise GeofedError("FRAME_INVALID", f"unexpected frame from a receiver: {head.kind.name}")
 
     def close(self) -> None:
+        """Close the connection; errors of the socket are ignored."""
         with contextlib.suppress(OSError):
             self.connection.close()
 
