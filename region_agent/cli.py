@@ -35,6 +35,7 @@ _debug = False
 
 @app.callback()
 def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+    """Options of all commands of the region agent."""
     global _debug
     _debug = debug
 

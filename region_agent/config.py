@@ -280,6 +280,7 @@ class RegionConfig(_Section):
 
     @property
     def name(self) -> str:
+        """Name of the region."""
         return self.metadata.name
 
     @property

@@ -369,6 +369,10 @@ class Agent:
     # Commands of the control plane
 
     def start(self, seq: int, command: agent_pb2.StartPartition) -> None:
+        """Store and start a partition; one that is running gets the command again.
+
+        A command that the region's policy forbids is refused.
+        """
         try:
             check_partition(self._config, command)
         except GeofedError as error:
@@ -403,11 +407,13 @@ class Agent:
         self._hub.report(report, durable=True)
 
     def peers(self, seq: int, command: agent_pb2.Peers) -> None:
+        """Store the addresses of the other regions, and pass them to the running partition."""
         self._store.took_peers(seq, command.job, command.SerializeToString())
         if command.job in self._partitions:
             self._partitions[command.job].peers(command)
 
     def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None:
+        """Store and apply a partition's new number of workers, which the region's policy may limit."""
         kind = command.preemptible
         workers = min(command.workers, most_workers(self._config, preemptible=kind))
         # If the region allows fewer workers, each worker's batch stays the same.
@@ -418,11 +424,16 @@ class Agent:
             self._partitions[command.job].scale(Scaled(workers, command.reason, batch, rate, kind, order))
 
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
+        """Store that the job's model is wanted, and have the running partition publish it."""
         self._store.took_publish(seq, command.job)
         if command.job in self._partitions:
             self._partitions[command.job].feed(PublishAsked())
 
     def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None:
+        """Store and start the transfer of a shard to another region; one that is running for the job is replaced.
+
+        A command that the region's policy forbids is refused.
+        """
         try:
             check_sending(self._config, command, None)
             if command.job in self._partitions:
@@ -476,14 +487,20 @@ class Agent:
             self._start_partition(start)
 
     def profile(self, command: agent_pb2.ProfileTask) -> None:
+        """Measure a task at length; ignored until the agent has its profiler."""
         if self._profiler is not None:
             self._profiler.profile(command)
 
     def probe(self, command: agent_pb2.ProfileTask) -> None:
+        """Run a few steps of a task; ignored until the agent has its profiler."""
         if self._profiler is not None:
             self._profiler.probe(command)
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
+        """Store and carry out the end of the job's partition or of its shard's transfer.
+
+        A job that is not known here is reported as stopped.
+        """
         sending = self._sendings.pop(command.job, None)
         if sending is not None:
             sending.stopped()

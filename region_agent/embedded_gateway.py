@@ -96,6 +96,7 @@ class EmbeddedGatewayProcess:
             await self._process.wait()
 
     async def stop(self) -> None:
+        """Terminate the process, kill it if it is still running after 5 s, and remove the folder of its socket."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()

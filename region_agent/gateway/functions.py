@@ -162,6 +162,7 @@ class FunctionStatus:
 
     @property
     def name(self) -> str:
+        """Name of the function."""
         return self.spec.service
 
     def as_json(self) -> dict[str, Any]:

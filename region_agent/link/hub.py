@@ -54,12 +54,24 @@ _JOB_COMMANDS = (
 class Commands(Protocol):
     """Carries out the control plane's commands. An implementation stores each command before it returns."""
 
-    def start(self, seq: int, command: agent_pb2.StartPartition) -> None: ...
-    def peers(self, seq: int, command: agent_pb2.Peers) -> None: ...
-    def stop(self, seq: int, command: agent_pb2.StopPartition) -> None: ...
-    def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None: ...
-    def publish(self, seq: int, command: agent_pb2.PublishModel) -> None: ...
-    def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None: ...
+    def start(self, seq: int, command: agent_pb2.StartPartition) -> None:
+        """Start a partition."""
+
+    def peers(self, seq: int, command: agent_pb2.Peers) -> None:
+        """Pass the addresses of the other regions to a partition."""
+
+    def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
+        """End a partition or the transfer of a shard."""
+
+    def scale(self, seq: int, command: agent_pb2.ScalePartition) -> None:
+        """Change a partition's number of workers."""
+
+    def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
+        """Publish a partition's model."""
+
+    def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None:
+        """Send a shard to another region."""
+
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         """Start a profile. The command is not stored, since the control plane repeats it."""
 

@@ -116,6 +116,7 @@ class Identity:
 
     @property
     def certificate(self) -> x509.Certificate:
+        """The agent's certificate, read from its file."""
         return x509.load_pem_x509_certificate(self.certificate_file.read_bytes())
 
     def check(self) -> None:

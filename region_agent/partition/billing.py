@@ -10,6 +10,7 @@ from region_agent.config import ChannelPricesConfig, PricesConfig
 __all__ = ["Item", "bill", "egress", "invocation_amounts"]
 
 _MS_PER_S = 1000
+"""Milliseconds of a second; function time is billed in started milliseconds."""
 
 
 @dataclass(frozen=True)

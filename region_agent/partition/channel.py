@@ -41,6 +41,7 @@ class RegionChannel:
 
     @property
     def kind(self) -> str:
+        """Kind of the channel: "file", "redis" or "s3"."""
         return self._config.kind
 
     def require(self, wanted: str) -> None:
@@ -87,6 +88,7 @@ class RegionChannel:
         return {}
 
     def open(self, job: str) -> Channel:
+        """Open a job's channel; the caller closes it."""
         return open_channel(self.kind, self.address(job))
 
     def _user(self, job: str) -> str:

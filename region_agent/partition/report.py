@@ -48,9 +48,11 @@ class PartitionMeter:
         return self._store.meter_id
 
     def server_started(self, now: float) -> None:
+        """Begin to count a server's time at `now`, and its counters from zero."""
         self._counted, self._server_since = {}, now
 
     def server_ended(self, now: float) -> None:
+        """Add the server's time until `now`, and stop counting it."""
         self.add_server_time(now)
         self._server_since = None
 
@@ -76,6 +78,7 @@ class PartitionMeter:
         self._store.invocation_ended(number, self._job, _amounts(begun, now, memory_mb, preemptible))
 
     def add_outcome(self, outcome: Outcome) -> None:
+        """Add what an invocation has computed and sent over the channel."""
         self._store.add_to_meters(
             self._job,
             {

@@ -106,6 +106,7 @@ class PsProcess:
 
     @property
     def pid(self) -> int | None:
+        """Process ID of the server; None before it was started."""
         return self._process.pid if self._process else None
 
     async def configure(self, wanted: ConfigurePs) -> sync_pb2.PsStatus:
@@ -156,6 +157,7 @@ class PsProcess:
         await self.kill()
 
     async def kill(self) -> None:
+        """Kill the process, and wait for it and for the rest of its output."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

@@ -98,9 +98,11 @@ class ShardList(BaseModel):
 
     @property
     def total_bytes(self) -> int:
+        """Sum of the files' sizes."""
         return sum(file.size for file in self.files)
 
     def to_bytes(self) -> bytes:
+        """Return the list as JSON."""
         return self.model_dump_json().encode()
 
     @property

@@ -129,6 +129,7 @@ class ShardStore:
 
     @property
     def complete(self) -> bool:
+        """Whether the list and all of its files are stored."""
         return self.list is not None and self.through == LIST_SEQUENCE + len(self.list.files)
 
     def link_splits(self) -> dict[str, tuple[ShardFile, ...]]:
@@ -163,6 +164,10 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         """Set when a file was stored."""
 
     def admit(self, caller: str | None, job: str | None = None) -> str:
+        """Return the name of the caller if its shard is expected here, for this job.
+
+        Raises ``GeofedError("FORBIDDEN")``.
+        """
         if caller is None or caller not in self.stores:
             raise GeofedError("FORBIDDEN", f"{self._region} expects no shard of {caller}")
         if job is not None and job != self._job:
@@ -181,12 +186,15 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         return manifest_of(proto)
 
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
+        """Whether the shard's store wants a file."""
         return self.stores[manifest.region].verdict(manifest)
 
     def path_for(self, manifest: Manifest) -> Path:
+        """Path of a file in the shard's store."""
         return self.stores[manifest.region].place_of(manifest)
 
     def stored(self, manifest: Manifest) -> None:
+        """Tell the store that a file is durable, and wake those who wait for a change."""
         self.stores[manifest.region].stored(manifest)
         self.changed.set()
 

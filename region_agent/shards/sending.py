@@ -79,6 +79,7 @@ class Sending:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
+        """Report the state, and start the transfer in the background unless it is complete."""
         self._enter(self.state)
         if self.state == "sent":
             return

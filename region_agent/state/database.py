@@ -34,6 +34,7 @@ class AgentDatabase:
         self._db.execute("pragma synchronous = full")
 
     def close(self) -> None:
+        """Close the database; deferred writes are lost."""
         self._db.close()
 
     @contextmanager

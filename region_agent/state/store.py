@@ -74,6 +74,7 @@ class AgentStore(AgentDatabase):
     # Commands of the control plane: the cursor moves in the same transaction as what the command changes
 
     def took_start(self, seq: int, job: str, start: bytes, token_key: str) -> None:
+        """Store a partition's start command, with the key that signs its workers' tokens, and the command's number."""
         with self._writing() as db:
             db.execute(
                 "insert into partitions (job, start, attempt, publish, worker_port, exchange_port, token_key, stopped)"
@@ -84,6 +85,7 @@ class AgentStore(AgentDatabase):
             _move_cursor(db, seq)
 
     def took_peers(self, seq: int, job: str, peers: bytes) -> None:
+        """Store the addresses of a partition's peers, and the command's number."""
         with self._writing() as db:
             db.execute("update partitions set peers = ? where job = ?", (peers, job))
             _move_cursor(db, seq)
@@ -108,11 +110,13 @@ class AgentStore(AgentDatabase):
             _move_cursor(db, seq)
 
     def took_publish(self, seq: int, job: str) -> None:
+        """Store that a partition is to publish its model, and the command's number."""
         with self._writing() as db:
             db.execute("update partitions set publish = 1 where job = ?", (job,))
             _move_cursor(db, seq)
 
     def took_stop(self, seq: int, job: str, *, discard: bool) -> None:
+        """Store that a partition is to end, and discard its model or not, and the command's number."""
         with self._writing() as db:
             db.execute("update partitions set stopped = ? where job = ?", (_DISCARD if discard else _KEEP, job))
             _move_cursor(db, seq)
@@ -145,11 +149,13 @@ class AgentStore(AgentDatabase):
             _move_cursor(db, seq)
 
     def command_cursor(self) -> int:
+        """Return the number of the last command that was stored."""
         return self.fact("command_cursor")
 
     # Partitions
 
     def partition(self, job: str) -> PartitionRow | None:
+        """Return a job's partition; None if there is none."""
         rows = self._partition_rows("where job = ?", job)
         return rows[0] if rows else None
 
@@ -193,6 +199,7 @@ class AgentStore(AgentDatabase):
             db.execute("update partitions set stretches = ? where job = ?", (stretches, job))
 
     def keep_ports(self, job: str, worker_port: int, exchange_port: int, bulk_port: int) -> None:
+        """Store the ports of a partition's server, so that its next run listens on the same ones."""
         with self._writing() as db:
             db.execute(
                 "update partitions set worker_port = ?, exchange_port = ?, bulk_port = ? where job = ?",
@@ -288,14 +295,17 @@ class AgentStore(AgentDatabase):
         return int(str(self._rows("select count(*) from reports")[0][0]))
 
     def forget_reports(self, up_to: int) -> None:
+        """Delete all reports up to an acknowledged number."""
         self._write_or_defer(lambda db: db.execute("delete from reports where seq <= ?", (up_to,)))
 
     # Meters
 
     def add_to_meters(self, job: str, amounts: dict[str, float]) -> None:
+        """Add amounts to a job's meters by name, now or once the disk has space again."""
         self._write_or_defer(lambda db: _add(db, job, amounts))
 
     def meters(self, job: str) -> dict[str, float]:
+        """Return the sums of a job's meters by name."""
         rows = self._rows("select name, value from meters where job = ?", job)
         return {str(name): float(str(value)) for name, value in rows}
 
@@ -325,6 +335,7 @@ class AgentStore(AgentDatabase):
             db.execute("insert or replace into facts values ('alive', ?)", (json.dumps(now),))
 
     def last_alive(self) -> float:
+        """Instant at which the agent last recorded that it runs, as a Unix time; 0: never."""
         rows = self._rows("select value from facts where name = 'alive'")
         return float(str(rows[0][0])) if rows else 0.0
 

@@ -49,18 +49,22 @@ class PsClient:
         self._channel.close()
 
     def attach(self, request: worker_pb2.AttachRequest) -> worker_pb2.AttachReply:
+        """Announce this worker's invocation to the server."""
         reply: worker_pb2.AttachReply = self._call_until_answered(self._stub.Attach, request)
         return reply
 
     def reduce(self, request: worker_pb2.ReduceRequest) -> worker_pb2.ReduceReply:
+        """Merge a step's gradients at the server; returns once all workers' have arrived."""
         reply: worker_pb2.ReduceReply = self._call_until_answered(self._stub.Reduce, request)
         return reply
 
     def boundary(self, request: worker_pb2.BoundaryRequest) -> worker_pb2.BoundaryReply:
+        """Report the end of a round; returns once the server has the model of the next one."""
         reply: worker_pb2.BoundaryReply = self._call_until_answered(self._stub.Boundary, request)
         return reply
 
     def evaluated(self, request: worker_pb2.EvaluatedRequest) -> None:
+        """Report this worker's part of an evaluation."""
         self._call_until_answered(self._stub.Evaluated, request)
 
     def stepped(self, request: worker_pb2.SteppedRequest) -> None:

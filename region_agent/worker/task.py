@@ -77,6 +77,7 @@ class TaskModule:
             return Layers.declared(self._functions["layers"](dict(self.config)), seed)
 
     def dataset(self, path: str, split: str) -> Any:
+        """Call the task's `dataset`; returns what has a length and items. Raises ``GeofedError("TASK_INVALID")``."""
         with self.calling("dataset"):
             data = self._functions["dataset"](path, split, dict(self.config))
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
@@ -86,6 +87,7 @@ class TaskModule:
         return data
 
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
+        """Call the task's `loss`; returns a tensor of one element. Raises ``GeofedError("TASK_INVALID")``."""
         with self.calling("loss"):
             value = self._functions["loss"](module, batch)
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
@@ -94,6 +96,10 @@ class TaskModule:
         return value
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Create the task's optimiser; plain SGD with `task.config.lr` if the task defines none.
+
+        Raises ``GeofedError("TASK_INVALID")``.
+        """
         if "optimizer" not in self._functions:
             rate = self.config.get("lr", _DEFAULT_LEARNING_RATE)
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 0:

@@ -108,6 +108,7 @@ class Config:
 
     @property
     def limits(self) -> Edition:
+        """The limits of the configured profile."""
         return PROFILES[self.profile]
 
     @property

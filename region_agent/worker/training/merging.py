@@ -93,6 +93,7 @@ class SingleWorker:
         """Do nothing: no gradient is sent during the backward pass."""
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
+        """Make the optimiser's step with the worker's own gradients."""
         self._make_step()
 
     def _make_step(self) -> None:
@@ -103,6 +104,7 @@ class SingleWorker:
         """Do nothing: there is no other worker."""
 
     def state(self) -> State:
+        """Return the empty state."""
         return State()
 
     def restore(self, state: State) -> None:
@@ -125,6 +127,10 @@ class ServerReduce(SingleWorker):
         self._flat, self._channel, self._call = flat, channel, call
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
+        """Have the server merge the gradients, and make the optimiser's step with their mean.
+
+        Raises ``GeofedError("FENCED")`` if the merged gradients were deleted.
+        """
         key = f"g/{self._call.attempt}/{step}/{self._call.worker}"
         self._channel.put(key, framing.encode({"gradient": self._flat.gradient()}, {"samples": samples}))
         reply = server.reduce(worker_pb2.ReduceRequest(step=step, key=key, samples=samples, loss=loss))
@@ -181,10 +187,13 @@ class ChannelCollective(SingleWorker):
         self._gradients = GradientMerge(flat, collective, overlap=overlap)
 
     def arm(self, step: int, samples: int) -> None:
+        """Allow gradients to be sent during the next backward pass, and start the clock of the step."""
         self._timeout.begin_step()
         self._gradients.arm(step, samples)
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
+        """Merge the gradients, and make an optimiser's step for each merge that is complete; or share the local
+        step."""
         if self._before is not None:
             self._share(step, samples)
         else:
@@ -203,6 +212,7 @@ class ChannelCollective(SingleWorker):
             self._flat.add(merged.vector)
 
     def settle(self, step: int) -> None:
+        """Apply the merges that are still pending, and load the common model if the collective returns one."""
         settled = self._collective.settle(step, self._flat.vector())
         for merged in settled.merged:
             self._flat.load_gradient(merged.vector)
@@ -211,12 +221,15 @@ class ChannelCollective(SingleWorker):
             self._flat.load(settled.model)
 
     def state(self) -> State:
+        """Return the collective's state, for the next invocation."""
         return self._collective.state()
 
     def restore(self, state: State) -> None:
+        """Restore the collective's state, before the first step."""
         self._collective.restore(state)
 
     def close(self) -> None:
+        """Close the collective and end its threads."""
         self._collective.close()
 
 
@@ -232,6 +245,7 @@ class Fenced:
         """Time of the next check for the fence; 0: the last `get` has found a value."""
 
     def get(self, key: str) -> memoryview | None:
+        """Return the value of a key; None: not there yet. Raises ``GeofedError("FENCED")`` once the attempt is over."""
         value = self._channel.get(key)
         now = time.monotonic()
         if value is not None or not self._check_at:
@@ -243,6 +257,7 @@ class Fenced:
         return value
 
     def wait(self, keys: Collection[str], timeout_seconds: float) -> Iterator[tuple[str, memoryview]]:
+        """Yield keys with their values as they arrive. Raises ``GeofedError("FENCED")`` once the attempt is over."""
         left = set(keys)
         for key, value in self._channel.wait((*keys, self._fence) if left else (), timeout_seconds):
             if key == self._fence:

@@ -30,6 +30,7 @@ class RoundSums:
 
     @property
     def loss(self) -> float:
+        """Mean loss per sample of the round; 0 without samples."""
         return self.loss_sum / self.samples if self.samples else 0.0
 
     def facts(self, prefix: str = "") -> dict[str, float]:

@@ -143,9 +143,14 @@ class ModelStage:
     # Steps
 
     def share(self, step: int) -> int:
+        """Return the samples of this replica in a step, the same in all steps."""
         return self._samples
 
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
+        """Run this stage's part of a step, or replay an earlier attempt's, and make the optimiser's step.
+
+        Returns the loss, 0 except in the last stage, and seconds of compute.
+        """
         taken, logged = self._runner.taken_bytes, self._checkpoints.replayed(step)
         if logged is not None:
             done = self._runner.replay(logged, step, self._draw_logged(logged, step))
@@ -200,9 +205,14 @@ class ModelStage:
 
     @property
     def evaluation_may_fail(self) -> bool:
+        """Whether this is the last stage, for whose evaluation no other stage waits."""
         return self._runner.is_last
 
     def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
+        """Run this stage's part of an evaluation; returns samples, 0 except in the last stage, and metrics.
+
+        A result for `sequence` is returned again.
+        """
         if "test" not in self._call.splits:
             return 0, {}
         if self._evaluated[0] != sequence:
@@ -238,6 +248,7 @@ class ModelStage:
         return model_key
 
     def delete_initial(self, key: str) -> None:
+        """Delete this stage's part of the initial model; the first worker also deletes the index and the marks."""
         model_key = f"init/{self._call.attempt}/model"
         if self.leads:
             self._channel.delete(chunked.part_key(model_key, self.group))
@@ -248,37 +259,50 @@ class ModelStage:
             self._channel.delete_many([model_key, *marks])
 
     def put(self, key: str, vector: Vector) -> None:
+        """Store this stage's part of the model, by one replica; the first worker stores the index of all parts."""
         if self.leads:
             self._channel.put(chunked.part_key(key, self.group), framing.encode({"model": vector}))
         if self._call.worker == 0:
             chunked.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
 
     def read_own(self, key: str) -> Vector | None:
+        """Return this stage's part of a stored model, float32 of shape (n,); None if it was deleted."""
         return chunked.read_slices(self._channel, key, "model", self._slices)
 
     def read(self, key: str, name: str) -> Vector:
+        """Return this stage's part of a stored vector, float32 of shape (n,).
+
+        Raises ``GeofedError("FENCED")`` if it was deleted.
+        """
         vector = chunked.read_slices(self._channel, key, name, self._slices)
         if vector is None:
             raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         return vector
 
     def dump_state(self) -> State:
+        """Return the state of the optimiser; parameters have their numbers in the whole model."""
         with self._task.calling("the optimiser's state_dict()"):
             tensors, numbers = dump_state(self._optimizer)
         return _renumbered(tensors, self._parameters.start), _renumbered(numbers, self._parameters.start)
 
     def load_state(self, state: State) -> None:
+        """Load a dumped state of this stage's parameters into the optimiser."""
         tensors, numbers = state
         by = -self._parameters.start
         with self._task.calling("the optimiser's load_state_dict()"):
             load_state(self._optimizer, _renumbered(tensors, by), _renumbered(numbers, by))
 
     def put_state(self, key: str, state: State) -> None:
+        """Store this stage's part of a state; the first worker stores which stage owns which parameter."""
         self._channel.put(chunked.part_key(key, self.group), framing.encode(*state))
         if self._call.worker == 0:
             chunked.put_owners(self._channel, key, self._owners, parts=len(self._shape.stages))
 
     def read_state(self, key: str) -> State:
+        """Return the state of this stage's parameters, however the model was cut.
+
+        Raises ``GeofedError("FENCED")`` if it was deleted.
+        """
         frame = chunked.read_state(self._channel, key, self._parameters)
         if frame is None:
             raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
@@ -287,20 +311,25 @@ class ModelStage:
     # Checkpoints for a later attempt
 
     def resume_key_of(self, step: int, fenced: bool) -> str:
+        """Return the key of the state at the end of an invocation: the group's when fenced, else the worker's own."""
         if fenced:
             return state_key(self._call.attempt, self.group, step)
         return f"w/{self._call.attempt}/{self._call.worker}/{step}"
 
     def inherited_key(self, key: str) -> str:
+        """Return the key of the checkpoint that this stage continues from; "": the server has the state."""
         return self._checkpoints.inherit(key, _TIMEOUT_SECONDS)
 
     def stores_after(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
         return self._checkpoints.due()
 
     def store(self, step: int, pieces: list[memoryview]) -> None:
+        """Store the state after `step` in the background, as a checkpoint."""
         self._checkpoints.store(step, pieces)
 
     def facts(self) -> dict[str, float]:
+        """Return the facts that the next invocation needs: the last evaluation, and those of the checkpoints."""
         sequence, samples, metrics = self._evaluated
         return {
             "found": sequence,
@@ -310,24 +339,30 @@ class ModelStage:
         }
 
     def restore_facts(self, facts: dict[str, float]) -> None:
+        """Restore the result of `facts`."""
         metrics = {name.removeprefix("found/"): value for name, value in facts.items() if name.startswith("found/")}
         self._evaluated = int(facts["found"]), int(facts["found_samples"]), metrics
         self._made = int(facts["step"])
         self._checkpoints.restore_facts(facts)
 
     def merging_state(self) -> CollectiveState:
+        """Return the state of the merge among the replicas."""
         return self._merge.state()
 
     def restore_merging(self, state: CollectiveState) -> None:
+        """Restore the state of the merge, before the first step."""
         self._merge.restore(state)
 
     def delete_state(self) -> None:
+        """Delete all checkpoints and logs of this attempt."""
         self._checkpoints.delete_all(self._made)
 
     def drain(self) -> None:
+        """Wait until all messages are sent. Raises ``GeofedError("CHANNEL_TIMEOUT")``."""
         self._runner.drain()
 
     def close(self) -> None:
+        """End the threads of the runner, the merge and the checkpoints."""
         self._runner.close()
         self._merge.close()
         self._checkpoints.close()

@@ -192,9 +192,12 @@ class WholeModel:
         self.leads = self.reports_steps = call.worker == 0
 
     def share(self, step: int) -> int:
+        """Return this worker's samples in a step."""
         return self._stream.count(step)
 
     def step(self, server: PsClient, step: int, more: bool) -> tuple[float, float]:
+        """Compute the gradients of this worker's batch, merge them, and make the optimiser's step; returns mean loss
+        and seconds."""
         begun = time.monotonic()
         self.counted = self.share(step)
         # Random numbers of a step depend only on the step, not on the steps that this invocation has made before.
@@ -237,12 +240,15 @@ class WholeModel:
         return value
 
     def settle(self, step: int) -> None:
+        """Make the models of all workers equal bit for bit, at the end of a WAN round after `step`."""
         self._merging.settle(step)
 
     def drain(self) -> None:
         """Do nothing: no message is sent in the background."""
 
     def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
+        """Evaluate this worker's part of the test data, in smaller batches the more `tries` have failed; returns its
+        samples and metrics."""
         if "test" not in self._data:
             return 0, {}
         with self._task.calling("dataset"):
@@ -258,66 +264,85 @@ class WholeModel:
             return sum(sizes), self._task.metrics(self._module, moved, sizes) if sizes else {}
 
     def put_initial(self, key: str) -> str:
+        """Store the whole model under the key, and return the key."""
         self.put(key, self.flat.vector())
         return key
 
     def delete_initial(self, key: str) -> None:
+        """Delete what `put_initial` has stored."""
         self._channel.delete(key)
 
     def put(self, key: str, vector: Vector) -> None:
+        """Store the whole model under a key."""
         self._channel.put(key, framing.encode({"model": vector}))
 
     def read_own(self, key: str) -> Vector | None:
+        """Return the model that `put` has stored, float32 of shape (n,); None if it was deleted."""
         value = self._channel.get(key)
         return None if value is None else np.asarray(framing.decode(value).tensors["model"], np.float32)
 
     def read(self, key: str, name: str) -> Vector:
+        """Return a vector of a stored frame, float32 of shape (n,).
+
+        Raises ``GeofedError("FENCED")`` if it was deleted.
+        """
         return np.asarray(self._require(key).tensors[name], np.float32)
 
     def dump_state(self) -> State:
+        """Return the state of the optimiser."""
         with self._task.calling("the optimiser's state_dict()"):
             return dump_state(self._optimizer)
 
     def load_state(self, state: State) -> None:
+        """Load a dumped state into the optimiser."""
         with self._task.calling("the optimiser's load_state_dict()"):
             load_state(self._optimizer, *state)
 
     def put_state(self, key: str, state: State) -> None:
+        """Store a dumped state under a key."""
         self._channel.put(key, framing.encode(*state))
 
     def read_state(self, key: str) -> State:
+        """Return the state that `put_state` has stored. Raises ``GeofedError("FENCED")`` if it was deleted."""
         frame = self._require(key)
         return frame.tensors, frame.facts
 
     def resume_key_of(self, step: int, fenced: bool) -> str:
+        """Return the key under which this worker's state is stored at the end of an invocation."""
         return f"w/{self._call.attempt}/{self._call.worker}/{step}"
 
     def inherited_key(self, key: str) -> str:
+        """Return the key of the state that a new attempt continues from."""
         # All workers hold the same state, so one key serves all.
         return key
 
     def stores_after(self, step: int) -> bool:
+        """Return False: the state is stored only at the end of an invocation."""
         return False
 
     def store(self, step: int, pieces: list[memoryview]) -> None:
         """Do nothing: every other worker holds the same state."""
 
     def facts(self) -> dict[str, float]:
+        """Return no facts: the next invocation needs only the state."""
         return {}
 
     def restore_facts(self, facts: dict[str, float]) -> None:
         """Do nothing: there are no further numbers."""
 
     def merging_state(self) -> CollectiveState:
+        """Return the state of the merge, for the next invocation."""
         return self._merging.state()
 
     def restore_merging(self, state: CollectiveState) -> None:
+        """Restore the state of the merge, before the first step."""
         self._merging.restore(state)
 
     def delete_state(self) -> None:
         """Do nothing: the loop deletes the stored state."""
 
     def close(self) -> None:
+        """End the threads of the merge."""
         self._merging.close()
 
     def _require(self, key: str) -> framing.Frame:

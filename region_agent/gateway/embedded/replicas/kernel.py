@@ -12,18 +12,29 @@ from pathlib import Path
 __all__ = ["become_subreaper", "children", "die_with_parent", "hide_paths"]
 
 _PR_SET_PDEATHSIG = 1
+"""prctl option, as of `linux/prctl.h`: signal that the process gets when its parent ends."""
 _PR_SET_DUMPABLE = 4
+"""prctl option, as of `linux/prctl.h`: whether others of this user may read the process's memory."""
 _PR_CAPBSET_DROP = 24
+"""prctl option, as of `linux/prctl.h`: drop a capability from the bounding set."""
 _PR_SET_CHILD_SUBREAPER = 36
+"""prctl option, as of `linux/prctl.h`: become the parent of orphaned descendants."""
 _PR_SET_NO_NEW_PRIVS = 38
+"""prctl option, as of `linux/prctl.h`: no program that is executed may add privileges."""
 _PR_CAP_AMBIENT = 47
+"""prctl option, as of `linux/prctl.h`: change the ambient capabilities."""
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
+"""Argument of `_PR_CAP_AMBIENT`, as of `linux/prctl.h`: clear all."""
 _CLONE_NEWNS = 0x00020000
+"""unshare flag, as of `linux/sched.h`: a new mount namespace."""
 _CLONE_NEWUSER = 0x10000000
+"""unshare flag, as of `linux/sched.h`: a new user namespace."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _CAPABILITY_VERSION_3 = 0x20080522
+"""Version of capset's header with 64-bit sets, `_LINUX_CAPABILITY_VERSION_3` of `linux/capability.h`."""
 _LAST_CAPABILITY = 63
+"""Highest number of a capability in 64-bit sets; the kernel rejects those that it does not know."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -66,6 +66,7 @@ class ZygoteLink:
 
     @property
     def pid(self) -> int | None:
+        """Process ID of the warm parent; None while none is ready."""
         return self._process.pid if self._process is not None and self._ready.is_set() else None
 
     async def wait_ready(self) -> None:
