@@ -96,6 +96,7 @@ class AwsCloud:
         return self._listed("AWSDataTransfer", wanted, region, Unit.GB, usage, what, destination)
 
     def shards(self, bucket: str, prefix: str) -> ShardList:
+        """List the objects under a prefix of a bucket."""
         return list_shards(self._client("s3", self._store_region), self.name, bucket, prefix)
 
     def _client(self, service: str, region: str) -> Any:

@@ -14,6 +14,10 @@ from botocore.config import Config
 from geofed_pb.errors import GeofedError
 
 _TRIES = 5
+"""Attempts of a request in all, with boto's exponential backoff between them.
+
+A choice: short throttling passes within them, and a user need not wait longer for an error.
+"""
 _CONNECT_SECONDS, _READ_SECONDS = 10, 30
 _LATER = frozenset(
     {"Throttling", "ThrottlingException", "ThrottledException", "RequestLimitExceeded", "SlowDown", "TooManyRequests"}

@@ -111,6 +111,7 @@ class ShardList:
 
     @property
     def total_bytes(self) -> int:
+        """Sum of the objects' sizes."""
         return sum(shard.size_bytes for shard in self.shards)
 
 
@@ -127,7 +128,8 @@ class Cloud(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the cloud, such as "aws": the one of `--cloud`, and in messages."""
 
     def regions(self) -> tuple[CloudRegion, ...]:
         """Return the regions, sorted by name."""

@@ -70,12 +70,15 @@ class PriceFile(MachinesOnly):
 
     @property
     def asked(self) -> str:
+        """Name of the file, for messages."""
         return self.source
 
     def regions(self) -> tuple[CloudRegion, ...]:
+        """List the regions that the file has prices of."""
         return tuple(CloudRegion(name) for name in sorted({region for region, _, _ in self.usd_per_hour}))
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
+        """Price of a machine by the hour. Raises ``GeofedError`` with ``CLOUD_REGION_UNKNOWN`` or ``PRICE_UNKNOWN``."""
         usd = self.usd_per_hour.get((region, machine_type, purchase))
         if usd is None:
             if all(held.name != region for held in self.regions()):

@@ -87,6 +87,7 @@ class Azure(_ThroughLibcloud):
         self._list, self._as_of = _price_list("azure_linux")
 
     def regions(self) -> tuple[CloudRegion, ...]:
+        """List the regions in libcloud's price list."""
         return tuple(CloudRegion(name) for name in sorted({name for prices in self._list.values() for name in prices}))
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
@@ -122,6 +123,7 @@ class GoogleCloud(_ThroughLibcloud):
         )
 
     def regions(self) -> tuple[CloudRegion, ...]:
+        """List the regions of all zones."""
         return tuple(CloudRegion(name) for name in sorted({zone.rpartition("-")[0] for zone in self._zones()}))
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
@@ -164,9 +166,11 @@ class DigitalOcean(_ThroughLibcloud):
         self._driver = get_driver(Provider.DIGITAL_OCEAN)(token)
 
     def regions(self) -> tuple[CloudRegion, ...]:
+        """List DigitalOcean's regions."""
         return tuple(CloudRegion(held.id, held.name) for held in self._locations())
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
+        """Price of a size by the hour. Raises ``GeofedError`` with ``CLOUD_REGION_UNKNOWN`` or ``PRICE_UNKNOWN``."""
         self._on_demand_only(region, machine_type, purchase)
         place = next((held for held in self._locations() if held.id == region), None)
         if place is None:

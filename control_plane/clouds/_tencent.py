@@ -38,7 +38,12 @@ _INTERNATIONAL, _MAINLAND = "intl.tencentcloudapi.com", "tencentcloudapi.com"
 _ANY_REGION = "ap-guangzhou"
 """For questions about all regions; every account has it."""
 _SECONDS = 30
+"""Timeout of one request in seconds.
+
+A choice: half of the default of the SDK, so that a user does not wait a minute for an error.
+"""
 _PAGE = 100
+"""Images that a request asks for, the most that DescribeImages returns at a time."""
 _CHARGES = {Purchase.ON_DEMAND: "POSTPAID_BY_HOUR", Purchase.PREEMPTIBLE: "SPOTPAID"}
 _LATER = ("RequestLimitExceeded", "ClientNetworkError", "ServerNetworkError", "InternalError", "InternalServerError")
 _NO_REGION = ("UnsupportedRegion", "InvalidRegion")
@@ -71,6 +76,7 @@ class TencentCloud:
         self._credentials = _credentials()
 
     def regions(self) -> tuple[CloudRegion, ...]:
+        """List CVM's regions by name."""
         answer = self._ask(_ANY_REGION, "DescribeRegions", {})
         return tuple(
             sorted((CloudRegion(held.Region, held.RegionName) for held in answer.RegionSet), key=lambda held: held.name)
@@ -96,9 +102,11 @@ class TencentCloud:
         return self._price(quote, Unit.HOUR, f"{machine_type} with its system disk, {region}", confidence)
 
     def function_prices(self, region: str) -> FunctionPrices:
+        """Raise ``GeofedError("PRICE_UNKNOWN")``: CVM quotes machines alone."""
         raise price_unknown("CVM", f"what functions (SCF) cost in {region}")
 
     def store_prices(self, region: str) -> StorePrices:
+        """Raise ``GeofedError("PRICE_UNKNOWN")``: CVM quotes machines alone."""
         raise price_unknown("CVM", f"what requests to COS cost in {region}")
 
     def egress_price(self, region: str, destination: str | None = None) -> Price:

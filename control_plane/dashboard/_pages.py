@@ -80,6 +80,7 @@ class Dashboard:
 
     @property
     def routes(self) -> list[BaseRoute]:
+        """Routes of the overview, of a job's page and of the style sheet; the pages need a token."""
         return [
             Route("/", self._guarded(self._overview)),
             Route("/jobs/{job}", self._guarded(self._job)),

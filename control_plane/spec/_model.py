@@ -146,6 +146,8 @@ class _Section(BaseModel):
 
 
 class Metadata(_Section):
+    """Name and labels of a job."""
+
     name: Name
     """Name of the job; need not be unique."""
     labels: dict[str, str] = Field(default_factory=dict)
@@ -153,6 +155,8 @@ class Metadata(_Section):
 
 
 class Task(_Section):
+    """The task module, and the configuration that its functions get."""
+
     module: str
     """Path of the task module, relative to the job file."""
     config: dict[str, Any] = Field(default_factory=dict)
@@ -176,6 +180,8 @@ class Task(_Section):
 
 
 class Data(_Section):
+    """The dataset to train on, and where its raw data may be processed."""
+
     dataset: str = Field(min_length=1)
     """Name of the dataset in the region files."""
     residency: Literal["region", "cloud", "anywhere"] | list[str] = "region"
@@ -184,6 +190,8 @@ class Data(_Section):
 
 
 class GoodEnough(_Section):
+    """Value of a metric at which a job ends early."""
+
     metric: str = Field(min_length=1)
     """A metric that the task's `metrics` returns; `loss` if the task has no `metrics`."""
     at_least: float | None = None
@@ -199,6 +207,8 @@ class GoodEnough(_Section):
 
 
 class End(_Section):
+    """When a job ends: after a number of epochs or steps, or earlier at a goal."""
+
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the data."""
     steps: int | None = Field(default=None, ge=1, lt=_BELOW)
@@ -214,6 +224,8 @@ class End(_Section):
 
 
 class LearningRate(_Section):
+    """Schedule of the learning rate over the job's planned steps, as a factor of the optimiser's rate."""
+
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after the warm-up, to `floor` at the end: linear, or half a cosine."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -226,11 +238,15 @@ class LearningRate(_Section):
 
 
 class InitialModel(_Section):
+    """An earlier job whose model a job starts from."""
+
     job: str = Field(min_length=1)
     """ID of a job that has succeeded, or its name if it is unique; of a replanned job, the last successor counts."""
 
 
 class Train(_Section):
+    """How workers train: batch, learning rate, seed, number of workers and evaluation."""
+
     batch: int = Field(ge=1, lt=_BELOW)
     """Number of samples of one worker in one step."""
     learning_rate: LearningRate | None = None
@@ -276,6 +292,8 @@ def _with_other_spelling(schema: dict[str, Any]) -> None:
 
 
 class SoftDeadline(_Section):
+    """A later deadline of less value."""
+
     deadline: Annotated[str, BeforeValidator(_deadline)]
     """A deadline later than the one before it."""
     value: Annotated[float, Field(gt=0, le=1)] = 0.5
@@ -283,6 +301,8 @@ class SoftDeadline(_Section):
 
 
 class Objective(_Section):
+    """What the plan minimises, and the deadlines and the budget that limit it."""
+
     model_config = ConfigDict(json_schema_extra=_with_other_spelling)
 
     minimise: Literal["cost", "time"] = "cost"
@@ -317,6 +337,8 @@ class Objective(_Section):
 
 
 class Regions(_Section):
+    """Which regions a job uses, and when it is replanned to use others."""
+
     use: list[Name] = Field(default_factory=list)
     """Regions to use; default: all that have data."""
     avoid: list[Name] = Field(default_factory=list)
@@ -327,6 +349,8 @@ class Regions(_Section):
 
 
 class Wan(_Section):
+    """How the regions exchange updates over the WAN."""
+
     policy: Annotated[str, _OneOf("auto", *policies())] = "auto"
     """WAN policy. `ma`: model averaging every `interval` steps. `diloco`: the same with an outer optimiser. `bsp`: the
     exact mean after every step. `asgd`, `asgd-ga`: each region applies the steps of all regions. `asp`: Gaia's
@@ -398,6 +422,8 @@ class Wan(_Section):
 
 
 class PipelineStages(_Section):
+    """How a model is cut into pipeline stages."""
+
     stages: AutoOrCount = "auto"
     """Number of stages that the model's layers are divided into; the plan chooses where."""
     activations: Literal["auto", "fp32", "bf16"] = "auto"
@@ -406,6 +432,8 @@ class PipelineStages(_Section):
 
 
 class Parallelism(_Section):
+    """How a model that does not fit one worker is divided among several."""
+
     pipeline: PipelineStages = Field(default_factory=PipelineStages)
     """Pipeline parallelism: each worker holds consecutive layers, and sends activations to the next."""
 
@@ -428,6 +456,8 @@ class Merge(_Section):
 
 
 class Function(_Section):
+    """Memory and time slice of the worker function."""
+
     memory_mb: AutoOrCount = "auto"
     """Memory of a worker, in MB."""
     slice: Duration = timedelta(seconds=30)
@@ -443,6 +473,8 @@ class Function(_Section):
 
 
 class Limits(_Section):
+    """Limits of what a job waits for."""
+
     lost_region: Duration = timedelta(minutes=10)
     """How long the job waits for a lost region before it fails."""
 

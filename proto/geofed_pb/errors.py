@@ -178,10 +178,12 @@ class GeofedError(Exception):
 
     @property
     def exit(self) -> Exit:
+        """Exit code of a command that ends with this error."""
         return self.entry.exit
 
     @property
     def retryable(self) -> bool:
+        """Whether trying again may help."""
         return self.entry.retryable
 
     def as_dict(self) -> dict[str, object]:
