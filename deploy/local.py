@@ -92,10 +92,12 @@ class LocalFederation:
 
     @property
     def control_state(self) -> Path:
+        """Folder of the control plane's state."""
         return self.folder / "control-plane"
 
     @property
     def context_file(self) -> Path:
+        """File with the address and the token of the federation, for commands."""
         return self.control_state / "context.json"
 
     def start_control_plane(self) -> None:
@@ -168,6 +170,7 @@ class LocalFederation:
     # Regions
 
     def region_state(self, name: str) -> Path:
+        """Return the folder of a region agent's state."""
         return self.folder / "regions" / name
 
     def join(self, *regions: RegionSite) -> None:
@@ -259,6 +262,7 @@ class LocalFederation:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def close(self) -> None:
+        """Terminate every process, kill those that do not end in time, and close their logs."""
         running = [process for process in self.processes.values() if process.poll() is None]
         for process in running:
             process.terminate()

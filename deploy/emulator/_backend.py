@@ -44,23 +44,28 @@ class Netem:
     ended: int | None = None
 
     def segment_line(self, links: list[EmulatedLink]) -> str:
+        """Return the line for `ip` that limits segments to one packet if any link is shaped."""
         # netem draws and counts whole segments, so they must be packets already
         segments = 1 if any(link.shaped for link in links) else 65_535
         return f"link set eth0 gso_max_segs {segments}"
 
     def shape(self, changes: dict[Ends, EmulatedLink]) -> None:
+        """Set rate, delay, jitter and loss of links."""
         lines = []
         for (src, dst), link in changes.items():
             lines += [rate_line(src, dst, link), *netem_lines(src, dst, link)]
         batch("tc", lines)
 
     def relay_report(self) -> dict[str, Any] | None:
+        """Return None: the kernel holds the packets."""
         return None
 
     def lost(self, report: dict[str, Any] | None, ends: Ends) -> int | None:
+        """Return None: the kernel's counters contain the losses."""
         return None
 
     def close(self) -> None:
+        """Do nothing: the namespaces hold everything."""
         return
 
 
@@ -76,9 +81,11 @@ class Hold:
         self._held: dict[Ends, EmulatedLink] = {}
 
     def segment_line(self, links: list[EmulatedLink]) -> str:
+        """Return the line for `ip` that limits the size of segments to what the links' rates allow."""
         return f"link set eth0 gso_max_size {segment_bytes(links)}"
 
     def shape(self, changes: dict[Ends, EmulatedLink]) -> None:
+        """Set rates in the kernel and the rest in the relay, and queue the packets of links that are held."""
         lines = []
         for ends, link in changes.items():
             lines += [rate_line(*ends, link), *fifo_lines(*ends, link)]
@@ -93,12 +100,15 @@ class Hold:
         send_to_queues({(address(src), address(dst)): _number((src, dst)) for src, dst in self._held})
 
     def relay_report(self) -> dict[str, Any] | None:
+        """Return CPU seconds, lateness and losses of the relay."""
         return self._relay.shape({})
 
     def lost(self, report: dict[str, Any] | None, ends: Ends) -> int | None:
+        """Return the random losses of a link from the relay's report."""
         return None if report is None else int(report["lost"].get(str(_number(ends)), 0))
 
     def close(self) -> None:
+        """End the relay."""
         self._relay.close()
 
 

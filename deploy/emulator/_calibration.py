@@ -27,13 +27,17 @@ class RunningSites(Protocol):
     """What a calibration needs of an emulator."""
 
     @property
-    def regions(self) -> tuple[str, ...]: ...
+    def regions(self) -> tuple[str, ...]:
+        """Names of the regions."""
 
-    def address(self, site: str) -> str: ...
+    def address(self, site: str) -> str:
+        """Return the IP address of a site."""
 
-    def popen(self, site: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]: ...
+    def popen(self, site: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a process in the network namespace of a site."""
 
-    def status(self) -> dict[str, Any]: ...
+    def status(self) -> dict[str, Any]:
+        """Return the state and the meters of all links."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,15 @@ class Calibration:
 
     @property
     def ok(self) -> bool:
+        """Whether no link has a fault."""
         return not any(link.faults for link in self.links)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the calibration as plain data for JSON, with the tolerance."""
         return {**asdict(self), "tolerance": TOLERANCE, "ok": self.ok}
 
     def write(self, path: Path) -> None:
+        """Write the calibration to a JSON file."""
         path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
 
     def require(self) -> Calibration:

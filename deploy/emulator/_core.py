@@ -103,6 +103,10 @@ class Core:
         raise GeofedError("INTERNAL", f"no verb {request['verb']!r}")
 
     def set_links(self, pairs: list[tuple[str, str]], fields: dict[str, Any]) -> dict[str, Any]:
+        """Change fields of running links, and reshape them.
+
+        Raises ``GeofedError`` for unknown sites or invalid values.
+        """
         ends = {pair: self._ends(*pair) for pair in pairs}
         changed = {pair: change(self.links[pair], **fields) for pair in pairs}
         self.backend.shape({ends[pair]: link for pair, link in changed.items()})
@@ -114,17 +118,20 @@ class Core:
         return {}
 
     def cut(self, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+        """Block all packets of the given directed links; returns how many were not cut before."""
         fresh = {pair: self._ends(*pair) for pair in pairs if pair not in self.cuts}
         batch("ip", [cut_line(*ends, cut=True) for ends in fresh.values()])
         self.cuts |= set(fresh)
         return {"cut": len(fresh)}
 
     def heal(self) -> dict[str, Any]:
+        """Unblock all links that were cut; returns how many."""
         batch("ip", [cut_line(*self._ends(*pair), cut=False) for pair in self.cuts])
         healed, self.cuts = len(self.cuts), set()
         return {"healed": healed}
 
     def status(self) -> dict[str, Any]:
+        """Return the sites, the links with their meters, and the report of the relay."""
         meters = self._meters()
         report = self.backend.relay_report()
         links = []

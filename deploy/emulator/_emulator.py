@@ -24,6 +24,10 @@ from deploy.emulator._link import Pair, WanProfile
 from geofed_pb.errors import CATALOGUE, GeofedError
 
 _START_S = 30.0
+"""Seconds that the emulator may take to start.
+
+A choice: many times what some dozens of sites take, for a machine under load.
+"""
 _ANSWER_S = 30.0
 """Timeout of an answer of the running emulator, in seconds."""
 
@@ -138,6 +142,7 @@ class Emulator:
 
     @property
     def regions(self) -> tuple[str, ...]:
+        """Names of the regions."""
         return tuple(row["name"] for row in self._about["sites"] if row["region"])
 
     def address(self, site: str) -> str:

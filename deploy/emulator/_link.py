@@ -11,6 +11,7 @@ CONTROL = "control"
 """The site of the control plane. It is not a region; its links are unshaped unless a profile shapes them."""
 
 MTU_BYTES = 1500
+"""Largest IP packet on a link in bytes, as on Ethernet and most of the Internet; loss and jitter are drawn for each."""
 FRAME_OVERHEAD_BYTES = 14
 """Bytes that the kernel's queues count in addition to the IP packet: the Ethernet header of a veth device."""
 
@@ -53,6 +54,7 @@ class EmulatedLink:
 
     @property
     def shaped(self) -> bool:
+        """Whether the link has a delay, jitter, loss or a rate."""
         return self.held or self.rate_mbps is not None
 
 
@@ -73,6 +75,7 @@ class WanProfile:
 
     @property
     def sites(self) -> tuple[str, ...]:
+        """Names of all sites: the control plane's, then the regions."""
         return (CONTROL, *self.regions)
 
     def as_dict(self) -> dict[str, object]:
@@ -88,6 +91,7 @@ class WanProfile:
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> WanProfile:
+        """Create a profile from the plain data that `as_dict` returns."""
         rows = data["links"]
         assert isinstance(rows, list)
         links = {

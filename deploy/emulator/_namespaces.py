@@ -12,8 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 CLONE_NEWUSER = 0x10000000
+"""unshare flag, as of `linux/sched.h`: a new user namespace."""
 CLONE_NEWNET = 0x40000000
+"""unshare and setns flag, as of `linux/sched.h`: a new network namespace."""
 _PR_SET_TIMERSLACK = 29
+"""prctl option, as of `linux/prctl.h`: nanoseconds by which the thread's timers may be late."""
 
 MARK = "GEOFED_EMULATOR_ID"
 """Environment variable with the id of the emulator, set for every process that is started in a site."""

@@ -16,23 +16,34 @@ import struct
 from collections.abc import Mapping
 
 _NETLINK_NETFILTER = 12
+"""Netlink protocol of netfilter, as of `linux/netlink.h`."""
 _SUBSYSTEM_QUEUE = 3
+"""Subsystem NFNL_SUBSYS_QUEUE, as of `linux/netfilter/nfnetlink.h`."""
 _PACKET, _VERDICT, _CONFIG, _VERDICT_BATCH = (_SUBSYSTEM_QUEUE << 8 | n for n in range(4))
 _REQUEST, _REQUEST_ACK = 1, 5
 _NLMSG_ERROR = 2
+"""Type of netlink messages that acknowledge or report an error, as of `linux/netlink.h`."""
 _CFG_CMD, _CFG_PARAMS, _CFG_QUEUE_MAXLEN, _CFG_MASK, _CFG_FLAGS = range(1, 6)
 _CMD_BIND = 1
+"""Command NFQNL_CFG_CMD_BIND, as of `linux/netfilter/nfnetlink_queue.h`."""
 _COPY_META = 1
+"""Mode NFQNL_COPY_META: only metadata of packets is copied to user space, as of `linux/netfilter/nfnetlink_queue.h`."""
 _FLAG_GSO = 1 << 2
+"""Flag NFQA_CFG_F_GSO: segments are queued whole, as of `linux/netfilter/nfnetlink_queue.h`."""
 _ATTR_VERDICT = 2
+"""Attribute NFQA_VERDICT_HDR, as of `linux/netfilter/nfnetlink_queue.h`."""
 _DROP, _ACCEPT = 0, 1
 _SO_RCVBUFFORCE = 33
+"""Socket option that sets the receive buffer beyond the system's limit, as of `asm-generic/socket.h`; Python does not
+name it."""
 _SOL_NETLINK, _NETLINK_NO_ENOBUFS = 270, 5
 
 # nlmsghdr (len, type, flags, seq, pid), nfgenmsg (family, version, queue), one attribute (len, type, ...)
 _HEADER = struct.Struct("=IHHII")
 _VERDICT_MESSAGE = struct.Struct("=IHHIIBB2sHH4s4s")
 _ID_OFFSET = 24
+"""Offset in bytes of the packet's number in a queued packet's message: netlink header (16), nfgenmsg (4), attribute
+header (4)."""
 _QUEUED_PACKETS = 400_000
 """Most packets that a queue holds."""
 
@@ -65,6 +76,7 @@ class PacketQueue:
         self._socket.setblocking(False)
 
     def fileno(self) -> int:
+        """Return the file descriptor of the netlink socket, for `select`."""
         return self._socket.fileno()
 
     def receive(self) -> int | None:
@@ -82,9 +94,11 @@ class PacketQueue:
         self._verdict(_VERDICT_BATCH, _ACCEPT, packet)
 
     def accept(self, packet: int) -> None:
+        """Let a packet pass."""
         self._verdict(_VERDICT, _ACCEPT, packet)
 
     def drop(self, packet: int) -> None:
+        """Discard a packet."""
         self._verdict(_VERDICT, _DROP, packet)
 
     def close(self) -> None:
@@ -134,10 +148,14 @@ def _attribute(kind: int, payload: bytes) -> bytes:
 
 
 _IPT_SO_SET_REPLACE = 64
+"""Socket option that replaces a table of rules, as of `linux/netfilter_ipv4/ip_tables.h`."""
 _IPT_SO_GET_INFO = 64
+"""Socket option that reads the size of a table of rules, as of `linux/netfilter_ipv4/ip_tables.h`."""
 _LOCAL_IN, _FORWARD, _LOCAL_OUT = 1, 2, 3
 _ENTRY_BYTES = 112
+"""Size of `struct ipt_entry` without matches and target, as of `linux/netfilter_ipv4/ip_tables.h`."""
 _COUNTERS_BYTES = 16
+"""Size of `struct xt_counters`: packets and bytes, 64 bits each."""
 
 
 def send_to_queues(queues: Mapping[tuple[str, str], int]) -> None:

@@ -15,6 +15,10 @@ import sys
 import time
 
 _CHUNK_BYTES = 1 << 18
+"""Bytes that a throughput probe sends or receives in a call.
+
+A choice: few enough system calls to fill a link, and small next to its buffers.
+"""
 _DATAGRAM_BYTES = 1472
 """Payload of a datagram that fills an Ethernet packet."""
 PAYLOAD_PER_PACKET = 1448 / 1500
@@ -163,6 +167,7 @@ def spread(rtts_ms: list[float]) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
+    """Run the probe that the arguments name, and print its result as JSON."""
     kind, *rest = arguments
     match kind:
         case "ping":

@@ -19,6 +19,7 @@ from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.output import written_out
 
 SCHEMA_VERSION = 1
+"""Version of the JSON output; a change that breaks readers raises it."""
 
 app = typer.Typer(
     name="wan-emulator",
@@ -31,6 +32,8 @@ app = typer.Typer(
 
 
 class Output(StrEnum):
+    """Formats in which commands print their result."""
+
     table = "table"
     json = "json"
 

@@ -20,6 +20,7 @@ class Shift(nn.Module):
     """Moves each batch by up to one pixel while training, where `augment` is on."""
 
     def forward(self, x):
+        """Return the batch, moved while training."""
         if not self.training:
             return x
         down, right = torch.randint(-1, 2, (2,)).tolist()
@@ -62,6 +63,7 @@ def lenet(size, classes):
 
 
 def model(config):
+    """Create the network that `config.arch` names."""
     arch, size, classes = config.get("arch", "cnn"), int(config.get("size", 8)), int(config.get("classes", 10))
     if arch == "cnn":
         layers = cnn(size, classes, int(config.get("width", 16)))
@@ -73,6 +75,7 @@ def model(config):
 
 
 def dataset(uri, split, config):
+    """Read images and labels from .npz files or MNIST's IDX files."""
     path = Path(uri)
     if path.is_file():
         parts = [read_npz(path)]
@@ -93,6 +96,7 @@ def dataset(uri, split, config):
 
 
 def read_npz(path):
+    """Images x, N x H x W, and labels y of an .npz file. Raises ``ValueError``."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             held = {name: arrays[name] for name in ("x", "y") if name in arrays.files}
@@ -122,6 +126,7 @@ def read_idx(folder, split, config):
 
 
 def read_idx_file(folder, name, dimensions):
+    """Array of bytes in an IDX file, packed or not. Raises ``ValueError`` or ``FileNotFoundError``."""
     path = next((found for found in (folder / f"{name}.gz", folder / name) if found.is_file()), None)
     if path is None:
         raise FileNotFoundError(f"{folder} holds neither .npz files nor {name}.gz")
@@ -140,11 +145,13 @@ def read_idx_file(folder, name, dimensions):
 
 
 def loss(model, batch):
+    """Cross-entropy, as a mean."""
     x, y = batch
     return F.cross_entropy(model(x), y)
 
 
 def metrics(model, batches):
+    """Accuracy and loss over all batches."""
     right, total, loss_sum = 0, 0, 0.0
     for x, y in batches:
         scores = model(x)
@@ -155,6 +162,7 @@ def metrics(model, batches):
 
 
 def optimizer(parameters, config):
+    """SGD with `config.lr`, `config.momentum` and `config.weightDecay`."""
     return torch.optim.SGD(
         parameters,
         lr=float(config.get("lr", 0.05)),

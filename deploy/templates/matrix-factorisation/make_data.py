@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-TEST_EVERY = 10  # every so many ratings, one is kept for the test
+TEST_EVERY = 10
+"""One rating of so many is kept for the test: a tenth, as is usual."""
 ITEMS, RANK, NOISE = 400, 4, 0.4  # of the made-up ratings
 SEPARATORS = {"dat": "::", "csv": ",", "tab": "\t"}
 HEADER = "userId,movieId,rating,timestamp"
@@ -53,6 +54,7 @@ def dealt(source, regions):
 
 
 def main():
+    """Write the shards, and print where they are."""
     parser = argparse.ArgumentParser(description="Make shards of ratings.")
     parser.add_argument("--regions", required=True, help="names, with commas between them")
     parser.add_argument("--out", type=Path, required=True, help="folder; each region gets one in it")

@@ -22,6 +22,7 @@ ENDINGS = (".dat", ".csv", ".data", ".tsv")
 SEPARATORS = {"dat": b"::", "csv": b",", "tab": b"\t"}
 FORMS = {"dat": "user::item::rating::time", "csv": "user,item,rating,time", "tab": "user, item, rating, time with tabs"}
 MOST_RATING = 1e6
+"""Largest rating that is read; a larger number is a column in the wrong place."""
 DIGITS = tuple(bytes([digit]) for digit in b"0123456789")
 
 
@@ -44,17 +45,20 @@ class Factorisation(nn.Module):
         return *(factor.view(*shape, -1) for factor in factors), *(bias.view(shape) for bias in biases)
 
     def forward(self, user, item):
+        """Ratings, of shape (B,), of users and items."""
         u, v, b, c = self.rows(user, item)
         return self.mean + b + c + (u * v).sum(-1)
 
 
 def model(config):
+    """Create the model."""
     users, items = sizes(config)
     rank = int(config.get("rank", 20))
     return Factorisation(users, items, rank, float(config.get("mean", 3.5)), float(config.get("l2", 0.02)))
 
 
 def sizes(config):
+    """Return number of users and of items, the same in all regions."""
     users, items = int(config.get("users", 0)), int(config.get("items", 0))
     if users < 1 or items < 1:
         raise ValueError("config.users and config.items must be set, alike for all regions, above the greatest ids")
@@ -62,6 +66,8 @@ def sizes(config):
 
 
 class Ratings(Dataset):
+    """Ratings as arrays of users, items and values."""
+
     def __init__(self, user, item, rating):
         self.user, self.item, self.rating = (torch.from_numpy(array) for array in (user, item, rating))
 
@@ -77,6 +83,7 @@ class Ratings(Dataset):
 
 
 def dataset(uri, split, config):
+    """Read a file of ratings, or all of a folder."""
     limits, form = sizes(config), config.get("format", "auto")
     if form not in ("auto", *SEPARATORS):
         raise ValueError(f"config.format is {form!r}; it can be auto, {', '.join(SEPARATORS)}")
@@ -143,6 +150,7 @@ def read_at_once(text, separator, columns, limits):
 
 
 def read_line(line, form, columns, limits):
+    """Read one line; returns user, item and rating. Raises ``ValueError``."""
     fields = line.strip(b" ").split(SEPARATORS[form])
     if len(fields) != columns:
         raise ValueError(f"expected {columns} columns, as in {FORMS[form]}; found {len(fields)}")

@@ -13,7 +13,8 @@ import records
 
 NUMBERS, CATEGORIES = 13, 26
 COLUMNS = 1 + NUMBERS + CATEGORIES
-MISSING = 1 << 32  # stands for an empty category; others are below
+MISSING = 1 << 32
+"""Number that stands for an empty category; the 32-bit categories are all below."""
 MOST = float(np.finfo(np.float32).max)
 
 
@@ -47,6 +48,7 @@ def detect(lines):
 
 
 def libsvm_line(line, dimension):
+    """Read one LibSVM line; returns label, indices and values. Raises ``ValueError``."""
     fields = line.split()
     label = records.decimal(fields[0], "the label", MOST)
     if label not in (-1, 0, 1):
@@ -65,6 +67,7 @@ def libsvm_line(line, dimension):
 
 
 def libsvm_lines(text, dimension):
+    """Read many LibSVM lines at once; None where a line is unusual or invalid."""
     if text[:1] in b" \n" or any(odd in text for odd in (b"\t", b"  ", b" \n", b"\n ", b"\n\n")):
         text = re.sub(rb" ?\n[ \n]*", b"\n", re.sub(rb"[ \t]+", b" ", text)).lstrip(b" \n")
     if not text:
@@ -98,6 +101,7 @@ def libsvm_lines(text, dimension):
 
 
 def criteo_line(line, dimension):
+    """Read one Criteo line; returns label, indices and values. Raises ``ValueError``."""
     fields = line.split(b"\t")
     if len(fields) != COLUMNS:
         form = f"a label, {NUMBERS} whole numbers and {CATEGORIES} hexadecimal categories, with tabs between them"
@@ -120,6 +124,7 @@ def criteo_line(line, dimension):
 
 
 def criteo_lines(text, dimension):
+    """Read many Criteo lines at once; None where a line is unusual or invalid."""
     # Eight bytes in front, so that each field can be read as the eight bytes up to its end.
     padded = b"\n" * 8 + text
     array = np.frombuffer(padded, np.uint8)

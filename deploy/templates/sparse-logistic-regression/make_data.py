@@ -17,9 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-TEST_EVERY = 10  # every so many lines, one is kept for the test
-FEATURES = 1000  # of the made-up LibSVM samples
-CATEGORIES = 200  # of each made-up Criteo column
+TEST_EVERY = 10
+"""One line of so many is kept for the test: a tenth, as is usual."""
+FEATURES = 1000
+"""Features of the made-up LibSVM samples; few, so that some thousand samples suffice to learn them."""
+CATEGORIES = 200
+"""Categories of each made-up Criteo column; few, so that some thousand samples suffice to learn them."""
 
 
 def skewed(random, count, place, size):
@@ -29,6 +32,7 @@ def skewed(random, count, place, size):
 
 
 def libsvm_lines(random, truth, place, samples):
+    """Yield made-up samples in LibSVM's format, with labels by a logistic model."""
     weight = truth.normal(0, 1, FEATURES)
     for _ in range(samples):
         index = np.unique(skewed(random, FEATURES, place, random.integers(8, 25)))
@@ -38,6 +42,7 @@ def libsvm_lines(random, truth, place, samples):
 
 
 def criteo_lines(random, truth, place, samples):
+    """Yield made-up samples in Criteo's format, with labels by a logistic model."""
     weight, slope = truth.normal(0, 0.7, (26, CATEGORIES)), truth.normal(0, 0.2, 13)
     names = truth.integers(0, 1 << 32, (26, CATEGORIES))
     columns = np.arange(26)
@@ -76,6 +81,7 @@ def cut(source, regions):
 
 
 def main():
+    """Write the shards, and print where they are."""
     parser = argparse.ArgumentParser(description="Make shards for sparse logistic regression.")
     parser.add_argument("--regions", required=True, help="names, with commas between them")
     parser.add_argument("--out", type=Path, required=True, help="folder; each region gets one in it")

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-STRETCH = 1 << 18  # bytes that are read at a time
+STRETCH = 1 << 18
+"""Bytes that are read at a time: some thousand lines, small next to a worker's memory."""
 LONGEST_LINE = 16 << 20
+"""Bytes of a line at most, so that a file without line breaks is an error before it fills the memory."""
 
 
 class Lines:

@@ -35,10 +35,12 @@ class LogisticRegression(nn.Module):
 
 
 def model(config):
+    """Create the model."""
     return LogisticRegression(dimension_of(config))
 
 
 def dimension_of(config):
+    """Return number of features of `config.dimension`, the same in all regions."""
     dimension = int(config.get("dimension", 0))
     if dimension <= formats.NUMBERS:
         raise ValueError(f"config.dimension must be set, alike for all regions, and be above {formats.NUMBERS}")
@@ -66,6 +68,7 @@ class Samples(Dataset):
         return [self.rows(chosen, width, slice(None))]
 
     def rows(self, chosen, width, part):
+        """Indices, values and labels of the chosen rows, each padded to `width` entries."""
         place = self.offset[chosen, None] + np.arange(width)
         place = np.where(place < self.offset[chosen + 1, None], place, len(self.index) - 1)
         index, value, label = self.index[place].astype(np.int64), self.value[place], self.label[chosen]
@@ -73,6 +76,7 @@ class Samples(Dataset):
 
 
 def dataset(uri, split, config):
+    """Read a file, or all files of a folder, as sparse rows."""
     dimension, form = dimension_of(config), config.get("format", "auto")
     if form not in ("auto", "libsvm", "criteo"):
         raise ValueError(f"config.format is {form!r}; it can be auto, libsvm or criteo")
@@ -96,11 +100,13 @@ def dataset(uri, split, config):
 
 
 def loss(model, batch):
+    """Logistic loss, as a mean."""
     index, value, label = batch
     return F.binary_cross_entropy_with_logits(model(index, value), label)
 
 
 def metrics(model, batches):
+    """Accuracy and loss over all batches."""
     right, total, loss_sum = 0, 0, 0.0
     for index, value, label in batches:
         score = model(index, value)
@@ -111,6 +117,7 @@ def metrics(model, batches):
 
 
 def optimizer(parameters, config):
+    """Adam with `config.lr` and `config.weightDecay`."""
     return torch.optim.Adam(
         parameters, lr=float(config.get("lr", 0.001)), weight_decay=float(config.get("weightDecay", 0.0))
     )

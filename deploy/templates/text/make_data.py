@@ -11,9 +11,15 @@ import json
 import random
 from pathlib import Path
 
-LENGTH = 48  # characters of a sample: the `length` in job.yaml
+LENGTH = 48
+"""Characters of a sample: the `length` in job.yaml."""
 TEST_PART = 0.1
+"""Share of each region's text, its end, that is kept for the test."""
 SENTENCES = 1500
+"""Sentences of the first region's invented text; each further region has 500 more.
+
+A choice that balances what can be learned and the time of a run.
+"""
 
 PLACES = ["harbour", "market", "orchard", "station", "library", "valley", "bridge", "garden", "quarry"]
 PEOPLE = ["captain", "baker", "teacher", "clerk", "shepherd", "painter", "miller", "doctor", "tailor"]
@@ -48,6 +54,7 @@ def cut(text, regions):
 
 
 def main():
+    """Write the shards, and print where they are."""
     parser = argparse.ArgumentParser(description="Make text shards.")
     parser.add_argument("--regions", required=True, help="names, with commas between them")
     parser.add_argument("--out", type=Path, required=True, help="folder; each region gets one in it")

@@ -27,11 +27,13 @@ class CharacterModel(nn.Module):
         self.scores = nn.Linear(width, len(ALPHABET) + 1)
 
     def forward(self, x):
+        """Scores of the next character, B x T x alphabet, of codes, B x T."""
         hidden, _ = self.recurrent(self.embedding(x))
         return self.scores(hidden)
 
 
 def model(config):
+    """Create the model."""
     return CharacterModel(int(config.get("width", 96)))
 
 
@@ -54,6 +56,7 @@ class Windows(Dataset):
 
 
 def dataset(uri, split, config):
+    """Read a text file, or all .txt files of a folder, as windows of `length` characters."""
     path, length = Path(uri), int(config.get("length", 48))
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there")
@@ -67,6 +70,7 @@ def dataset(uri, split, config):
 
 
 def read(path):
+    """Text of a UTF-8 file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -74,15 +78,18 @@ def read(path):
 
 
 def encode(text):
+    """Code of each character; those outside the alphabet share one."""
     return torch.tensor([INDEX.get(character, OTHER) for character in text])
 
 
 def loss(model, batch):
+    """Cross-entropy of the next character, as a mean."""
     x, y = batch
     return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
 def metrics(model, batches):
+    """Accuracy and bits per character over all batches."""
     right, total, loss_sum = 0, 0, 0.0
     for x, y in batches:
         scores = model(x)
@@ -95,4 +102,5 @@ def metrics(model, batches):
 
 
 def optimizer(parameters, config):
+    """Adam with `config.lr`."""
     return torch.optim.Adam(parameters, lr=float(config.get("lr", 0.005)))
