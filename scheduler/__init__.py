@@ -1,4 +1,4 @@
-"""Every decision of geofed, as pure functions over dataclasses: no I/O, no clock, nothing of the other rooms."""
+"""All decisions of geofed, as pure functions over dataclasses: no I/O, no clock, no import of the other rooms."""
 
 from scheduler._estimate import estimate, round_compute_seconds, step_seconds
 from scheduler._link import LinkTable, Path, link_table

@@ -1,4 +1,4 @@
-"""What codecs do to an update's size, and which one a plan takes."""
+"""The effect of codecs on an update's size, and the choice of a plan's codec."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How many workers each region gets: elastic placement where the data are.
+"""The number of workers of each region: elastic placement where the data are.
 
-A round ends with its slowest region, so that workers which make another region faster than that are paid for waiting.
-Load-power matching (Cloudless-Training, arXiv 2303.05330, section III-B) gives every region as many as it needs to
-keep the pace of the slowest with all it has. That is one point of a line: every slower pace needs fewer workers. Along
-it time only grows, while money has a least value, since the parameter servers are paid by the hour and the workers by
-what they do and by how long they wait. All paces that there are, are evaluated.
+A round ends with its slowest region, so workers that make another region faster than that are paid for waiting.
+Load-power matching (Cloudless-Training, arXiv 2303.05330, section III-B) gives every region as many as it needs to keep
+the pace of the slowest with all it has. That is one point of a line: every slower pace needs fewer workers. Along it
+the time only grows, while the cost has a minimum, since parameter servers are paid by the hour, and workers by what
+they do and by how long they wait. All paces are evaluated.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ __all__ = ["MUCH_THE_SAME", "EvaluatedOption", "Option", "Staffing", "options", 
 MOST_PACES = 48
 """Beyond it paces are thinned out evenly, the fastest and the slowest kept."""
 MUCH_THE_SAME = 0.05
-"""Of two that differ by less in what is minimised, the one that is better in the other; predictions are not finer."""
+"""Relative difference in what is minimised below which the option that is better in the other measure is chosen.
+Predictions are not more accurate than that."""
 
 
 @dataclass(frozen=True)
 class Staffing:
-    """What bounds a region's workers."""
+    """The limits of a region's number of workers."""
 
     load_seconds: float
-    """One worker's time for one pass over the region's data."""
+    """Seconds that one worker takes for one pass over the region's data."""
     free: int
     """Workers that it has, and that its data are enough for; at least 1."""
     least: int = 1
-    """At most as many as are free."""
+    """Fewest workers; not more than are free."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Option:
     """One way to staff all regions."""
 
     name: str
-    """For people: "matched" is load-power matching, "greedy" takes all there is."""
+    """Text for users: "matched" is load-power matching, "greedy" uses everything that is free."""
     workers: tuple[int, ...]
-    """In the order of the regions."""
+    """Workers by region, in the order of the regions."""
 
 
 def options(regions: Sequence[Staffing]) -> tuple[Option, ...]:
-    """Every pace, the fastest first, and last what takes everything that is free; without repetition.
+    """Return the staffing for every pace, the fastest first, and last the one that uses everything free; no duplicates.
 
     A pace is the time of a pass over the data; a region keeps it with the fewest workers that are fast enough.
     """
@@ -89,9 +90,9 @@ class EvaluatedOption:
 def taken(
     evaluated: Iterable[EvaluatedOption], *, minimise: str, deadline_seconds: float | None, budget_usd: float | None
 ) -> EvaluatedOption:
-    """The cheapest (or fastest) that can be promised; where none can, the one that comes closest.
+    """Return the cheapest (or fastest) option that can be promised; if none can, the one that comes closest.
 
-    "Can be promised": it keeps deadline and budget even if it takes as much as it may.
+    An option can be promised if it keeps deadline and budget even in the upper estimate of time and cost.
     """
     held = list(evaluated)
     in_time = [w for w in held if deadline_seconds is None or w.most_seconds <= deadline_seconds]

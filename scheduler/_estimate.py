@@ -20,19 +20,20 @@ from scheduler.topology import Topology, evaluate_topology
 from sync.codec import codec_named
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
-"""One worker, when nobody has stated or measured anything: a small CNN on one core."""
+"""Samples/s of one worker where nothing was stated or measured: a small CNN on one core."""
 PRIOR_MODEL_BYTES = 1_000_000
 """Bytes of a flat model that nobody has measured: a small CNN of 250,000 float32 parameters, as of
 `PRIOR_SAMPLES_PER_SECOND`."""
 UNKNOWN_SIZE = (0.001, 1000.0)
-"""How far a model's size may stray from the prior: from a thousand bytes to a thousand million."""
+"""Range of an unknown model's size, as factors of the prior: from a thousand bytes to a thousand million."""
 PRIOR_START_SECONDS = 5.0
-"""From the answer to the first step: deploy, fork, load code and data."""
+"""Seconds from the admission of a job to its first step, where nothing was measured: deploy, fork, load code and
+data."""
 MERGE_SECONDS = 0.004
-"""One step's merge among the workers of a partition, for a small model on one machine."""
+"""Seconds that the workers of a partition take to merge one step, for a small model on one machine."""
 
 _SIZES_KNOWN = (0.9, 1.15)
-"""How far bytes may stray from what is expected where the sizes of what is sent are known."""
+"""Range of the actual bytes, as factors of the expected ones, where the sizes of what is sent are known."""
 _COPY_OVERHEAD = 1.001
 """Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
 _SPREAD = {
@@ -43,8 +44,8 @@ _SPREAD = {
     "likened": (0.4, 3.0),
     "prior": (0.2, 5.0),
 }
-"""How far time may stray from what is expected, by what the expectation rests on, the surest first. A worker in a probe
-is alone: with all others beside it, it is rather slower."""
+"""Range of the actual time, as factors of the expected one, by the basis of the expectation, the most reliable first. A
+worker in a probe runs alone: next to all others it is rather slower."""
 
 
 def worker_speed(region: Region, snapshot: Snapshot) -> float:
@@ -54,8 +55,11 @@ def worker_speed(region: Region, snapshot: Snapshot) -> float:
 
 
 def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
-    """Samples/s of one worker by a probe there, or by one elsewhere: the regions differ as their operators state, or
-    not at all where neither states anything. None: there was none, or one of the two states nothing."""
+    """Return the samples/s of one worker by a probe in the region, or by one in another region.
+
+    A probe elsewhere is scaled by the ratio of the speeds that the two operators state, or taken as it is where this
+    region states none. None: there was no probe, or this region states a speed and the probed ones state none.
+    """
     if region.name in snapshot.probed:
         return snapshot.probed[region.name]
     stated = {one.name: one.capacity.samples_per_second for one in snapshot.regions}
@@ -75,13 +79,13 @@ class Routes:
 
     topology: Topology
     way: Mapping[str, tuple[float, str]]
-    """Of the model that all begin with: when it is at each other region, and from which neighbour it comes."""
+    """Arrival of the initial model at each other region: seconds, and the neighbour that sends it."""
     slowest_rtt: float
     """Seconds."""
 
 
 def routes(plan: Plan, snapshot: Snapshot) -> Routes:
-    """Of a plan. Raises ValueError where two neighbours have no direct path."""
+    """Return the routes of a plan. Raises ValueError where two neighbours have no direct path."""
     regions = {region.name: region for region in snapshot.regions}
     table = link_table([regions[part.region] for part in plan.partitions])
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
@@ -94,9 +98,9 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     """Predict a plan; ``over``: its routes, where they are known.
 
     A round takes as long as its slowest region: compute, then the exchange over the plan's neighbours, where every
-    region waits for the updates of all others; in the background the longer of both, and one exchange at the end.
-    Shards that are processed elsewhere travel first, each over a link of its own, while nobody works. Where models
-    run in stages, what handing them over and storing them takes comes besides (`overheads`).
+    region waits for the updates of all others. In the background it is the longer of both, and one exchange at the end.
+    Shards that are processed elsewhere are transferred first, each over a link of its own, while nothing is computed.
+    Models that run in stages also take time to be distributed and stored (`overheads`).
     """
     regions = {region.name: region for region in snapshot.regions}
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
@@ -165,7 +169,8 @@ def _training(
     exchange: float,
     contact: float,
 ) -> tuple[Phase, ...]:
-    """From workers that are there to the last round's end; regions wait for the slowest one."""
+    """Return the phases from the start of the workers to the end of the last round; regions wait for the slowest
+    one."""
 
     def slowest(name: str) -> float:
         return max(float(getattr(one, name)) for one in besides.values())
@@ -197,7 +202,7 @@ def _training(
 
 
 def waiting_usd_per_second(parts: Sequence[PlannedPartition], regions: Mapping[str, Region]) -> float:
-    """What the regions of a plan cost while they wait for each other."""
+    """Return the cost per second of the regions of a plan while they wait for each other."""
     usd = 0.0
     for part in parts:
         prices = regions[part.region].prices
@@ -231,7 +236,7 @@ def _speed_basis(region: Region, snapshot: Snapshot) -> str:
 
 
 def step_seconds(part: PlannedPartition) -> float:
-    """Of one local step: compute, and the merge among the partition's workers."""
+    """Return the seconds of one local step: compute, and the merge among the partition's workers."""
     if part.pipeline is not None:
         return part.pipeline.step_seconds
     usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
@@ -249,14 +254,14 @@ def coding_seconds(model_bytes: int, codec: str) -> float:
 
 
 def exchange_seconds(topology: Topology, model_bytes: int, codec: str) -> float:
-    """Until every region has every update of a round, coded and decoded; 0 for a single region."""
+    """Return the seconds until every region has every update of a round, coding included; 0 for a single region."""
     if not topology.links:
         return 0.0
     return coding_seconds(model_bytes, codec) + _handling_seconds(topology) + topology.seconds
 
 
 def _handling_seconds(topology: Topology) -> float:
-    """What a round's updates take of the parameter server that sends and receives the most, whatever the links."""
+    """Return the seconds per round of the parameter server that sends and receives most, without the links."""
     handled: dict[str, float] = {}
     for link, sent in topology.bytes_per_round_by_link.items():
         for region in link.split(">"):
@@ -265,8 +270,11 @@ def _handling_seconds(topology: Topology) -> float:
 
 
 def round_end_seconds(parts: Sequence[PlannedPartition], model_bytes: int) -> float:
-    """What the end of a round takes besides the exchange, where workers wait for it; 0 for stages, of which a profile
-    has measured it (`overheads`), and for a single region, whose rounds nobody waits for."""
+    """Return the seconds of a round's end besides the exchange, where workers wait for it.
+
+    0 for stages, whose round ends a profile has measured (`overheads`), and for a single region, whose rounds nothing
+    waits for.
+    """
     staged = any(part.pipeline is not None for part in parts)
     return 0.0 if staged or len(parts) < 2 else model_bytes / ROUND_END_BYTES_PER_SECOND
 
@@ -291,7 +299,7 @@ def _directed(topology: Topology) -> list[tuple[str, str]]:
 
 
 def _ways_from(source: str, topology: Topology, table: LinkTable, update_bytes: int) -> dict[str, tuple[float, str]]:
-    """When one message from `source` is at each other region, and from which neighbour it comes (Dijkstra)."""
+    """Return by region when a message from `source` arrives, and from which neighbour (Dijkstra)."""
     took = {link: pace(table[link], update_bytes).total_seconds for link in _directed(topology)}
     queue, reached = [(0.0, source, "")], dict[str, tuple[float, str]]()
     while queue:
@@ -336,17 +344,17 @@ class _Spent:
     """Seconds that are billed."""
 
     seconds: float
-    """Of the whole job."""
+    """Seconds of the whole job."""
     start: float
     copying: float
-    """Of them, until the last shard has come."""
+    """The part of these seconds until the last shard has arrived."""
     result: float = 0.0
-    """Of them, when all functions have ended."""
+    """The part of these seconds after all functions have ended."""
     ends: int | None = None
-    """Of invocations, but each worker's last one; None: they follow from the seconds."""
+    """Number of invocation ends, without each worker's last one; None: it follows from the seconds."""
 
     def server(self, part: PlannedPartition) -> float:
-        """Those who wait for no shard begin once all have come."""
+        """Return the seconds of the parameter server; partitions that wait for no shard begin once all have arrived."""
         return self.seconds - (0.0 if part.shards else self.copying)
 
     @property

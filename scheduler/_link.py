@@ -1,4 +1,4 @@
-"""What one directed link takes to carry an update, and the table of the links that there are."""
+"""The time that a directed link takes to carry an update, and the table of all links."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ A choice: what a cheap virtual machine gets over the Internet.
 PROTOCOL_OVERHEAD = 1.05
 """Bytes on the line over bytes of the message: framing, TLS, HTTP/2, acknowledgements."""
 FIRST_WINDOW_BYTES = 14_600
-"""What TCP sends before the first acknowledgement: ten segments (RFC 6928)."""
+"""Bytes that TCP sends before the first acknowledgement: ten segments (RFC 6928)."""
 MIN_IDLE_SECONDS = 0.2
-"""Least retransmission timeout of Linux."""
+"""Minimum retransmission timeout of Linux, in seconds."""
 UNASKED_BYTES = 1 << 20
-"""Up to this size an update is sent without an offer before it."""
+"""Size in bytes up to which an update is sent without an offer before it."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """One directed way between two regions that reach each other without a relay."""
+    """A directed path between two regions that reach each other without a relay."""
 
     rtt_ms: float
     mbps: float
@@ -61,14 +61,14 @@ class Path:
 
 
 LinkTable = Mapping[tuple[str, str], Path]
-"""By (source, destination); a pair that is missing has no direct path."""
+"""Paths by (source, destination); a missing pair has no direct path."""
 
 
 def link_table(regions: Iterable[Region]) -> dict[tuple[str, str], Path]:
-    """The links between some regions, as stated or measured.
+    """Return the links between regions, as stated or measured.
 
-    A link that nobody has stated is taken to be there, at the prior: regions that join do not know all others. A
-    stated rate of 0 says that there is no direct path.
+    A link that was neither stated nor measured is assumed to exist, with the prior: regions that join do not know all
+    others. A stated rate of 0 means that there is no direct path.
     """
     held = list(regions)
     table = {}
@@ -92,33 +92,33 @@ def line_bytes(update_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class LinkPace:
-    """How one link carries updates of one size, one after another."""
+    """The times of a link that carries updates of one size, one after another."""
 
     offer_seconds: float
-    """Before the link can begin with an update; passes while it may still be busy with the one before."""
+    """Seconds before the link can begin with an update; they overlap with the update before."""
     first_seconds: float
-    """How long the first one keeps the link busy, whose congestion window has shrunk in the round before."""
+    """Seconds for which the first update occupies the link; its congestion window has shrunk since the round before."""
     second_seconds: float
-    """How long one that follows on a first one: the window may have to open a little more."""
+    """Seconds for which the second update occupies the link: the window may still have to grow."""
     next_seconds: float
-    """How long one that follows on those."""
+    """Seconds for which each later update occupies the link."""
     way_seconds: float
-    """From the last byte sent to the last byte there."""
+    """Seconds from the last byte sent to its arrival."""
     idle_seconds: float
-    """After this long without traffic an update is a first one again (RFC 5681, 4.1)."""
+    """Seconds without traffic after which an update counts as the first one again (RFC 5681, 4.1)."""
 
     @property
     def total_seconds(self) -> float:
-        """Of a first update, until the other side has it."""
+        """Seconds from the begin of a first update until the other side has it."""
         return self.offer_seconds + self.first_seconds + self.way_seconds
 
 
 def pace(path: Path, update_bytes: int) -> LinkPace:
-    """TCP with slow start, over a link of its own.
+    """Return the times of TCP with slow start, over a link of its own.
 
-    The congestion window w doubles with each of k round trips, until it fills the link (rate x RTT) or what is left of
-    the update fits in it. k round trips bring w (2^k - 1) bytes; the rest goes at the link's rate. A large update is
-    offered first and sent when the answer is there.
+    The congestion window w doubles with each of k round trips, until it fills the link (rate x RTT) or the rest of the
+    update fits in it. k round trips carry w (2^k - 1) bytes; the rest is sent at the link's rate. A large update is
+    offered first, and sent after the answer.
     """
     rtt, rate, line = path.rtt_seconds, path.bytes_per_second, line_bytes(update_bytes)
     busy, window = [], float(FIRST_WINDOW_BYTES)

@@ -1,4 +1,4 @@
-"""What the scheduler knows and what it answers. Plain frozen dataclasses; units are in the names."""
+"""Input and output of the scheduler. Plain frozen dataclasses; units are in the names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prices:
-    """What a region charges. A price that is not known is an error of the catalogue, never zero."""
+    """The prices of a region. An unknown price is an error of the catalogue, never zero."""
 
     source: str
-    """Where the figures come from: an address, a contract, "operator"."""
+    """Source of the figures: an address, a contract, "operator"."""
     as_of: str
     """ISO date of the source."""
     function_usd_per_gb_second: float
@@ -25,7 +25,7 @@ class Prices:
     server_usd_per_hour: float
     """The machine that runs the parameter server."""
     egress_usd_per_gb: float
-    """To any other region, unless `egress_to` names it."""
+    """Price of traffic to any region that `egress_to` does not name."""
     egress_to: dict[str, float] = field(default_factory=dict)
     """USD/GB by destination region."""
 
@@ -42,11 +42,11 @@ class Capacity:
     memory_mb: int
     """Largest memory of one function."""
     samples_per_second: float | None = None
-    """Of one worker, as the operator states it; None: unknown, a prior is used."""
+    """Speed of one worker, as the operator states it; None: unknown, a prior is used."""
     preemptible: int = 0
-    """Workers besides, that may be taken away at any time; so many are there now."""
+    """Number of additional workers that may be taken away at any time, as available now."""
     cores: float = 0.0
-    """That all workers share; 0: each has its own."""
+    """Cores that all workers share; 0: each has its own."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Split:
 
     samples: int
     bytes: int | None = None
-    """None: not told, so that it cannot be processed elsewhere."""
+    """Size in bytes; None: not stated, so that the split cannot be processed elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,25 @@ class Dataset:
 
     name: str
     splits: dict[str, Split]
-    """By split name; "train" must be there for a region to train on it."""
+    """Splits by name; a region needs "train" to train on the shard."""
     residency: str | tuple[str, ...] = "region"
     """"region": the data never leaves; "cloud", "anywhere", or the names of the regions that may have it too."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """One directed region pair."""
+    """A directed link between two regions."""
 
     source: str
     destination: str
     rtt_ms: float
     mbps: float
-    """0: there is no direct path."""
+    """Rate; 0: there is no direct path."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """One place with capacity, prices, datasets and one agent."""
+    """A region: capacity, prices, datasets and one agent."""
 
     name: str
     cloud: str
@@ -112,29 +112,31 @@ class Snapshot:
     other_batch: frozenset[str] = frozenset()
     """Regions whose speed was measured with another batch, from which it does not follow exactly."""
     model_bytes: int | None = None
-    """Size of the task's flat model, if an earlier run told it, or an agent has counted it."""
+    """Size of the task's flat model, as measured by an earlier run or counted by an agent."""
     start_seconds: float | None = None
-    """From submission to the first step, measured in earlier runs, or by a probe."""
+    """Seconds from submission to the first step, as measured in earlier runs or by a probe."""
     first_model_given: bool = False
     """The job begins with what another one has left, handed on by its first region; else each makes the same."""
     counted: bool = False
-    """No run of this code has told `model_bytes`: an agent has counted it."""
+    """Whether `model_bytes` was counted by an agent, since no run of this code has reported it."""
     start_probed: bool = False
     probed: Mapping[str, float] = field(default_factory=dict)
     """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
     start_of_run: bool = True
-    """Whether a run has told `start_seconds`, so that the first model's way is in it; in a profile's there is none."""
+    """Whether `start_seconds` was measured in a run, so that it includes the transfer of the first model; a profile's
+    does not."""
     profiles: Mapping[str, TaskProfile] = field(default_factory=dict)
-    """What `control-plane profile` has measured of the task, by region."""
+    """Results of `control-plane profile` for the task, by region."""
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
-    """What runs of it have measured of merges, by region."""
+    """Merges measured in runs of the task, by region."""
     stage_paces: Mapping[str, float] = field(default_factory=dict)
-    """Of models in stages, by region: how many times as long as its profile alone says runs have found a step to be."""
+    """For models in stages, by region: ratio of the step time measured in runs to the one that the profile alone
+    predicts."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a job asks for."""
+    """The requirements of a job."""
 
     job: str
     dataset: str
@@ -149,32 +151,32 @@ class Demand:
     """Regions to use; empty: all that hold data."""
     avoid: tuple[str, ...] = ()
     residency: str | tuple[str, ...] = "region"
-    """How far the job lets raw data go, where their owner does: as of a dataset."""
+    """Where the job allows its raw data to be processed, within what their owner allows; values as of a dataset."""
     parallelism: str = "auto"
     """"data": every worker holds the whole model; "pipeline"; "auto": data, unless no function is large enough."""
     stages: int | None = None
-    """Of a pipeline; None: the plan says."""
+    """Number of pipeline stages; None: the plan chooses."""
     activations: str | None = None
-    """What stages send each other activations and their gradients in: "fp32" or "bf16"; None: the plan says."""
+    """Type in which stages send activations and their gradients: "fp32" or "bf16"; None: the plan chooses."""
     workers: int | Mapping[str, int] | None = None
-    """Workers in each region, or by region; None: the plan says."""
+    """Workers in each region, or by region; None: the plan chooses."""
     memory_mb: int | None = None
     slice_seconds: float = 30.0
     balance: str = "data"
-    """What a region's steps in a round are in proportion to: its "data", so that all make the same epochs, or its
-    "speed", so that all rounds take equally long."""
+    """What a region's steps in a round are proportional to: "data", so that all regions make the same number of epochs,
+    or "speed", so that all rounds take equally long."""
     interval: int | None = None
-    """Steps between WAN exchanges; None: the plan says."""
+    """Steps between WAN exchanges; None: the plan chooses."""
     collective: str | None = None
     channel: str | None = None
     merging: dict[str, float] = field(default_factory=dict)
-    """Of the collective, where the job file sets them: "k", "staleness", "significance"."""
+    """Settings of the collective in the job file: "k", "staleness", "significance"."""
     merging_codec: str = "fp32"
     wan_policy: str | None = None
     wan_settings: dict[str, float] = field(default_factory=dict)
-    """Of the policy, where the job file sets them."""
+    """Settings of the WAN policy in the job file."""
     exchange: str | None = None
-    """"synchronous" or "background"; None: the plan says."""
+    """"synchronous" or "background"; None: the plan chooses."""
     codec: str | None = None
     topology: str | None = None
     """Name of its kind; None: the plan says."""
@@ -184,7 +186,7 @@ class Demand:
     """Samples that an evaluation takes at a time; 0: as many as a step."""
     minimise: str = "cost"
     deadline_seconds: float | None = None
-    """From now."""
+    """Seconds from now."""
     budget_usd: float | None = None
 
 
@@ -198,14 +200,14 @@ class PipelineStage:
     """Inclusive."""
     memory_mb: int
     needed_mb: float
-    """What it is expected to hold at most."""
+    """Largest memory that a worker of the stage is expected to need."""
     rematerialise: bool = False
-    """Its forward pass is computed again before each backward pass."""
+    """Whether the forward pass is computed again before each backward pass."""
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How a partition runs a model that its workers hold in stages. They are numbered stage * degree + replica."""
+    """How a partition runs a model in pipeline stages. Its workers are numbered stage * degree + replica."""
 
     stages: tuple[PipelineStage, ...]
     degree: int
@@ -217,9 +219,9 @@ class PipelineShape:
     step_seconds: float
     """Expected of one step, the merge of gradients included."""
     pace: float = 1.0
-    """How many times as long that is as the profile alone says: earlier runs have found it so."""
+    """Ratio of that time to the one that the profile alone predicts, as earlier runs have measured it."""
     activation_codec: str = "fp32"
-    """Of what stages send each other: "fp32", which is as it is, or "bf16"."""
+    """Codec of what stages send each other: "fp32", which changes nothing, or "bf16"."""
     why: tuple[str, ...] = ()
     """Sentences for people: what each stage holds, and why it ends where it does."""
 
@@ -230,7 +232,7 @@ class PlannedPartition:
 
     region: str
     samples: int
-    """In the region's training split."""
+    """Samples of the region's training split."""
     workers: int
     batch: int
     """Samples of one replica of the model in one step: of one worker, but in a pipeline."""
@@ -238,9 +240,9 @@ class PlannedPartition:
     steps_per_round: int
     """Local steps between two WAN exchanges; see `Demand.balance`."""
     samples_per_second: float
-    """Of one worker, of a pipeline on the mean; the figure the estimate was made with."""
+    """Speed of one worker that the estimate was made with; of a pipeline the mean over its workers."""
     merge_seconds: float | None = None
-    """Of one step, as a profile of the task predicts it; None: a prior is used."""
+    """Seconds that merging one step takes, as a profile of the task predicts it; None: a prior is used."""
     pipeline: PipelineShape | None = None
     """None: every worker holds the whole model."""
     shards: tuple[str, ...] = ()
@@ -248,7 +250,7 @@ class PlannedPartition:
 
     @property
     def replicas(self) -> int:
-        """Of the model; each takes `batch` samples in a step."""
+        """Replicas of the model; each takes `batch` samples in a step."""
         return self.pipeline.degree if self.pipeline else self.workers
 
 
@@ -278,15 +280,15 @@ class Phase:
     """A part of a plan's predicted time."""
 
     name: str
-    """For people."""
+    """Text for users."""
     times: int
     seconds: float
-    """Of all of them."""
+    """Seconds of all repetitions together."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a plan is expected to take."""
+    """The predicted time, bytes and cost of a plan."""
 
     seconds: Range
     wan_bytes: Range
@@ -295,17 +297,17 @@ class Estimate:
     link_bytes: dict[str, int]
     """Expected bytes by directed link, "source>destination"."""
     basis: str
-    """What the time rests on most weakly. "measured": earlier runs of the task; "other batch": such with another batch;
-    "probed": a few steps of the task; "likened": such in another region; "stated": the operators' figures; "prior": a
-    guess."""
+    """Least reliable basis of the time. "measured": earlier runs of the task; "other batch": such runs with another
+    batch; "probed": a few steps of the task; "likened": such steps in another region; "stated": the operators' figures;
+    "prior": a guess."""
     model_bytes: int = 0
-    """Of the flat model, as it was taken; 0: of a plan of before this was told."""
+    """Size of the flat model that the estimate used; 0: in plans of versions without this field."""
     model_basis: str = ""
-    """"measured": an earlier run; "counted": an agent has counted it; "prior": nobody knows."""
+    """Basis of the size. "measured": an earlier run; "counted": an agent has counted it; "prior": unknown."""
     start_basis: str = ""
     """"measured": earlier runs; "probed": an agent has made the task ready; "prior": a guess."""
     phases: tuple[Phase, ...] = ()
-    """What the expected seconds are the sum of, in order."""
+    """The phases whose sum is the expected time, in order."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +317,7 @@ class Copy:
     source: str
     destination: str
     bytes: int
-    """Of all splits."""
+    """Bytes of all splits."""
     seconds: float
     """Expected, over the link as stated."""
     usd: float
@@ -357,13 +359,13 @@ class Plan:
     evaluation_batch: int = 0
     """Samples that an evaluation takes at a time; 0: as many as a step."""
     wan_settings: dict[str, float] = field(default_factory=dict)
-    """Of policy and exchange."""
+    """Settings of policy and exchange."""
     merging: dict[str, float] = field(default_factory=dict)
-    """Of the collective."""
+    """Settings of the collective."""
     merging_codec: str = "fp32"
-    """Of what the workers of a region send each other."""
+    """Codec of what the workers of a region send each other."""
     warnings: tuple[str, ...] = ()
-    """What is done otherwise than it was asked for, in sentences."""
+    """Deviations from what was asked for, as sentences."""
 
     @property
     def background(self) -> bool:
@@ -372,7 +374,7 @@ class Plan:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What each region contributes to the mean of a round, by its samples; their sum is 1."""
+        """Share of each region in the mean of a round, by its samples; they add up to 1."""
         samples = {part.region: part.replicas * part.batch * part.steps_per_round for part in self.partitions}
         total = sum(samples.values())
         return {region: count / total for region, count in samples.items()}
@@ -393,15 +395,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why there is no plan."""
+    """A reason for which there is no plan."""
 
     code: str
-    """Of the error catalogue."""
+    """Code of the error catalogue."""
     text: str
     remedy: str
     """What would make the demand admissible."""
     earliest_seconds: float | None = None
-    """Where it is the deadline that cannot be kept: the earliest from now that might be; infinite: none is known."""
+    """If the deadline is the reason: the earliest deadline, in seconds from now, that might be possible; infinite: none
+    is known."""
 
 
 @dataclass(frozen=True)

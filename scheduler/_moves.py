@@ -32,16 +32,16 @@ __all__ = ["PlacedShards", "best_moves", "train_samples"]
 WORTH = 0.1
 """Share of the money, or of the time, that moving data must save: raw data are not sent around for less."""
 CONVERSATION_ROUND_TRIPS = 9
-"""Before the bytes: two connections with TLS and a call on each, the list of files offered and sent, one more file
-offered, a bulk stream opened with TLS. Reading the files for their digests is not counted: a processor does that faster
-than links are."""
+"""Round trips before the bytes of a shard: two connections with TLS and a call on each, the list of files offered and
+sent, one more file offered, a bulk stream opened with TLS. Reading the files for their digests is not counted, since a
+processor does that faster than links are."""
 MOST_PLACES = 3
 """Regions that are tried for one shard: the best by a rough sum of money, and by one of time."""
 WORTH_EACH = 0.02
 """The same of each shard by itself: what is left of the money or time if it alone stayed at home."""
 MOST_PLANS, LEAST_PLANS, PLANNED_REGIONS = 60, 12, 500
-"""Plans that are asked for: so many at most, and over many regions, where each takes longer, about so many regions in
-all of them together."""
+"""Plans that are made at most; over many regions, where each plan takes longer, the number of plans times regions is
+limited instead, but to no fewer than the least number of plans."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PlacedShards:
     snapshot: Snapshot
     copies: tuple[Copy, ...] = ()
     shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Of the regions that process shards of others: the regions whose shards they process, their own included."""
+    """By region that processes shards of others: the regions whose shards it processes, its own included."""
 
 
 _Moves = Mapping[str, str]
@@ -62,7 +62,7 @@ _Tried = Mapping[tuple[tuple[str, str], ...], Plan | Declined]
 
 
 def train_samples(region: Region, dataset: str) -> int:
-    """In the training split that a region holds."""
+    """Return the samples of the training split that a region holds."""
     held = _held(region, dataset)
     return held.splits["train"].samples if held is not None and "train" in held.splits else 0
 
@@ -154,8 +154,8 @@ def _thinned(moves: dict[str, str], asked: _Asked, demand: Demand) -> dict[str, 
 
 
 def _first(snapshot: Snapshot, demand: Demand, places: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
-    """What must move, moved to the first place for it; and all that may, to one region, the one that most promises
-    most to first."""
+    """Return the moves to try first: those that must be, to their best places, then for each place those and all that
+    may move there. Places that are the first choice of most shards come first."""
     must: dict[str, str] = {}
     for region in snapshot.regions:
         free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
@@ -231,7 +231,7 @@ def _shard_bytes(held: Dataset) -> int | None:
 
 
 def _promising(home: Region, able: Sequence[Region], snapshot: Snapshot, demand: Demand) -> tuple[str, ...]:
-    """By a rough sum for the shard alone, of money and of time."""
+    """Return the places of a shard in the order of a rough estimate of its money and of its time alone."""
 
     def rough(other: Region) -> tuple[float, float]:
         copy = _copy(home, other, demand)
@@ -260,7 +260,7 @@ def _copy(home: Region, other: Region, demand: Demand) -> Copy:
 
 
 def _placed(snapshot: Snapshot, demand: Demand, moves: _Moves) -> PlacedShards:
-    """As if the shards lay there from the start."""
+    """Return the snapshot as if the shards had been in their new places from the start."""
     known = {region.name: region for region in snapshot.regions}
     copies = tuple(_copy(known[source], known[to], demand) for source, to in sorted(moves.items()))
     shards, regions = {}, []
@@ -288,8 +288,10 @@ def _capacity(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> C
 
 
 def _speed(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> float | None:
-    """Samples/s of a worker where a shard goes to. What is not known there is taken from home: a guess must not make
-    another region look faster."""
+    """Return the samples/s of a worker in the region that a shard moves to.
+
+    An unknown speed is taken from the shard's home region: a guess must not make another region look faster.
+    """
     if region.name in snapshot.speeds:
         return snapshot.speeds[region.name]
     stated = region.capacity.samples_per_second
@@ -307,7 +309,7 @@ def _speed(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> floa
 
 
 def _told(plan: Plan, tried: _Tried, snapshot: Snapshot, demand: Demand) -> Plan:
-    """With a verdict for each shard, and the best of what was tried and not taken."""
+    """Return the plan with a verdict for each shard, and the best of the alternatives."""
     others = [(key, found) for key, found in tried.items() if key and isinstance(found, Plan)]
     if others:
         key, found = min(others, key=lambda other: _value(other[1], demand))
@@ -324,7 +326,7 @@ def _took(plan: Plan) -> str:
 
 
 def _compared(one: Plan, other: Plan) -> str:
-    """How one stands to the one that is taken."""
+    """Return how an alternative compares with the chosen plan, as text."""
     figures = [("usd", "dearer", "cheaper"), ("seconds", "slower", "faster")]
     words = []
     for name, more, less in figures:
@@ -335,7 +337,7 @@ def _compared(one: Plan, other: Plan) -> str:
 
 
 def _verdicts(plan: Plan, snapshot: Snapshot, demand: Demand) -> dict[str, str]:
-    """What becomes of each shard, also of those that take no part."""
+    """Return what happens to each shard, also to those that are not used."""
     copies = {copy.source: copy for copy in plan.copies}
     verdicts = {}
     for region in sorted(snapshot.regions, key=lambda region: region.name):
@@ -358,7 +360,7 @@ def _verdicts(plan: Plan, snapshot: Snapshot, demand: Demand) -> dict[str, str]:
 
 
 def _rule(region: Region, held: Dataset, snapshot: Snapshot, demand: Demand) -> str:
-    """The rule that keeps a shard at home, or why it stays though it might go."""
+    """Return the rule that keeps a shard at home, or why it stays although it might move."""
     told = rule_text(held.residency)
     if held.residency == "region":
         return told
@@ -372,7 +374,7 @@ def _rule(region: Region, held: Dataset, snapshot: Snapshot, demand: Demand) -> 
 
 
 def _hinted(declined: Declined, snapshot: Snapshot, demand: Demand) -> Declined:
-    """With the word that a wider residency of the job would help, where the data's owners allow it."""
+    """Add the hint that a wider residency of the job would help, where the data's owners allow it."""
     if demand.residency != "region" or not (places := _places(snapshot, replace(demand, residency="anywhere"))):
         return declined
     where = "; ".join(f"that of {shard} in {', '.join(regions)}" for shard, regions in places.items())

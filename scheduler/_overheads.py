@@ -1,7 +1,8 @@
-"""What a job whose model runs in stages takes besides its steps: what is made, handed over, stored and loaded.
+"""The time that a job whose model runs in stages takes besides its steps: to create, distribute, store and load state.
 
-Each of it is bytes by rates that a profile has measured: of the channel, of storing durably, and of memory that a
-process has not had before, which the kernel clears page by page and which models of some hundred megabytes make felt.
+Each item is bytes over rates that a profile has measured: of the channel, of durable storage, and of memory that a
+process uses for the first time, which the kernel clears page by page; with models of some hundred megabytes that is
+noticeable.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["Overheads", "overheads", "slice_ends"]
 
 SERVER_SECONDS = 1.0
-"""Until a parameter server's process is there: it loads its code, and its workers find it."""
+"""Seconds until a parameter server is ready: it loads its code, and its workers find it."""
 LINE_BYTES_PER_SECOND = 500e6
-"""Of the finished model on its way from the parameter server to the agent and from there to the control plane: what
-two processes of one machine bring over TLS in messages, seen with a model of a gigabyte."""
+"""Rate of the finished model on its way from the parameter server to the agent and to the control plane: what two
+processes of one machine reach with messages over TLS, measured with a model of a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -30,30 +31,31 @@ class Overheads:
     """Seconds of one partition; all fields are at least 0."""
 
     first_model: float = 0.0
-    """From functions that are there until their workers have the model that all begin with: stages make their layers
-    and hand them over, the parameter server keeps the model and puts it back."""
+    """From the start of the functions until their workers have the initial model: stages create their layers and store
+    them, the parameter server reads the model and stores it again."""
     first_step: float = 0.0
-    """Of the first step beyond the others, and of the first round's end: gradients, the optimiser's state and what the
-    parameter server merges in get their memory."""
+    """Additional time of the first step and of the end of the first round, in which gradients, the optimiser's state
+    and the parameter server's buffers get their memory."""
     round_end: float = 0.0
-    """From the last step of a round until all have the next model."""
+    """From the last step of a round until all workers have the next model."""
     leave: float = 0.0
     """At the end of an invocation: each worker stores its state."""
     enter: float = 0.0
-    """At the beginning of the next: it makes its layers and loads that. Both count in its slice of time only here."""
+    """At the begin of the next invocation: each worker creates its layers and loads the state. Only here do both count
+    in its time slice."""
     again: float = 0.0
     """Between the two, until the function runs again."""
     result: float = 0.0
-    """From the last round's end until the control plane has the model."""
+    """From the end of the last round until the control plane has the model."""
 
     @property
     def slice_end(self) -> float:
-        """All that an invocation's end costs."""
+        """Total cost of an invocation's end."""
         return self.leave + self.again + self.enter
 
 
 def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
-    """Of a partition in stages; nothing is predicted for others, nor where a profile has not measured what it takes."""
+    """Return the overheads of a partition in stages; none for others, and none that the profile has not measured."""
     if part.pipeline is None or profile is None:
         return Overheads()
     if min(profile.stored_bytes_per_second, profile.fresh_bytes_per_second) <= 0.0:
@@ -68,7 +70,8 @@ def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
     cores, degree = its.cores, part.pipeline.degree
 
     def apart(shares: list[float], replicas: int = 1) -> float:
-        """Of work that all stages do at a time: that of the largest, or of all of them where they share cores."""
+        """Return the time of work that all stages do at once: the largest stage's, or all stages' where they share
+        cores."""
         return max(max(shares), sum(shares) * replicas / cores if cores else 0.0)
 
     both = [model + state for model, state in zip(models, states, strict=True)]
@@ -95,9 +98,9 @@ def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
 
 
 def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, own: Overheads) -> int:
-    """Ends of invocations, but the last one's, of a worker that has so much to do.
+    """Return the number of invocation ends, without the last one, of a worker with so much work.
 
-    What beginning takes is of the slice, and after it an invocation makes a step at least.
+    The begin of an invocation counts in its slice; after it an invocation makes at least one step.
     """
     room = max(slice_seconds - own.enter, step_seconds, 1e-3)
     return max(0, math.ceil(work_seconds / room) - 1)
@@ -105,7 +108,7 @@ def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, o
 
 @dataclass(frozen=True)
 class _Held:
-    """By one stage, bytes."""
+    """Bytes that one stage holds."""
 
     model: float
     state: float

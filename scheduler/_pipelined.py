@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 __all__ = ["Staged", "staged", "unstaged"]
 
 SIZES_MB = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 16384, 32768)
-"""Function sizes that are tried, up to what the region gives, which is tried too. A partition has one function, so
-all stages have one."""
+"""Function sizes that are tried, in MB, up to the region's limit, which is tried too. A partition has one function, so
+all stages have the same size."""
 WITHIN = 0.01
 """Share by which a stage plan may miss the best one, in seconds and in USD: planning must answer soon."""
 STATE_FACTOR = 2.0
 """Adam's, since the optimiser is not known: rather too much memory than too little."""
 USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
-"""Of a worker with torch loaded."""
+"""Memory of a worker with torch loaded, in MB: the usual one, and the lower bound of what a profile yields."""
 WORTH = 0.95
-"""Of what a step takes, time or money as the job minimises one or the other, what it must come to in bfloat16 for
-stages to send each other that. It rounds activations and their gradients to 8 bits of mantissa."""
+"""Ratio of a step's time (or cost, if the job minimises it) in bfloat16 to float32 below which stages send bfloat16. It
+rounds activations and their gradients to 8 bits of mantissa, so it must be worth that."""
 MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25, "int4": 0.13}
 """Of a gradient without zeros, what merging sends by its codec."""
 SPARE = 0.2
-"""Share of what a worker needs that is left free besides, as for workers that hold the whole model."""
+"""Share of a worker's memory that is left free, as for workers that hold the whole model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +41,14 @@ class Staged:
     memory_mb: int
     plan: PlannedPipeline
     problem: PipelineProblem
-    """Which the plan solves; for another number of replicas the same cuts are evaluated."""
+    """Problem that the plan solves; for another number of replicas the same cuts are evaluated."""
     minimise: str
-    """What the job minimises, time or cost."""
+    """What the job minimises: "time" or "cost"."""
     pace: float = 1.0
-    """As of `PipelineShape`."""
+    """Ratio of measured to predicted time, as in `PipelineShape`."""
 
     def worth(self, plan: PlannedPipeline) -> float:
-        """Of pipelines with these stages or others, the least is the best."""
+        """Return a figure by which pipelines are compared; the smallest is the best."""
         return _worth(plan, self.minimise)
 
     @property
@@ -58,18 +58,21 @@ class Staged:
 
     @property
     def most_replicas(self) -> int:
-        """Of each stage: what several need to merge may not fit where one does."""
+        """Largest number of replicas of each stage; 1 where what merging needs does not fit into the memory."""
         return 1 if self.plan.way.degree == 1 else 1 << 20
 
     def shape(self, degree: int) -> PipelineShape:
-        """With so many replicas of each stage, each of which takes the job's batch in a step."""
+        """Return the pipeline with a number of replicas of each stage, each of which takes the job's batch in a
+        step."""
         return _shape(self, degree)
 
 
 @lru_cache(maxsize=1024)
 def _shape(cut: Staged, degree: int) -> PipelineShape:
-    """The same cuts, with the micro-batch and order that suit so many replicas: the more there are, the less has to be
-    under way at once to keep cores busy that they share."""
+    """Return the same cuts with the micro-batch and order that suit a number of replicas.
+
+    With more replicas, fewer micro-batches must be in flight to keep shared cores busy.
+    """
     from scheduler.pipeline import cuts_of, evaluate, explain, played, ways_of
 
     one = cut.problem.batch // cut.plan.way.degree
@@ -147,7 +150,7 @@ def _worth(plan: PlannedPipeline, minimise: str) -> float:
 
 
 def _why_longer(pace: float) -> tuple[str, ...]:
-    """What a step's time rests on besides the profile."""
+    """Return a text on what a step's time is based on besides the profile."""
     if pace == 1.0:
         return ()
     return (f"a step is reckoned {pace:.2f} times as long as by the profile: so it was in earlier runs",)
@@ -168,7 +171,7 @@ def _fits_whole(profile: TaskProfile, batch: int, most_mb: int) -> bool:
 
 
 def _base_mb(profile: TaskProfile) -> float:
-    """Of a worker without a model: what steps need whatever the batch, less parameters and gradients."""
+    """Return the memory of a worker without a model: what steps need with any batch, less parameters and gradients."""
     from scheduler.tuning import fit_memory
 
     try:
@@ -192,11 +195,11 @@ def _staged(
     cores: float,
     pace: float,
 ) -> Staged | None:
-    """Kept, as jobs that wait are planned again and again. In bfloat16 only the function size is tried that was best
-    in float32, where the plan is to say what is sent.
+    """Return the best pipeline; cached, since jobs that wait are replanned often.
 
-    Two replicas are planned for where there are workers for two: with their merging the stages are as small as they
-    need to be for any number of replicas.
+    Where the plan chooses the type of activations, bfloat16 is tried only with the function size that was best in
+    float32. Two replicas are planned for where there are workers for two: with the memory for merging, the stages are
+    then small enough for any number of replicas.
     """
     from scheduler.pipeline import NothingFitsError, front
 

@@ -1,4 +1,4 @@
-"""One job's plan by data location: a partition runs where its shard is, or where residency lets the shard go."""
+"""The plan of one job by data location: a partition runs where its shard is, or where residency lets the shard move."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sync.collective import collective_named
 from sync.policy import DEFAULT, policy_named
 
 DEFAULT_INTERVAL_STEPS = 20
-"""Local steps between WAN exchanges where the job file says `auto` (the H = 20 of wan-sync measurements)."""
+"""Local steps between WAN exchanges where the job file says `auto`: H = 20, as in the measurements of WAN policies."""
 DEFAULT_MEMORY_MB = 1024
 """Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
 model fits, and a larger model needs a profile. A choice, not measured."""
@@ -45,12 +45,12 @@ class Planner:
         self._snapshot = snapshot
         self._demand: Demand | None = None
         self._evaluated: dict[tuple[tuple[str, str], ...], Ways | Declined] = {}
-        """By the shards that are moved, and to where."""
+        """Results by moved shards and their destinations."""
         self.placements = 0
-        """So many ways to lay out the shards were evaluated for all that was asked: what takes the time."""
+        """Number of shard layouts that were evaluated; they take most of the time."""
 
     def plan(self, demand: Demand) -> Plan | Declined:
-        """As `plan`."""
+        """Return a plan, as the function `plan`."""
         unbounded = replace(demand, deadline_seconds=None, budget_usd=None)
         if unbounded != self._demand:
             self._demand, self._evaluated = unbounded, {}
@@ -66,10 +66,11 @@ class Planner:
 
 
 def _ways_for(placed: PlacedShards, demand: Demand) -> Ways | Declined:
-    """All ways to staff the regions within what is free (`_elastic`), for shards that lie where they are processed.
+    """Return all ways to staff the regions within what is free (`_elastic`), for shards that lie where they are
+    processed.
 
-    Steps per round follow from the workers, so that all regions pass over their data equally often. Neither deadline
-    nor budget counts.
+    Steps per round follow from the workers, so that all regions pass over their data equally often. Deadline and budget
+    are not considered.
     """
     snapshot = placed.snapshot
     candidates, reasons = _candidates(snapshot, demand)
@@ -104,7 +105,8 @@ def _ways_for(placed: PlacedShards, demand: Demand) -> Ways | Declined:
 
 
 def _ways(candidates: list[Region], staffing: list[Staffing], snapshot: Snapshot, demand: Demand) -> list[Option]:
-    """As the demand says, or all that there are. Of a region that runs a pipeline, its replicas are counted."""
+    """Return the staffing that the demand states, or all possible ones. In a region with a pipeline, replicas are
+    counted."""
     if demand.workers is None:
         return list(options(staffing))
     asked = demand.workers
@@ -119,7 +121,7 @@ def _ways(candidates: list[Region], staffing: list[Staffing], snapshot: Snapshot
 
 
 def _misnamed(workers: int | Mapping[str, int] | None, candidates: list[Region], snapshot: Snapshot) -> list[Reason]:
-    """Regions that need a number of workers and have none, and those that have one and that nobody knows."""
+    """Return why stated workers do not match: regions without a number, and names that no region has."""
     if not isinstance(workers, Mapping):
         return []
     names = [region.name for region in candidates]
@@ -193,8 +195,8 @@ def _planned(
 
 
 def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
-    """Where functions cannot hold the model, and where steps that are larger than a shard make other passes over it
-    than were asked for."""
+    """Return warnings where functions cannot hold the model, or where steps larger than a shard change the number of
+    epochs."""
     told = []
     held_mb = _COPIES * (snapshot.model_bytes or 0) / 2**20
     for part in chosen.partitions:
@@ -440,6 +442,6 @@ def _by_speed(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, 
 
 
 _COPIES = 2
-"""Of the model in a worker's memory, at least: parameters and gradients."""
+"""Copies of the model in a worker's memory, at least: parameters and gradients."""
 _ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

@@ -1,4 +1,4 @@
-"""Where a shard may be processed: what its owner says, and a job."""
+"""Where a shard may be processed, by the rules of its owner and of the job."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def may_be(rule: str | Collection[str], home: str, other: str, *, same_cloud: bo
 
 
 def rule_text(rule: str | Collection[str]) -> str:
-    """For people."""
+    """Return a residency rule as text for users."""
     return rule if isinstance(rule, str) else ", ".join(sorted(rule))

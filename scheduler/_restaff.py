@@ -1,9 +1,9 @@
-"""Whether a job that runs should continue with other numbers of workers: more of them, fewer, or elsewhere.
+"""Whether a running job should continue with other numbers of workers: more, fewer, or in other regions.
 
-What was planned rested on what was known; regions then turn out faster or slower, are throttled, or lend their workers
-to others. The ways to staff what is left are evaluated as in the plan (`_elastic`), with the speeds as measured.
-Workers change only where that saves more than the change costs, or keeps a promise that would break: a job whose shares
-go up and down pays for it each time.
+The plan used what was known; regions then turn out faster or slower, are throttled, or lend their workers to others.
+The ways to staff the rest of the job are evaluated as in the plan (`_elastic`), with measured speeds. Workers change
+only where that saves more than the change costs, or keeps a promise that would break, since a job pays for every
+change.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from scheduler._estimate import MERGE_SECONDS
 __all__ = ["Restaffing", "Staffed", "pace", "paces", "restaff"]
 
 CHANGE_SECONDS = 3.0
-"""For which a region's workers stand still when their number changes: the old ones leave what they have, the new ones
-begin. Measured on one machine with warm replicas: 0.5 to 2 s."""
+"""Seconds for which a region's workers stand still when their number changes: old ones store their state, new ones
+begin. 0.5 to 2 s were measured on one machine with warm replicas; this leaves a margin."""
 WORTH = 0.1
-"""Of what is left of the job, that a change must save beyond its own cost."""
+"""Share of the rest of the job that a change must save beyond its own cost."""
 MARGIN = 1.1
-"""What is left may take so many times what is expected."""
+"""Factor by which the rest of the job may take longer than expected."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Staffed:
     """Samples of the region in one step."""
     steps_per_round: int
     samples_per_second: float
-    """Of one worker, as lately measured."""
+    """Speed of one worker, as measured lately."""
     worker_usd_per_second: float
     usd_per_second: float
-    """Of what does not depend on the workers: the parameter server."""
+    """Cost that does not depend on the workers: the parameter server."""
     merge_seconds: float = MERGE_SECONDS
-    """Of one step, where there are several workers."""
+    """Seconds of merging one step, where there are several workers."""
 
     def round_seconds(self, workers: int) -> float:
         """Compute of one round, and its merges."""
@@ -54,18 +54,19 @@ class Staffed:
 
 @dataclass(frozen=True)
 class Restaffing:
-    """What should change."""
+    """A change of the numbers of workers."""
 
     workers: Mapping[str, int]
-    """By region; those that stay as they are are left out."""
+    """Workers by region; regions that stay as they are are omitted."""
     reason: str
-    """For people."""
+    """Text for users."""
 
 
 def pace(
     regions: Sequence[Staffed], exchange_seconds: float, background: bool, workers: Sequence[int] | None = None
 ) -> float:
-    """Rounds a second with so many workers in each region; None: with those that they have, above 0 each."""
+    """Return rounds per second with a number of workers in each region; None: with the present ones, which must be
+    above 0."""
     counts = [region.workers for region in regions] if workers is None else workers
     compute = max(region.round_seconds(count) for region, count in zip(regions, counts, strict=True))
     return 1.0 / (max(compute, exchange_seconds) if background else compute + exchange_seconds)

@@ -1,4 +1,4 @@
-"""What profiles say for the partitions of a plan: their memory, and how their workers merge."""
+"""The memory and the merging of a plan's partitions, by profiles."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ class Tuned:
 
     memory_mb: int
     merge_seconds: float
-    """Of one step; 0 of a worker alone."""
+    """Seconds of merging one step; 0 for a single worker."""
     collective: str
     chunks: int
 
 
 def tuned(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> Tuned | None:
-    """By the task's profile in this region; None: there is none for its channel, or nothing has memory enough."""
+    """Return the partition by the task's profile in this region; None: there is no profile for its channel, or no size
+    has memory enough."""
     profile, prices = snapshot.profiles.get(region.name), region.prices
     wanted = demand.collective
     if profile is None or prices is None or profile.channel.name != region.channel:
@@ -49,7 +50,7 @@ def tuned(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> T
 def merging_of(
     parts: Sequence[PlannedPartition], regions: Sequence[Region], snapshot: Snapshot, demand: Demand
 ) -> Tuned | None:
-    """How all partitions merge that have several workers, where profiles take the same for all of them."""
+    """Return how all partitions with several workers merge, where their profiles choose the same for all."""
     found = [
         tuned(region, part.workers, snapshot, demand)
         for part, region in zip(parts, regions, strict=True)
@@ -67,7 +68,7 @@ def _way(one: Tuned) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class _Paid:
-    """What of a region's prices matters here."""
+    """The prices of a region that matter here."""
 
     usd_per_gb_second: float
     usd_per_call: float

@@ -1,4 +1,4 @@
-"""How a plan's regions exchange: the codec and the topology, chosen together."""
+"""The exchange of a plan's regions: codec and topology, chosen together."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class WanChoice:
     codec: str
     topology: Topology
     exchange_seconds: float
-    """Of one round, coding included; where the workers wait for it, all that they wait for."""
+    """Seconds of one round, coding included; if the workers wait for it, everything that they wait for."""
     settings: dict[str, float]
-    """Of policy and exchange, as the plan carries them."""
+    """Settings of policy and exchange, as the plan carries them."""
     alternatives: tuple[Alternative, ...]
     """The other topologies."""
 
@@ -57,12 +57,11 @@ def choose_wan(
     rounds: int,
     known: dict[str, Topologies] | None = None,
 ) -> WanChoice | Declined:
-    """The demanded codec and kind of topology; where the demand says nothing, what makes the exchange shortest.
+    """Return the demanded codec and kind of topology, or those that make the exchange shortest.
 
-    In the background the least lossy codec that hides the exchange behind the round's compute is taken; where none
-    does, and where all wait, a lossy one only where it makes the exchange notably shorter. While nobody knows how large
-    the model is, float32 is taken. ``known`` holds what was evaluated before for these regions, by codec, and takes in
-    what is evaluated now.
+    In the background the least lossy codec that hides the exchange behind the round's compute is chosen. If none does,
+    and if all wait, a lossy one is chosen only where it makes the exchange notably shorter. While the model's size is
+    unknown, float32 is chosen. ``known`` holds earlier results for these regions by codec, and gets the new ones.
     """
     known = {} if known is None else known
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
@@ -105,7 +104,7 @@ def _policy(demand: Demand) -> WanPolicy:
 
 
 def _best(choices: Sequence[WanChoice], compute: float) -> WanChoice:
-    """Of one choice for each codec, the least lossy first."""
+    """Return the best of one choice for each codec, the least lossy first."""
     waiting = [choice for choice in choices if not choice.settings.get("background")]
     if len(waiting) == len(choices):
         return _worth_coding(choices)
@@ -124,7 +123,7 @@ def _worth_coding(choices: Sequence[WanChoice]) -> WanChoice:
 
 
 def _codecs(demand: Demand, rounds: int, snapshot: Snapshot) -> tuple[str, ...]:
-    """What is evaluated where the demand names none, from the least lossy one on."""
+    """Return the codecs to evaluate where the demand names none, the least lossy first."""
     policy = _policy(demand)
     if policy.significance or snapshot.model_bytes is None:
         # By a guess of the model's size nothing is lost; in the background what is measured is followed at once.

@@ -1,4 +1,4 @@
-"""All ways to staff the regions of a job, and the one that is taken with a deadline and a budget."""
+"""All ways to staff the regions of a job, and the choice among them with a deadline and a budget."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Ways:
         self._evaluated = [_evaluated(way, other.estimate) for way, other in alike.items()]
         self._by_itself = by_itself
         self._own: dict[Option, Plan | Declined] = {}
-        """With what each would exchange by itself, as far as that was asked for."""
+        """Each option with the exchange that is best for it alone; filled on demand."""
 
     def best(self, demand: Demand) -> Plan | Declined:
-        """The one that costs least, or ends first, among those that keep deadline and budget."""
+        """Return the cheapest or fastest among those that keep deadline and budget."""
         best = taken(
             self._evaluated,
             minimise=demand.minimise,
@@ -79,7 +79,7 @@ def _why_not(way: EvaluatedOption, best: EvaluatedOption, demand: Demand) -> str
 
 
 def _beyond_limits(chosen: Plan, evaluated: list[EvaluatedOption], demand: Demand) -> tuple[Reason, ...]:
-    """What the plan cannot promise, with what could be promised, each limit for itself."""
+    """Return what the plan cannot promise, with what could be promised, for each limit."""
     reasons = []
     took = chosen.estimate
     if demand.deadline_seconds is not None and took.seconds.high > demand.deadline_seconds:

@@ -1,4 +1,4 @@
-"""Which regions are neighbours: mesh, star, tree, ring or star of stars, by predicted time and egress.
+"""The topology: mesh, star, tree, ring or star of stars, by predicted time and egress.
 
 No fixed choice is best over real grids (Skyplane's, NSDI 2023): the model's size, the number of regions and the
 asymmetry of the links decide, so all kinds are evaluated (`_flood`) and compared.
@@ -36,29 +36,29 @@ HIDDEN_SHARE = 0.8
 RECHOICE_GAIN = 0.2
 """Part of the exchange's time that another topology must save."""
 RECHOICE_MEASUREMENTS = 3
-"""How many measurements in turn must say so."""
+"""Number of successive measurements that must agree before the topology changes."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Which regions exchange directly, and what a round's exchange over them is predicted to take."""
+    """The pairs of regions that exchange directly, and the predicted time of a round's exchange."""
 
     kind: str
     """Name of its kind."""
     hubs: tuple[str, ...]
-    """Of a star one; of two levels the hub of the hubs, then those of the other clusters; else empty."""
+    """Hub of a star; of two levels the hub of the hubs, then those of the other clusters; else empty."""
     links: tuple[tuple[str, str], ...]
     """Neighbours: pairs in order, sorted."""
     seconds: float
-    """From the last encoded update until every region has received every update; without coding."""
+    """Seconds from the last encoded update until every region has received every update; without coding."""
     usd_per_round: float
     """Egress."""
     bytes_per_round_by_link: dict[str, int] = field(default_factory=dict)
-    """By directed link, "source>destination", protocol and control included."""
+    """Bytes by directed link, "source>destination", protocol and control included."""
 
     @property
     def name(self) -> str:
-        """What it is called in plans: "mesh", "star via eu-west", "two-level via eu-west, tokyo"."""
+        """Name in plans: "mesh", "star via eu-west", "two-level via eu-west, tokyo"."""
         return f"{self.kind} via {', '.join(self.hubs)}" if self.hubs else self.kind
 
 
@@ -74,7 +74,7 @@ def topology_kind(name: str) -> TopologyKind:
 
 @dataclass(frozen=True)
 class Topologies:
-    """The best of every kind, and the kinds that there are not."""
+    """The best topology of every kind, and the kinds that are impossible."""
 
     possible: tuple[Topology, ...]
     """In the order of preference; empty where the regions are not connected."""
@@ -118,11 +118,11 @@ def choose_topology(
     round_compute_seconds: float | None = None,
     waiting_usd_per_second: float = 0.0,
 ) -> Topology | None:
-    """The fastest; but where one at most 5 % slower is cheaper, that one. None where there is none.
+    """Return the fastest; but if one at most 5 % slower is cheaper, that one. None if there is none.
 
     With `minimise` "cost", and a round's compute known: the cheapest of those whose exchange can stay hidden behind it
-    (at most 0.8 of it), as long as there is one. Cheap counts egress, and what the regions cost while they wait for
-    the exchange, `waiting_usd_per_second`; 0 where they do not wait.
+    (at most 0.8 of it), as long as there is one. The cost is egress, and what the regions cost while they wait for the
+    exchange, `waiting_usd_per_second`; 0 where they do not wait.
     """
     if not evaluated.possible:
         return None
@@ -143,7 +143,7 @@ def choose_topology(
 
 
 def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) -> Topology | None:
-    """The same neighbours over other links, or with another size; None where a link is no longer there."""
+    """Return the same neighbours over other links, or with another size; None where a link no longer exists."""
     names = sorted({name for link in current.links for name in link})
     if not all((a, b) in table and (b, a) in table for a, b in current.links):
         return None

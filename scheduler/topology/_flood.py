@@ -1,13 +1,13 @@
-"""How long a round's exchange takes over a given graph of regions.
+"""The time of a round's exchange over a given graph of regions.
 
-Every region's update is encoded once and continues as it is (an *original*), store and forward, along the tree of
+Every region's update is encoded once and passed on unchanged (an *original*), store and forward, along the tree of
 fewest hops from its region, ties broken by name. So each region receives each of the n - 1 other updates once, whatever
-the graph; what differs is which link carries how many.
+the graph; graphs differ in how many updates each link carries.
 
-All updates are ready at time 0. Links are directed and independent of each other; each sends one update after another,
-in the order in which they came to its source, at the pace of TCP (`_link.pace`): the first takes c(p, q) seconds, those
-that follow on it b(p, q), the very next one a little more; offers o(p, q) and ways p(p, q) overlap with other updates
-(the alpha-beta model, Hockney 1994, with store and forward, and a cold start).
+All updates are ready at time 0. Links are directed and independent of each other. Each sends one update after another,
+in the order in which they arrived at its source, at the rate of TCP (`_link.pace`): the first takes c(p, q) seconds,
+the following ones b(p, q), the second one a little more. Offers o(p, q) and propagation p(p, q) overlap with other
+updates (the alpha-beta model, Hockney 1994, with store and forward, and a cold start).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["MISSING_SECONDS", "Hops", "hops", "mesh_seconds", "originals", "ring_times", "tree_seconds"]
 
 MISSING_SECONDS = 1e12
-"""Stands for a link that is not there: finite, so that a search can walk away from it."""
+"""Seconds of a missing link: finite, so that a search can move away from it."""
 BLOCK = 1024
 """Orders of a ring that are evaluated at a time: small enough for the cache."""
 _MISSING = LinkPace(0.0, MISSING_SECONDS, MISSING_SECONDS, MISSING_SECONDS, 0.0, MISSING_SECONDS)
@@ -35,7 +35,7 @@ _MISSING = LinkPace(0.0, MISSING_SECONDS, MISSING_SECONDS, MISSING_SECONDS, 0.0,
 
 @dataclass(frozen=True)
 class Hops:
-    """All links for one size of update, by the regions' numbers."""
+    """The times of all links for one size of update, by the regions' numbers."""
 
     paces: tuple[tuple[LinkPace, ...], ...]
     there: tuple[tuple[bool, ...], ...]
@@ -54,7 +54,7 @@ class Hops:
 
     @cached_property
     def missing(self) -> npt.NDArray[np.bool_]:
-        """Of shape (n, n)."""
+        """Whether each link is missing, shape (n, n)."""
         import numpy as np
 
         return ~np.asarray(self.there)
@@ -103,7 +103,7 @@ def mesh_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
 
 
 def _arrivals(ready: Sequence[float], link: LinkPace) -> list[float]:
-    """When updates that are ready at some times are over a link, in order."""
+    """Return when updates that are ready at given times have passed a link, in order."""
     offer, idle, way = link.offer_seconds, link.idle_seconds, link.way_seconds
     free, sent, out = -math.inf, 0, []
     for at in sorted(ready):
@@ -126,7 +126,7 @@ def tree_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
     arrivals: dict[tuple[int, int], list[float]] = {}
 
     def carried(p: int, q: int) -> list[float]:
-        """When q receives what comes over (p, q), in order."""
+        """Return when q receives the updates that are sent over (p, q), in order."""
         if (p, q) not in arrivals:
             ready = [0.0]
             for r in neighbours[p]:

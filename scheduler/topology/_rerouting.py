@@ -1,8 +1,8 @@
-"""Other ways for a job's updates while it runs, once its links are not what they were taken for.
+"""Rerouting of a job's updates while it runs, when its links differ from what the plan assumed.
 
-The plan's topology is the best for the links as they were stated. Parameter servers tell what the links in use really
-carry; where that has been much less for long enough, the topology is chosen anew (`rechosen`) over what has been
-measured and, for links that are not in use, what is stated.
+The plan's topology is the best for the links as they were stated. Parameter servers report what the links in use really
+carry. Where that has been much less for long enough, the topology is chosen again (`rechosen`) over what was measured
+and, for links that are not in use, what is stated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TOLD_LINKS = 3
 
 @dataclass(frozen=True)
 class Sighting:
-    """How a directed link has carried updates of late, as its sender says."""
+    """Recent measurements of a directed link, as its sender reports them."""
 
     mbps: float = 0.0
     """Payload rate of the last update, its acknowledgement included; 0: not known."""
@@ -50,11 +50,11 @@ class Rerouting:
 
     topology: Topology
     before_seconds: float
-    """Of a round over the present ways, with the links as they are; infinite where one of them is down."""
+    """Seconds of a round over the present routes, with the links as they are; infinite where one of them is down."""
     after_seconds: float
-    """Of a round over the new ones."""
+    """Seconds of a round over the new routes."""
     why: str
-    """The links of the present ways that are worst beside what was stated, in words."""
+    """The links of the present routes that are worst compared with what was stated, as text."""
 
 
 def as_seen(
@@ -98,7 +98,7 @@ def _as_carried(path: Path, seen: Sighting, update_bytes: int) -> Path:
 
 
 def _seconds(path: Path, mbps: float, update_bytes: int) -> float:
-    """From an update's first byte to its acknowledgement."""
+    """Return the seconds from an update's first byte to its acknowledgement."""
     return pace(replace(path, mbps=mbps), update_bytes).first_seconds + path.rtt_seconds
 
 
