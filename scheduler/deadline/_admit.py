@@ -1,4 +1,4 @@
-"""Who gets a promise: job by job in the order of deadlines, and within a burst as many as can be."""
+"""Admission: promises job by job in the order of deadlines, and as many as possible within a burst."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from scheduler.deadline._model import DeadlineJob, DeadlineRefusal, DeviceCapaci
 from scheduler.deadline._spread import still_until
 
 _FEW = 200
-"""Up to so many promises a region is filled anew for a job that fits in no other way; beyond, that would take long."""
+"""Number of promises up to which a region is filled again for a job that fits in no other way; beyond, that takes too
+long."""
 _PUSHED_MOST = 12
 """Jobs that one new job may push out of their places."""
 _STEEPNESS = 6.0
@@ -29,10 +30,10 @@ class Admission:
     """The new jobs that have a promise: with their region, and the deadline that was promised."""
     refused: tuple[DeadlineRefusal, ...]
     books: Mapping[str, Book]
-    """By region: what everybody with a promise holds."""
+    """By region: what every job with a promise holds."""
 
     def reservation(self, job: DeadlineJob) -> Reservation:
-        """What a promised job holds. Raises ``KeyError`` where it has no promise."""
+        """Return what a promised job holds. Raises ``KeyError`` where it has no promise."""
         book = self.books[job.region]
         return book.holdings[job.name].reservation(job, job.region, book.now)
 
@@ -48,14 +49,14 @@ def admit(
 ) -> Admission:
     """Decide on a burst of new jobs; promises already given stay valid.
 
-    Each job is first tried in what the others leave free, which changes nobody's reservation, and then with everybody
-    filled anew by deadline (ElasticFlow, ASPLOS'23, §4.1). Where it does not fit even so, it takes the place of the new
-    job of the burst that holds the most device time for its value, if that one holds more than it would (after Moore
-    and Hodgson, 1968): promised jobs are never dropped. A soft deadline is tried at each of its steps.
+    Each job is first tried in what the others leave free, which changes nobody's reservation, and then with everything
+    filled again by deadline (ElasticFlow, ASPLOS'23, §4.1). If it still does not fit, it takes the place of the new job
+    of the burst that holds the most device time for its value, if that one holds more than it would (after Moore and
+    Hodgson, 1968): promised jobs are never dropped. A soft deadline is tried at each of its steps.
 
-    `books` are those of an earlier answer at the same instant; they are taken over and changed. Without
-    them every region is filled anew. What would make refused jobs possible takes most of the time; it is left out where
-    it is not `explained`. Deadlines and curves name regions of `capacities`.
+    `books` are those of an earlier answer at the same instant; they are reused and changed. Without them every region
+    is filled from scratch. To find out what would make refused jobs possible takes most of the time; it is omitted
+    unless `explained`. Deadlines and curves name regions of `capacities`.
     """
     rules = rules or Rules()
     still_s = still_until(now, [(job, job.curves[job.region]) for job in promised], rules)
@@ -257,14 +258,15 @@ class _Desk:
         return most <= limit
 
     def refusal(self, job: DeadlineJob) -> DeadlineRefusal:
-        """What would make the job possible as things stand, in the region that comes nearest."""
+        """Return what would make the job possible as things are, in the region that comes nearest."""
         options = [self._refusal(job, region) for region in job.curves if region in self.books]
         if not options:
             return DeadlineRefusal(job.name, "", "none of its regions has capacity", math.inf, math.inf, 0.0)
         return min(options, key=lambda refusal: refusal.earliest_s)
 
     def _proven(self, job: DeadlineJob, region: str, extra: int, most: int) -> float:
-        """The first number of devices from `extra` on, by doubling, with which everybody fits; infinite: not shown."""
+        """Return the first number of devices from `extra` on, by doubling, with which all jobs fit; infinite: not
+        shown."""
         if len(self.old[region]) + len(self.new[region]) > _FEW:
             return extra
         jobs = sorted([*self.old[region], *self.new[region], job], key=lambda each: each.deadline_s)

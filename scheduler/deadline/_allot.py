@@ -1,7 +1,7 @@
-"""Who has which workers now, over several regions: promises first, then whoever gains most from what is left.
+"""The present workers of each job over several regions: promises first, then the jobs that gain most from what is left.
 
 The same idea as ``admit`` and ``spread``, for jobs whose regions must keep one pace. A promise is a holding over time,
-so that a job may be promised workers which others still have, and others may use what it does not need yet.
+so a job may be promised workers that others still have, and others may use what it does not need yet.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
 LIVE = Rules(
     Overhead(base_s=3.0, doubling_s=0.0), margin=0.1, kept_margin=0.03, reserve_s=6.0, kept_reserve_s=3.0, grace_s=30.0
 )
-"""Of jobs that train on functions: a change takes 0.5 to 2 s on warm replicas (measured on one machine)."""
+"""Rules for jobs that train on functions: a change takes 0.5 to 2 s on warm replicas (measured on one machine)."""
 _WORTH = 0.1
-"""A running job goes faster only where that saves so much of the time that it has left, beyond the change."""
+"""Share of its remaining time that a running job must save by a faster pace, beyond the change."""
 _LEAN = 0.5
-"""Of what a worker adds at the slowest pace: at a pace where one adds less, workers are better used elsewhere."""
+"""Share of a worker's gain at the slowest pace; at paces where a worker gains less, workers are better used
+elsewhere."""
 _TRIES = ((False, True), (True, True), (True, True), (True, False), (True, False))
-"""Whether all must be lean, and whether margins are kept, in turn until everybody fits. From the second lean one on
-those that were left out before come first."""
+"""Whether all jobs must be lean, and whether margins are kept, in the order of the attempts until all jobs fit. From
+the second lean attempt on, jobs that did not fit before come first."""
 _ROUNDS, _REPAIRED = 2, 64
-"""How often a plan on which somebody is late is drawn up anew, with more time for those, and up to how many gangs."""
+"""Attempts to repair a plan in which a job is late, by giving it more time, and the number of gangs up to which that is
+tried."""
 _TIGHTER_S, _TIGHTER = 2.0, 0.05
 """Time more than what somebody was late, and at most this part of what is left to the deadline."""
 _FEW = 200
-"""Up to so many jobs with deadlines other orders are tried; beyond, that would take long."""
+"""Number of jobs with deadlines up to which other orders are tried; beyond, that takes too long."""
 
 
 @dataclass(frozen=True)
 class Allotment:
-    """What everybody has from now on."""
+    """The workers of all jobs from now on."""
 
     paces: Mapping[str, int]
-    """By gang: index of its paces; -1: no workers."""
+    """By gang: index of its pace; -1: no workers."""
     held: Mapping[str, Held]
-    """What those with a promise are sure to get; late ones among them."""
+    """What gangs with a promise are sure to get, late ones included."""
 
     @property
     def late(self) -> frozenset[str]:
@@ -59,12 +61,13 @@ class Offer:
     deadline_s: float | None
     """The instant that can be promised; None: not one of those that were asked for."""
     earliest_s: float
-    """Where to look for an instant that can be promised: with all that is free from now on the job were done by then.
-    It can be a little later, where others have just what they need; infinite: none as things stand."""
+    """Where to search for an instant that can be promised: when the job would be done with everything free from now on.
+    The earliest possible instant can be a little later, where others have just what they need; infinite: none as things
+    are."""
     over_quota: bool = False
     """Only the quota of its user stands against it."""
     held: Mapping[str, Held] = field(default_factory=dict)
-    """What all with a promise hold then, this one included: the ``before`` of what is asked next."""
+    """What all gangs with a promise then hold, this one included: the ``before`` of the next question."""
 
 
 def allot(
@@ -75,17 +78,18 @@ def allot(
     before: Mapping[str, Held] | None = None,
     ground: Ground | None = None,
 ) -> Allotment:
-    """Share the workers of all regions out.
+    """Assign the workers of all regions.
 
     What cannot change is held first, then every promise gets the least worker time that keeps it, in the order of
-    deadlines; where somebody does not fit, other orders are tried, then without margins, and at last what an earlier
-    answer held (``before``), which once fitted. What is free now goes to best
-    effort at the slowest pace, those that run first, then to the least served user's; then to those that use it best.
+    deadlines. If a job does not fit, other orders are tried, then without margins, and at last what an earlier answer
+    held (``before``), which fitted then. What is free now goes to best effort at the slowest pace, running jobs first,
+    then those of the least served user; then to the jobs that use it best.
 
-    The answer is played to the end, each change with its pause (``follow``). If somebody with a promise would be late,
-    it is played again without spare workers; and if even so, everybody continues as the last answer that held has it:
-    with exact speeds and no failure that still holds. Where none does, that on which fewest are late is taken.
-    ``before`` is the ``held`` of the answer before this, or of an offer since; the `ground` is for one region only.
+    The answer is simulated to the end, each change with its pause (``follow``). If a job with a promise would be late,
+    it is simulated again without spare workers; if that does not help, everything continues as in the last answer that
+    held, which still holds with exact speeds and no failure. If none holds, the one with the fewest late jobs is
+    chosen. ``before`` is the ``held`` of the answer before this, or of an offer since; the `ground` is for one region
+    only.
     """
     paces, held, course = _shared_out(now, capacities, gangs, rules, before, ground)
     return Allotment(paces, on_course(held, course, gangs))
@@ -132,7 +136,7 @@ def _better(
     gangs: Sequence[Gang],
     now: float,
 ) -> tuple[dict[str, int], Mapping[str, Held], Course]:
-    """The one on which fewer are late, with the paces that it begins with."""
+    """Return the course on which fewer jobs are late, with the paces that it begins with."""
     if best is not None and (course.fits, -len(course.late)) <= (best[2].fits, -len(best[2].late)):
         return best
     return {gang.name: course.level(gang.name, now) - 1 for gang in gangs}, held, course
@@ -151,9 +155,9 @@ def offer(
     before: Mapping[str, Held] | None = None,
     ground: Ground | None = None,
 ) -> Offer:
-    """Whether a deadline can be promised to one more gang; the promises of the others stay.
+    """Return whether a deadline can be promised to one more gang; the promises of the others stay.
 
-    It can only if, with it among them, what ``allot`` would answer makes nobody late who is not so without it.
+    It can only if the answer of ``allot`` with the new gang makes no job late that is not late without it.
     """
     waiting = [gang.lasting().waiting(now) for gang in gangs]
     left, held = _promises(now, capacities, waiting, rules, before)
@@ -185,7 +189,7 @@ def _with(
     left: WorkerLedger,
     held: Mapping[str, Held],
 ) -> Mapping[str, Held] | None:
-    """What all hold with the new one among them; None where it does not fit, or another would be late for it."""
+    """Return what all hold with the new gang; None if it does not fit, or another would be late for it."""
     margin, reserve_s = _care(rules, is_new=True)
     found = left.copy().least(new, new.deadline_s - reserve_s, rules, margin)
     if found is not None:
@@ -209,7 +213,7 @@ def _over_quota(gangs: Sequence[Gang], held: Mapping[str, Held], user: str, rule
 
 
 def promised_at_once(gangs: Sequence[Gang], held: Mapping[str, Held], user: str) -> int:
-    """The most workers, over all regions, that the promises to a user hold at any instant: what a quota bounds.
+    """Return the most workers, over all regions, that the promises to a user hold at any instant; quotas limit them.
 
     A promise holds the least that keeps it. What a job has besides, because it is free, does not count, and neither
     does a job without a promise.
@@ -237,7 +241,7 @@ def _promises(
     before: Mapping[str, Held] | None,
     new: str = "",
 ) -> tuple[WorkerLedger, dict[str, Held]]:
-    """What everybody with a deadline holds, and what then is free; ``new`` needs the margin of a new promise."""
+    """Return what all jobs with a deadline hold, and what is then free; ``new`` needs the margin of a new promise."""
     empty = WorkerLedger(now, capacities)
     kept = {gang.name: empty.keep(gang) for gang in gangs if gang.fixed and gang.held >= 0}
     asking = [gang for gang in gangs if not gang.best_effort and gang.name not in kept]
@@ -293,7 +297,7 @@ def _pause(gang: Gang, rules: Rules) -> float:
 
 
 def _more(gang: Gang, before: int, after: int) -> dict[str, int]:
-    """Workers that a gang needs besides those of another pace, by region."""
+    """Return the workers by region that a gang needs in addition to those of another pace."""
     had = gang.workers(before)
     return {region: count - had.get(region, 0) for region, count in gang.workers(after).items()}
 
@@ -315,13 +319,13 @@ def _begin(
     rules: Rules,
     capacities: Mapping[str, DeviceCapacity],
 ) -> None:
-    """Everybody at the slowest pace at least, as far as there is room.
+    """Start all gangs at least at the slowest pace, as far as there is room.
 
-    First those with a promise, by deadline, also where it could wait: sooner is safer. Then those that run, the oldest
-    first, so that the latest pauses where not all can continue; then those that wait: the least served user's first, as
-    they came. Behind one of best effort that finds no room nobody of best effort begins in its regions, or large jobs
-    would wait for ever; one that could not run alone keeps nobody. What is fixed begins only where no promise needs its
-    workers before its end. Who has preemptible workers needs no others yet.
+    First those with a promise, by deadline, also where they could wait: sooner is safer. Then those that run, the
+    oldest first, so that the latest pauses where not all can continue; then those that wait: the least served user's
+    first, in the order of arrival. After a best-effort gang that finds no room, no other best-effort gang begins in its
+    regions, since large jobs would otherwise wait for ever; one that could not run alone blocks no other. A fixed gang
+    begins only where no promise needs its workers before its end. A gang on preemptible workers needs no others yet.
     """
     standing = sorted(
         (gang for gang in gangs if paces[gang.name] < 0),
@@ -353,11 +357,11 @@ def _begins_now(gang: Gang, ledger: WorkerLedger, rules: Rules) -> bool:
 def _grow(
     gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], held: Mapping[str, Held], rules: Rules
 ) -> None:
-    """One more pace after the other, up to what their owners wish, until nothing fits or helps.
+    """Raise gangs by one pace at a time, up to what their owners wish, until nothing fits or helps.
 
-    First what is there already, since a change costs; then paces that use workers about as well as the slowest, those
-    of promises first, by deadline; then the others, by what they return for each worker. A gang that is to be late has
-    all its paces to wish for. Who runs goes faster only where that is worth the change.
+    First what a gang has already, since a change costs; then paces that use workers about as well as the slowest, those
+    of promises first, by deadline; then the others, by their gain for each worker. A gang that would be late may use
+    all its paces. A running gang gets faster only where that is worth the change.
     """
     heap: list[tuple[int, float, float, str, int, Gang]] = []
 

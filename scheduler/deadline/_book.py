@@ -1,4 +1,4 @@
-"""What is held of a region's capacity, by whom, and what is free, over time."""
+"""The capacity of a region over time: what is held, by which job, and what is free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXACT_UP_TO = 4096
 
 @dataclass(slots=True)
 class Wish:
-    """What one job would take in an empty region: two neighbouring levels, and the instant between them."""
+    """What one job would use in an empty region: two neighbouring levels, and the instant between them."""
 
     curve: SpeedCurve
     deadline_s: float
@@ -26,11 +26,11 @@ class Wish:
     need: float
     """Steps, the overheads in them."""
     share: int
-    """What the job has now."""
+    """Devices that the job has now."""
     stay_s: float = 0.0
-    """When it would be done if it continued with that, where that is about as cheap or the only way; else 0."""
+    """End of the job if it continued with its present share, where that is about as cheap or the only way; else 0."""
     index: int = 0
-    """Of the upper level in the curve's ladder; its length where no level is fast enough."""
+    """Index of the upper level in the curve's ladder; its length where no level is fast enough."""
     first: int = 0
     second: int = 0
     switch_s: float = 0.0
@@ -49,7 +49,7 @@ class Holding:
     switch_s: float
     end_s: float
     times: NDArray[np.float64] | None = None
-    """Where the capacity did not leave two plain levels: instants, one more than shares."""
+    """Instants, one more than shares, where the capacity did not allow two plain levels."""
     shares: NDArray[np.int64] | None = None
     late: bool = False
     """True where even all that was free does not meet the deadline."""
@@ -125,7 +125,7 @@ class Book:
         self._hold(name, Holding(wish.first, wish.second, wish.switch_s, wish.deadline_s))
 
     def point(self, at: float) -> int:
-        """Index of the grid's step that begins at `at`, made where it is not there."""
+        """Return the index of the grid's step that begins at `at`; the step is created if needed."""
         index = int(self.times.searchsorted(at))
         if index < len(self.times) and self.times[index] == at:
             return index
@@ -134,7 +134,7 @@ class Book:
         return index
 
     def take(self, name: str, wish: Wish) -> Holding | None:
-        """Hold the least that gives `wish` its work; None where that cannot be, then nothing changes."""
+        """Hold the least that completes the work of `wish`; None, and no change, where that is impossible."""
         if wish.deadline_s <= self.now:
             return None
         if wish.stay_s:
@@ -182,7 +182,7 @@ class Book:
         return holding
 
     def _squeeze(self, name: str, wish: Wish, end: int) -> Holding | None:
-        """The general fill: on each step the largest level up to the wished one that is free there."""
+        """Fill in general: on each step the largest level up to the wished one that is free there."""
         curve = wish.curve
         levels, rates = curve.ladder
         spans = self.times[1 : end + 1] - self.times[:end]

@@ -1,4 +1,4 @@
-"""Where shares lie: aligned blocks of powers of two, moved together so that what is free is never in pieces."""
+"""The location of shares: aligned blocks of powers of two, moved together so that free devices are never fragmented."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Buddy:
     def __init__(self, devices: int, blocks: Mapping[str, tuple[int, int]] | None = None) -> None:
         self.devices = devices
         self.blocks: dict[str, tuple[int, int]] = dict(blocks or {})
-        """By job: (first device, size)."""
+        """Blocks by job: (first device, size)."""
         self.fixed: set[str] = set()
         """Blocks that never move, such as those of broken nodes; with them some requests may have no room."""
 
@@ -55,7 +55,8 @@ class Buddy:
         return BuddyPlacement(begin, tuple(moved))
 
     def _room(self, size: int, moved: dict[str, None], barred: tuple[tuple[int, int], ...]) -> int:
-        """First device of an empty block of `size` outside the `barred` ranges, made where there is none."""
+        """Return the first device of an empty block of `size` outside the `barred` ranges; blocks are moved if
+        needed."""
         used = [0] * -(-self.devices // size)
         tops = [False] * len(used)
         for job, (begin, length) in self.blocks.items():
@@ -76,7 +77,7 @@ class Buddy:
         return first
 
     def _clear(self, first: int, size: int, moved: dict[str, None], barred: tuple[tuple[int, int], ...]) -> None:
-        """Move everybody out of a block, the largest first."""
+        """Move all other blocks out of a block, the largest first."""
         inside = [(length, job) for job, (begin, length) in self.blocks.items() if first <= begin < first + size]
         for _, job in inside:
             del self.blocks[job]

@@ -1,8 +1,8 @@
-"""The proof that promises hold: how everybody continues from now to the end, with every pause on the way charged.
+"""The proof that promises hold: all jobs from now to their ends, with every pause charged.
 
-Reservations say what each job is sure to have; they cannot say what the changes between them cost the others. A course
-does: it is played from the present state with the very changes that will be made, so that whoever follows it knows, not
-hopes, that nobody is late.
+Reservations say what each job is sure to have; they do not say what the changes between them cost the others. A course
+does: it is simulated from the present state with the very changes that will be made, so that it proves that no job is
+late.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from scheduler.deadline._model import Overhead
 __all__ = ["Course", "Going", "Ground", "Room", "follow"]
 
 _SAFE_S = 1e-3
-"""By so much each promise is kept at least: rounding must not make a proof wrong."""
+"""Seconds by which each promise is kept at least, so that rounding cannot invalidate a proof."""
 _SAME_S = 1e-9
 """Instants so near each other are one."""
 
 Plan = tuple[tuple[float, int], ...]
-"""(instant, level from then on), ascending; before the first there is none, and the last stays to the job's end."""
+"""(instant, level from then on), ascending; before the first there is no level, and the last one lasts to the job's
+end."""
 Room = tuple[tuple[float, tuple[int, ...]], ...]
 """(instant, devices of each region from then on), ascending; the first is now."""
 
 
 class Ground(Protocol):
-    """Where shares lie, for whoever must know whom a change moves."""
+    """The location of shares, which determines the jobs that a change moves."""
 
     def copy(self) -> Ground:
-        """One to try something in."""
+        """Return a copy for trials."""
         ...
 
     def leave(self, job: str) -> None:
@@ -52,13 +53,13 @@ class Going:
     left: float
     """Steps."""
     deadline_s: float
-    """The promised instant; infinite: none, then it gives way to all that have one."""
+    """The promised instant; infinite: none, so that the job yields to all that have one."""
     level: int
-    """Until now."""
+    """Level until now."""
     ready_s: float
     """Instant until which it is paused by an earlier change."""
     plan: Plan
-    """Levels that it is sure of; it may have more as long as nobody else is sure of those devices."""
+    """Levels that the job is sure of; it may have more as long as no other job is sure of those devices."""
     rate: Callable[[int], float]
     """Steps a second by level."""
     need: Callable[[int], tuple[int, ...]]
@@ -67,22 +68,22 @@ class Going:
 
 @dataclass(frozen=True)
 class Course:
-    """What everybody will have if nothing happens that is not planned."""
+    """What all jobs will have if nothing unplanned happens."""
 
     plans: Mapping[str, Plan]
     """Levels by job, as they really change; a job that ends has its last level to its end."""
     ends: Mapping[str, float]
-    """When each job is done; infinite: never."""
+    """End of each job; infinite: never."""
     late: Mapping[str, float]
-    """By promised job that misses its deadline: by how many seconds."""
+    """By promised job that misses its deadline: seconds by which it is late."""
     next_s: float
     """The first change after now; infinite: none."""
     fits: bool = True
-    """False: at some instant plans need more than is there."""
+    """False: at some instant plans need more than the capacity."""
 
     @property
     def holds(self) -> bool:
-        """Whether everybody who was promised a deadline keeps it."""
+        """Whether all jobs that were promised a deadline keep it."""
         return self.fits and not self.late
 
     def level(self, job: str, at: float) -> int:
@@ -105,13 +106,14 @@ def follow(
     still_s: float = -math.inf,
     safe_s: float = _SAFE_S,
 ) -> Course:
-    """Play what will happen if everybody continues at the `chosen` levels now, and then as their plans need.
+    """Simulate all jobs that continue at the `chosen` levels now, and then as their plans need.
 
-    A job rises when its plan does; nobody falls before the devices are needed, first those without a promise, then
-    those that have more than their plan says. At every change who changes pauses, whom the `ground` moves for it, and
-    with ``overhead.everyone`` all that run. Plans together must fit the `room`. Before `still_s` nobody rises but now.
+    A job rises when its plan does. None falls before the devices are needed; first those without a promise fall, then
+    those that have more than their plan says. At every change the changed jobs pause, those that the `ground` moves for
+    them, and with ``overhead.everyone`` all that run. Plans together must fit the `room`. Before `still_s` no job rises
+    except now.
 
-    Every change takes O(log n), however many pause for it: pauses of everybody stop a clock of their own, by which
+    Every change takes O(log n), however many jobs pause for it: pauses of all jobs stop a clock of their own, by which
     ends are counted.
     """
     return _Walk(now, room, jobs, chosen, overhead, ground, still_s, safe_s).course()
@@ -140,7 +142,7 @@ class _Walk:
         self.ready = [job.ready_s for job in jobs]
         self.rate = [0.0] * count
         self.end = [math.nan] * count
-        """On the clock that pauses of everybody stop; nan: the job does not run now."""
+        """Ends on the clock that pauses of all jobs stop; nan: the job does not run now."""
         self.done = [math.inf] * count
         self.turn = [0] * count
         """Counts changes, so that what was noted before is known to be void."""
@@ -242,7 +244,7 @@ class _Walk:
     # --- changes
 
     def _planned(self, number: int) -> int:
-        """What a job is sure of now."""
+        """Return the level that a job is sure of now."""
         found = 0
         for since_s, level in self.jobs[number].plan:
             if since_s > self.now + _SAME_S:
@@ -251,7 +253,7 @@ class _Walk:
         return found
 
     def _note_rise(self, number: int, *, later: bool = False) -> None:
-        """When its plan next gives a job more than it has; `later`: what it gives now cannot be had."""
+        """Note when a job's plan next gives it more than it has; `later`: what the plan gives now is not available."""
         have, now = self.level[number], self.now + _SAME_S
         for place, (since_s, level) in enumerate(plan := self.jobs[number].plan):
             passed = since_s <= now and (later or (place + 1 < len(plan) and plan[place + 1][0] <= now))
@@ -260,7 +262,8 @@ class _Walk:
                 return
 
     def _turn_point(self, at: float) -> None:
-        """All that rises now, by deadline, and whoever must fall for it; who finds no room waits for the next end."""
+        """Raise all jobs that rise now, by deadline, and lower others for them; a job that finds no room waits for the
+        next end."""
         wanted: dict[int, int] = {}
         while self.changes and self.changes[0][0] <= at + _SAME_S:
             before = self._devices()
@@ -290,7 +293,7 @@ class _Walk:
         self._change(wanted)
 
     def _devices(self) -> list[int]:
-        """All that are there: those that are free, and those that are in use."""
+        """Return the number of all devices, free and in use."""
         total = list(self.free)
         for number, job in enumerate(self.jobs):
             if math.isinf(self.done[number]):
@@ -299,7 +302,7 @@ class _Walk:
         return total
 
     def _change(self, wanted: dict[int, int]) -> None:
-        """Set levels that are counted already; who changes pauses, and whom that hits."""
+        """Set levels whose devices are counted already; the changed jobs pause, and those that are moved for them."""
         changed = sorted(number for number, level in wanted.items() if level != self.level[number])
         if not changed:
             return
@@ -342,7 +345,7 @@ class _Walk:
             self.free[region] += old - new
 
     def _make_room(self, wanted: dict[int, int]) -> bool:
-        """Who has more than its plan says falls to that, as few as need be; returns whether that is enough."""
+        """Lower jobs that have more than their plan says to it, as few as needed; returns whether that is enough."""
         spare = [
             (math.isfinite(job.deadline_s), number, planned)
             for number, job in enumerate(self.jobs)

@@ -1,4 +1,4 @@
-"""How fast a job runs on how many devices: scaling curves, from tables or from measured step times."""
+"""Scaling curves: the speed of a job by its number of devices, from tables or from measured step times."""
 
 from __future__ import annotations
 
@@ -109,13 +109,12 @@ def curve_from_table(rates: Mapping[int, float]) -> SpeedCurve | None:
 
 
 def fit_curve(samples: Iterable[tuple[int, float]]) -> SpeedCurve | None:
-    """A curve from real step times: pairs of devices and seconds a step, several for a level where there are.
+    """Fit a curve to measured step times: pairs of devices and seconds per step, several for a level where available.
 
-    The form is Pollux's (OSDI'21, §3.2), with the global batch fixed: a step takes
-    (T_grad^γ + T_sync^γ)^(1/γ), where T_grad = a + b/g, and T_sync = 0 for one device, else c + d·(g - 2). The
-    coefficients are nonnegative and fitted to the logarithm of the times. The curve has the measured levels and no
-    others, so that nothing is promised beyond what was seen; where levels were measured, smoothing only takes out
-    noise. Returns None without samples.
+    The form is Pollux's (OSDI'21, §3.2), with the global batch fixed: a step takes (T_grad^γ + T_sync^γ)^(1/γ), where
+    T_grad = a + b/g, and T_sync = 0 for one device, else c + d·(g - 2). The coefficients are nonnegative and fitted to
+    the logarithm of the times. The curve has only the measured levels, so that nothing is promised beyond what was
+    seen; the fit only removes noise. Returns None without samples.
     """
     taken: dict[int, list[float]] = {}
     for devices, seconds in samples:

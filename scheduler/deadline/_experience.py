@@ -1,4 +1,4 @@
-"""What past jobs teach: how far curves can be trusted, and how large a job usually is."""
+"""Experience from past jobs: the accuracy of curves, and the usual size of a job."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _QUANTILE = 0.95
 """Quantile of the seen errors that a curve is trusted to keep within: one level in twenty may be slower than the
 caution covers. A choice between promises that break and jobs that are declined."""
 _ENOUGH = 10
-"""So many jobs must have asked before their median says what is usual."""
+"""Number of jobs that must have asked before their median counts as usual."""
 _MEMORY_S = 1800.0
-"""How far back pauses are remembered."""
+"""Seconds for which pauses are remembered."""
 _CROWDED = 0.5
 """Demand is high where what has been asked for is this part of all capacity until the latest deadline."""
 
 
 class Experience:
-    """Kept by whoever asks ``admit``, and fed with what is seen; nothing in it decides by itself.
+    """Statistics that the caller of ``admit`` keeps and feeds; it makes no decisions itself.
 
-    Curves: the rate on a level that a job has run on is what was seen there; on others it is what the curve says less
-    the error that was seen so far (its 95th percentile), so that margins grow with the error of the curves, and vanish
-    where curves are right. Sizes: where demand is high, the median request is the usual size that prices start from.
+    Curves: the rate on a level that a job has run on is the measured one; on others it is the curve's less the error
+    seen so far (its 95th percentile), so that margins grow with the error of the curves, and vanish where curves are
+    right. Sizes: where demand is high, the median request is the usual size that prices start from.
     """
 
     def __init__(self, curve_error: float = 0.0) -> None:
@@ -37,12 +37,12 @@ class Experience:
         self._begin_s, self._until_s = math.inf, -math.inf
 
     def saw_rate(self, told: float, seen: float) -> None:
-        """One job's rate on one level, as its curve told it and as it was."""
+        """Record one job's rate on one level, as its curve predicts it (`told`) and as measured (`seen`)."""
         insort(self._errors, max(0.0, 1.0 - seen / told))
 
     @property
     def curve_error(self) -> float:
-        """By how much of its rate a level that nobody has seen may be slower than its curve tells."""
+        """Share of its rate by which an untried level may be slower than its curve predicts."""
         count = len(self._errors)
         if not count:
             return self._prior
@@ -50,7 +50,7 @@ class Experience:
         return max(seen, self._prior / (1 + count / _ENOUGH))
 
     def cautious(self, curve: SpeedCurve, seen: Mapping[int, float]) -> SpeedCurve:
-        """A curve to promise on: `seen` rates by level where there are any, told ones less the error elsewhere."""
+        """Return a curve to promise on: `seen` rates by level where known, predicted ones less the error elsewhere."""
         error = self.curve_error
         if not seen and not error:
             return curve
@@ -65,7 +65,7 @@ class Experience:
         self._paused_s = now
 
     def pause_share(self, now: float) -> float:
-        """The part of the time that pauses of everybody have taken of late."""
+        """Return the share of the recent time that pauses of all jobs have taken."""
         return self._paused * math.exp((self._paused_s - now) / _MEMORY_S) if self._paused else 0.0
 
     def asked(self, now: float, deadline_s: float, device_s: float, value: float = 1.0) -> None:
@@ -76,7 +76,7 @@ class Experience:
             self._begin_s, self._until_s = min(self._begin_s, now), max(self._until_s, deadline_s)
 
     def usual_device_s(self, devices: int) -> float:
-        """For ``Rules.usual_device_s``; infinite while demand is not high."""
+        """Return the value for ``Rules.usual_device_s``; infinite while demand is not high."""
         if len(self._sizes) < _ENOUGH or self._asked_s < _CROWDED * devices * (self._until_s - self._begin_s):
             return math.inf
         return self._sizes[len(self._sizes) // 2]

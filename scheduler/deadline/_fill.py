@@ -18,16 +18,17 @@ from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Rules
 
 _AS_CHEAP = 1.2
-"""A running job keeps its share where that takes at most so many times the least device time: changes disturb."""
+"""A running job keeps its share where that takes at most this factor of the least device time: changes disturb
+others."""
 _MANY = 1000
-"""With more jobs, instants are put onto a grid of about so many points."""
+"""Number of jobs above which instants are rounded to a grid of about as many points."""
 _ORDERS = 4
-"""Orders in which a region is filled at most, until everybody fits."""
+"""Orders in which a region is filled at most, until all jobs fit."""
 _PAUSES_AHEAD = 2
-"""A planned rise comes earlier by so many pauses: others may change just before it."""
+"""Number of pauses by which a planned rise comes earlier: others may change just before it."""
 _SOON, _SOON_S = 0.02, 5.0
-"""A rise within this part of the window, or this time, comes at once: a plan that is drawn up anew at every event would
-otherwise put it off for ever, by less and less."""
+"""A rise within this share of the window, or these seconds, comes at once: a plan that is computed again at every event
+would otherwise postpone it for ever, by less and less."""
 
 
 def _window(job: DeadlineJob, now: float, rules: Rules, margin: float, reserve_s: float) -> float:
@@ -45,11 +46,11 @@ def wish_of(
     reserve_s: float = 0.0,
     soon: bool = False,
 ) -> Wish:
-    """Levels that a job would take with nobody else there; what changes take is in its work.
+    """Return the levels that a job would use alone in the region; the cost of changes is part of its work.
 
-    The smaller level comes first, so that what is free soon stays free for those who come, but a job that runs on the
-    larger one already keeps it first, and changes once instead of twice; as does one whose promise is in danger: it
-    shall be done `soon`.
+    The smaller level comes first, so that near capacity stays free for new jobs. A job that runs on the larger one
+    already keeps it first, and changes once instead of twice; so does a job whose promise is in danger, which must be
+    done `soon`.
     """
     window = _window(job, now, rules, margin, reserve_s)
     levels, rates = curve.ladder
@@ -102,12 +103,12 @@ def fill(
     new: Collection[str] = (),
     uneasy: Mapping[str, bool] | None = None,
 ) -> tuple[Book, str | None]:
-    """Fill one region with jobs by deadline. Returns the book, and the name of the job that stops it, if one does.
+    """Fill one region with jobs by deadline; returns the book, and the name of the job that stops it, if one does.
 
-    What stops it is a `new` job that does not fit, or a promised one that no longer fits once a new one is there; the
-    book is complete only where nothing does. Promised jobs that are `uneasy` do not fit with their margin in any case:
-    they get what there is, without one; those that are late (true) even so stop nothing. Running jobs keep their
-    shares where that is about as cheap and leaves room for all others; else everybody is filled with the least.
+    That is a `new` job that does not fit, or a promised one that no longer fits after a new one; the book is complete
+    only if no job stops it. Promised jobs that are `uneasy` do not fit with their margin in any case: they get what is
+    available, without one; those that are late (true) stop nothing. Running jobs keep their shares where that is about
+    as cheap and leaves room for all others; else all jobs are filled with the least.
     """
     uneasy = uneasy or {}
     wishes = _wishes(now, region, jobs, rules, new)
@@ -148,7 +149,8 @@ def fill(
 
 
 def _wishes(now: float, region: str, jobs: Sequence[DeadlineJob], rules: Rules, new: Collection[str]) -> list[Wish]:
-    """What all would take; where any change pauses everybody, the pauses of the rises that are planned kept free."""
+    """Return what all jobs would use; where any change pauses all jobs, time is reserved for the pauses of planned
+    rises."""
     cares = [
         (rules.margin, rules.reserve_s) if job.name in new else (rules.kept_margin, rules.kept_reserve_s)
         for job in jobs

@@ -1,9 +1,9 @@
-"""Who has workers that stay, and who has preemptible ones: cheap while there is slack, left at the last safe moment.
+"""The assignment of lasting and preemptible workers: preemptible ones are cheap, and left at the last safe moment.
 
-A promise rests on workers that stay, alone. A gang on preemptible workers counts there as one that has none and waits:
-what it is promised is held for it from the last instant at which it must begin. As long as that lies ahead, losing all
-preemptible workers at once costs nobody a promise; when it has come, the gang leaves them. So the rule of ``refuge``,
-which is for one job alone, holds for many that need the same workers later.
+A promise rests on lasting workers alone. A gang on preemptible workers counts there as one that has none and waits:
+what it is promised is held for it from the last instant at which it must begin. Until then, the loss of all preemptible
+workers at once breaks no promise; at that instant the gang leaves them. So the rule of ``refuge``, which is for one job
+alone, holds for many that need the same workers later.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from scheduler.deadline._spot import refuge, spot_share
 __all__ = ["Kinds", "allot_kinds"]
 
 _WORTH_CHANGES = 10.0
-"""Nobody goes to preemptible workers for less than so many times the pause that a change takes."""
+"""A gang moves to preemptible workers only for at least this factor of the pause that a change takes."""
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """What everybody has from now on."""
+    """The workers of all gangs from now on, by kind."""
 
     paces: Mapping[str, int]
-    """By gang: index of its paces on workers that stay; -1: none of them."""
+    """By gang: index of its pace on lasting workers; -1: none of them."""
     preemptible: Mapping[str, int]
     """Index of its paces on preemptible workers; gangs that are not here have none."""
     held: Mapping[str, Held]
-    """What those with a promise are sure to get of workers that stay; late ones among them."""
+    """What gangs with a promise are sure to get of lasting workers, late ones included."""
 
     @property
     def late(self) -> frozenset[str]:
@@ -54,14 +54,14 @@ def allot_kinds(
     before: Mapping[str, Held] | None = None,
     rests: Collection[str] = (),
 ) -> Kinds:
-    """Share the workers of both kinds out; only what there is of preemptible ones now counts, they may go any time.
+    """Assign the workers of both kinds; only the present number of preemptible ones counts, since they may go any time.
 
-    Gangs that ``rests`` names do not come to preemptible workers now.
+    Gangs that ``rests`` names do not move to preemptible workers now.
 
-    A gang has workers of one kind, in all of its regions; ``Gang.preemptible`` says of which now. What is fixed does
-    not change kinds. Preemptible workers go to those that have them, then by deadline, then to the least served user's,
-    each at the leanest pace that would do its work in half of the time left (``spot_share``), best effort at its
-    slowest; what is left lets them grow as in ``allot``. All others get workers that stay by ``allot``.
+    A gang has workers of one kind, in all of its regions; ``Gang.preemptible`` is the present kind. A fixed gang does
+    not change kinds. Preemptible workers go to the gangs that have them, then by deadline, then to the least served
+    user's, each at the leanest pace that would do its work in half of the time left (``spot_share``), best effort at
+    its slowest; with what is left they grow as in ``allot``. All others get lasting workers by ``allot``.
     """
     barred = set(rests)
     while True:
@@ -91,7 +91,8 @@ def allot_kinds(
 
 
 def _as_seen_there(gang: Gang, there: Mapping[str, int]) -> Gang:
-    """Where workers stay: one that has others counts as one without."""
+    """Return a gang as the assignment of lasting workers sees it: one on preemptible workers counts as one without
+    any."""
     if gang.name in there:
         return replace(gang, preemptible=True)
     return replace(gang, preemptible=False, held=-1, ready_s=-math.inf) if gang.preemptible else gang
@@ -100,7 +101,7 @@ def _as_seen_there(gang: Gang, there: Mapping[str, int]) -> Gang:
 def _places(
     now: float, preemptible: Mapping[str, DeviceCapacity], gangs: Sequence[Gang], rules: Rules, barred: set[str]
 ) -> dict[str, int]:
-    """Paces on preemptible workers, before anybody grows."""
+    """Return the paces on preemptible workers, before any gang grows."""
     free = {region: capacity.devices for region, capacity in preemptible.items()}
     there: dict[str, int] = {}
     for gang in gangs:
@@ -124,7 +125,7 @@ def _places(
 
 
 def _worth_coming(gang: Gang, now: float, rules: Rules) -> bool:
-    """Whether there is slack, and work, for much more than what the change takes."""
+    """Return whether slack and work are much more than the cost of the change."""
     worth_s = _worth_s(gang, rules)
     if gang.held >= 0 and gang.work / gang.paces[gang.held].rate <= worth_s:
         return False
@@ -153,7 +154,7 @@ def _job(gang: Gang) -> DeadlineJob:
 
 
 def _curve(gang: Gang) -> SpeedCurve:
-    """By workers in all regions; by number of the pace where two paces take equally many."""
+    """Return the curve by workers in all regions; by number of the pace where two paces have equally many."""
     rates = tuple(pace.rate for pace in gang.paces)
     totals = tuple(sum(pace.workers.values()) for pace in gang.paces)
     ascends = all(a < b for a, b in zip((0, *totals), totals, strict=False))

@@ -1,4 +1,4 @@
-"""What is free of several regions at once, over time, and what jobs hold that run in all of theirs at one pace."""
+"""The free capacity of several regions over time, and the holdings of jobs that run in several regions at one pace."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from scheduler.deadline._model import DeviceCapacity, Rules
 __all__ = ["Gang", "Held", "StaffingPace", "WorkerLedger"]
 
 _AS_CHEAP = 1.1
-"""A running job keeps its pace to its end where that takes at most so many times the least device time."""
+"""A running job keeps its pace to its end where that takes at most this factor of the least device time."""
 
 _SOON_S = 5.0
-"""What a gang needs to have within so much time it gets at once: nobody looks more often."""
+"""Seconds within which a need counts as immediate, since decisions are not more frequent."""
 _WORTH_SLOWING = 4.0
-"""A gang goes slower at its end only for so many times the pause that this takes."""
+"""A gang slows down at its end only if that saves at least this factor of the pause that it costs."""
 
 
 @dataclass(frozen=True)
 class StaffingPace:
-    """One way to staff all regions of a job, and how fast it is then."""
+    """One way to staff all regions of a job, and its speed."""
 
     workers: Mapping[str, int]
-    """By region."""
+    """Workers by region."""
     rate: float
     """Rounds a second, to be promised on."""
 
@@ -51,9 +51,9 @@ class Gang:
     held: int = -1
     """Index of the pace that it has now; -1: no workers."""
     wish: int = 0
-    """Index of the pace that its owner pays for where nobody else needs the workers."""
+    """Index of the pace that its owner pays for where the workers are not needed otherwise."""
     fixed: bool = False
-    """It has one pace and keeps it from its begin to its end."""
+    """Whether it has one pace, which it keeps from its begin to its end."""
     since_s: float = 0.0
     """Instant at which it was submitted."""
     user: str = ""
@@ -62,13 +62,13 @@ class Gang:
     ready_s: float = -math.inf
     """Instant until which it is paused by an earlier change."""
     value: float = 1.0
-    """Of its deadline; where promises break, those of least value break first."""
+    """Value of its deadline; where promises break, those of least value break first."""
     insists: bool = False
-    """What it wishes was evaluated elsewhere: it grows to that also where the time it saves is not worth a change."""
+    """Whether its wish was evaluated elsewhere: it grows to that also where the time it saves is not worth a change."""
 
     preemptible: bool = False
-    """What it has now are workers that may be taken away. Where workers stay it counts as one without any, and gets
-    them only once its promise needs them."""
+    """Whether its present workers may be taken away. For lasting workers it counts as one without any, and gets them
+    only once its promise needs them."""
 
     def __post_init__(self) -> None:
         if not self.paces:
@@ -94,7 +94,7 @@ class Gang:
         return replace(self, held=-1, ready_s=-math.inf) if self.preemptible else self
 
     def workers(self, pace: int) -> Mapping[str, int]:
-        """By region; of pace -1 there are none."""
+        """Return the workers by region; none for pace -1."""
         return self.paces[pace].workers if pace >= 0 else {}
 
 
@@ -108,10 +108,11 @@ class Held:
     late: bool = False
     """The deadline cannot be met even with all that is free."""
     course: tuple[tuple[float, int], ...] = ()
-    """(instant, pace from then on): what it will really have if nothing unforeseen happens, spare workers included.
-    Together with those of all others it was played to the end with all pauses, and nobody was late."""
+    """(instant, pace from then on): what it will have if nothing unforeseen happens, spare workers included. Together
+    with those of all others it was simulated to the end with all pauses, and no gang was late."""
     ladder: tuple[StaffingPace, ...] = ()
-    """What paces and course are indices of: the gang's paces when it was answered. They may be others by now."""
+    """Paces that `paces` and `course` are indices of: the gang's at the time of the answer. They may have changed
+    since."""
 
     def on(self, gang: Gang) -> Held | None:
         """The same in terms of a gang's present paces; None where that cannot be said.
@@ -168,7 +169,7 @@ class WorkerLedger:
         return other
 
     def point(self, at: float) -> int:
-        """Index of the step that begins at `at`, made where it is not there; ``at`` is finite."""
+        """Return the index of the step that begins at `at`, which is finite; the step is created if needed."""
         at = max(at, self.now)
         index = int(self.times.searchsorted(at))
         if index == len(self.times) or self.times[index] != at:
@@ -177,7 +178,7 @@ class WorkerLedger:
         return index
 
     def fitting(self, gang: Gang) -> NDArray[np.int64]:
-        """How many of a gang's paces, from the slowest on, fit on each step; shape (steps,)."""
+        """Return how many of a gang's paces, from the slowest on, fit on each step; shape (steps,)."""
         if any(region not in self.rows for region in gang.paces[0].workers):
             return np.zeros(len(self.times), dtype=np.int64)
         need = self._needs(gang)[1:]
@@ -186,12 +187,12 @@ class WorkerLedger:
         return fits
 
     def least(self, gang: Gang, deadline_s: float, rules: Rules, margin: float, *, lean: bool = False) -> Held | None:
-        """Hold the least worker time that is done by the deadline, less a margin; None where nothing is enough.
+        """Hold the least worker time that is done by the deadline, less a margin; None if nothing is enough.
 
         Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two adjacent paces: up to some instant the slower
         one, from then on the faster; a gang that runs at the faster one already keeps it first. On each step it has
-        what fits there, up to that. A running gang keeps its pace where that is about as cheap, unless all must be
-        ``lean``. What is fixed gets the earliest stretch in which it fits.
+        what fits there, up to that pace. A running gang keeps its pace where that is about as cheap, unless all must be
+        ``lean``. A fixed gang gets the earliest stretch in which it fits.
         """
         window = deadline_s - self.now
         window -= margin * max(0.0, window - rules.grace_s)
@@ -287,7 +288,7 @@ class WorkerLedger:
         return None
 
     def soonest(self, gang: Gang, rules: Rules) -> Held:
-        """When the work would be done with all that fits; holds nothing. Infinite where it never is."""
+        """Return when the work would be done with everything that fits; holds nothing. Infinite: never."""
         if gang.fixed:
             found = self.copy().stretch(gang, rules)
             return found if found is not None else Held((self.now, math.inf), (-1,), late=True)
@@ -307,15 +308,15 @@ class WorkerLedger:
         return Held((self.now, end_s), (int(fit[0]) - 1,), late=end_s > gang.deadline_s)
 
     def keep(self, gang: Gang) -> Held:
-        """Hold what a gang has until its work is done, whether it is free or not: it is there already."""
+        """Hold the workers that a gang has until its work is done, free or not, since it has them already."""
         return self._stay(gang, self.now + gang.work / gang.paces[gang.held].rate)
 
     def free_now(self) -> dict[str, int]:
-        """By region; never below zero."""
+        """Return the free workers by region; never below zero."""
         return {region: max(0, int(self.free[row, 0])) for region, row in self.rows.items()}
 
     def _staying(self, gang: Gang, until_s: float) -> float:
-        """When a running gang is done at the pace that it has; 0 where that is too late or does not fit."""
+        """Return when a running gang is done at its present pace; 0 if that is too late or does not fit."""
         if gang.held < 0:
             return 0.0
         end_s = self.now + gang.work / gang.paces[gang.held].rate
@@ -347,9 +348,9 @@ class WorkerLedger:
 
 
 def _changes(gang: Gang, chosen: NDArray[np.int64]) -> int:
-    """How often a gang pauses that goes from what it has to the fastest pace chosen, by way of the one below it.
+    """Return how often a gang pauses that goes from its present pace to the fastest one chosen, via the one below it.
 
-    What it has of them already is not counted again: a promise that could be kept can still be after its first change.
+    Paces that it has already are not counted again: a promise that could be kept can still be after its first change.
     """
     top = int(chosen.max(initial=1))
     below = top - gang.held - 1

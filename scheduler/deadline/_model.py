@@ -1,4 +1,4 @@
-"""What the core of deadlines works on."""
+"""Input and output of the deadline core."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scheduler.deadline._curve import SpeedCurve
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a change of shares costs."""
+    """The cost of a change of shares."""
 
     base_s: float = 2.0
     """Pause of a job that continues elsewhere or otherwise."""
     doubling_s: float = 2.0
-    """More for each doubling of the share, from one device on."""
+    """Additional seconds for each doubling of the share, from one device on."""
     everyone: bool = False
     """True: any change pauses every running job by ``base_s``; false: it only pauses those that it changes."""
 
@@ -27,23 +27,23 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class DeadlineJob:
-    """One job, or the part of one that runs in one region at a time, as it stands now."""
+    """One job, or the part of one that runs in one region at a time, in its present state."""
 
     name: str
     curves: Mapping[str, SpeedCurve]
-    """By admissible region: where the data may be read, and how fast it runs there."""
+    """Curves by admissible region: where the data may be read, and how fast the job runs there."""
     work: float
     """Steps left."""
     deadline_s: float
     """Instant; infinite for best effort."""
     region: str = ""
-    """Where it runs or has its promise; empty: nowhere yet."""
+    """Region where it runs or has its promise; empty: none yet."""
     share: int = 0
     """Devices that it has now."""
     ready_s: float = -math.inf
     """Instant until which it is paused by an earlier change."""
     value: float = 1.0
-    """What keeping the deadline is worth."""
+    """Value of keeping the deadline."""
     later: tuple[tuple[float, float], ...] = ()
     """A soft deadline's further steps: (instant, value), ascending in time, falling in value. Tried in turn."""
     user: str = ""
@@ -58,39 +58,39 @@ class DeviceCapacity:
     """Devices of one region over time, as steps."""
 
     devices: int
-    """From now on."""
+    """Devices from now on."""
     changes: tuple[tuple[float, int], ...] = ()
     """(instant, devices from then on), ascending: maintenance, reservations that begin or end."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How careful promises are."""
+    """How cautious promises are."""
 
     overhead: Overhead = field(default_factory=Overhead)
     margin: float = 0.08
-    """Share of a new job's window that is kept free for changes nobody can foresee yet."""
+    """Share of a new job's window that is kept free for unforeseen changes."""
     kept_margin: float = 0.05
     """The same for jobs that have their promise: less, so that what was kept free may be used."""
     reserve_s: float = 0.0
-    """Time before the deadline that is kept free besides."""
+    """Additional seconds before the deadline that are kept free."""
     kept_reserve_s: float = 0.0
     """The same for jobs that have their promise."""
     grace_s: float = 60.0
-    """So much of a window needs no margin: in so little time changes can be put off, see ``still_until``."""
+    """Seconds of a window that need no margin: for so short a time changes can be postponed, see ``still_until``."""
     change_pause_s: float = 0.0
-    """What changing anything now costs every running job."""
+    """Seconds that any change now costs every running job."""
     usual_device_s: float = math.inf
-    """What a job usually takes for each unit of its value, in device seconds. Where a region is nearly full up to a
-    job's deadline, only jobs up to so much are promised, and the more is free, the larger ones: a large job must not
-    take the place of ten small ones. Infinite: whoever fits."""
+    """Usual device seconds of a job for each unit of its value. Where a region is nearly full up to a job's deadline,
+    only jobs up to that size are promised, and the more is free, the larger ones: a large job must not take the place
+    of ten small ones. Infinite: any job that fits."""
     quotas: Mapping[str, int] = field(default_factory=dict)
-    """By user: most devices that the promises of one user may hold at once; users that are not here have no limit."""
+    """By user: most devices that the promises of one user may hold at once; other users have no limit."""
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """What one job is sure to get: the least device time that meets its deadline, given those before it."""
+    """What one job is sure to get: the least device time that meets its deadline, given the jobs before it."""
 
     job: str
     region: str
@@ -123,6 +123,7 @@ class DeadlineRefusal:
     earliest_s: float
     """The earliest deadline that could be promised instead; infinite: none."""
     devices_short: float
-    """With so many more devices in the region from now on all would fit, quotas and prices aside; infinite: none."""
+    """Number of additional devices in the region with which all jobs would fit from now on, quotas and prices aside;
+    infinite: none."""
     work_possible: float
     """Steps that could be promised by the deadline."""

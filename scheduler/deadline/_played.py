@@ -1,4 +1,4 @@
-"""What is shared out among gangs, played to the end: level 0 of a course is no pace, level n the pace n - 1."""
+"""Courses of gangs, simulated to the end: level 0 of a course is no pace, level n the pace n - 1."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["as_before", "followed", "levels_held", "on_course"]
 def as_before(
     now: float, gangs: Sequence[Gang], before: Mapping[str, Held] | None
 ) -> tuple[dict[str, int], dict[str, Plan]]:
-    """Paces now and later as the last course has them; best effort keeps what it has as long as there is room.
+    """Return paces now and later as in the last course; best effort keeps what it has as long as there is room.
 
-    A course of paces that are no more counts for nothing. What is fixed and runs stays as it is: its course may be of
-    a time when it could change.
+    A course of paces that no longer exist is ignored. A fixed gang that runs stays as it is: its course may be from a
+    time when it could change.
     """
     paces: dict[str, int] = {}
     plans: dict[str, Plan] = {}
@@ -68,7 +68,8 @@ def _devices_at(capacity: DeviceCapacity, at: float) -> int:
 
 
 def levels_held(held: Held) -> Plan:
-    """The paces that are held as levels; the last one that is any stays to the end, for who is paused on the way."""
+    """Return the held paces as levels; the last one other than none lasts to the end, for jobs that are paused
+    meanwhile."""
     steps = [(at, pace + 1) for at, pace in zip(held.times, held.paces, strict=False)]
     while len(steps) > 1 and not steps[-1][1]:
         steps.pop()
@@ -76,7 +77,7 @@ def levels_held(held: Held) -> Plan:
 
 
 def on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -> dict[str, Held]:
-    """What is held, each with its part of the course; in danger is whoever is late on it."""
+    """Return what is held, each with its part of the course; a gang that is late on it is in danger."""
     promised = {gang.name: gang.paces for gang in gangs if not gang.best_effort}
     found = dict(held)
     for name, holding in held.items():

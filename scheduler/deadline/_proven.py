@@ -1,11 +1,11 @@
 """Decisions that break no promise: each is proven before it is made.
 
-The invariant: after every decision there is a course on which everybody who was promised a deadline keeps it, played
-from the state as it is then, with all changes still to come and all that they pause (``follow``). Whatever is not
-needed for that, an admission, spare devices, a better plan after somebody is done, is only done if a course holds with
-it. Else things continue as the last course has them: time has only moved along it, so that it holds still. With exact
-curves and no failure nobody with a promise is late, then, whatever arrives. It rests on margins nowhere; these only
-keep room for jobs to come.
+The invariant: after every decision there is a course on which every job that was promised a deadline keeps it,
+simulated from the state at that time, with all changes still to come and all pauses that they cause (``follow``).
+Whatever is not needed for that (an admission, spare devices, a better plan after a job is done) is done only if a
+course holds with it. Else things continue as in the last course: time has only advanced along it, so that it still
+holds. With exact curves and no failure, no job with a promise is late, whatever arrives. This does not depend on
+margins; they only reserve room for jobs to come.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from scheduler.deadline._spread import spread
 __all__ = ["Proven", "prove"]
 
 _ROUNDS = 2
-"""How often a plan that makes somebody late is drawn up anew, with more time kept for those."""
+"""Attempts to repair a plan that makes a job late, by reserving more time for it."""
 _FEW = 64
-"""Up to so many jobs that is tried; beyond, it would take long and seldom help."""
+"""Number of jobs up to which that is tried; beyond, it takes too long and rarely helps."""
 _TIGHTER_S, _TIGHTER = 2.0, 0.05
 """Time kept more than what somebody was late, and at most this part of what is left to the deadline."""
 
@@ -38,9 +38,9 @@ class Proven:
     promised: tuple[DeadlineJob, ...]
     """The new jobs that have a promise now, with the deadline that was promised."""
     shares: Mapping[str, int]
-    """Devices from now on, by job; who is refused is not there."""
+    """Devices from now on, by job; refused jobs are missing."""
     course: Course
-    """To be followed until something happens; the next decision needs it."""
+    """Course to be followed until something happens; the next decision needs it."""
 
 
 def prove(
@@ -55,27 +55,27 @@ def prove(
     ground: Ground | None = None,
     keep: bool = False,
 ) -> Proven:
-    """Decide on one region: who of the `new` jobs is promised a deadline, and who has which share from now on.
+    """Decide on one region: which of the `new` jobs are promised a deadline, and the share of each job from now on.
 
-    What ``admit`` (with the rules of `asking`) and ``spread`` answer is made only if a course holds with it. If none
-    does, plans are tightened for those who would be late; then newcomers get what the course of `before` leaves free,
-    or are refused. Who is refused for margins alone is tried once more without.
+    The answer of ``admit`` (with the rules of `asking`) and ``spread`` is used only if a course holds with it. If none
+    does, plans are tightened for the jobs that would be late; then new jobs get what the course of `before` leaves
+    free, or are refused. A job that is refused for margins alone is tried once more without.
 
-    `jobs` are all that are there, in the order in which the `ground` is to be arranged: infinite deadlines are best
-    effort, and finite ones promised, but for `new` ones. With `keep` who is refused runs on what is left. If even
-    `before` holds no more, curves were wrong or devices failed: then the course counts on which fewer are late.
+    `jobs` are all jobs, in the order in which the `ground` is to be arranged: infinite deadlines are best effort,
+    finite ones promised, except for `new` ones. With `keep`, refused jobs run on what is left. If even `before` no
+    longer holds, curves were wrong or devices failed: then the course with the fewest late jobs counts.
     """
     return _Court(now, capacity, region, jobs, new, rules or Rules(), asking, before, ground, keep).decide()
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What was tried."""
+    """A candidate that was tried."""
 
     promised: tuple[DeadlineJob, ...]
     course: Course
     jobs: tuple[DeadlineJob, ...]
-    """All that would be there."""
+    """All jobs that would be in the system."""
     tight: dict[str, float] = field(default_factory=dict)
     """Seconds that plans are shorter than promises, by job."""
 
@@ -84,7 +84,7 @@ class _Found:
 
 
 class _Court:
-    """One decision: what was asked, and what it is held against."""
+    """One decision: what was asked, and what it is compared with."""
 
     def __init__(
         self,
@@ -133,9 +133,9 @@ class _Court:
         return burst
 
     def _without_margins(self, found: _Found) -> _Found:
-        """Who is refused because of margins is taken if a course holds with it, unless demand is high.
+        """Admit jobs that were refused because of margins if a course holds with them, unless demand is high.
 
-        A job without any time to spare stands in the way of all changes that would pause it.
+        A job without any slack would prevent all changes that pause it.
         """
         for job in self.asked if math.isinf(self.asking.usual_device_s) and len(self.jobs) <= _FEW else ():
             taken = [new for new in self.asked if new.name in {each.name for each in found.promised}]
@@ -147,7 +147,7 @@ class _Court:
     # --- what is tried
 
     def _repaired(self, asked: Sequence[DeadlineJob]) -> _Found:
-        """The plan, drawn up anew with more time for those it makes late."""
+        """Return the plan, computed again with more time for the jobs that it makes late."""
         found = self._tried(asked, {}, self.asking)
         for _ in range(_ROUNDS if len(self.jobs) <= _FEW else 0):
             if found.course.holds:
@@ -164,7 +164,7 @@ class _Court:
         return found
 
     def _tried(self, asked: Sequence[DeadlineJob], tight: dict[str, float], asking: Rules) -> _Found:
-        """What ``admit`` and ``spread`` answer."""
+        """Return the answer of ``admit`` and ``spread``."""
         rules = asking if asked else self.rules
         old, burst = _sooner(self.old, tight), _sooner(asked, tight)
         answer = admit(self.now, {self.region: self.capacity}, old, burst, rules, explained=False)
@@ -184,7 +184,7 @@ class _Court:
         return _Found(tuple(job for job in jobs if job.name in given), course, tuple(jobs), tight)
 
     def _kept(self) -> _Found:
-        """Everybody as the last course has it, and nobody new."""
+        """Return all jobs as in the last course, without new ones."""
         jobs = self._there({})
         before = self.before or Course({}, {}, {}, math.inf)
         plans = {job.name: before.plans.get(job.name, ()) for job in jobs}
@@ -212,7 +212,7 @@ class _Court:
         return _Found(tuple(job for job in jobs if job.name in names), course, tuple(jobs)) if course.holds else None
 
     def _left_by(self, course: Course) -> Book:
-        """What a course leaves free, best effort aside: that gives way."""
+        """Return what a course leaves free, without best effort, which yields."""
         spans = []
         for job in self.old:
             plan = course.plans[job.name]
@@ -225,7 +225,7 @@ class _Court:
         return book
 
     def _there(self, promised: Mapping[str, float]) -> list[DeadlineJob]:
-        """Who is there if so many newcomers are promised their deadlines."""
+        """Return the jobs in the system if these new jobs are promised their deadlines."""
         refused = {job.name for job in self.asked} - set(promised)
         found = []
         for job in self.jobs:
@@ -259,7 +259,7 @@ def _devices(share: int) -> tuple[int, ...]:
 
 
 def _sooner(jobs: Sequence[DeadlineJob], tight: Mapping[str, float]) -> list[DeadlineJob]:
-    """Jobs as they would be if so much less time were left to them."""
+    """Return jobs as they would be with less time left."""
     found = []
     for job in jobs:
         less = tight.get(job.name, 0.0)
@@ -269,7 +269,8 @@ def _sooner(jobs: Sequence[DeadlineJob], tight: Mapping[str, float]) -> list[Dea
 
 
 def _plan(held: Holding, now: float) -> Plan:
-    """What a book holds, as levels over time; the last stays to the end, for who is paused on the way."""
+    """Return what a book holds, as levels over time; the last one lasts to the end, for jobs that are paused
+    meanwhile."""
     if held.shares is not None and held.times is not None:
         steps = list(zip(held.times.tolist(), held.shares.tolist(), strict=False))
     elif held.switch_s <= now:

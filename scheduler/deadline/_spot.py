@@ -22,11 +22,11 @@ class Refuge:
 def refuge(
     job: DeadlineJob, curve: SpeedCurve, now: float, overhead: Overhead, margin: float = 0.03, lost_s: float = 0.0
 ) -> Refuge:
-    """When a job must leave preemptible capacity at the latest, and for which share.
+    """Return when a job must leave preemptible capacity at the latest, and for which share.
 
-    Of the levels that still meet the deadline, the one that takes the least device time, all changes in it, and of two
-    that are about equal the one that lets it stay longer. `lost_s`: run time that a preemption takes with it, at most;
-    it is kept free, as the job may be preempted on its last instant there.
+    Of the levels that still meet the deadline it is the one with the least device time, all changes included, and of
+    two about equal ones the one that lets it stay longer. `lost_s`: run time that a preemption can cost at most; it is
+    reserved, since the job may be preempted at its last instant there.
     """
     window = (job.deadline_s - now) * (1.0 - margin)
     best, least = Refuge(-math.inf, 0), math.inf

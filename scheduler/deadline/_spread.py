@@ -1,4 +1,4 @@
-"""What to do with devices that no promise needs now: give them where they save the most later."""
+"""The use of devices that no promise needs now: they go to the jobs that save the most later."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeadlineJob, Rules
 
 _STICKY = 1.2
-"""A level that a job has already counts for so much more."""
+"""Factor on the gain of a level that a job has already."""
 _WORTHWHILE = 2.0
-"""Time saved by a larger share must be so many times what the change takes."""
+"""Factor of the cost of a change that a larger share must save."""
 _LEAST_RETURN = 0.1
 """Devices that return less than this part of their time stay free: the next job would only have to take them back."""
 _SHORTEST_S = 1.0
-"""Between two decisions that nothing but a plan calls for."""
+"""Least seconds between two decisions that are due only to a plan."""
 _SIGHT_S = 1800.0
-"""A gain is counted for so long at most; by then something else will have happened."""
+"""Seconds for which a gain is counted at most; by then something else will have happened."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class WorkerShares:
     """Shares from now on."""
 
     shares: Mapping[str, int]
-    """Devices by job; every job that was named is there."""
+    """Devices by job, for every job that was named."""
     wake_s: float
-    """Instant at which to decide anew even if nothing happens; infinite: none."""
+    """Instant of the next decision if nothing happens before; infinite: none."""
 
 
 def spread(
@@ -40,13 +40,13 @@ def spread(
     waiting: Sequence[DeadlineJob] = (),
     rules: Rules | None = None,
 ) -> WorkerShares:
-    """Shares of one region: what is reserved, and what is free by marginal return.
+    """Return the shares of one region: what is reserved, and what is free by marginal return.
 
-    `promised` jobs are in `book`; `waiting` ones run on what is left: best effort, and those whose deadline nobody
-    promised. One more level for a job returns the device time that it saves later, for each second and device that it
-    takes now (ElasticFlow, ASPLOS'23, §4.2, with the sign of its text). A running job scales only where the time saved
-    exceeds what the change takes, and where a change pauses everybody, nothing changes that nobody needs unless all
-    gains together exceed all pauses.
+    `promised` jobs are in `book`; `waiting` ones run on what is left: best effort, and jobs whose deadline was not
+    promised. The return of one more level is the device time that the job saves later, for each second and device that
+    it takes now (ElasticFlow, ASPLOS'23, §4.2, with the sign of its text). A running job scales only where the time
+    saved exceeds the cost of the change; where a change pauses all jobs, unneeded changes are made only if all gains
+    together exceed all pauses.
     """
     rules = rules or Rules()
     free = max(0, int(book.free[0]))
@@ -68,7 +68,8 @@ def spread(
 
 
 def still_until(now: float, jobs: Sequence[tuple[DeadlineJob, SpeedCurve]], rules: Rules) -> float:
-    """Until when nothing should change, as some job will be done soon that can take no more pause; `now`: no need."""
+    """Return until when nothing should change, since some job will be done soon that can take no more pause; `now`: no
+    need."""
     if not rules.overhead.everyone:
         return now
     still_s = now
@@ -102,7 +103,7 @@ def _can_wait(book: Book, region: str, promised: Sequence[DeadlineJob], until_s:
 
 
 def _fits(book: Book, jobs: Sequence[DeadlineJob]) -> bool:
-    """Whether everybody can keep what they have: capacity may have gone."""
+    """Return whether all jobs can keep what they have: capacity may have gone."""
     held = sum(book.holdings[job.name].share() for job in jobs if job.name in book.holdings)
     return sum(job.share for job in jobs) <= int(book.free[0]) + held
 
@@ -116,7 +117,7 @@ def _grow(
     free: int,
     shares: dict[str, int],
 ) -> dict[str, float]:
-    """Raise shares until nothing is free or nobody gains; returns device seconds gained by the jobs that change."""
+    """Raise shares until nothing is free or no job gains; returns device seconds gained by the jobs that change."""
     heap: list[tuple[float, float, str, int, DeadlineJob]] = []
     gains: dict[str, float] = {}
 
@@ -143,7 +144,7 @@ def _grow(
 
 
 def _urgency(job: DeadlineJob) -> float:
-    """Who goes first at an equal return: by deadline; best effort by what its user has had."""
+    """Return the order at an equal return: by deadline; best effort by what its user has had."""
     return job.deadline_s if math.isfinite(job.deadline_s) else 1e15 + job.served_s
 
 
