@@ -30,24 +30,24 @@ LEVELS = 48 - 1
 NONE, NEVER = np.float32(0.0), np.float32(1e15)
 """Seconds of what does not fit. Not infinite, since it is multiplied by zero."""
 NUMBERS = 4
-"""Of stages behind a beginning that are tried at once."""
+"""Numbers of stages behind a beginning that are tried at once."""
 PAIRS = 1 << 14
 """Beginnings that one stage more is put behind in one go, for each of its choices: what the caches hold."""
 BEATS = 1 << 7
 """Steps of a stage's slowest lane, by factors, from the fastest one's to the slowest one's."""
 
 FILL, FORWARD, OTHER, BEAT_F, BEAT, FINISH, ALONE = range(7)
-"""What is known of a beginning: the tables of bounds. Of them FINISH is forward passes up to a stage, what it merges
-and backward passes back to the first one; ALONE is what these stages would take as a pipeline, at least. It ties fill
-and beat together: of the cuts with the least fill, and with the least beat, neither has the least of both."""
+"""Tables of lower bounds for a beginning. FINISH is the forward passes up to a stage, its merge, and the backward
+passes back to the first stage; ALONE is the least that these stages would take as a pipeline. It ties fill and beat
+together: of the cuts with the least fill, and those with the least beat, neither has the least of both."""
 TABLES = 7
 """Number of the tables of bounds above, `FILL` to `ALONE`."""
 
 
 @dataclass(frozen=True, eq=False)
 class ChainPrefixes:
-    """All cuts of the first layers, up to one: by way, number of stages and rate level, in this order, each of some
-    sums and maxima at its least. A rate is counted in whole steps, each stage's rounded down."""
+    """All cuts of the first layers, up to one layer: by way, number of stages and rate level, in this order, each with
+    the least of some sums and maxima. A rate is counted in whole steps, each stage's rounded down."""
 
     way: Ints
     stages: Ints
@@ -73,9 +73,9 @@ class _Arcs:
 
 
 class Beginnings:
-    """Of one problem. Hops between regions are taken as free.
+    """All beginnings of one problem. Hops between regions count as free.
 
-    What cannot get ahead of the front by more than a share, whatever comes behind it, is left out.
+    A beginning is omitted if it cannot improve the front by more than a share, with any stages behind it.
     """
 
     def __init__(self, tables: Tables, front: Front, within: float) -> None:
@@ -88,11 +88,11 @@ class Beginnings:
         row = np.searchsorted(every, tables.alike)
         arcs = [self._arcs_from(first, tables.starting(first, every), row) for first in range(tables.length)]
         self.beats = [one.beats[1] for one in arcs]
-        """Of stages that begin with each layer, by (last layer, way, option): the slowest lane both ways."""
+        """Slowest lane both ways of the stages that begin with each layer, by (last layer, way, option)."""
         self._after = self._suffixes(arcs)
         self._most = self._useful_stages()
         self.up_to = self._prefixes(arcs)
-        """By number of layers."""
+        """Prefixes by number of layers."""
 
     def _arcs_from(self, first: int, stages: Stages, row: Ints) -> _Arcs:
         """`row`: by way, which of the stages' ways it is like."""
@@ -127,7 +127,8 @@ class Beginnings:
         )
 
     def _suffixes(self, every: list[_Arcs]) -> Singles:
-        """(number of stages, table, first layer, way): the least of what the layers from one on take in so many.
+        """Return by (number of stages, table, first layer, way) the least of what the layers from one on take in that
+        many stages.
 
         The tables are seconds both ways, the slowest lane both ways, USD of requests, the rate, and what these layers
         would take as a pipeline.
@@ -187,7 +188,7 @@ class Beginnings:
         return found
 
     def _one_more(self, pool: _Pool, ends: _Ends) -> ChainPrefixes:
-        """Every stage that ends before a layer, behind all that may stand in front of it."""
+        """Return every stage that ends before a layer, appended to all beginnings that may precede it."""
         least = pool.least
         least.fill(NEVER)
         turns = (np.cumsum(ends.many) - 1) // PAIRS
@@ -213,8 +214,10 @@ class Beginnings:
         return ChainPrefixes(way, before + 1, level, values)
 
     def _left(self, at: int, begun: ChainPrefixes, edges: Singles) -> tuple[ChainPrefixes, Ints]:
-        """Of beginnings of so many layers, those that the front does not beat whatever comes behind them; and of each,
-        how slow a stage may be that comes next, as a step of stages' beats."""
+        """Return the beginnings of a number of layers that the front does not beat with any stages behind them.
+
+        And for each, how slow the next stage may be, as a step of the stages' beats.
+        """
         trial = self._trial(at, begun)
         fewest, left = np.full(len(begun.way), -1), np.arange(len(begun.way))
         for number in range(0, self._most + 1, NUMBERS):
@@ -273,12 +276,12 @@ class _Trial:
     room: Ints
     """Stages that may come behind."""
     exactly: Singles
-    """(table, number of stages and way): the least of what comes behind in so many stages."""
+    """(table, number of stages and way): the least of what follows in that many stages."""
     at_least: Singles
     """The same, in as many or more."""
 
     def beaten(self, rows: Ints, after: Singles, number: int | Ints) -> Mask:
-        """Which of some beginnings the front beats with so many stages behind; by row, or by number and row."""
+        """Return the beginnings that the front beats with a number of stages behind; by row, or by number and row."""
         fill, beat, other, alone = (self.begun.values[name].take(rows) for name in (FILL, BEAT, OTHER, ALONE))
         behind = after.take(number * self.ways + self.begun.way.take(rows), axis=1)
         seconds = fill + behind[0] + self.more.take(rows) * np.maximum(beat, behind[1])
@@ -291,7 +294,8 @@ class _Trial:
         return beaten
 
     def slowest(self, rows: Ints, fewest: Ints) -> Singles:
-        """Of some beginnings, seconds of the slowest lane that the next stage may have, with so many or more behind."""
+        """Return the seconds of the slowest lane that the next stage may have, with at least a number of stages
+        behind."""
         behind = self.at_least.take(fewest * self.ways + self.begun.way.take(rows), axis=1)
         fill, other = (self.begun.values[name].take(rows) for name in (FILL, OTHER))
         rate, more = self.rate.take(rows) + behind[3], self.more.take(rows)
@@ -307,7 +311,7 @@ class _Ends:
     """The first of these."""
     many: Ints
     steps: Ints
-    """Of the rate."""
+    """Steps of the rate."""
     stage: Singles
     """(what, row): what such a stage adds, as in `_behind`."""
 
@@ -320,16 +324,17 @@ class _Pool:
         self.most, self._length = most, 0
         self._ways, self._steps, self._more = len(tables.ways), steps, (tables.count - 1).astype(np.float32)
         self.key, self.level = np.zeros((2, PAIRS), dtype=np.int64)
-        """Of way and number of stages; of the rate."""
+        """Keys of way and number of stages, and levels of the rate."""
         self.values = np.zeros((TABLES, PAIRS), dtype=np.float32)
         self.least = np.empty((TABLES, self._ways * most * (LEVELS + 1)), dtype=np.float32)
         """Room for the least of the next number of layers."""
         self._next: list[tuple[_Ends, Ints]] = []
-        """By number of layers, the stages that may come next, sorted by the layer before which they end; and where
-        those begin that end before each."""
+        """By number of layers: the stages that may follow, sorted by the layer before which they end, and the offsets
+        of each such layer."""
 
     def add(self, begun: ChainPrefixes, slowest: Ints, arcs: _Arcs, edges: Singles) -> None:
-        """Of the next number of layers; what may come next, and how slow, as a step of the edges."""
+        """Add the beginnings of the next number of layers, with the stages that may follow and how slow, as a step of
+        the edges."""
         end = self._length + len(begun.way)
         while end > len(self.key):
             self.key, self.level = (np.concatenate([old, old]) for old in (self.key, self.level))
@@ -361,7 +366,7 @@ class _Pool:
         return ends, np.searchsorted(flat, np.arange(len(fits) + 1) * fits[0].size)
 
     def ending(self, at: int) -> _Ends:
-        """All that end before a layer."""
+        """Return all stages that end before a layer."""
         parts = [(ends, slice(*begin[at - first - 1 :][:2])) for first, (ends, begin) in enumerate(self._next)]
         return _Ends(
             np.concatenate([ends.begin[here] for ends, here in parts]),
@@ -372,7 +377,7 @@ class _Pool:
 
 
 def _behind(old: Singles, stage: Singles) -> None:
-    """In place: a stage more, by table and row."""
+    """Append a stage, in place, by table and row."""
     both, merged, last, more = stage[TABLES - 2 :]
     forward = old[FORWARD].copy()
     np.add(old[FILL : OTHER + 1], stage[FILL : OTHER + 1], out=old[FILL : OTHER + 1])

@@ -1,4 +1,4 @@
-"""What the layers before a label add at least, and which labels cannot reach the front any more."""
+"""Lower bounds of what the layers before a label add, and the labels that cannot reach the front any more."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ RUNS = (LEVELS + 1, 6, 1)
 """Levels that are looked at as one, with the least of each: first all of them, then fewer."""
 
 FILLED, ENDED, MORE, BOTH, BEAT_B, BUSY, RATE, OTHER_USD, STAGES, MOST_STAGES = range(10)
-"""What a pair of a label and a completion is judged by, of the label."""
+"""Columns by which a pair of a label and a completion is judged, those of the label."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Completions:
-    """What may stand in front of the labels that begin with one layer: of some ways, numbers of stages and levels, or
+    """The possible stages in front of labels that begin with one layer: of some ways, numbers of stages and levels, or
     of runs of levels."""
 
     stages: Singles
@@ -44,12 +44,12 @@ class _Completions:
     values: Singles
     """(table, completion)."""
     begin: Ints
-    """Where those begin that each of the next coarser completions is made of, and at last where all end; of the
-    coarsest, where those of each way begin."""
+    """Offsets of the parts that each of the next coarser completions consists of, and the end of all; of the coarsest,
+    the offsets of each way."""
 
 
 class LabelBounds:
-    """Of one problem: which labels can still get ahead of the front by more than a share."""
+    """The labels of one problem that can still improve the front by more than a share."""
 
     def __init__(self, tables: Tables, front: Front, within: float) -> None:
         self._tables, self._front, self._within = tables, front, within
@@ -57,11 +57,11 @@ class LabelBounds:
         self.possible = np.unique(self._begun.up_to[-1].way)
         """Ways that can still reach the front."""
         self.alike = np.unique(tables.alike[self.possible])
-        """Of these, one for all that are `alike`."""
+        """One of each set of possible ways that are `alike`."""
         self.row = np.searchsorted(self.alike, tables.alike)
-        """By possible way: which of these it is like."""
+        """By possible way: index of the one in `alike` that it equals."""
         self.slowest = self._slowest_of_possible()
-        """By possible way: seconds of the slowest lane, both ways, that a stage may have at most."""
+        """By possible way: largest seconds of the slowest lane, both ways, that a stage may have."""
         self._of_first: dict[int, list[_Completions]] = {}
 
     def _slowest_of_possible(self) -> Floats:
@@ -90,13 +90,13 @@ class LabelBounds:
         return beats
 
     def promising(self, labels: Labels) -> tuple[Labels, Labels]:
-        """Of labels that begin with one layer, those that can still get ahead of the front by more than the share; and
-        the same ones, raised.
+        """Return the labels that can still improve the front by more than the share, of labels that begin with one
+        layer; and the same labels, raised.
 
         Seconds and USD of a completion are bounded from below for every number of stages and rate that the layers
         before may have. In those that the front does not beat, the stages before have a lane so slow forward that the
-        label's own slowest one does not matter, if it is faster: it is raised to what does. And the next one may be so
-        slow at most that the front does not beat the least of them all.
+        label's own slowest one does not matter, if it is faster: it is raised to the value that does. And the next
+        stage may be at most so slow that the front does not beat the least of them all.
         """
         if not len(labels):
             return labels, labels
@@ -146,7 +146,7 @@ class LabelBounds:
         return found
 
     def _columns(self, labels: Labels) -> Singles:
-        """What a pair of label and completion is judged by, by label."""
+        """Return the columns by which pairs of label and completion are judged, by label."""
         tables = self._tables
         most = (tables.problem.most_workers or 0) // tables.degree[labels.way] - labels.stages
         busy = np.maximum(tables.least_busy[labels.way], np.maximum(labels.busy, labels.busiest)) * SINGLE
@@ -178,7 +178,7 @@ class LabelBounds:
         return row.take(left), at.take(left)
 
     def _left(self, own: Singles, before: _Completions, row: Ints, at: Ints, seconds: Singles) -> Ints:
-        """Of such pairs, those of so many seconds at least that the front does not beat, and that may be."""
+        """Return the pairs of at least some seconds that the front does not beat, and that are allowed."""
         problem = self._tables.problem
         usd = seconds * (own[RATE].take(row) + before.rate.take(at))
         usd += own[OTHER_USD].take(row) + before.values[OTHER].take(at)

@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 ROUNDING = 1e-9
-"""Of bytes: what a sum in another order may be off by."""
+"""Relative difference of a sum of bytes in another order of addition."""
 
 
 def evaluate(problem: PipelineProblem, way: PipelineOptions, cuts: Sequence[Cut]) -> PlannedPipeline | None:
@@ -98,10 +98,11 @@ def evaluate(problem: PipelineProblem, way: PipelineOptions, cuts: Sequence[Cut]
 
 
 def held_bytes(problem: PipelineProblem, way: PipelineOptions, cut: Cut, from_end: int) -> float:
-    """What a worker of a stage holds at most; `from_end` counts the stages from it to the end, itself included.
+    """Return the largest memory of a stage's worker in bytes; `from_end` counts the stages from it to the end, itself
+    included.
 
-    Parameters, their gradients and the optimiser's state, what merging needs, the activations of the micro-batches
-    that are under way, and an input and an output in each lane, both ways.
+    Parameters, their gradients and the optimiser's state, what merging needs, the activations of the micro-batches in
+    flight, and an input and an output in each lane, both ways.
     """
     profile, sums = problem.profile, problem.profile.sums
     live = way.micro_batches(problem.batch)
@@ -138,18 +139,19 @@ def _update_seconds(problem: PipelineProblem, cut: Cut) -> float:
 
 
 def input_bytes(problem: PipelineProblem, first: int) -> int:
-    """Of one sample, as a stage that begins with this layer gets it."""
+    """Return the bytes of one sample's input to a stage that begins with this layer."""
     return problem.profile.layers[first - 1].output_bytes if first else problem.profile.input_bytes
 
 
 def hop_between(problem: PipelineProblem, source: int, destination: int) -> Hop | None:
-    """Between two places; free within a region. None: there is none."""
+    """Return the hop between two places; free within a region. None: there is none."""
     a, b = problem.places[source].name, problem.places[destination].name
     return _HERE if a == b else problem.hops.get((a, b))
 
 
 def merge_seconds(size_bytes: float, degree: int, place: Place, bandwidth: float = 1.0) -> float:
-    """Pipelined scatter-reduce of one vector by so many replicas (FuncPipe, section 3.2), requests side by side.
+    """Return the seconds of a pipelined scatter-reduce of one vector by replicas (FuncPipe, section 3.2), requests in
+    parallel.
 
     Each puts the others' parts and gets its own ones at the same time, puts the merged part, and gets the others'.
     """
@@ -168,11 +170,11 @@ def merge_seconds(size_bytes: float, degree: int, place: Place, bandwidth: float
 def exposed_seconds(
     size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float
 ) -> float:
-    """Of a merge that continues beside the last backward pass, what comes after it, at least.
+    """Return a lower bound of what follows the last backward pass, of a merge that overlaps with it.
 
-    The first layer's gradients (``first_bytes`` of all) are there when the pass ends, and a part that holds any of them
-    is not whole before. All put these, whoever merges such a part gets it from all the others and puts the sum, and
-    all get that. The rest can be through by then, if the pass is long enough.
+    The first layer's gradients (``first_bytes`` of all) are complete when the pass ends, and a part that contains any
+    of them is not complete before. All put these; the replica that merges such a part gets it from all the others and
+    puts the sum, and all get that. The rest can be merged by then, if the pass is long enough.
     """
     if degree == 1:
         return 0.0
@@ -191,11 +193,12 @@ def exposed_seconds(
 def exposed_apart_seconds(
     size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float, late_s: float
 ) -> float:
-    """The same where what the first layers give is merged as a vector of its own (``PipelineProblem.merges_apart``).
+    """Return the same where the first layers' gradients are merged as a vector of their own
+    (``PipelineProblem.merges_apart``).
 
-    ``late_s``: of the last backward pass, what goes through layers that are whole in it. When that begins, all others'
-    parts of the rest's last chunk are still to come to its owner, and of the merged chunks those for which the pass had
-    no time after the first one of them was there.
+    ``late_s``: the part of the last backward pass in layers that belong to it entirely. When that begins, all others'
+    parts of the rest's last chunk have yet to reach its owner, and so have the merged chunks for which the pass had no
+    time after the first one of them was complete.
     """
     if degree == 1:
         return 0.0
@@ -213,14 +216,15 @@ def exposed_apart_seconds(
 
 
 def late_bytes(size_bytes: float, first_bytes: float, degree: int) -> float:
-    """Of a gradient, what is merged apart: what the first layer gives, and a replica's share of all at least."""
+    """Return the bytes of a gradient that are merged apart: the first layer's, and at least a replica's share of
+    all."""
     return max(first_bytes, size_bytes / degree)
 
 
 def core_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut, sides: int) -> float:
-    """What a replica of a stage keeps cores busy with in an iteration; ``sides``: on which it has another stage.
+    """Return the core seconds of a stage's replica in an iteration; ``sides``: those on which it has another stage.
 
-    Its layers at a whole core's speed, the optimiser's step, and what goes through the channel.
+    Its layers at a whole core's speed, the optimiser's step, and the messages through the channel.
     """
     count = way.micro_batches(problem.batch)
     forward, backward = _compute_seconds(problem, way, cut)
@@ -231,7 +235,8 @@ def core_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut, sides
 
 
 def message_core_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut) -> tuple[float, float]:
-    """What one request for a micro-batch's input keeps a core busy, and one for its output; either way."""
+    """Return the core seconds of one request for a micro-batch's input, and of one for its output; the same in both
+    directions."""
     channel, share = problem.places[cut.place].channel, problem.sent_share * way.micro_batch
     entering = share * (input_bytes(problem, cut.first) if cut.first else 0)
     leaving = share * problem.profile.layers[cut.last].output_bytes
@@ -306,13 +311,13 @@ class Transfers:
     """Seconds of one micro-batch's messages on both sides of a stage; 0 where there is no other stage."""
 
     get: float
-    """Of its input."""
+    """To get the input."""
     give: float
-    """Of the input's gradient, to the stage before."""
+    """To put the input's gradient, for the stage before."""
     put: float
-    """Of its output."""
+    """To put the output."""
     back: float
-    """Of the output's gradient, from the stage behind."""
+    """To get the output's gradient, from the stage behind."""
     there: float
     """On the way between regions, after the put; 0 within one."""
     away: float

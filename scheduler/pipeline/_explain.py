@@ -12,13 +12,13 @@ __all__ = ["cuts_of", "explain"]
 NEIGHBOURS = 2
 """Cuts to either side that a cut is compared with."""
 CLEARLY = 0.8
-"""What a cut sends of what its neighbours would, to be worth saying."""
+"""Share of its neighbours' bytes below which what a cut sends is worth mentioning."""
 BUSY = 0.5
-"""Of an iteration, what cores that functions share must have to do for that to be worth saying."""
+"""Share of an iteration for which shared cores must be busy for that to be worth mentioning."""
 
 
 def explain(problem: PipelineProblem, plan: PlannedPipeline) -> tuple[str, ...]:
-    """One sentence about how all run, then two for each stage: what it holds, and why it ends there."""
+    """Return one sentence about the whole pipeline, then two for each stage: what it holds, and why it ends there."""
     way = plan.way
     order = "all forward passes before all backward passes" if way.order == "gpipe" else "one forward, one backward"
     said = [
@@ -58,7 +58,7 @@ def cuts_of(problem: PipelineProblem, plan: PlannedPipeline) -> tuple[Cut, ...]:
 
 
 def _room(problem: PipelineProblem, plan: PlannedPipeline, cuts: Sequence[Cut], number: int) -> str:
-    """What one layer more would take, or what a smaller function would not hold."""
+    """Return what one more layer would need, or what a smaller function could not hold."""
     cut = cuts[number]
     sizes = problem.places[cut.place].sizes
     memory_mb, from_end = sizes[cut.size].memory_mb, len(cuts) - number

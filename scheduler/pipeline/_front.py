@@ -13,11 +13,11 @@ __all__ = ["cheapest", "fastest", "front", "uniform", "ways_of"]
 
 
 def front(problem: PipelineProblem, within: float = 0.0) -> tuple[PlannedPipeline, ...]:
-    """All pipelines that no other one beats in both seconds and USD of an iteration, the fastest first.
+    """Return all pipelines that no other one beats in both seconds and USD of an iteration, the fastest first.
 
     Over all cuts, places and memory of each stage, degrees, micro-batches and orders; of pipelines that are equal in
     both, one. Exact by `evaluate`'s model where ``within`` is 0. A share above 0 shortens the work for long models: for
-    every pipeline that there could be, one of those found has at most 1 + within times its seconds and its USD.
+    every possible pipeline, one of those found has at most 1 + within times its seconds and its USD.
 
     Raises NothingFitsError where no pipeline fits, and ValueError for a negative share.
     """
@@ -33,12 +33,12 @@ def front(problem: PipelineProblem, within: float = 0.0) -> tuple[PlannedPipelin
 
 
 def cheapest(plans: Sequence[PlannedPipeline], within_seconds: float) -> PlannedPipeline | None:
-    """Of a front, the cheapest whose iteration takes no longer."""
+    """Return the cheapest pipeline of a front whose iteration takes no longer."""
     return min((plan for plan in plans if plan.seconds <= within_seconds), key=lambda plan: plan.usd, default=None)
 
 
 def fastest(plans: Sequence[PlannedPipeline], within_usd: float) -> PlannedPipeline | None:
-    """Of a front, the fastest whose iteration costs no more."""
+    """Return the fastest pipeline of a front whose iteration costs no more."""
     return min((plan for plan in plans if plan.usd <= within_usd), key=lambda plan: plan.seconds, default=None)
 
 
@@ -65,7 +65,7 @@ def uniform(problem: PipelineProblem) -> tuple[PlannedPipeline, ...]:
 
 
 def best_of(plans: Iterable[PlannedPipeline]) -> tuple[PlannedPipeline, ...]:
-    """Those that no other one beats, the fastest first."""
+    """Return the pipelines that no other one beats, the fastest first."""
     best: list[PlannedPipeline] = []
     for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.usd, len(plan.stages))):
         if not best or plan.usd < best[-1].usd:
@@ -74,7 +74,7 @@ def best_of(plans: Iterable[PlannedPipeline]) -> tuple[PlannedPipeline, ...]:
 
 
 def ways_of(problem: PipelineProblem) -> tuple[PipelineOptions, ...]:
-    """All degrees, micro-batches and orders that are tried."""
+    """Return all degrees, micro-batches and orders that are tried."""
     found = []
     for degree in sorted({degree for degree in problem.degrees if degree <= problem.batch}):
         share = -(-problem.batch // degree)

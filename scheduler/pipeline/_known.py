@@ -35,7 +35,7 @@ class Front:
 
     @property
     def sources(self) -> list[tuple[int, int]]:
-        """Of each pair, the number of the addition that brought it, and its row there."""
+        """Return for each pair the number of the addition that brought it, and its row there."""
         return [(int(source), int(row)) for source, row in zip(self._source[1:], self._row[1:], strict=True)]
 
     def add(self, seconds: Floats, usd: Floats, rows: Ints) -> None:
@@ -80,7 +80,7 @@ class Front:
         return beaten
 
     def beats_from(self, rate: Floats | Singles, other_usd: Floats | Singles, within: float) -> Singles:
-        """Seconds from which on it surely beats what costs so much in each of them, and so much besides."""
+        """Return the seconds from which on the front surely beats a label with these costs per second and besides."""
         known = np.stack([self.seconds, self.usd]) / ((1 + within) * SINGLE)
         begins, usd = known.astype(np.float32)[:, :, None]
         seconds = usd - other_usd.astype(np.float32)

@@ -18,12 +18,12 @@ FIRST_WINDOW, MOST_MORE = 2, 512
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Each row is a choice of stages from layer `first` to the end. Times are sums and maxima over these stages."""
+    """Choices of stages from layer `first` to the end, one a row. Times are sums and maxima over these stages."""
 
     way: Ints
     first: Ints
     place: Ints
-    """Of the first of the stages."""
+    """Place of the first of the stages."""
     fill_f: Floats
     beat_f: Floats
     fill_b: Floats
@@ -41,7 +41,7 @@ class Labels:
     before: Ints
     """Row of the label that this one puts a stage in front of; -1: none."""
     option: Ints
-    """Of the stage in front."""
+    """Option of the stage in front."""
     again: Mask
     """Whether it computes its forward pass again."""
     slowest: Floats
@@ -57,7 +57,7 @@ class Labels:
 
 
 def joined(parts: Sequence[Labels]) -> Labels:
-    """One after the other."""
+    """Return labels concatenated."""
     return Labels(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Labels)))
 
 
@@ -72,21 +72,20 @@ def ends_of(ways: Ints, slowest: Floats, length: int, place: int) -> Labels:
 
 
 def seconds_of(labels: Labels, count: Floats) -> Floats:
-    """Of whole pipelines; `count` by row."""
+    """Return the seconds of whole pipelines; `count` by row."""
     done: Floats = labels.fill_f + (count - 1) * labels.beat_f + labels.ends
     return np.maximum(done, np.maximum(labels.busy, labels.busiest))
 
 
 def undominated(labels: Labels, raised: Labels, count: Floats, alike: bool = False) -> Labels:
-    """Without those that another label of the same way and place is certain to end no worse than, with any stages in
-    front.
+    """Return the labels without those that another one of the same way and place surely equals or beats, with any
+    stages in front.
 
-    Seconds of any completion are max(u, a + ..) + max(x, v + .., b + ..), with u = fill_f + (n-1) beat_f, a = fill_f,
-    x = ends, v = fill_b + (n-1) beat_b, b = fill_b and the same additions for all labels: one that is no larger in the
-    six sums is no slower, unless cores are shared that it keeps busy for longer. It must also have no larger rate,
-    price and number of stages. ``raised``: what the times of
-    a label come to in every completion that matters; the other label is taken as it is. ``alike``: only labels of as
-    many stages are compared, since their number is fixed.
+    Seconds of any completion are max(u, a + ..) + max(x, v + .., b + ..), with u = fill_f + (n-1) beat_f, a = fill_f, x
+    = ends, v = fill_b + (n-1) beat_b, b = fill_b and the same additions for all labels: one that is no larger in the
+    six sums is no slower, unless it keeps shared cores busy for longer. It must also have no larger rate, price and
+    number of stages. ``raised``: the least times of a label in every completion that matters; the other label is taken
+    as it is. ``alike``: only labels of as many stages are compared, since their number is fixed.
     """
     return labels.take(_unbeaten(_measures(labels, count), _measures(raised, count), groups(labels, alike)))
 
@@ -98,8 +97,11 @@ def groups(labels: Labels, alike: bool = False) -> Ints:
 
 
 def _measures(labels: Labels, count: Floats) -> Floats:
-    """What one label must be no larger in than another, by row. In the first the raised are no smaller; of the others
-    come first what the fastest labels are larger in, so that few pairs are left for the rest."""
+    """Return the measures in which one label must be no larger than another, by row.
+
+    In the first ones the raised are no smaller; of the others come first those in which the fastest labels are larger,
+    so that few pairs are left for the rest.
+    """
     a, b, x = labels.fill_f, labels.fill_b, labels.ends
     u, v = a + (count - 1) * labels.beat_f, b + (count - 1) * labels.beat_b
     others = labels.rate, labels.other_usd, a + b, a + x, u + b, a + v, u + v
@@ -130,6 +132,6 @@ def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
 
 
 def ranges(begin: Ints | int, many: Ints) -> Ints:
-    """From each begin on so many numbers, one after the other."""
+    """Return consecutive numbers from each begin on, concatenated."""
     found: Ints = np.arange(many.sum()) + np.repeat(begin - (np.cumsum(many) - many), many)
     return found

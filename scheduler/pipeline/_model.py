@@ -1,4 +1,4 @@
-"""What the planner of pipelines works on, and what it answers. Units are in the names."""
+"""Input and output of the planner of pipelines. Units are in the names."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class LinearCost:
     sample_s: float
 
     def seconds(self, samples: float) -> float:
-        """Of one micro-batch."""
+        """Return the seconds of one micro-batch."""
         return self.base_s + self.sample_s * samples
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, or a run of layers that nobody wants to cut, as it was measured on a function of speed 1."""
+    """One layer, or a run of layers that is not worth cutting, as measured on a function of speed 1."""
 
     name: str
     parameter_bytes: int
     activation_bytes: int
-    """Per sample: what the forward pass keeps for the backward pass."""
+    """Bytes per sample that the forward pass keeps for the backward pass."""
     output_bytes: int
     """Per sample; the gradient that comes back is as large."""
     forward: LinearCost
@@ -44,7 +44,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class PrefixSums:
-    """Of the first layers of a chain, by how many: from none to all."""
+    """Sums over the first layers of a chain, by their number: from none to all."""
 
     parameter_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
@@ -59,15 +59,15 @@ class LayerProfile:
 
     layers: tuple[Layer, ...]
     input_bytes: int
-    """Of one sample, as the first layer gets it."""
+    """Bytes of one sample, as the first layer gets it."""
     state_factor: float = 1.0
     """The optimiser's state, in sizes of the parameters: 0 for plain SGD, 1 with momentum, 2 for Adam."""
     base_mb: float = 200.0
-    """What a worker takes in memory before it has a layer, and what is kept free (FuncPipe keeps 200 MB)."""
+    """Memory of a worker without a layer, and what is left free (FuncPipe leaves 200 MB)."""
 
     @cached_property
     def sums(self) -> PrefixSums:
-        """What a stage's layers come to is the difference of two, however many they are."""
+        """Prefix sums: the sum over a stage's layers is the difference of two, however many they are."""
         return PrefixSums(
             tuple(accumulate((layer.parameter_bytes for layer in self.layers), initial=0)),
             tuple(accumulate((layer.activation_bytes for layer in self.layers), initial=0)),
@@ -93,12 +93,12 @@ class FunctionSize:
     """Relative to the function that the profile was measured on."""
     usd_per_gb_second: float
     bandwidth: float = 1.0
-    """Relative to what the channel gives one function: small functions may get less."""
+    """Bandwidth relative to what the channel gives one function: small functions may get less."""
 
 
 @dataclass(frozen=True)
 class StageChannel:
-    """One function's use of the store that stages exchange tensors through."""
+    """One function's use of the store through which stages exchange tensors."""
 
     put_s: float
     """Latency of a request."""
@@ -111,7 +111,7 @@ class StageChannel:
     put_usd: float = 0.0
     get_usd: float = 0.0
     request_core_s: float = 0.0
-    """Of a request, what keeps one of the function's cores busy; it counts where functions share them."""
+    """Seconds for which a request keeps one of the function's cores busy; it counts where functions share them."""
     byte_core_s: float = 0.0
     """The same, of each byte."""
 
@@ -124,31 +124,32 @@ class Place:
     sizes: tuple[FunctionSize, ...]
     channel: StageChannel
     cores: float = 0.0
-    """That all functions here share; 0: each has its own."""
+    """Cores that all functions here share; 0: each has its own."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One directed way between regions, as a cut uses it."""
+    """A directed link between regions, as a cut uses it."""
 
     latency_s: float
     bytes_per_s: float
-    """Of the way, which the replicas of a stage share."""
+    """Rate of the link, which the replicas of a stage share."""
     usd_per_gb: float
 
 
 @dataclass(frozen=True)
 class PipelineProblem:
-    """What is to be planned."""
+    """The input of the planner."""
 
     profile: LayerProfile
     batch: int
     """Samples of one iteration, over all replicas."""
     places: tuple[Place, ...]
-    """In the order in which data flow: a stage never runs in an earlier place than the one before it. The first stage
-    is in the first place, where the data are. A region may stand twice, so that a model can begin and end in it."""
+    """Places in the order of the data flow: a stage never runs in an earlier place than the one before it. The first
+    stage is in the first place, where the data are. A region may occur twice, so that a model can begin and end in
+    it."""
     hops: Mapping[tuple[str, str], Hop] = field(default_factory=dict)
-    """By (from, to), by name. Where one way of a pair is missing, no cut crosses it."""
+    """Hops by (from, to), by name. Where one direction of a pair is missing, no cut crosses it."""
     ends_last: bool = False
     """The last stage must be in the last place: where labels may not leave it."""
     degrees: tuple[int, ...] = (1, 2, 4, 8)
@@ -159,21 +160,22 @@ class PipelineProblem:
     rematerialise: bool = True
     """Whether stages may compute their forward pass again, where they would not fit otherwise."""
     stages: int | None = None
-    """Exactly so many; None: any number."""
+    """Exact number of stages; None: any number."""
     most_workers: int | None = None
     """Stages times replicas; None: any number."""
     sent_share: float = 1.0
-    """Of a layer's output, and of its gradient, what crosses a cut: 0.5 where stages send each other bfloat16."""
+    """Share of a layer's output, and of its gradient, that crosses a cut: 0.5 where stages send each other bfloat16."""
     merged_share: float = 1.0
     """The same, of the gradients that replicas merge."""
     merges_early: bool = False
     """Gradients leave while the last backward pass of an iteration still runs, the last layers' first, as in
     `sync.pipeline`; False: when it is over, as FuncPipe has it."""
     merges_apart: bool = False
-    """And what the first layers of a stage give, which comes when that pass ends, is merged as a vector of its own, as
-    `sync.pipeline` does over channels whose requests cost nothing. Twice the requests."""
+    """Whether the first layers' gradients of a stage, which are complete when that pass ends, are merged as a vector of
+    their own, as `sync.pipeline` does over channels whose requests cost nothing. It takes twice the requests."""
     merge_copies: float = 2.0
-    """Sizes of the gradient that a stage with replicas needs besides: what it sends and what it gets (FuncPipe)."""
+    """Additional memory of a stage with replicas, in sizes of its gradient: what it sends and what it gets
+    (FuncPipe)."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +187,15 @@ class PipelineOptions:
     order: Order
 
     def micro_batches(self, batch: int) -> int:
-        """Of one replica in one iteration; the last may be smaller, and is counted as a whole one."""
+        """Return the micro-batches of one replica in one iteration; the last may be smaller, and counts as a whole
+        one."""
         share = -(-batch // self.degree)
         return -(-share // self.micro_batch)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """One stage as it is decided, without what follows from it."""
+    """The decisions on one stage, without what follows from them."""
 
     first: int
     last: int
@@ -216,32 +219,32 @@ class PlannedStage:
     rematerialise: bool
     """The forward pass is computed again before the backward pass; only the stage's input is kept until then."""
     needed_mb: float
-    """At most at one time, with what a worker takes anyway."""
+    """Largest memory at any time, a worker's base included."""
     forward_s: float
     """Compute of one micro-batch."""
     backward_s: float
     """The same, with what is computed again."""
     merge_s: float
-    """Of the gradients of its replicas, once an iteration, as far as no backward pass hides it."""
+    """Seconds per iteration to merge the gradients of its replicas, as far as no backward pass hides them."""
     update_s: float
     """The optimiser's step."""
     core_s: float
-    """What a replica keeps a core busy with in an iteration."""
+    """Seconds for which a replica keeps a core busy in an iteration."""
 
 
 @dataclass(frozen=True)
 class PlannedPipeline:
-    """One way to run the model, and what an iteration of it takes."""
+    """One way to run the model, with the time and cost of an iteration."""
 
     stages: tuple[PlannedStage, ...]
     way: PipelineOptions
     micro_batches: int
-    """Of one replica in one iteration."""
+    """Micro-batches of one replica in one iteration."""
     seconds: float
     usd: float
     """Functions, requests and bytes between regions of one iteration."""
     function_usd: float
-    """Of it, the functions."""
+    """The part of it for functions."""
 
     @property
     def workers(self) -> int:
@@ -250,4 +253,4 @@ class PlannedPipeline:
 
 
 class NothingFitsError(ValueError):
-    """No pipeline fits into the memory that there is; the text says which layer is too large."""
+    """No pipeline fits into the memory; the text names the layer that is too large."""

@@ -1,7 +1,7 @@
-"""What an iteration of one pipeline takes, by its schedule played event by event.
+"""The time of one pipeline's iteration, by an event simulation of its schedule.
 
-The planner searches by closed forms (`_evaluate`): bounds of what 1F1B takes, and of what stages take that share cores.
-Of the one pipeline that is chosen, this tells what lies between. As in the runtime, a stage computes, puts and gets in
+The planner searches by closed forms (`_evaluate`): bounds for 1F1B, and for stages that share cores. For the one
+pipeline that is chosen, this computes the time between them. As in the runtime, a stage computes, puts and gets in
 three lanes, in the order of its schedule; cores are shared evenly among all that want them (processor sharing).
 """
 
@@ -21,21 +21,21 @@ __all__ = ["played"]
 ROUNDING = 1e-11
 """Share of the work so far that a sum of parts may be off by."""
 _Name = tuple[str, int, int]
-"""What is done, in which stage, with which micro-batch."""
+"""Action, stage and micro-batch."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """It keeps a core busy first, and then only takes time."""
+    """A task that first keeps a core busy, and then only takes time."""
 
     lane: tuple[str, int]
     needs: _Name | None
     core_s: float
-    """With a function's whole share of a core."""
+    """Seconds with a function's whole share of a core."""
     idle_s: float
     place: int
     cores: float
-    """That all replicas take together while it keeps one busy."""
+    """Cores that all replicas use together while the task keeps one busy."""
 
 
 def played(problem: PipelineProblem, plan: PlannedPipeline) -> PlannedPipeline:
@@ -51,7 +51,7 @@ def played(problem: PipelineProblem, plan: PlannedPipeline) -> PlannedPipeline:
 
 
 def _passes(way: PipelineOptions, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
-    """Of one stage, in order: "F" and "B", each with its micro-batch."""
+    """Return the passes of one stage, in order: "F" and "B", each with its micro-batch."""
     ahead = count if way.order == "gpipe" else min(count, stages - stage)
     yield from (("F", number) for number in range(ahead))
     for number in range(count):
@@ -61,7 +61,7 @@ def _passes(way: PipelineOptions, stage: int, stages: int, count: int) -> Iterat
 
 
 def _tasks(problem: PipelineProblem, plan: PlannedPipeline) -> dict[_Name, _Task]:
-    """In each lane in its order. "get" and "put" are of activations, "back" and "return" of gradients."""
+    """Return the tasks of each lane in order. "get" and "put" are of activations, "back" and "return" of gradients."""
     way, count, end = plan.way, plan.micro_batches, len(plan.stages) - 1
     cuts, tasks = cuts_of(problem, plan), dict[_Name, _Task]()
     for g, (cut, stage) in enumerate(zip(cuts, plan.stages, strict=True)):
@@ -100,8 +100,11 @@ def _tasks(problem: PipelineProblem, plan: PlannedPipeline) -> dict[_Name, _Task
 
 
 def _last(tasks: Mapping[_Name, _Task], cores: Sequence[float]) -> float:
-    """When all is done. In a place all that wants a core continues at one rate: a task's part is over when the place
-    has come so far in the work of one that began at its start."""
+    """Return when all tasks are done.
+
+    In a place, all tasks that want a core advance at one rate: a task's part is done when the place has advanced by the
+    work of one that began at its start.
+    """
     followers: dict[_Name, list[_Name]] = {name: [] for name in tasks}
     missing: dict[_Name, int] = {}
     latest: dict[tuple[str, int], _Name] = {}

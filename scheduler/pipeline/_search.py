@@ -36,12 +36,12 @@ from scheduler.pipeline._tables import Floats, Ints, Stages, Tables
 __all__ = ["search"]
 
 Choice = Callable[[Labels, Labels], Labels]
-"""Of promising labels, and the same ones raised, those that are continued with."""
+"""Choice among promising labels, given with the same ones raised: those to continue with."""
 
 FEW = 2
 """Labels of each way that the very first pass keeps at a cut."""
 FEWEST_LAYERS = 6
-"""Of a chain that is searched without making it shorter first."""
+"""Layers of a chain up to which it is searched without shortening it first."""
 SHORTER = 4
 """Layers of a chain that are taken together in the shorter one whose pipelines are found first."""
 NEAR = 2
@@ -89,7 +89,7 @@ def search(problem: PipelineProblem, ways: Sequence[PipelineOptions], within: fl
 
 
 def _of_shorter(problem: PipelineProblem, ways: Sequence[PipelineOptions], length: int, within: float) -> Found:
-    """Pipelines of the same model whose layers are taken together, a few at a time, so that it has so many."""
+    """Return pipelines of the same model with layers combined to a given number."""
     layers = problem.profile.layers
     ends = [len(layers) * number // length for number in range(length + 1)]
     taken = tuple(_as_one(layers[a:b]) for a, b in pairwise(ends))
@@ -127,7 +127,7 @@ def _near(tables: Tables, known: Found) -> Mask:
 
 
 def _pass(tables: Tables, bounds: LabelBounds, front: Front, choose: Choice, near: Mask | None) -> Labels:
-    """All labels, or those of stages that are near; what is known of the front grows."""
+    """Extend all labels, or those with stages that are near; what is known of the front grows."""
     labels = ends_of(bounds.possible, bounds.slowest, tables.length, len(tables.problem.places) - 1)
     for first in range(tables.length - 1, -1, -1):
         found = _extended(tables, bounds, labels, tables.starting(first, bounds.alike), near)
@@ -144,7 +144,7 @@ def _worth(tables: Tables, whole: Labels) -> tuple[Floats, Floats]:
 
 
 def _extended(tables: Tables, bounds: LabelBounds, labels: Labels, stages: Stages, near: Mask | None) -> Labels:
-    """Every label with every stage in front of it that begins with a layer, fits, and may be there."""
+    """Return every label with every stage in front of it that begins with a layer, fits, and is allowed."""
     problem, first = tables.problem, stages.first
     rows = None if near is None else np.flatnonzero(near[labels.way, first, labels.first])
     labels = labels if rows is None else labels.take(rows)
@@ -187,7 +187,7 @@ def _joined(tables: Tables, labels: Labels, first: int) -> Mask:
 def _put_in_front(
     tables: Tables, labels: Labels, stages: Stages, before: Ints, option: Ints, again: Mask, rows: Ints
 ) -> Labels:
-    """One stage in front of each of some labels, as `_evaluate` adds it up."""
+    """Return labels with one stage in front of each, added up as in `_evaluate`."""
     old, row = labels.take(before), rows[before]
     at = row, old.first - stages.first - 1, option
     forward = stages.forward[at]
@@ -229,7 +229,7 @@ def _put_in_front(
 
 
 def _hops(tables: Tables, after: Labels, option: Ints) -> tuple[Floats, Floats, Floats]:
-    """Seconds there and back, and USD of an iteration, between a stage and the label behind it."""
+    """Return seconds in both directions, and USD of an iteration, between a stage and the label behind it."""
     pair = tables.place[option], after.place
     behind = after.first < tables.length
     if len(tables.problem.places) == 1:
@@ -248,7 +248,8 @@ def _undominated(tables: Tables, labels: Labels, raised: Labels) -> Labels:
 
 
 def _few(tables: Tables, few: int, labels: Labels, _raised: Labels) -> Labels:
-    """Of each way and place the labels that a few mixtures of seconds and rate find best, as far as they are."""
+    """Return of each way and place the labels that a few mixtures of seconds and rate rank best, as far as there are
+    any."""
     seconds, rate = seconds_of(labels, tables.count[labels.way]), labels.rate
     group = groups(labels, alike=tables.problem.stages is not None)
     best: list[Ints] = [np.zeros(0, dtype=np.int64)]

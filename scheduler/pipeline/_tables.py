@@ -1,8 +1,8 @@
-"""Every stage that there could be, in numbers: for each way, first layer, last layer and function size, as arrays.
+"""All possible stages as arrays: for each way, first layer, last layer and function size.
 
-An axis of ways (degree and micro-batch: the order changes nothing here), one of options (a place and one of its sizes),
-and for a first layer one of the layers after it. `_evaluate` says what the numbers mean; here they are only computed
-for many stages at a time.
+One axis is of ways (degree and micro-batch: the order changes nothing here), one of options (a place and one of its
+sizes), and for a first layer one of the layers after it. `_evaluate` says what the numbers mean; here they are only
+computed for many stages at a time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 ROUNDING = 1e-9
-"""Of a memory: what a sum in another order may be off by."""
+"""Relative difference of a sum of bytes in another order of addition."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """All stages that begin with one layer. Axes are (way, last layer, option) where nothing else is said."""
+    """All stages that begin with one layer. Axes are (way, last layer, option) unless said otherwise."""
 
     first: int
     fits: Floats
@@ -44,15 +44,16 @@ class Stages:
     merge: Floats
     """Seconds, with the optimiser's step."""
     core: Floats
-    """(way, last layer, option): seconds that all replicas keep one of the place's cores busy, by its cores."""
+    """(way, last layer, option): seconds for which all replicas keep one of the place's cores busy, divided by its
+    cores."""
     core_again: Floats
-    """What it is more where the forward pass is computed again."""
+    """Additional core seconds where the forward pass is computed again."""
     other_usd: Floats
     """Requests of one iteration."""
 
 
 class Tables:
-    """Of one problem."""
+    """The tables of one problem."""
 
     def __init__(self, problem: PipelineProblem, ways: Sequence[PipelineOptions]) -> None:
         self.problem, self.ways = problem, tuple(ways)
@@ -66,7 +67,7 @@ class Tables:
         self.alternates = np.array([way.order == "1f1b" for way in ways])
         alike = {(way.degree, way.micro_batch): number for number, way in reversed(list(enumerate(ways)))}
         self.alike = np.array([alike[way.degree, way.micro_batch] for way in ways])
-        """By way: the first one that differs in order alone, whose stages are the same."""
+        """By way: the first one that differs only in order, whose stages are the same."""
         self.rate = self.degree[:, None] * self._gb_usd
         """(way, option): USD per second of a stage."""
         self.least_busy = self._least_busy()
@@ -113,17 +114,17 @@ class Tables:
             ]
             for j in range(len(sizes))
         ]
-        """By option: those of its place that are as fast and as cheap in all; of equal ones, the first."""
+        """By option: those of its place that are at least as fast and as cheap in all; of equal ones, the first."""
 
     @staticmethod
     def _as_good(ahead: Floats, earlier: bool) -> bool:
         return bool((ahead >= 0).all() and (earlier or (ahead > 0).any()))
 
     def needed(self, fits: Mask, kept: Mask) -> Mask:
-        """Of the options (first axis) that fit, those that no other makes needless; `kept`: without computing again.
+        """Return which of the options (first axis) that fit are not redundant; `kept`: without computing again.
 
-        A function that is as fast, as cheap and fits as well gives a stage that is no worse in anything that a
-        pipeline is made of. Whoever makes another one needless is needed itself, or something better is.
+        A function that is as fast, as cheap and fits as well gives a stage that is no worse in anything that a pipeline
+        consists of. An option that makes another one redundant is needed itself, or a better one is.
         """
         left = fits.copy()
         for j, others in enumerate(self.better):
@@ -155,7 +156,7 @@ class Tables:
         return forward, backward
 
     def starting(self, first: int, ways: Ints) -> Stages:
-        """All stages that begin with a layer, for some ways; of those that are `alike`, one is enough."""
+        """Return all stages that begin with a layer, for some ways; one of each set that is `alike` suffices."""
         after = np.arange(first + 1, self.length + 1)
         fits, fits_again = self.most_live(first, ways)
         alone = [one[:, :, None] for one in self.compute(ways, first, after)]
@@ -239,7 +240,8 @@ class Tables:
     def _left_early(
         self, ways: Ints, d: Ints, rows: Ints, whole: Floats, late: Floats, first: int, backward: Floats
     ) -> Floats:
-        """Of what leaves early, the seconds that are left when the last backward pass ends: `exposed_apart_seconds`."""
+        """Return the seconds that are left when the last backward pass ends, of what leaves early:
+        `exposed_apart_seconds`."""
         # Layers that are whole in what is merged apart.
         reach = self.parameters[first] + late / max(self.problem.merged_share, 1e-300) * (1 + ROUNDING)
         within = np.searchsorted(self.parameters, reach[:, :, 0], side="right") - 1
@@ -284,7 +286,7 @@ class Tables:
         return found
 
     def _least_busy(self) -> Floats:
-        """By way: seconds that all layers keep the cores of a single place busy, whatever the cuts."""
+        """Return by way the seconds for which all layers keep the cores of a single place busy, whatever the cuts."""
         if len(self.problem.places) > 1:
             return np.zeros(len(self.ways))
         forward, backward = self.compute(np.arange(len(self.ways)), 0, np.array([self.length]))
