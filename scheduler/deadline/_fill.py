@@ -48,9 +48,9 @@ def wish_of(
 ) -> Wish:
     """Return the levels that a job would use alone in the region; the cost of changes is part of its work.
 
-    The smaller level comes first, so that capacity of the near future stays free for new jobs. A job that runs on the larger one
-    already keeps it first, and changes once instead of twice; so does a job whose promise is in danger, which must be
-    done `soon`.
+    The smaller level comes first, so that capacity of the near future stays free for new jobs. A job that runs on the
+    larger one already keeps it first, and changes once instead of twice; so does a job whose promise is in danger,
+    which must be done `soon`.
     """
     window = _window(job, now, rules, margin, reserve_s)
     levels, rates = curve.ladder

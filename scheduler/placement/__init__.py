@@ -1,4 +1,4 @@
-"""Where many jobs run over many regions: least money under deadlines and residency. Pure, as all of the scheduler."""
+"""Placement of many jobs over many regions: least cost under deadlines and residency. Pure, as all of the scheduler."""
 
 from scheduler.placement._audit import audit
 from scheduler.placement._baselines import cheapest_single_region, greedy, load_power_matching

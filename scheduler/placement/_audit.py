@@ -1,4 +1,4 @@
-"""Whether an outcome keeps what it must, read off its words alone: nothing of how it was found is used."""
+"""Check of an outcome by its own data alone, without anything of how it was found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ NEAR = 1e-6
 
 
 def audit(federation: PlacementFederation, jobs: Sequence[PlacementJob], outcome: PlacementOutcome) -> tuple[str, ...]:
-    """What is wrong: residency, a shard not trained on once, capacity, memory, pace, deadline, links, or the bill."""
+    """Return what is wrong: residency, a shard not trained on once, capacity, memory, pace, deadline, links, or the
+    bill."""
     wrong = []
     known = {job.name: job for job in jobs}
     answers = Counter([p.job for p in outcome.placements] + [r.job for r in outcome.refusals])

@@ -1,7 +1,7 @@
-"""What placement is measured against: published and plausible rules, in the same model, with the same pace and prices.
+"""Baselines of placement: published and plausible rules, in the same model, with the same pace and prices.
 
-Each takes the jobs in their order, gives each what is still free, and never breaks residency. All let the hub of the
-WAN star be the best of the regions they use, which is more than their authors say.
+Each takes the jobs in their order, gives each what is still free, and never breaks residency. All use the best of their
+regions as the hub of the WAN star, which is more than their authors say.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ Rule = Callable[[Sites, Need, Floats], tuple[Need, list[Part]] | None]
 def load_power_matching(
     federation: PlacementFederation, jobs: Sequence[PlacementJob], *, pace: str = "deadline"
 ) -> PlacementOutcome:
-    """Load-power matching of Cloudless-Training (arXiv 2303.05330): data stays, all regions end an epoch together.
+    """Place jobs by load-power matching of Cloudless-Training (arXiv 2303.05330): data stays, all regions end an epoch
+    together.
 
-    The load power of a region is LP = P / D, what its machines process over the data that is there. With the pace
-    "fastest", as published, the region that is slowest with all its machines sets the pace, and the others take the
-    cheapest machines that reach the same LP. With "deadline" the pace is the one that just meets the deadline, which
-    leaves more to other jobs; with "cheapest" it is whichever of the paces that `place` chooses from costs least.
+    The load power of a region is LP = P / D, what its machines process over the data in it. With the pace "fastest", as
+    published, the region that is slowest with all its machines sets the pace, and the others take the cheapest machines
+    that reach the same LP. With "deadline" the pace is the one that just meets the deadline, which leaves more to other
+    jobs; with "cheapest" it is the cheapest of the paces that `place` chooses from.
     """
     if pace not in ("deadline", "cheapest", "fastest"):
         raise ValueError('pace is "deadline", "cheapest" or "fastest"')
@@ -38,12 +39,14 @@ def load_power_matching(
 
 
 def greedy(federation: PlacementFederation, jobs: Sequence[PlacementJob]) -> PlacementOutcome:
-    """Data stays, and each region gives everything it has (of its strongest type); all wait for the slowest."""
+    """Place jobs where their data are; each region gives everything it has (of its fastest type), and all wait for the
+    slowest."""
     return _in_order(federation, jobs, _everything, any_pace=False)
 
 
 def cheapest_single_region(federation: PlacementFederation, jobs: Sequence[PlacementJob]) -> PlacementOutcome:
-    """All data goes where the job is cheapest, at its cheapest pace; jobs that residency ties to two are refused."""
+    """Move all data of a job to the region where it is cheapest, at its cheapest pace; jobs tied to two regions are
+    refused."""
     return _in_order(federation, jobs, _single, any_pace=True)
 
 
@@ -79,7 +82,7 @@ def _priced(sites: Sites, need: Need, parts: list[Part]) -> Placement | None:
 
 
 def _at_home(sites: Sites, need: Need) -> dict[int, tuple[int, ...]]:
-    """Region -> the shards that lie there."""
+    """Return by region the shards that lie there."""
     homes: dict[int, tuple[int, ...]] = {}
     for place, shard in enumerate(need.job.shards):
         region = sites.federation.index[shard.region]

@@ -20,12 +20,13 @@ from scheduler.placement._split import assembled, barring, best_split, meeting_o
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is tried for one job at one pace."""
+    """Limits of the search for one job at one pace."""
 
     nodes: int = 64
     """Splits, at most; more than one only where unions meet in a region."""
     regions: int = 200
-    """That are looked at together, at most about; others are left out only where they cannot be of use."""
+    """Number of regions, about, that are searched together at most; others are omitted only where they cannot be of
+    use."""
 
 
 THOROUGH = Effort()
@@ -46,11 +47,11 @@ def priced(
     effort: Effort = THOROUGH,
     known: PlacementChoice | None = None,
 ) -> tuple[PlacementChoice | None, float]:
-    """The cheapest placement at any pace, and what none can cost less than (infinite: there is none).
+    """Return the cheapest placement at any pace, and a lower bound of the cost of all (infinite: there is none).
 
-    `scarcity` [site] is added to the price of a unit, in USD for the whole job: the price of a capacity that other
-    jobs want. The two figures differ only where the effort was not enough. A choice that is `known`, within the same
-    limits, buffer_pool much of it where it is nearly the best.
+    `scarcity` [site] is added to the price of a unit, in USD for the whole job: the price of a capacity that other jobs
+    want. The two figures differ only where the effort did not suffice. A choice that is `known`, within the same
+    limits, saves much of the effort where it is nearly the best.
     """
     best = replace(known, priced_usd=at_prices(known, scarcity)) if known is not None else None
     bound = best.priced_usd if best is not None else math.inf
@@ -73,7 +74,7 @@ def at_prices(choice: PlacementChoice, scarcity: Floats | None) -> float:
 def _paced(
     sites: Sites, need: Need, limit: Floats, scarcity: Floats | None, effort: Effort, ceiling: float
 ) -> tuple[PlacementChoice | None, float]:
-    """At one pace; what costs `ceiling` or more need not be found."""
+    """Return the same at one pace; what costs `ceiling` or more need not be found."""
     if need.nowhere:
         return None, math.inf
     unit_usd = sites.usd_per_hour * need.hours

@@ -18,9 +18,9 @@ class PlacementChoice:
     need: Need
     """The pace that was chosen."""
     usd: float
-    """At list prices."""
+    """Cost at list prices."""
     priced_usd: float
-    """At the prices that it was chosen for."""
+    """Cost at the prices that it was chosen for."""
     hub: int
     parts: tuple[tuple[int, int, tuple[int, ...]], ...]
     """(site, units, shards), ascending by region."""
@@ -32,12 +32,12 @@ class PlacementChoice:
 
     @property
     def units(self) -> list[int]:
-        """Of each site used."""
+        """Units of each site used."""
         return [units for _, units, _ in self.parts]
 
 
 def copy_usd(sites: Sites, need: Need, shard: int, regions: Ints | int) -> Floats:
-    """USD of a shard's way to some regions; where there is no way it may be anything."""
+    """Return the USD of a shard's transfer to regions; where there is no path the value is arbitrary."""
     held = need.job.shards[shard]
     egress = sites.egress[sites.federation.index[held.region], regions]
     return np.asarray(egress * (held.bytes / GB) if held.bytes else np.zeros_like(egress))
@@ -55,7 +55,7 @@ def rounds_usd(sites: Sites, need: Need, regions: Ints, hubs: Ints) -> Floats:
 
 
 def bill_of(sites: Sites, need: Need, hub: int, parts: list[tuple[int, int, tuple[int, ...]]]) -> Bill:
-    """What a placement costs, term by term; infinite where a link is missing or too slow."""
+    """Return the cost of a placement, term by term; infinite where a link is missing or too slow."""
     compute = servers = copies = rounds = 0.0
     for site, units, shards in parts:
         region = int(sites.region[site])

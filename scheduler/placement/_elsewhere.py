@@ -1,4 +1,4 @@
-"""A placement with one of its partitions in another region: what prices make attractive next.
+"""A placement with one of its partitions in another region: the candidates after a change of prices.
 
 Where many regions are much alike, a job's cheapest placement says little about where it goes once prices rise there.
 """
@@ -17,7 +17,7 @@ from scheduler.placement._sites import SLACK, Floats, Need, Sites
 def elsewhere(
     sites: Sites, choice: PlacementChoice, limit: Floats, scarcity: Floats, most: int
 ) -> list[PlacementChoice]:
-    """For each partition without pinned shards the cheapest sites in other regions, at most so many.
+    """Return for each partition without pinned shards the cheapest sites in other regions, up to a number.
 
     `limit` and `scarcity` [site] are what the choice was priced with. If the hub's partition moves, the hub does.
     """
@@ -52,7 +52,8 @@ def elsewhere(
 
 
 def _by_region(sites: Sites, choice: PlacementChoice, here: int, shards: tuple[int, ...]) -> Floats:
-    """[region] USD of the partition that is `here` without its machines, if it were there; infinite: it may not."""
+    """Return by [region] the USD of the partition in `here`, without its machines, if it were there; infinite: not
+    allowed."""
     need, regions = choice.need, np.arange(len(sites.egress))
     usd = sites.server_usd_per_hour * need.hours
     for shard in shards:

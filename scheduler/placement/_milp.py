@@ -33,15 +33,15 @@ accuracy of the prices."""
 
 @dataclass(frozen=True, eq=False)
 class SolverResult:
-    """What the solver says."""
+    """The result of the solver."""
 
     choices: tuple[PlacementChoice | None, ...]
-    """Of each job; None: refused."""
+    """Choice of each job; None: refused."""
     usd: float
     """Refusals at their penalties."""
     bound_usd: float
     proven: bool
-    """It ended within a relative gap of 1e-4."""
+    """Whether it ended within a relative gap of 1e-4."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Model:
 
 @dataclass
 class _Columns:
-    """Of one job at one pace."""
+    """The columns of one job at one pace."""
 
     need: Need
     taken: int
@@ -124,7 +124,7 @@ def _job(model: _Model, sites: Sites, need: Need, free: Floats) -> _Columns:
 
 
 def _allowed(need: Need) -> list[list[int]]:
-    """Of each shard, the regions where it may be."""
+    """Return for each shard the regions where it may be."""
     allowed: list[list[int]] = [[] for _ in need.job.shards]
     for region, shards in need.pinned.items():
         for shard in shards:

@@ -1,4 +1,4 @@
-"""What placement knows and what it answers. Plain frozen dataclasses; units are in the names."""
+"""Input and output of placement. Plain frozen dataclasses; units are in the names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GB = 1e9
 
 
 class UnknownPriceError(ValueError):
-    """A price that nobody has told; it is never taken for zero."""
+    """An unknown price, which never counts as zero."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Device:
 
     name: str
     units: int
-    """How many can be held at one time."""
+    """Units that can be held at one time."""
     samples_per_second: float
-    """Of one unit, for a job whose work per sample is 1."""
+    """Speed of one unit, for a job whose work per sample is 1."""
     usd_per_unit_hour: float
     memory_bytes: int
-    """That one unit gives to a worker."""
+    """Memory that one unit gives to a worker."""
 
     def __post_init__(self) -> None:
         _priced(self.usd_per_unit_hour, f"an hour of {self.name}")
@@ -41,12 +41,12 @@ class Device:
 
 @dataclass(frozen=True)
 class PlacementRegion:
-    """One place with machines; what it charges for them and for the parameter server."""
+    """A region with machines, and its prices of them and of the parameter server."""
 
     name: str
     cloud: str
     devices: tuple[Device, ...]
-    """At least one, with names of their own."""
+    """At least one device; names are unique."""
     server_usd_per_hour: float
     """The machine that runs a parameter server."""
 
@@ -62,9 +62,9 @@ class PlacementFederation:
 
     regions: tuple[PlacementRegion, ...]
     mbps: NDArray[np.float64]
-    """0: there is no direct path. The diagonal is not read."""
+    """Rates; 0: there is no direct path. The diagonal is not read."""
     egress_usd_per_gb: NDArray[np.float64]
-    """NaN where there is no path. The diagonal is not read."""
+    """Prices; NaN where there is no path. The diagonal is not read."""
 
     def __post_init__(self) -> None:
         count = len(self.regions)
@@ -103,11 +103,12 @@ class PlacementShard:
 
     name: str
     region: str
-    """Where it lies."""
+    """Region that holds it."""
     samples: int
     bytes: int
     residency: str | frozenset[str] = "region"
-    """Where it may be: "region", "cloud", "anywhere", or the names of the regions (its own always may)."""
+    """Where it may be processed: "region", "cloud", "anywhere", or the names of the regions (its own is always
+    allowed)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.residency, str) and self.residency not in ("region", "cloud", "anywhere"):
@@ -118,25 +119,25 @@ class PlacementShard:
 
 @dataclass(frozen=True)
 class PlacementJob:
-    """What is to be placed."""
+    """A job to be placed."""
 
     name: str
     shards: tuple[PlacementShard, ...]
-    """At least one, with names of their own."""
+    """At least one shard; names are unique."""
     deadline_seconds: float
-    """From now."""
+    """Seconds from now."""
     model_bytes: int
-    """One update of a parameter server, as it crosses the WAN."""
+    """Size of one parameter server's update on the WAN."""
     rounds: int
     """WAN exchanges until the end, by the WAN policy and its interval."""
     work_per_sample: float = 1.0
-    """In units of the work that devices' samples per second are stated for."""
+    """Work relative to the one that devices' samples per second are stated for."""
     passes: float = 1.0
     """Epochs over the data."""
     memory_bytes: int = 0
-    """That a worker needs."""
+    """Memory that a worker needs."""
     start_seconds: float = 0.0
-    """From now to the first step; machines are held and paid meanwhile."""
+    """Seconds from now to the first step; machines are held and paid meanwhile."""
 
     def __post_init__(self) -> None:
         if not self.shards or len({shard.name for shard in self.shards}) < len(self.shards):
@@ -155,14 +156,14 @@ class PlacedPart:
     device: str
     units: int
     shards: tuple[str, ...]
-    """That are trained on here, sorted."""
+    """Shards that are trained on here, sorted."""
     samples: int
-    """In those shards."""
+    """Samples of those shards."""
 
 
 @dataclass(frozen=True)
 class Bill:
-    """What a placement costs, in USD."""
+    """The cost of a placement, in USD."""
 
     compute: float
     servers: float
@@ -174,13 +175,13 @@ class Bill:
 
     @property
     def usd(self) -> float:
-        """All of it."""
+        """Total cost."""
         return self.compute + self.servers + self.copies + self.rounds
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a job runs."""
+    """The regions and machines of a job."""
 
     job: str
     partitions: tuple[PlacedPart, ...]
@@ -188,12 +189,12 @@ class Placement:
     hub: str
     """The region whose parameter server the others exchange with; one of those used."""
     seconds: float
-    """From now until the end; machines are held for so long."""
+    """Seconds from now until the end, for which machines are held."""
     bill: Bill
 
     @property
     def usd(self) -> float:
-        """What it costs."""
+        """Total cost."""
         return self.bill.usd
 
 
@@ -207,20 +208,20 @@ class PlacementRefusal:
 
 @dataclass(frozen=True)
 class PlacementOutcome:
-    """Where all jobs run, in the order in which they were given."""
+    """The placements of all jobs, in the order of the jobs."""
 
     placements: tuple[Placement, ...]
     refusals: tuple[PlacementRefusal, ...]
     bound_usd: float | None = None
     """No placement of the same jobs costs less, refusals counted at their penalty; None: not asked for."""
     penalty_usd: float = 0.0
-    """Of the refusals, as the bound counts them."""
+    """Penalties of the refusals, as the bound counts them."""
     proven: bool = False
     """The bound is that of an exact solver which came to its end."""
 
     @property
     def usd(self) -> float:
-        """What the placements cost."""
+        """Total cost of the placements."""
         return sum(placement.usd for placement in self.placements)
 
 

@@ -1,8 +1,8 @@
-"""Over many regions: those that can be part of a job's cheapest placement, and of those, the ones that can be its hub.
+"""Reduction of many regions to those that can be part of a job's cheapest placement, and to those that can be its hub.
 
-A first guess tells what the cheapest placement costs at most. A region is left out where any placement that uses it
-costs more: its own price of some union of shards, the least that the others could cost anywhere, and the rounds that
-then are paid at least. Where many regions are much alike, rounds decide, so they must not be missing there.
+A first guess bounds the cost of the cheapest placement from above. A region is omitted if any placement that uses it
+costs more: its own price of some union of shards, the least that the others could cost anywhere, and the least cost of
+the rounds. Where many regions are much alike, the rounds decide, so they must be included.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from scheduler.placement._sites import SLACK, Bools, Floats, Ints, Need, Sites
 from scheduler.placement._split import Table, assembled, best_split, part_of, split_of
 
 WIDE = 64
-"""From so many regions on, those that cannot be part of the best placement are left out first."""
+"""Number of regions from which those that cannot be part of the best placement are removed first."""
 HUBS = 32
-"""So many hubs are told apart when regions are left out."""
+"""Number of hubs that are distinguished when regions are removed."""
 SEEDS = 6
 """Regions for each union that the first guess is made of."""
 
@@ -59,7 +59,7 @@ def _most_promising(columns: Ints, least: Floats, count: int) -> Ints:
 
 
 class _Floors:
-    """What a placement costs at least, by one region that it uses or by its hub."""
+    """Lower bounds of a placement's cost, by one region that it uses or by its hub."""
 
     def __init__(self, sites: Sites, need: Need, table: Table) -> None:
         self._sites, self._need, self._table = sites, need, table
@@ -72,9 +72,9 @@ class _Floors:
         rest = np.array(split_of([float(usd) for usd in alone])[0])
         others = rest[everything ^ np.arange(1, everything + 1)]
         self._here: Floats = table.pinned_usd + (added[1:] + others[:, None]).min(axis=0)
-        """[region] Of a placement with a union there, without rounds of that one."""
+        """[region] Least cost of a placement with a union there, without the rounds of that one."""
         self.as_hub: Floats = table.hub_usd + np.where(self._pinned, table.pinned_usd + rest[-1], self._here)
-        """[region] Of a placement with its hub there."""
+        """[region] Least cost of a placement with its hub there."""
 
     def seeds(self) -> Ints:
         """The regions that are cheapest for some union of shards, or as hub."""

@@ -21,17 +21,17 @@ from scheduler.placement._sites import Floats, Sites, need_of, paces_of, sites_o
 PENALTY = 10.0
 """A refused job counts this many times what it would cost alone: one is refused only where that saves as much."""
 FEW = 500
-"""Up to so many jobs the search takes its time."""
+"""Number of jobs up to which the search makes more moves."""
 STEPS, STEPS_OF_MANY = 40, 12
 """Towards the prices of scarce capacity, at most."""
 ENOUGH, ENOUGH_OF_MANY = 1e-4, 3e-3
 """Steps end where the bound can rise by this share at most."""
 MOVES, MOVES_OF_MANY = 10, 1
-"""Of the search, for each job."""
+"""Moves of the search for each job: with few jobs, and with many."""
 EXCHANGES = 600
 """Tries to refuse others, where jobs are refused."""
 ONLINE = Effort(nodes=6, regions=64)
-"""For a job that is waiting for an answer."""
+"""Effort for a job that waits for an answer."""
 FINER = 1.01
 """Ratio of the durations that are tried under a budget."""
 
@@ -147,9 +147,9 @@ def place_fastest(
 
 
 class Index:
-    """Where a job that comes now is cheapest, beside all that are there: for admission as jobs come.
+    """The cheapest placement of a job that arrives now, given all present jobs: for online admission.
 
-    It keeps what is free of every site in arrays; an offer prices all regions at once, and looks closer at the few that
+    It keeps the free capacity of every site in arrays; an offer prices all regions at once, and examines the few that
     can be part of the cheapest placement.
     """
 
@@ -163,15 +163,15 @@ class Index:
         return len(self._active)
 
     def offer(self, job: PlacementJob) -> Placement | None:
-        """The cheapest placement within what is free now; nothing is held by it. None: see `refusal`.
+        """Return the cheapest placement within what is free now, without holding it. None: see `refusal`.
 
-        It is paced to the deadline: nobody knows what room the jobs will need that are still to come.
+        Its pace just meets the deadline, since the needs of future jobs are unknown.
         """
         choice = cheapest(self._sites, paces_of(self._sites, job)[:1], self._left, effort=ONLINE)
         return placement_of(self._sites, choice) if choice is not None else None
 
     def refusal(self, job: PlacementJob) -> PlacementRefusal:
-        """Why there is no offer, and what would make one possible; takes some tens of offers' time."""
+        """Return why there is no offer, and what would make one possible; takes the time of some tens of offers."""
         return refusal_of(self._sites, job, self._left)
 
     def hold(self, placement: Placement) -> None:
@@ -192,7 +192,7 @@ class Index:
 
 
 def _seconds(sites: Sites, choice: PlacementChoice) -> float:
-    """When the slowest partition is through, from the first step."""
+    """Return when the slowest partition is done, from the first step."""
     return choice.need.seconds * max(
         choice.need.power(shards) / (units * float(sites.power[site])) for site, units, shards in choice.parts
     )

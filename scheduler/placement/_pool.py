@@ -1,4 +1,4 @@
-"""Placements of all jobs that have been seen, as arrays, and the prices that would be best if there were no others."""
+"""All placements seen so far of all jobs, as arrays, and the prices that are best if these are the only ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORTEST = 1e-4
 """Step length, as a share of the full step, at which a climb ends: shorter steps no longer change the value
 noticeably."""
 AHEAD = 0.02
-"""How far above the best value the one to be reached is taken to be."""
+"""Share by which the target of a step exceeds the best value."""
 MOMENTUM = 0.5
 """Share of the last direction that is added to the subgradient, which damps the zigzag of subgradient steps.
 
@@ -42,7 +42,7 @@ class Pool:
         self._columns: _Columns | None = None
 
     def add(self, job: int, choice: PlacementChoice) -> None:
-        """Take one more choice of a job, unless it is there already."""
+        """Add one more choice of a job, unless it is a duplicate."""
         key = (job, choice.need.seconds, choice.hub, choice.parts)
         if key not in self._known:
             self._known.add(key)
@@ -50,7 +50,7 @@ class Pool:
             self._columns = None
 
     def cheapest(self, prices: Floats) -> list[PlacementChoice]:
-        """Each job's cheapest choice."""
+        """Return each job's cheapest choice."""
         columns = self._arranged()
         return [columns.choices[at] for at in columns.cheapest(prices)[0]]
 

@@ -31,21 +31,21 @@ from scheduler.placement._sites import Floats, Need, Sites
 ELSEWHERE = 12
 """Other regions that are kept for each partition of a job's cheapest placement."""
 WIDTH = 0.5
-"""How far prices may be from the best at first, in what a unit costs on average."""
+"""Distance of prices from the best at first, at most, as a factor of a unit's average cost."""
 WIDER, NARROWER = 1.5, 0.5
-"""After a better bound, and after one that is not."""
+"""Factors on that distance after a better bound, and after one that is not better."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scarcity:
-    """What capacity is worth to jobs, beyond its price."""
+    """The value of capacity to jobs, beyond its price."""
 
     usd: Floats
     """[site] Of a unit, for a whole job."""
     bound_usd: float
     """No placement of the jobs costs less, refusals at their penalties."""
     wishes: tuple[PlacementChoice | None, ...]
-    """What each job would take at these prices, if it were alone."""
+    """Choice of each job at these prices, if it were alone."""
 
 
 def scarcity_of(
@@ -58,11 +58,11 @@ def scarcity_of(
     steps: int,
     enough: float,
 ) -> Scarcity:
-    """The prices that prove most, after at most so many steps; each prices all jobs at all their paces.
+    """Return the prices with the best bound after a number of steps; each step prices all jobs at all their paces.
 
-    `alone` is what `priced` says of the jobs without scarcity. It ends once no prices can prove more than `enough` (a
-    share) above what the jobs' choices cost there, as far as is known. Where the effort for each job was not enough to
-    prove its choice the cheapest, the bound stays below that, and no step would raise it.
+    `alone` is what `priced` returns for the jobs without scarcity. It ends once no prices can prove more than `enough`
+    (a share) above what the jobs' choices cost there, as far as is known. Where the effort for each job did not suffice
+    to prove its choice the cheapest, the bound stays below that, and no step would raise it.
     """
     pool = Pool(free, penalties)
     usd = np.zeros_like(free)

@@ -13,7 +13,7 @@ from scheduler.placement._sites import Floats, Need, Sites, need_of
 LONGEST_SECONDS = 366 * 86_400.0
 """No deadline beyond this is proposed."""
 NEAR = 1.01
-"""How close the proposed deadline comes to the least one."""
+"""Factor on the least possible deadline for the one that is proposed."""
 
 
 def refusal_of(sites: Sites, job: PlacementJob, left: Floats) -> PlacementRefusal:

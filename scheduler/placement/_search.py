@@ -1,8 +1,9 @@
-"""From prices to a placement that fits: put in job after job, then take some out and put them back better.
+"""From prices to a placement that fits: insert job after job, then remove some and insert them again at less cost.
 
-The second part is a large neighbourhood search (P. Shaw, CP 1998): a job names the sites it would like best, it and
-some of the jobs that are there leave, all come back one after another, each where it is cheapest then; what is no
-better is undone. It counts moves, not time, so the same input has the same outcome however fast the machine is.
+The second part is a large neighbourhood search (P. Shaw, CP 1998): a job names the sites that it prefers, it and some
+of the jobs that are there are removed, all are inserted again one after another, each where it is cheapest then; a move
+that is no better is undone. It counts moves, not time, so the same input has the same outcome however fast the machine
+is.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Search:
 
     @property
     def usd(self) -> float:
-        """Of all placements, refusals at their penalties."""
+        """Cost of all placements, refusals at their penalties."""
         return sum(self._usd(job) for job in range(len(self.choices)))
 
     def insert(self, order: Sequence[int], scarcity: Floats, wishes: Sequence[PlacementChoice | None] = ()) -> None:
@@ -52,7 +53,7 @@ class Search:
                 self._place(job, scarcity)
 
     def improve(self, moves: int, scarcity: Floats, alone: Sequence[PlacementChoice], draw: random.Random) -> None:
-        """Try so many moves; the cost only ever falls."""
+        """Try a number of moves; the cost never rises."""
         if not self.choices:
             return
         for _ in range(moves):
@@ -61,9 +62,10 @@ class Search:
             self._move(job, alone[job], scarcity, draw)
 
     def exchange(self, moves: int, scarcity: Floats, alone: Sequence[PlacementChoice], draw: random.Random) -> None:
-        """Try so many times to refuse another job instead: it leaves, some refused ones come, it comes back if it can.
+        """Try a number of times to refuse another job instead: it is removed, refused ones are inserted, it is inserted
+        if possible.
 
-        To make room for several, one may have to go that costs more than each of them; no step on the way there pays.
+        To make room for several jobs, one may have to go that costs more than each of them; no intermediate step pays.
         """
         for _ in range(moves):
             refused = [job for job, choice in enumerate(self.choices) if choice is None]

@@ -1,4 +1,4 @@
-"""The federation and one job as arrays: what a region charges a job, and what the job needs there."""
+"""The federation and one job as arrays: a region's prices for a job, and the job's needs there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Bools = NDArray[np.bool_]
 MOST_FREE = 5
 """Groups of shards that may move on their own; the tables have a row for each of their 2^5 - 1 unions."""
 FASTER = (3.0, 9.0)
-"""How many times faster than needed a job may also be run."""
+"""Factors by which a job may also run faster than needed."""
 SLACK = 1e-9
 """Share of a need that may stay unmet, so that rounding errors do not take one unit more."""
 
@@ -29,14 +29,14 @@ class Sites:
 
     federation: PlacementFederation
     region: Ints
-    """Of each site."""
+    """Region of each site."""
     units: Floats
     power: Floats
     """Samples/s of one unit."""
     usd_per_hour: Floats
     memory: Floats
     server_usd_per_hour: Floats
-    """Of each region."""
+    """Price of each region."""
     mbps: Floats
     """[source, destination]; infinite on the diagonal, 0 without a path."""
     egress: Floats
@@ -49,13 +49,13 @@ class Sites:
 
     @cached_property
     def least_both_ways(self) -> float:
-        """The least of them between two regions that are not the same; 0 where there is one region."""
+        """Least price between two different regions; 0 if there is only one region."""
         pairs = self.both_ways[~np.eye(len(self.egress), dtype=bool)]
         return float(pairs.min()) if np.isfinite(pairs).any() else 0.0
 
     @cached_property
     def slowest_mbps(self) -> float:
-        """Of all links; 0 where there is none."""
+        """Rate of the slowest link; 0 if there is none."""
         rates = self.mbps[np.isfinite(self.mbps) & (self.mbps > 0)]
         return float(rates.min()) if rates.size else 0.0
 
@@ -66,12 +66,12 @@ class Sites:
 
     @cached_property
     def clouds(self) -> NDArray[np.str_]:
-        """Of each region."""
+        """Cloud of each region."""
         return np.array([region.cloud for region in self.federation.regions])
 
     @cached_property
     def starts(self) -> Ints:
-        """Where each region's sites begin."""
+        """Index of each region's first site."""
         return np.searchsorted(self.region, np.arange(len(self.egress)))
 
     @cached_property
@@ -109,13 +109,13 @@ def sites_of(federation: PlacementFederation) -> Sites:
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """What a job needs, whatever the prices of the day. Groups of shards are either pinned to a region or free."""
+    """The needs of a job, independent of prices. Groups of shards are either pinned to a region or free."""
 
     job: PlacementJob
     seconds: float
-    """In which the work is done; the job starts before it."""
+    """Seconds in which the work is done, after the start."""
     hours: float
-    """For which machines are held and paid, the start included."""
+    """Hours for which machines are held and paid, the start included."""
     fits: Bools
     """Sites whose units have the memory."""
     pinned: dict[int, tuple[int, ...]]
@@ -123,13 +123,13 @@ class Need:
     free: tuple[tuple[int, ...], ...]
     """Groups of shards that go together; at most `MOST_FREE`."""
     allowed: tuple[Bools, ...]
-    """Of each free group: the regions where it may be."""
+    """Allowed regions of each free group."""
     nowhere: tuple[int, ...]
     """Shards that no region can take. A job that has one cannot be placed."""
     powers: Floats
     """Samples/s (of work 1) that each shard needs."""
     round_gb: float
-    """Of all rounds, in one direction of one link."""
+    """Traffic of all rounds, in one direction of one link."""
     round_mbps: float
     """Least rate of a link that carries the rounds in time."""
 
@@ -195,10 +195,10 @@ def _carried(sites: Sites, job: PlacementJob) -> float:
 
 
 def paces_of(sites: Sites, job: PlacementJob) -> tuple[Need, ...]:
-    """A job's need at several paces, the slowest that meets its deadline first; empty where there is none.
+    """Return a job's needs at several paces, the slowest that meets its deadline first; empty if there is none.
 
-    Slow is what leaves most room; fast is cheaper where a whole unit is far more than a region's share needs, and where
-    parameter servers are a large part of the cost.
+    A slow pace leaves the most room; a fast one is cheaper where a whole unit is far more than a region's share needs,
+    and where parameter servers are a large part of the cost.
     """
     slowest = need_of(sites, job)
     if slowest is None or slowest.nowhere:

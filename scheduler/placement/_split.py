@@ -1,7 +1,7 @@
-"""How the free shards of one job split best: a recursion over their subsets, for all hubs of the WAN star at once.
+"""The best split of a job's free shards: a recursion over their subsets, for all hubs of the WAN star at once.
 
 Free groups of shards (at most five) are split into unions; each union goes to one region, as a partition of its own or
-into a partition that pinned shards need there anyway. Given the hub, the money of a union depends on its region alone.
+into a partition that pinned shards need there anyway. Given the hub, the cost of a union depends on its region alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Table:
     """Columns of the regions of pinned shards."""
     pinned_usd: float
     hub_usd: Floats
-    """[region] What the rounds of the pinned partitions cost if the hub is there."""
+    """[region] Cost of the pinned partitions' rounds if the hub is there."""
     hubs: Ints
     """Columns of the regions that may be the hub."""
 
@@ -43,7 +43,7 @@ class SplitBound:
 
 
 def table_of(sites: Sites, need: Need, limit: Floats, unit_usd: Floats) -> Table | None:
-    """Of all regions, with at most `limit` units of each site; None: the pinned shards find no room."""
+    """Return the table of all regions, with at most `limit` units of each site; None: the pinned shards do not fit."""
     rows, regions = 1 << len(need.free), np.arange(len(sites.egress))
     powers, copies = np.zeros(rows), np.zeros((rows, len(regions)))
     for place, (shards, allowed) in enumerate(zip(need.free, need.allowed, strict=True)):
@@ -70,7 +70,7 @@ def table_of(sites: Sites, need: Need, limit: Floats, unit_usd: Floats) -> Table
 
 
 def _covered(powers: Floats, power: Floats, price: Floats, most: Floats) -> Floats:
-    """[union, site] USD of the fewest units that give a power; infinite where there are not so many."""
+    """Return [union, site] the USD of the fewest units with enough power; infinite where there are too few."""
     units = np.ceil(powers / power * (1 - SLACK))
     return np.where(units <= most, units * price, math.inf)
 
@@ -93,7 +93,7 @@ def barring(table: Table, barred: tuple[tuple[int, int], ...]) -> Table:
 
 
 def meeting_of(split: SplitBound) -> tuple[tuple[int, int], int] | None:
-    """Two unions that go to the same region, and that region; None: there are none."""
+    """Return two unions that go to the same region, and that region; None: there are none."""
     seen: dict[int, int] = {}
     for union, region in split.unions:
         if region in seen:
@@ -103,7 +103,7 @@ def meeting_of(split: SplitBound) -> tuple[tuple[int, int], int] | None:
 
 
 def best_split(sites: Sites, need: Need, table: Table) -> SplitBound | None:
-    """The cheapest split, hub and regions; None: there is none."""
+    """Return the cheapest split, hub and regions; None: there is none."""
     regions, added, hubs = table.regions, table.added, table.hubs
     everything = len(added) - 1
     if everything == 0:
@@ -151,7 +151,7 @@ def _splits(least: Floats, added: Floats) -> tuple[Floats, Floats]:
 
 
 def split_of(row: list[float]) -> tuple[list[float], list[int]]:
-    """For each set of groups the least sum over its splits into unions, and the union with its first group."""
+    """Return for each set of groups the least sum over its splits into unions, and the union with its first group."""
     best, first = [0.0] * len(row), [0] * len(row)
     for mask in range(1, len(row)):
         low, least, union = mask & -mask, math.inf, mask
@@ -167,7 +167,7 @@ def split_of(row: list[float]) -> tuple[list[float], list[int]]:
 
 
 def _unions(least: list[float], at_hub: Floats | None) -> list[int]:
-    """The best split of all groups for one hub; the union at the hub is told by a minus."""
+    """Return the best split of all groups for one hub; a minus marks the union at the hub."""
     best, first = split_of(least)
     everything = len(least) - 1
     chosen, left = [], everything

@@ -18,7 +18,7 @@ from scheduler._nonnegative import nonnegative_least_squares
 Floats = npt.NDArray[np.float64]
 
 _GAPS = np.geomspace(0.02, 4.0, 16)
-"""Between the lowest loss and the floor, in the range of the losses."""
+"""Gaps between the lowest loss and the floor that are tried, relative to the range of the losses."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LossCurve:
 
 @dataclass(frozen=True)
 class FittedLine:
-    """For each floor: 1 / (loss - floor) = slope * x + start, and the weighted squares of the losses' errors."""
+    """The fit for each floor: 1 / (loss - floor) = slope * x + start, and the weighted squared errors of the losses."""
 
     floors: Floats
     slopes: Floats
@@ -46,7 +46,7 @@ class FittedLine:
 
 
 def floors_of(losses: Floats) -> Floats:
-    """Those that are tried, below the losses and not below zero; shape (F,)."""
+    """Return the floors that are tried, below the losses and not below zero; shape (F,)."""
     spread = max(float(losses.max() - losses.min()), 1e-9)
     return np.asarray(np.unique(np.maximum(0.0, losses.min() - _GAPS * spread)))
 
@@ -68,7 +68,7 @@ def line_of(x: Floats, losses: Floats, weights: Floats, floors: Floats) -> Fitte
 
 
 def fit(t: Floats, losses: Floats, weights: Floats, forms: Sequence[tuple[float, ...]]) -> LossCurve:
-    """The curve that leaves least; ``forms``: the exponents of t that may go together.
+    """Return the curve with the least squared error; ``forms``: exponents of t that may be combined.
 
     Raises ``ValueError`` where there are fewer than three points.
     """

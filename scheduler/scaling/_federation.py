@@ -15,9 +15,11 @@ __all__ = ["dealt", "federated_terms"]
 
 
 def dealt(workers: int, pool: Mapping[str, int]) -> dict[str, int]:
-    """So many workers, in proportion to the pool: one for each region first, then always where the least of a region's
-    part is filled. More workers are never fewer anywhere. Raises ``ValueError`` where there are fewer than regions, or
-    more than the pool."""
+    """Return workers by region, in proportion to the pool.
+
+    One for each region first, then always where the smallest share of a region's pool is used. With more workers no
+    region has fewer. Raises ``ValueError`` where there are fewer than regions, or more than the pool.
+    """
     if not len(pool) <= workers <= sum(pool.values()) or min(pool.values()) < 1:
         raise ValueError(f"{workers} workers cannot be partitioned over {dict(pool)}")
     given = dict.fromkeys(sorted(pool), 1)
@@ -28,10 +30,10 @@ def dealt(workers: int, pool: Mapping[str, int]) -> dict[str, int]:
 
 
 def federated_terms(regions: Sequence[Staffed], pool: Mapping[str, int], exchange_seconds: float) -> Terms:
-    """What is known of a round, which is the tuner's step, with each number of workers that may be.
+    """Return what is known of a round, which is the tuner's step, with each possible number of workers.
 
-    ``batch`` of a region counts the samples of ONE worker in a step, which stay as they are. A round ends with its
-    slowest region, and then is exchanged. The price of a worker is the mean over the pool.
+    ``batch`` of a region counts the samples of ONE worker in a step, which stay the same. A round ends with its slowest
+    region, followed by the exchange. The price of a worker is the mean over the pool.
     """
     most, least = sum(pool.values()), len(pool)
 

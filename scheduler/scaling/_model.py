@@ -1,39 +1,39 @@
-"""What a tuner of the number of workers is told, and what it says."""
+"""Input and output of a tuner of the number of workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 LARGEST_LOSS = 1e60
-"""Beyond it, on either side of zero, what a step told is not looked at: curves are fitted to its fourth power."""
+"""Magnitude of a loss beyond which a step is ignored: curves are fitted to its fourth power."""
 
 
 @dataclass(frozen=True)
 class StepObservation:
-    """One step, as it ended; or several alike, where not each of them is told."""
+    """A completed step; or several steps, where not each of them is reported."""
 
     step: int
-    """From 1 on. What is told is of all steps since the one before."""
+    """Number of the step, from 1. The observation covers all steps since the one before."""
     at_seconds: float
-    """When it ended, by any clock under way; only differences count."""
+    """When it ended, by any running clock; only differences count."""
     loss: float
     """Mean over the samples of all workers."""
     workers: int
-    """Who made it."""
+    """Number of workers that made it."""
     usd: float
     """Spent until then."""
 
 
 @dataclass(frozen=True)
 class ScalingDecision:
-    """With how many workers to continue."""
+    """The number of workers to continue with."""
 
     workers: int
     changed: bool
     reason: str
-    """For people."""
+    """Text for users."""
     seconds_left: tuple[float, float] | None = None
-    """To the target with those workers, an interval; None: not known."""
+    """Seconds to the target with those workers, as an interval; None: unknown."""
     usd_left: tuple[float, float] | None = None
 
 
@@ -44,15 +44,16 @@ def tells(step: StepObservation) -> bool:
 
 @dataclass(frozen=True)
 class Terms:
-    """What is known beforehand."""
+    """What is known before the first step."""
 
     expected_seconds: tuple[float, ...]
-    """Of a step with 1, 2, ... workers, as planned; what is measured corrects it. Its length is the most workers."""
+    """Planned seconds of a step with 1, 2, ... workers; measurements correct them. The length is the largest number of
+    workers."""
     worker_usd_per_second: float
     usd_per_second: float
-    """Of what does not depend on the workers."""
+    """Cost that does not depend on the workers."""
     join_seconds: float
-    """For which all stand still when workers join."""
+    """Seconds for which all workers stand still when workers join."""
     least: int = 1
     leave_seconds: float | None = None
     """The same, when workers leave. None: they do so after a merge, which is made once more."""
@@ -75,12 +76,12 @@ class Terms:
 
 @dataclass(frozen=True)
 class ScalingGoal:
-    """What a job is to reach, and in which time; with neither bound, for as little money as can be."""
+    """The target of a job and its time limits; without limits, it is reached at the least cost."""
 
     target_loss: float
     patience: float | None = 0.02
-    """By how much longer it may take than all workers would from first to last; None: any longer."""
+    """Share by which it may take longer than with all workers from first to last; None: any longer."""
     deadline_seconds: float | None = None
-    """From the first step on."""
+    """Seconds from the first step."""
     most_steps: int | None = None
-    """After which the job ends anyway, with any number of workers; None: it does not."""
+    """Number of steps after which the job ends in any case; None: no limit."""

@@ -25,19 +25,19 @@ from scheduler.scaling._model import StepObservation
 
 _EXPONENTS = (0.5, 0.75, 1.0, 1.5, 2.0)
 _NOISES = np.geomspace(1 / 16, 8.0, 15)
-"""In batches of all workers."""
+"""Noise scales that are tried, in batches of all workers."""
 _MOST_POINTS = 48
 """Points of the loss curve that are fitted at most; longer histories are averaged in groups, so that a fit's time
 stays bounded."""
 _PRIOR_LOG = 1.5
-"""Standard deviation of the noise's logarithm around one batch of all workers, before a change has told anything."""
+"""Standard deviation of the noise's logarithm around one batch of all workers, before a change has been observed."""
 _DRIFT_LOG = 0.7
 """The same, of the noise on the way that is left around that at a change: it grows as a model learns, by a factor of
 ten and more from first to last (McCandlish et al., §2.3), and the law of a step is not quite true."""
 _AROUND = 8
-"""So many steps before a change and after it are compared: over more, a curve is not as smooth everywhere."""
+"""Steps before and after a change that are compared at most: over more, a curve is not as smooth everywhere."""
 _LEAST_AROUND = 6
-"""Of both together: a parabola takes three."""
+"""Least steps of both together: a parabola takes three."""
 _LONGEST_AROUND, _MOST_AROUND = 40, 16
 """Steps around changes that follow closely, the last ones, and how many times of changes, the last ones, are asked."""
 _BENDS = np.geomspace(0.1, 1e9, 11)
@@ -50,16 +50,16 @@ class Outlook:
     """Explanations, each with its weight; arrays of shape (E,). Progress counts in steps of endless samples."""
 
     weights: Floats
-    """They add up to 1."""
+    """Weights that add up to 1."""
     noises: Floats
-    """In batches of one worker."""
+    """Noise scales in batches of one worker."""
     done: Floats
     """Progress until now."""
     left: Floats
-    """To the target."""
+    """Progress left to the target."""
 
     def steps(self, workers: int) -> Floats:
-        """To the target, with so many workers from now on; shape (E,)."""
+        """Return the steps to the target, with a constant number of workers from now on; shape (E,)."""
         return np.asarray(self.left * (1 + self.noises / workers))
 
     def mean(self, values: Floats) -> float:
@@ -67,18 +67,18 @@ class Outlook:
         return float(self.weights @ values)
 
     def likely(self, holds: npt.NDArray[np.bool_]) -> float:
-        """How much weight those have for which something holds."""
+        """Return the weight of the explanations for which a condition holds."""
         return float(self.weights @ holds)
 
     def quantile(self, values: Floats, share: float) -> float:
-        """The least value that so much of the weight does not exceed."""
+        """Return the least value that a given share of the weight does not exceed."""
         order = np.argsort(values, kind="stable")
         place = int(np.searchsorted(np.cumsum(self.weights[order]), share * (1 - 1e-12)))
         return float(values[order[min(place, len(order) - 1)]])
 
 
 def outlook(seen: Sequence[StepObservation], most: int, target: float) -> Outlook:
-    """From all steps until now. Raises ``ValueError`` where there are fewer than four."""
+    """Return the outlook after all steps until now. Raises ``ValueError`` where there are fewer than four."""
     if len(seen) < 4:
         raise ValueError("an outlook needs four steps")
     losses, groups = np.array([one.loss for one in seen]), _groups(len(seen))
@@ -114,13 +114,13 @@ def outlook(seen: Sequence[StepObservation], most: int, target: float) -> Outloo
 
 
 def unseen(most: int) -> Outlook:
-    """Before the first step: what is believed of the noise alone, of a way of length 1."""
+    """Return the outlook before the first step: the prior of the noise alone, with a target at distance 1."""
     noises, weights = np.asarray(_NOISES * most), np.exp(_prior())
     return Outlook(weights / weights.sum(), noises, np.zeros_like(noises), np.ones_like(noises))
 
 
 def _groups(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Which steps are taken together, so that there are not too many points."""
+    """Return the group of each step; steps are averaged in groups to limit the number of points."""
     size = math.ceil(count / _MOST_POINTS)
     # From the end, so that the last group is whole.
     found = -((np.arange(count)[::-1]) // size)
@@ -130,7 +130,7 @@ def _groups(count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def _left(
     slopes: Floats, starts: Floats, floors: Floats, exponent: float, now: float, last: float, target: float
 ) -> Floats:
-    """Progress to the target, in that of the last point; none where the losses are there already."""
+    """Return the progress to the target, in units of the last point's; none where the losses have reached it."""
     if last <= target:
         return np.zeros_like(floors)
     gap = target - floors
@@ -147,7 +147,7 @@ def _prior() -> Floats:
 
 
 def _told(made: Floats, workers: Floats, losses: Floats, grid: Floats) -> Floats:
-    """How likely each noise makes what was seen around changes of workers, up to a factor."""
+    """Return how likely each noise makes the losses around changes of workers, up to a factor."""
     found = np.zeros(len(grid))
     changes = np.flatnonzero(np.diff(workers)) + 1
     changes = changes[changes <= len(losses) - 2]

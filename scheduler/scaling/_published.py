@@ -31,19 +31,19 @@ class PublishedSettings:
 
     least: int = 10
     span: int = 20
-    """Of the moving averages."""
+    """Span of the moving averages, in steps."""
     knee_slope: float = -7.5e-5
-    """Of the loss by step: where it falls no faster, the slow region has begun."""
+    """Slope of the loss by step; where it falls no faster, the slow region has begun."""
     knee_checks: int = 5
-    """Of which in a row the knee must not have moved forward."""
+    """Successive checks in which the knee must not have moved forward."""
     interval_seconds: float = 20.0
-    """Between two removals."""
+    """Seconds between two removals."""
     ahead_seconds: float = 10.0
-    """At which the curves are compared."""
+    """Seconds ahead at which the curves are compared."""
     tolerance_percent: float = 15.0
-    """Of the reference, that the loss may be worse."""
+    """Percentage of the reference by which the loss may be worse."""
     settling_steps: int = 5
-    """After a removal, which do not count for speeds."""
+    """Steps after a removal that do not count for speeds."""
 
 
 @dataclass
@@ -63,8 +63,8 @@ class PublishedTuner:
     _decided_seconds: float = 0.0
 
     def observe(self, told: StepObservation) -> ScalingDecision:
-        """One more step; one whose loss is beyond all bounds counts as not told. Raises ``ValueError`` where steps do
-        not follow each other in time."""
+        """Record one more step; one with a loss beyond all bounds is ignored. Raises ``ValueError`` if steps are out of
+        order."""
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
             raise ValueError("steps are told in the order in which they ended")
         if not tells(told):
@@ -146,7 +146,7 @@ def smoothed(values: Floats, span: int) -> Floats:
 
 
 def _average(values: Floats, span: int) -> Floats:
-    """Of an exponential moving average whose weights add up to 1 from the first value on."""
+    """Return an exponential moving average whose weights add up to 1 from the first value on."""
     keep = 1 - 2 / (span + 1)
     total = weight = 0.0
     found = np.empty(len(values))
@@ -157,6 +157,6 @@ def _average(values: Floats, span: int) -> Floats:
 
 
 def _without_outliers(seconds: Floats) -> Floats:
-    """What is off the median of the ten around it by more than a twentieth is set to that median."""
+    """Replace values that deviate from the median of the ten around them by more than a twentieth by that median."""
     around = np.array([np.median(seconds[max(0, i - 5) : i + 5]) for i in range(len(seconds))])
     return np.where(np.abs(seconds - around) > 0.05 * around, around, seconds)

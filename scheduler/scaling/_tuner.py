@@ -1,9 +1,10 @@
-"""As many workers as reach the target for the least money in the time that may be taken; they leave, and they come.
+"""Tuner of the number of workers: the least cost to the target in the permitted time; workers leave and join.
 
-A worker's batch stays as it is, so the batch of all is workers x batch, and the learning rate goes with its square
-root: the rule for Adam and its kin, whose steps are as long whatever the gradient's size (Malladi et al., NeurIPS'22,
-arXiv 2205.10287). Time to the target is steps(W) x seconds(W): the first by the noise scale (`_outlook`), the second as
-planned and corrected by what is measured. Nothing is decided while the gain may as well be a loss.
+A worker's batch stays the same, so the batch of all is workers x batch, and the learning rate is proportional to its
+square root: the rule for Adam and similar optimisers, whose steps have the same length whatever the gradient's size
+(Malladi et al., NeurIPS'22, arXiv 2205.10287). Time to the target is steps(W) x seconds(W): the first by the noise
+scale (`_outlook`), the second as planned and corrected by measurements. Nothing changes while the gain may as well be a
+loss.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from scheduler.scaling._outlook import Outlook, outlook, unseen
 __all__ = ["ScalingSettings", "ScalingTuner", "learning_rate_factor"]
 
 _SPEEDS = 20
-"""Of the last so many steps, the median is what a number of workers takes."""
+"""Number of last steps whose median is the time of a step with a number of workers."""
 _TOLD_BY = 2
-"""Times the workers that it would have, to begin with: so many make a step worth once to twice as much, by the noise,
-and when half of them leave the losses tell by how much."""
+"""Factor on the workers to begin with: with so many, a step is worth once to twice as much, by the noise, and when half
+of them leave the losses show by how much."""
 
 
 @dataclass(frozen=True)
 class ScalingSettings:
-    """How sure it must be."""
+    """Settings of the tuner: how certain it must be."""
 
     least_observations: int = 8
-    """Before the first change."""
+    """Observations before the first change."""
     every: int = 4
     """Steps between two looks, and at least after a change."""
     sure: float = 0.8
-    """How likely a bound must be kept, or broken, for that to count."""
+    """Probability with which a bound must be kept, or broken, for that to count."""
     worth: float = 0.02
-    """Of the money that is left to spend, which a change must save beyond its own cost."""
+    """Share of the money that is left to spend that a change must save beyond its own cost."""
 
 
 @dataclass(frozen=True)
 class _Evaluated:
-    """What continuing with some number of workers means, for each explanation; shape (E,)."""
+    """The consequences of continuing with a number of workers, for each explanation; shape (E,)."""
 
     workers: int
     seconds: Floats
     usd: Floats
     in_time: float
-    """How likely."""
+    """Probability that it ends in time."""
     ends: float
-    """How likely within the deadline and the steps that there are, however patient one may be."""
+    """Probability that it ends within the deadline and the steps, whatever the patience."""
     late: float
-    """By how much longer than all workers it takes, in their time, as a mean; what is sooner counts as none."""
+    """Mean of the additional time compared with all workers, relative to their time; a gain counts as 0."""
 
 
 @dataclass
@@ -73,11 +74,14 @@ class ScalingTuner:
     """Steps until it looks again."""
 
     def begin(self) -> int:
-        """With how many workers to begin: fewer than the most only where that is cheaper for most of what the noise
-        may be, and no later than patience has it, as a mean that counts what is sooner as in time. Where fewer still
-        would be cheaper, were it not for patience, and to leave costs but a merge, with twice as many, or all: half
-        of them leave after a few steps, which tells the noise, while to try fewer and to come back would be dear. With
-        a deadline, with the most: how far it is cannot be known yet."""
+        """Return the number of workers to begin with.
+
+        Fewer than the most only where that is cheaper for most of the possible noises, and no later than patience
+        permits, as a mean in which earlier counts as in time. Where even fewer would be cheaper, were it not for
+        patience, and leaving costs only a merge: twice as many, or all. Half of them leave after a few steps, which
+        shows the noise, while trying fewer and returning would be expensive. With a deadline: the most, since the
+        distance to the target is still unknown.
+        """
         most, sure = self.terms.most, self.settings.sure
         if self.goal.deadline_seconds is not None:
             return most
@@ -104,8 +108,10 @@ class ScalingTuner:
         return more if cheapest[1] < chosen and more in in_time and self.terms.leave_seconds is None else chosen
 
     def observe(self, told: StepObservation) -> ScalingDecision:
-        """One more step; one whose loss is beyond all bounds counts as not told. Raises ``ValueError`` where steps do
-        not follow each other, or the workers cannot be."""
+        """Decide after one more step; one with a loss beyond all bounds is ignored.
+
+        Raises ``ValueError`` if steps are out of order, or the number of workers is impossible.
+        """
         if not self.terms.least <= told.workers <= self.terms.most:
             raise ValueError(f"{told.workers} workers are not among those that may be")
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
@@ -131,7 +137,8 @@ class ScalingTuner:
         self._seen.append(told)
 
     def step_seconds(self, workers: int) -> float:
-        """As measured; of a number that was not tried, as planned times what the nearest one was off."""
+        """Return the measured seconds of a step; of a number not tried, the planned ones times the nearest one's
+        deviation."""
         tried = [count for count, speeds in self._speeds.items() if len(speeds) >= 2]
         planned = self.terms.expected_seconds
         if not tried:
@@ -169,9 +176,10 @@ class ScalingTuner:
         return self._told(ahead, now, told, "")
 
     def _may_try(self, ahead: Outlook, one: _Evaluated, now: _Evaluated, told: StepObservation) -> bool:
-        """Whether a few steps with other workers, and the way back, cost next to nothing even if they prove worse.
+        """Return whether a few steps with other workers, and the way back, cost next to nothing even if they prove
+        worse.
 
-        Steps of one number of workers do not tell what another's are worth.
+        Steps with one number of workers do not show the value of those with another.
         """
         steps, back = self.settings.every, self.terms.join_seconds
         took, takes = self.step_seconds(told.workers), self.step_seconds(one.workers)
@@ -227,5 +235,6 @@ class ScalingTuner:
 
 
 def learning_rate_factor(workers: int, most: int) -> float:
-    """Of the rate that fits the most workers: the square root of the batch of all, which goes with the workers."""
+    """Return the factor on the learning rate that fits the most workers: the square root of the ratio of the batches of
+    all."""
     return math.sqrt(workers / most)

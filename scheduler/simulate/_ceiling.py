@@ -1,4 +1,4 @@
-"""How many deadlines anybody could meet: a bound that knows the future and lets shares flow without cost."""
+"""An upper bound of the deadlines that can be met: it knows the future, and changes shares without cost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from scheduler.simulate._trace import TraceJob
 
 _MOST_COLUMNS = 400_000
-"""Of a larger linear programme intervals are put together, until it has a third of that: more of them hardly tighten
-the bound."""
+"""Size above which a linear programme is reduced to a third by combining intervals: more of them hardly tighten the
+bound."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Ceiling:
     alone: int
     """Jobs that meet their deadline with the whole cluster to themselves: a looser bound."""
     columns: int
-    """Of the linear programme; 0: none was solved, and ``met`` is ``alone``."""
+    """Columns of the linear programme; 0: none was solved, and ``met`` is ``alone``."""
 
 
 def ceiling(

@@ -28,7 +28,7 @@ class _Free:
         return _Free(self.times[:], self.free[:])
 
     def cut(self, at: float) -> int:
-        """Index of the step that begins at an instant, made where it is not there."""
+        """Return the index of the step that begins at an instant; the step is created if needed."""
         index = bisect_left(self.times, at)
         if index == len(self.times) or self.times[index] != at:
             self.times.insert(index, at)
@@ -36,7 +36,7 @@ class _Free:
         return index
 
     def change(self, plan: _Plan, sign: int) -> None:
-        """Take a plan's devices (-1), or give them back (1)."""
+        """Take a plan's devices (-1), or return them (1)."""
         for begin, end, share in plan.spans():
             first, last = self.cut(begin), self.cut(end)
             for index in range(first, last):
@@ -53,10 +53,10 @@ class _Plan:
     """Shares of one job over time."""
 
     times: list[float]
-    """As published, steps may follow its end, without devices."""
+    """Instants of the plan; as published, steps may follow its end, without devices."""
     shares: list[int]
     end_s: float
-    """At the edge of a slot."""
+    """End, at the edge of a slot."""
     real_end_s: float
     """Without the pauses to come."""
 
@@ -69,7 +69,7 @@ class _Plan:
         ]
 
     def device_s(self) -> float:
-        """As published, the step in which it ends counts in full where another follows."""
+        """Device seconds; as published, the step in which it ends counts in full where another follows."""
         ends = [*self.times[1:], self.end_s]
         return sum((end - at) * share for at, end, share in zip(self.times, ends, self.shares, strict=True))
 
@@ -91,9 +91,9 @@ class ElasticFlow:
         self.unsure: set[str] = set()
         """Jobs without a promise."""
         self.plans: dict[str, _Plan] = {}
-        """By job, of the last decision."""
+        """Plans of the last decision by job."""
         self.order: dict[str, int] = {}
-        """Who comes first of equals: of the last decision, the largest share."""
+        """Order of equals: by the share of the last decision, the largest first."""
 
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
@@ -142,7 +142,7 @@ class ElasticFlow:
         return free, plans, all_meet
 
     def _curve(self, job: RunningJob) -> tuple[list[int], list[float]]:
-        """Levels up to the first that is slower than the one before; theirs stop there too."""
+        """Return the levels up to the first that is slower than the one before, as in the published simulator."""
         if job.name not in self.levels:
             levels: list[int] = []
             rates: list[float] = []
@@ -232,7 +232,8 @@ class ElasticFlow:
         self, now: float, from_s: float, free: _Free, levels: list[int], rates: list[float], left: float,
         times: list[float], shares: list[int], first: int | None,
     ) -> _Plan:  # fmt: skip
-        """After the deadline, the largest level that is free; after all others, what it has been offered."""
+        """Return the plan after the deadline: the largest level that is free; after all others, the level that was
+        offered."""
         free.cut(from_s)
         for at, end, amount in zip(free.times, [*free.times[1:], math.inf], free.free, strict=True):
             if at < from_s:
@@ -279,13 +280,13 @@ class ElasticFlow:
         return [job.name for job in order]
 
     def _above(self, job: RunningJob, share: int) -> int:
-        """The next level; 0: there is none."""
+        """Return the next level; 0: there is none."""
         levels, _ = self._curve(job)
         above = bisect_right(levels, share)
         return levels[above] if above < len(levels) else 0
 
     def _offer(self, now: float, free: _Free, plan: _Plan, job: RunningJob, level: int) -> tuple[float, _Plan]:
-        """By how much the next level would let device time grow, for each device, and the plan with it."""
+        """Return the growth of device time by the next level, for each device, and the plan with it."""
         without = free.copy()
         without.change(plan, 1)
         raised, _ = self._fill(now, 0, job, without.merged(), level)

@@ -1,4 +1,4 @@
-"""Events, one clock, and jobs that run at the shares that a policy gives them."""
+"""Event simulation with one clock, of jobs that run at the shares that a policy gives them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunningJob:
 
     spec: TraceJob
     believed: SpeedCurve
-    """How fast the policy thinks it is."""
+    """Curve that the policy sees."""
     left: float
     """Steps."""
     share: int = 0
@@ -37,9 +37,9 @@ class RunningJob:
     seen_share: int = 0
     """The share on which it has made steps last; 0: none yet."""
     slowness: float = 1.0
-    """The time that a step took there, over what the policy's curve says."""
+    """Ratio of the measured time of a step there to the one of the policy's curve."""
     blocks: tuple[tuple[int, int], ...] = ()
-    """Where its devices lie: (first device, how many)."""
+    """Location of its devices: (first device, number)."""
 
     @property
     def name(self) -> str:
@@ -53,10 +53,10 @@ class RunningJob:
 
 @dataclass(frozen=True)
 class PolicyDecision:
-    """What a policy answers to an event."""
+    """The answer of a policy to an event."""
 
     shares: Mapping[str, int]
-    """Devices by job; who is not there has none."""
+    """Devices by job; missing jobs have none."""
     declined: Sequence[str] = ()
     """New jobs that are sent away."""
     promised: Mapping[str, float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class PolicyDecision:
 
 
 class SimulatedPolicy(Protocol):
-    """Who runs with how much; asked at every event, or at most once a slot."""
+    """A policy that assigns devices; called at every event, or at most once a slot."""
 
     name: str
     slot_s: float
@@ -83,7 +83,7 @@ class SimulatedPolicy(Protocol):
 
 @dataclass(frozen=True)
 class Pauses:
-    """What changes cost in the simulation."""
+    """The cost of changes in the simulation."""
 
     overhead: Overhead = field(default_factory=lambda: Overhead(everyone=True))
 
@@ -110,10 +110,10 @@ def simulate(
     seed: int = 1,
     progress: Callable[[int, int], None] = lambda done, jobs: None,
 ) -> SimulationRun:
-    """SimulationRun a trace under a policy, to the end of the last job that ends.
+    """Simulate a trace under a policy, to the end of the last job that ends.
 
     With a `curve_error` of e the policy sees curves whose rates are off by a factor drawn for each job and level
-    between 1 - e and 1 + e. `progress` is told how many jobs are through. Jobs must have distinct names.
+    between 1 - e and 1 + e. `progress` is called with the number of finished jobs. Jobs must have distinct names.
     """
     return _Simulation(jobs, policy, nodes, devices_per_node, pauses, incidents, curve_error, seed, progress).run()
 
@@ -185,7 +185,7 @@ class _Simulation:
         return due
 
     def _advance(self, at: float) -> None:
-        """Let time pass: everybody runs, and those who are done leave."""
+        """Advance time: all jobs run, and finished ones leave."""
         done = False
         for job in self.active:
             if not job.share:

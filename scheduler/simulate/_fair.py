@@ -9,9 +9,9 @@ from scheduler.simulate._engine import PolicyDecision, RunningJob
 
 
 class TimeSlices:
-    """After Gandiva (OSDI'18): the shares that users asked for, in turns, so that everybody gets somewhere.
+    """After Gandiva (OSDI'18): the shares that users asked for, in turns, so that all jobs progress.
 
-    Whoever has run least goes next; packing several jobs onto one device and growing onto idle ones are left out.
+    The job that has run least is next; packing several jobs onto one device and growing onto idle ones are omitted.
     """
 
     at_edges = False
@@ -33,10 +33,10 @@ class TimeSlices:
 
 
 class FinishTimeFairness:
-    """After Themis (NSDI'20): leases for those whose finish time suffers most from sharing.
+    """After Themis (NSDI'20): leases for the jobs whose finish time suffers most from sharing.
 
     A job's ρ is the time from submission to its end, were it to continue as it asked for now, over the time that it
-    would take on an equal part of the cluster; the largest ρ is served first. The auction is left out.
+    would take on an equal part of the cluster; the largest ρ is served first. The auction is omitted.
     """
 
     at_edges = False
@@ -64,10 +64,10 @@ class FinishTimeFairness:
 
 
 class Speedups:
-    """After Pollux (OSDI'21): elastic shares that make the mean of the speed-ups best, by its power mean with p = -1.
+    """After Pollux (OSDI'21): elastic shares that maximise the mean of the speed-ups, by its power mean with p = -1.
 
-    Rounds of a minute, as there. The greedy search stands for its genetic one, and a share changes only where that
-    pays over two minutes; the batch stays as it is, as the traces say nothing of statistical efficiency.
+    Rounds of a minute, as published. A greedy search replaces its genetic one, and a share changes only where that pays
+    over two minutes; the batch stays the same, since the traces contain no statistical efficiency.
     """
 
     at_edges = False
@@ -109,7 +109,8 @@ class Speedups:
 def _granted(
     now: float, devices: int, order: Sequence[RunningJob], ends_s: dict[str, float], lasts_s: float
 ) -> PolicyDecision:
-    """What each asked for, as long as it fits; who begins, or whose time is over, has it for so long from now."""
+    """Grant each job what it asked for, as long as it fits; a job that begins, or whose time is over, has it for a new
+    term."""
     shares, free = {}, devices
     for job in order:
         want = min(job.spec.devices, devices)

@@ -22,7 +22,7 @@ class Floor:
 
     @classmethod
     def of(cls, devices: int, blocks: Mapping[str, Sequence[tuple[int, int]]]) -> Floor:
-        """One without broken nodes on which jobs have their blocks: (first device, size)."""
+        """Return one without broken nodes on which jobs have their blocks: (first device, size)."""
         floor = cls(1, devices)
         for job, mine in blocks.items():
             floor.parts[job] = [f"{job}\0{number}" for number in range(len(mine))]
@@ -30,7 +30,7 @@ class Floor:
         return floor
 
     def copy(self) -> Floor:
-        """One to try something in."""
+        """Return a copy for trials."""
         other = Floor(self.nodes, self.per_node)
         other.buddy = Buddy(self.all_devices, self.buddy.blocks)
         other.buddy.fixed = set(self.buddy.fixed)
@@ -38,12 +38,12 @@ class Floor:
         return other
 
     def blocks(self, job: str) -> tuple[tuple[int, int], ...]:
-        """Where a job's share lies: (first device, size)."""
+        """Return the location of a job's share: (first device, size)."""
         return tuple(self.buddy.blocks[part] for part in self.parts.get(job, ()))
 
     @property
     def devices(self) -> int:
-        """Those that work."""
+        """Number of devices that work."""
         return self.all_devices - len(self.broken) * self.per_node
 
     def leave(self, job: str) -> None:

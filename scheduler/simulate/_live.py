@@ -25,7 +25,7 @@ class Live:
         self.rules, self.name = rules, name
         self._held: Mapping[str, Held] = {}
         self._most = 0
-        """Devices that there were at any time."""
+        """Largest number of devices so far."""
 
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
@@ -57,7 +57,7 @@ class Live:
 
 
 def _gang(job: RunningJob, devices: int) -> Gang:
-    """Its paces are the levels of the curve's lower hull that the region has."""
+    """Return the job as a gang, whose paces are the levels of the curve's lower hull that the region has."""
     levels, rates = job.believed.ladder
     paces = tuple(
         StaffingPace({_REGION: level}, rate)

@@ -25,8 +25,8 @@ _REGION = "here"
 class Deadlines:
     """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
 
-    With a ``slot_s`` arrivals within so much time are one burst. `keep` best effort: jobs whose deadline is refused run
-    on what is left instead of being sent away.
+    With a ``slot_s`` arrivals within that time are one burst. `keep` best effort: jobs whose deadline is refused run on
+    what is left instead of being declined.
     """
 
     at_edges = False
@@ -47,7 +47,7 @@ class Deadlines:
         self.served_s: dict[str, float] = {}
         self.course: Course | None = None
         self.most = 0
-        """Devices that there were at any time."""
+        """Largest number of devices so far."""
 
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
@@ -74,7 +74,7 @@ class Deadlines:
         return PolicyDecision(found.shares, gone, promised, found.course.next_s)
 
     def _with_pauses(self, now: float) -> Rules:
-        """Where any change pauses everybody: margins that bear what pauses took of late."""
+        """Return the rules; where any change pauses all jobs, with margins for the pauses of the recent time."""
         rules, paused = self.rules, self.experience.pause_share(now)
         if not rules.overhead.everyone:
             return rules

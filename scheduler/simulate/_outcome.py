@@ -1,4 +1,4 @@
-"""What became of the jobs of a simulation."""
+"""The results of a simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IN_TIME_S = 1e-6
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """What became of one job."""
+    """The result for one job."""
 
     name: str
     submit_s: float
@@ -39,7 +39,7 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class SimulationRun:
-    """One simulation."""
+    """The results of one simulation."""
 
     policy: str
     devices: int

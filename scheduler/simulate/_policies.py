@@ -28,15 +28,16 @@ POLICIES: Mapping[str, Callable[[Rules, float, float], SimulatedPolicy]] = {
     "themis-like": lambda rules, slot_s, error: FinishTimeFairness(slot_s),
     "pollux-like": lambda rules, slot_s, error: Speedups(slot_s),
 }
-"""By name; made for our rules, the length of slots, and how far off curves may be: each takes what it knows of."""
+"""Policies by name; made for our rules, the length of slots, and the error of curves, of which each uses what it
+needs."""
 
 
 def policy_named(
     name: str, devices: int, slot_s: float = 60.0, everyone: bool = True, curve_error: float = 0.0
 ) -> tuple[SimulatedPolicy, Pauses]:
-    """A policy for a cluster of so many devices, and what changes cost there.
+    """Return a policy for a cluster of a number of devices, and the cost of changes there.
 
-    A change takes what ElasticFlow's simulator charges for a cluster of this size; with `everyone` it pauses all
+    A change costs what ElasticFlow's simulator charges for a cluster of this size; with `everyone` it pauses all
     running jobs, else only those that it changes. Raises ``KeyError`` for a name that is not in ``POLICIES``.
     """
     overhead = Overhead(base_s=7.0 if devices >= _LARGE else 2.0, everyone=everyone)

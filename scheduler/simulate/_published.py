@@ -45,9 +45,9 @@ class _Published:
         self.waiting = sorted(jobs, key=lambda job: job.submit_s, reverse=True)
         self.active: list[RunningJob] = []
         self.ends_s: dict[str, float] = {}
-        """When each active job gives its devices back."""
+        """When each active job returns its devices."""
         self.real_ends_s: dict[str, float] = {}
-        """When its last plan has it done, without pauses."""
+        """When each job is done by its last plan, without pauses."""
         self.pauses_s: dict[str, float] = {}
         self.seen: set[tuple[int, int]] = set()
         """(first device, how many) that have run together."""
@@ -80,7 +80,7 @@ class _Published:
         return now + self.policy.slot_s if len(due) > 1 and first_s - now <= self.policy.slot_s else first_s
 
     def _advance(self, before: float, now: float) -> None:
-        """Let time pass: nobody runs beyond the end of its plan, and whoever has devices and is at its end leaves."""
+        """Advance time: no job runs beyond the end of its plan, and jobs with devices leave at their end."""
         over = []
         for job in self.active:
             if not job.share:
@@ -121,10 +121,10 @@ class _Published:
         return decision.wake_s
 
     def _pause(self) -> None:
-        """Pause everybody that runs; they lie side by side from the first device on, as they are ordered.
+        """Pause all running jobs; they are placed side by side from the first device on, in their order.
 
-        At every so-many-th decision, as many as a slot has seconds, trainers restart, but only those on devices that
-        have not run together; what was seen is forgotten then, that decision's own places too.
+        Once per as many decisions as a slot has seconds, trainers restart, but only those on devices that have not run
+        together; what was seen is forgotten then, that decision's own places too.
         """
         decided = len(self.timeline) - 1
         restart = decided > 0 and decided % self.policy.slot_s == 0

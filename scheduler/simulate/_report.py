@@ -1,4 +1,4 @@
-"""What a simulation leaves behind: a row for each job, and a picture."""
+"""The output of a simulation: a row for each job, and a picture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 960, 560, 70, 30, 60
 
 
 def outcome_rows(run: SimulationRun) -> list[tuple[str, ...]]:
-    """A row for each job, the heads first, for a CSV file; blank: there is no such instant."""
+    """Return a row for each job, the header first, for a CSV file; blank: there is no such instant."""
     rows: list[tuple[str, ...]] = [HEADS]
     for job in run.outcomes:
         instants = [_instant(at) for at in (job.submit_s, job.deadline_s, job.promised_s)]

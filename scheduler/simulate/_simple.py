@@ -10,9 +10,9 @@ from scheduler.simulate._engine import PolicyDecision, RunningJob
 
 
 class EarliestDeadline:
-    """Everybody by deadline, each with the largest measured level that is free; nobody is sent away.
+    """All jobs by deadline, each with the largest measured level that is free; no job is declined.
 
-    As in ElasticFlow's simulator that level is taken even where a smaller one is faster, unless `pareto`.
+    As in ElasticFlow's simulator that level is used even where a smaller one is faster, unless `pareto`.
     """
 
     at_edges = False
@@ -64,7 +64,7 @@ class EarliestDeadlineWithAdmission:
 
 
 def _late(now: float, devices: int, jobs: Sequence[RunningJob]) -> set[str]:
-    """Who would end late if these jobs, and no others, ran by deadline."""
+    """Return the jobs that would end late if these jobs, and no others, ran by deadline."""
     left = {job.name: job.left for job in jobs}
     queue = sorted(jobs, key=lambda job: job.spec.deadline_s)
     late: set[str] = set()

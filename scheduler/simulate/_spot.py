@@ -23,7 +23,7 @@ class SpotSettings:
     price_ratio: float
     """Price of preemptible capacity over that of capacity on demand."""
     wait_s: float = 120.0
-    """Until preempted capacity is there again."""
+    """Seconds until preempted capacity is available again."""
     lost_s: float = 120.0
     """Run time lost with a preemption, at most: what was done since the last checkpoint."""
     overhead: Overhead = field(default_factory=Overhead)
@@ -33,13 +33,13 @@ class SpotSettings:
 
 @dataclass(frozen=True)
 class SpotRun:
-    """What became of all jobs that capacity on demand alone would bring to their deadline."""
+    """The results of all jobs that on-demand capacity alone would bring to their deadline."""
 
     jobs: int
     met: int
     preemptions: int
     cost: float
-    """In device seconds on demand."""
+    """Cost in device seconds on demand."""
     cost_on_demand: float
     """The same jobs on demand alone, each at its leanest level that meets the deadline."""
     spot_device_s: float
@@ -49,7 +49,7 @@ class SpotRun:
 def simulate_spot(jobs: Sequence[TraceJob], settings: SpotSettings) -> SpotRun:
     """Run every job by itself on preemptible capacity, which it leaves at the last safe moment.
 
-    Capacity of both kinds is there for all: what is measured is the decision to stay or leave, not a queue.
+    Capacity of both kinds suffices for all: this measures the decision to stay or leave, not a queue.
     """
     draw = random.Random(settings.seed)
     count = met = preemptions = 0

@@ -40,13 +40,13 @@ class TraceJob:
     deadlines: tuple[tuple[float, float], ...]
     """(instant, value of ending by then), ascending; empty: best effort."""
     devices: int
-    """What its user asked for: the share under schedulers that do not scale."""
+    """Devices that its user asked for: the share under schedulers that do not scale."""
     duration_s: float
-    """With these devices, alone."""
+    """Seconds with these devices, alone."""
     curve: SpeedCurve
-    """How fast it really runs: the Pareto levels."""
+    """Its real speed: the Pareto levels."""
     table: Mapping[int, float]
-    """How fast it really runs on every measured level, those too that do not pay."""
+    """Its real speed on every measured level, also on those that do not pay."""
     model: str = ""
     user: str = ""
 
@@ -56,12 +56,13 @@ class TraceJob:
         return self.deadlines[0][0] if self.deadlines else math.inf
 
     def value_at(self, end_s: float) -> float:
-        """What it is worth to have ended at an instant."""
+        """Return the value of ending at an instant."""
         return next((value for deadline_s, value in self.deadlines if end_s <= deadline_s + 1e-6), 0.0)
 
 
 def read_table(lines: Iterable[str], model: str, source: str) -> dict[tuple[str, int], dict[int, float]]:
-    """Speeds of one model: a row for each global batch, a column for each number of devices; blank, nan, 0: not there.
+    """Read the speeds of one model: a row for each global batch, a column for each number of devices; blank, nan, 0:
+    missing.
 
     Raises ``TraceError``.
     """
