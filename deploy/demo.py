@@ -24,7 +24,7 @@ ALPHA = 0.5
 SEED = 1
 """Seed of the digits, of the shards and of the job; any number serves, a fixed one makes runs comparable."""
 WORKERS = 2
-"""Most workers of each region; the demo is made for a machine with two cores."""
+"""Largest number of workers of each region; the demo is made for a machine with two cores."""
 
 PRICES: Mapping[str, Mapping[str, object]] = {
     "shanghai": {

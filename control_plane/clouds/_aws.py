@@ -25,14 +25,14 @@ from control_plane.clouds._s3_shards import list_shards
 from geofed_pb.errors import GeofedError
 
 _HOME = "us-east-1"
-"""Where AWS answers for all regions: prices, and the list of regions."""
+"""AWS region that answers for all regions: prices, and the list of regions."""
 _LINUX = {
     "operatingSystem": "Linux",
     "tenancy": "Shared",
     "preInstalledSw": "NA",
     "capacitystatus": "Used",
 }
-"""What makes an offer of EC2 the plain one: without these filters reservations and licences are among the answers."""
+"""Filters for plain on-demand Linux offers of EC2: without them, reservations and licences are among the answers."""
 _SPOT_PRODUCTS = ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]
 
 
@@ -50,7 +50,7 @@ class AwsCloud:
         self._clients: dict[tuple[str, str], Any] = {}
 
     def regions(self) -> tuple[CloudRegion, ...]:
-        """Those that are switched on for this account as well as those that are not."""
+        """List all regions, whether enabled for this account or not."""
         with told(self.name):
             answer = self._client("ec2", _HOME).describe_regions(AllRegions=True)
         return tuple(
@@ -58,14 +58,15 @@ class AwsCloud:
         )
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
-        """On demand from the price list; preemptible the median of the zones' spot prices now."""
+        """Return the price of a machine by the hour: on demand from the price list; preemptible the median of the
+        zones' present spot prices."""
         if purchase is Purchase.PREEMPTIBLE:
             return self._spot_price(region, machine_type)
         wanted = {"regionCode": region, "instanceType": machine_type, **_LINUX}
         return self._listed("AmazonEC2", wanted, region, Unit.HOUR, "BoxUsage:" + machine_type, machine_type)
 
     def function_prices(self, region: str) -> FunctionPrices:
-        """Of Lambda on x86; the first tier, which is the dearest."""
+        """Return the prices of Lambda on x86, those of the first tier, which is the most expensive."""
 
         def listed(group: str, usage: str, unit: Unit) -> Price:
             return self._listed("AWSLambda", {"regionCode": region, "group": group}, region, unit, usage, "Lambda")
@@ -76,7 +77,7 @@ class AwsCloud:
         )
 
     def store_prices(self, region: str) -> StorePrices:
-        """Of S3's standard class."""
+        """Return the prices of S3's standard class."""
 
         def listed(tier: str) -> Price:
             wanted = {"regionCode": region, "group": f"S3-API-{tier}"}
@@ -171,7 +172,7 @@ class AwsCloud:
         return Price(usd, Unit.HOUR, Provenance(source, _today(), Confidence.OBSERVED))
 
     def _nothing_for(self, what: str, *regions: str | None) -> GeofedError:
-        """Why a price is missing: because a region is not there, or because AWS does not list it."""
+        """Return the error for a missing price: the region does not exist, or AWS does not list the price."""
         for region in regions:
             if region is not None:
                 self._check(region)
@@ -192,7 +193,7 @@ def _is_plain(offer: Any, usage: str) -> bool:
 
 
 def _first_tier_usd(offer: Any) -> list[float]:
-    """Of each of an offer's terms the price of the first tier that costs something; none where it is not in USD."""
+    """Return for each term of an offer the price of the first tier with a cost; none where it is not in USD."""
     found = []
     for term in offer.get("terms", {}).get("OnDemand", {}).values():
         tiers = [

@@ -51,9 +51,9 @@ def session_for(cloud: str, profile: str | None = None, **credentials: str) -> A
 
 
 def client_for(session: Any, service: str, region: str, endpoint_url: str | None) -> Any:
-    """A client that tries again where it is told "later".
+    """Return a client that retries after throttling and other temporary errors.
 
-    Raises ``GeofedError("USAGE")`` for an address that is none.
+    Raises ``GeofedError("USAGE")`` for an invalid address.
     """
     options: dict[str, Any] = {}
     host = urlsplit(endpoint_url or "").hostname or ""

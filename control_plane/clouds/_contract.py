@@ -44,7 +44,7 @@ class Provenance:
     """Source of a price."""
 
     source: str
-    """Who states the price, and for what."""
+    """Who states the price, and what it is for."""
     as_of: str
     """ISO date of the price list's publication or of the quote."""
     confidence: Confidence

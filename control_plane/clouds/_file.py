@@ -38,7 +38,7 @@ class PriceFile(MachinesOnly):
     source: str
     as_of: str
     usd_per_hour: dict[tuple[str, str, Purchase], float]
-    """By region, machine type and purchase."""
+    """Prices by region, machine type and purchase."""
 
     @classmethod
     def load(cls, path: Path, cloud: str, as_of: str) -> PriceFile:

@@ -1,7 +1,7 @@
 """Azure, Google Cloud and DigitalOcean, through apache-libcloud.
 
-libcloud's prices of Azure and Google Cloud are those of a list that it carries, and that
-``libcloud.pricing.download_pricing_file`` renews; their date is the list's. DigitalOcean names its prices itself.
+libcloud's prices of Azure and Google Cloud are from a list that it contains, and that
+``libcloud.pricing.download_pricing_file`` renews; their date is the list's. DigitalOcean's API returns its prices.
 libcloud has no chain of credentials of its own; the variables read here are those that the clouds' own tools read.
 """
 
@@ -42,9 +42,9 @@ from geofed_pb.errors import GeofedError
 _Answer = TypeVar("_Answer")
 _LATER = (429, 500, 502, 503, 504)
 _TOO_OFTEN = ("rateLimitExceeded", "userRateLimitExceeded")
-"""Google says so with status 403."""
+"""Reasons with which Google throttles requests, with status 403."""
 _SHARED_CORES = ("micro", "small", "medium")
-"""Of Google Cloud: sizes that pay for a part of a core, which libcloud counts as whole ones."""
+"""Sizes of Google Cloud with a share of a core, which libcloud counts as whole cores."""
 
 
 def open_libcloud(name: str, retries: Retrying | None = None) -> Cloud:
@@ -78,7 +78,7 @@ class _ThroughLibcloud(MachinesOnly):
 
 
 class Azure(_ThroughLibcloud):
-    """From libcloud's list alone, without an account: what Azure's API tells about sizes holds no prices."""
+    """Prices of Azure from libcloud's list alone, without an account: Azure's API for sizes returns no prices."""
 
     name = "azure"
 
@@ -104,7 +104,7 @@ class Azure(_ThroughLibcloud):
 
 
 class GoogleCloud(_ThroughLibcloud):
-    """A type's shape as Google Cloud tells it, priced by core and GB with libcloud's list.
+    """Prices of Google Cloud: a type's shape from the API, priced by core and GB with libcloud's list.
 
     Credentials are the service account's key in the file that ``GOOGLE_APPLICATION_CREDENTIALS`` names.
     """
@@ -127,7 +127,7 @@ class GoogleCloud(_ThroughLibcloud):
         return tuple(CloudRegion(name) for name in sorted({zone.rpartition("-")[0] for zone in self._zones()}))
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
-        """In the first zone of the region that has the type."""
+        """Return the price by the hour, in the first zone of the region that has the type."""
         self._on_demand_only(region, machine_type, purchase)
         zones = [zone for zone in self._zones() if zone.rpartition("-")[0] == region]
         if not zones:
@@ -191,7 +191,7 @@ def _list_price(usd: float, what: str, as_of: str) -> Price:
 
 
 def _price_list(name: str) -> tuple[Mapping[str, Any], str]:
-    """One cloud's prices of libcloud's list, and the ISO date of the list."""
+    """Return the prices of one cloud in libcloud's list, and the ISO date of the list."""
     path = Path(libcloud.pricing.get_pricing_file_path())
     try:
         updated = json.loads(path.read_text(encoding="utf-8"))["updated"]

@@ -54,7 +54,7 @@ class RegionPrices:
 
     @property
     def source(self) -> str:
-        """All sources, each once."""
+        """All sources, without duplicates."""
         return "; ".join(dict.fromkeys(price.provenance.source for price in self.known.values()))
 
     @property

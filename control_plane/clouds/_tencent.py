@@ -36,7 +36,7 @@ from geofed_pb.errors import GeofedError
 
 _INTERNATIONAL, _MAINLAND = "intl.tencentcloudapi.com", "tencentcloudapi.com"
 _ANY_REGION = "ap-guangzhou"
-"""For questions about all regions; every account has it."""
+"""Region for requests about all regions; every account has it."""
 _SECONDS = 30
 """Timeout of one request in seconds.
 
@@ -54,8 +54,8 @@ _HIGHEST_BID = "1000"
 class TencentCloud:
     """Prices as CVM quotes them to this account; credentials from the SDK's chain.
 
-    Accounts of the international site are quoted in USD. Those of the site in mainland China are quoted in CNY, which
-    the answers do not say: ``usd_per_cny`` says so, and the rate.
+    Accounts of the international site are quoted in USD, those of the site in mainland China in CNY. The answers do not
+    contain the currency: ``usd_per_cny`` gives the rate, and means that quotes are in CNY.
     """
 
     name = "tencent"
@@ -83,9 +83,9 @@ class TencentCloud:
         )
 
     def machine_price(self, region: str, machine_type: str, purchase: Purchase = Purchase.ON_DEMAND) -> Price:
-        """The quote for the first zone that sells it, with the system disk that CVM gives by default.
+        """Return the quote for the first zone that sells the type, with CVM's default system disk.
 
-        On demand the first 96 hours; CVM asks less for the hours after them on some types.
+        On demand it is for the first 96 hours; CVM charges less for the hours after them on some types.
         """
         charge = _CHARGES[purchase]
         wanted = {
@@ -125,7 +125,7 @@ class TencentCloud:
         return self._price(quote, Unit.GB, f"traffic to the Internet, {region}", Confidence.QUOTED)
 
     def shards(self, bucket: str, prefix: str) -> ShardList:
-        """Of a COS bucket, whose name ends with the account's APPID."""
+        """List the objects under a prefix of a COS bucket, whose name ends with the account's APPID."""
         region = self._store_region
         if region is None:
             raise GeofedError("USAGE", "COS answers in the bucket's region only", hint="name it with --region")
@@ -178,7 +178,7 @@ class TencentCloud:
         return Price(usd, unit, Provenance(source, datetime.now(UTC).date().isoformat(), confidence))
 
     def _ask(self, region: str, action: str, wanted: dict[str, Any]) -> Any:
-        """One action of CVM in a region, tried again where it says "later"."""
+        """Send one request to CVM in a region, with retries after temporary errors."""
         client = CvmClient(self._credentials, region, self._profile())
         request = getattr(models, f"{action}Request")()
         request.from_json_string(json.dumps(wanted))

@@ -1,7 +1,7 @@
-"""Records of a text file, a stretch of lines at a time.
+"""Records of a text file, many lines at a time.
 
-A file is read in one pass and never held whole as text; `.gz` is unpacked on the way. What cannot be read is told with
-its file and line.
+A file is read in one pass and never held whole as text; `.gz` is decompressed while reading. Errors name the file and
+the line.
 """
 
 import gzip
@@ -31,7 +31,7 @@ class Lines:
         return self.text[blank:].partition(b"\n")[0], self.number + self.text.count(b"\n", 0, blank)
 
     def each(self, parse):
-        """Parse line by line, without blank ones; what `parse` says of a line is told with its file and number."""
+        """Parse line by line, without blank ones; errors of `parse` get the file and the line number."""
         for number, line in enumerate(self.text.split(b"\n"), self.number):
             try:
                 if line.strip():

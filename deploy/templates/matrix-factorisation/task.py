@@ -58,7 +58,7 @@ def model(config):
 
 
 def sizes(config):
-    """Return number of users and of items, the same in all regions."""
+    """Return the number of users and of items, the same in all regions."""
     users, items = int(config.get("users", 0)), int(config.get("items", 0))
     if users < 1 or items < 1:
         raise ValueError("config.users and config.items must be set, alike for all regions, above the greatest ids")

@@ -1,7 +1,7 @@
 """LibSVM (libFM) and Criteo lines as arrays.
 
-Each form has a function for one line, which says what is expected, and one that takes a stretch of lines at once, in
-numpy, and gives the same. The latter returns None for whatever is unusual or wrong; then line by line it goes.
+Each format has a function for one line, whose errors say what is expected, and one for many lines at once, in numpy,
+with the same result. The latter returns None for anything unusual or wrong; then the lines are read one by one.
 """
 
 import math
@@ -37,7 +37,8 @@ def read(lines, form, dimension):
 
 
 def detect(lines):
-    """By the first line that is not blank: Criteo's have tabs, and no colons. None where all are blank."""
+    """Detect the format by the first line that is not blank: Criteo's have tabs, and no colons. None if all are
+    blank."""
     first, _ = lines.first()
     if not first:
         return None

@@ -26,7 +26,7 @@ CATEGORIES = 200
 
 
 def skewed(random, count, place, size):
-    """Of `count` things, some that are often seen; each region has other favourites."""
+    """Draw `size` of `count` indices, some of them often; each region has other frequent ones."""
     rank = np.minimum(random.zipf(1.3, size) - 1, count - 1)
     return (rank * 7 + place * 13) % count
 

@@ -40,7 +40,7 @@ def model(config):
 
 
 def dimension_of(config):
-    """Return number of features of `config.dimension`, the same in all regions."""
+    """Return the number of features of `config.dimension`, the same in all regions."""
     dimension = int(config.get("dimension", 0))
     if dimension <= formats.NUMBERS:
         raise ValueError(f"config.dimension must be set, alike for all regions, and be above {formats.NUMBERS}")

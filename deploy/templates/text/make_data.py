@@ -44,7 +44,7 @@ def invented(region, regions, seed):
 
 
 def cut(text, regions):
-    """A text in as many pieces as there are regions, at line ends; the first is the smallest."""
+    """Cut a text into as many pieces as there are regions, at line ends; the first is the smallest."""
     weights = [2 + index for index in range(len(regions))]
     lines, pieces, start = text.splitlines(keepends=True), {}, 0
     for index, region in enumerate(regions):
