@@ -10,12 +10,12 @@ HANDLED_BYTES_PER_SECOND = 300e6
 """Bytes of updates that a parameter server encrypts and sends, or receives, checks and makes durable, in a second,
 where links are as fast as memory. Measured, as the next one, with three regions on two cores: on the low side."""
 ROUND_END_BYTES_PER_SECOND = 80e6
-"""float32 bytes of a model that are taken from the workers, merged, made durable and given back in a second, while the
+"""float32 bytes of a model per second that are collected from the workers, merged, made durable and returned, while the
 workers wait."""
 FRAME_BYTES = 200
 """Prefix, table and alignment of an update's frame; 145 to 260 were metered of a small model."""
 
 
 def update_bytes(model_bytes: int, codec: str) -> int:
-    """Size of one region's update."""
+    """Return the size of one region's update in bytes."""
     return int(model_bytes * codec_named(codec).size_factor) + FRAME_BYTES

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 __all__ = ["MUCH_THE_SAME", "EvaluatedOption", "Option", "Staffing", "options", "taken"]
 
 MOST_PACES = 48
-"""Beyond it paces are thinned out evenly, the fastest and the slowest kept."""
+"""Number of paces above which they are thinned out evenly; the fastest and the slowest are kept."""
 MUCH_THE_SAME = 0.05
 """Relative difference in what is minimised below which the option that is better in the other measure is chosen.
 Predictions are not more accurate than that."""
@@ -29,7 +29,7 @@ class Staffing:
     load_seconds: float
     """Seconds that one worker takes for one pass over the region's data."""
     free: int
-    """Workers that it has, and that its data are enough for; at least 1."""
+    """Workers that it has, and that its data suffice for; at least 1."""
     least: int = 1
     """Fewest workers; not more than are free."""
 
@@ -78,7 +78,7 @@ def _paced(workers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class EvaluatedOption:
-    """An option with what it is expected to take, and at most."""
+    """An option with its expected and largest time and cost."""
 
     option: Option
     seconds: float

@@ -75,7 +75,7 @@ def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
 
 @dataclass(frozen=True)
 class Routes:
-    """Over what the regions of a plan exchange: the same for all plans that differ in workers and steps only."""
+    """The routes of exchange of a plan's regions: the same for all plans that differ only in workers and steps."""
 
     topology: Topology
     way: Mapping[str, tuple[float, str]]
@@ -177,7 +177,7 @@ def _training(
 
     known = snapshot.start_seconds is not None and snapshot.start_of_run
     first_model = contact + (0.0 if known else slowest("first_model"))
-    # With background exchange a round's end continues beside the next one's steps.
+    # With background exchange a round's end overlaps with the next one's steps.
     round_ends = 0 if plan.background else plan.rounds
     steps, ends = plan.rounds * compute, round_ends * slowest("round_end")
     exchanges = plan.rounds * exchange
@@ -219,7 +219,7 @@ def speeds_known(names: Iterable[str], snapshot: Snapshot) -> bool:
 
 
 def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
-    """The least sure of the regions' speeds."""
+    """Return the least reliable basis of the regions' speeds."""
     found = {_speed_basis(regions[part.region], snapshot) for part in plan.partitions}
     return max(found, key=list(_SPREAD).index)
 
@@ -249,7 +249,7 @@ def round_compute_seconds(part: PlannedPartition) -> float:
 
 
 def coding_seconds(model_bytes: int, codec: str) -> float:
-    """An update coded and decoded."""
+    """Return the seconds to encode and decode an update."""
     return model_bytes / codec_named(codec).bytes_per_second
 
 
@@ -280,7 +280,7 @@ def round_end_seconds(parts: Sequence[PlannedPartition], model_bytes: int) -> fl
 
 
 def topology_of(plan: Plan, table: LinkTable, update_bytes: int) -> Topology:
-    """The plan's topology over the links as they are; a plan that names no neighbours is of a mesh.
+    """Return the plan's topology over the links as they are; a plan that names no neighbours has a mesh.
 
     Raises ValueError where two neighbours have no direct path.
     """
@@ -315,7 +315,8 @@ def _ways_from(source: str, topology: Topology, table: LinkTable, update_bytes: 
 
 
 def _with(amount: float, low: float, high: float, copied: float, doubtful: float = 0.0) -> Range:
-    """A sum whose one part is as sure as the sizes of files are; ``doubtful`` is not expected, but may come about."""
+    """Return a sum with bounds; its part ``copied`` is as certain as file sizes, and ``doubtful`` is unexpected but
+    possible."""
     sure_low, sure_high = _SIZES_KNOWN
     most = (amount + doubtful) * high + copied * sure_high
     return Range(amount * low + copied * sure_low, amount + copied, most)

@@ -47,11 +47,11 @@ class Path:
     mbps: float
     """Above 0."""
     usd_per_gb: float
-    """Egress, which the sending region pays."""
+    """Price of egress, which the sending region pays."""
 
     @property
     def rtt_seconds(self) -> float:
-        """Round trip."""
+        """Round-trip time."""
         return self.rtt_ms / 1e3
 
     @property
@@ -86,7 +86,7 @@ def link_table(regions: Iterable[Region]) -> dict[tuple[str, str], Path]:
 
 
 def line_bytes(update_bytes: int) -> float:
-    """An update's bytes on the line."""
+    """Return an update's bytes on the line."""
     return update_bytes * PROTOCOL_OVERHEAD
 
 

@@ -66,7 +66,7 @@ class Dataset:
     splits: dict[str, Split]
     """Splits by name; a region needs "train" to train on the shard."""
     residency: str | tuple[str, ...] = "region"
-    """"region": the data never leaves; "cloud", "anywhere", or the names of the regions that may have it too."""
+    """Where the data may be processed: "region": only there; "cloud", "anywhere", or the names of further regions."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,24 @@ class Region:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The federation at one moment, as far as planning needs it."""
+    """The state of the federation that planning needs."""
 
     regions: tuple[Region, ...]
-    """Regions that are live."""
+    """Available regions."""
     absent: tuple[str, ...] = ()
-    """Regions that are known, but cannot be used now."""
+    """Known regions that cannot be used now."""
     busy_workers: dict[str, int] = field(default_factory=dict)
     """Workers that other jobs hold, by region."""
     speeds: dict[str, float] = field(default_factory=dict)
     """Samples/s of one worker measured in earlier runs of the same task, by region."""
     other_batch: frozenset[str] = frozenset()
-    """Regions whose speed was measured with another batch, from which it does not follow exactly."""
+    """Regions whose speed was measured with another batch, from which it can be derived only roughly."""
     model_bytes: int | None = None
     """Size of the task's flat model, as measured by an earlier run or counted by an agent."""
     start_seconds: float | None = None
     """Seconds from submission to the first step, as measured in earlier runs or by a probe."""
     first_model_given: bool = False
-    """The job begins with what another one has left, handed on by its first region; else each makes the same."""
+    """Whether the job begins with another job's model, sent by its first region; else each region creates the same."""
     counted: bool = False
     """Whether `model_bytes` was counted by an agent, since no run of this code has reported it."""
     start_probed: bool = False
@@ -192,7 +192,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """Consecutive layers of a model, which some workers hold and no others."""
+    """Consecutive layers of a model, held by some of the workers."""
 
     first: int
     """Layer, counted from 0."""
@@ -217,13 +217,13 @@ class PipelineShape:
     order: str
     """"gpipe" or "1f1b"."""
     step_seconds: float
-    """Expected of one step, the merge of gradients included."""
+    """Expected seconds of one step, the merge of gradients included."""
     pace: float = 1.0
     """Ratio of that time to the one that the profile alone predicts, as earlier runs have measured it."""
     activation_codec: str = "fp32"
     """Codec of what stages send each other: "fp32", which changes nothing, or "bf16"."""
     why: tuple[str, ...] = ()
-    """Sentences for people: what each stage holds, and why it ends where it does."""
+    """Sentences for users: what each stage holds, and why it ends where it does."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class PlannedPartition:
     merge_seconds: float | None = None
     """Seconds that merging one step takes, as a profile of the task predicts it; None: a prior is used."""
     pipeline: PipelineShape | None = None
-    """None: every worker holds the whole model."""
+    """Stages of the model; None: every worker holds the whole model."""
     shards: tuple[str, ...] = ()
     """Regions whose shards are trained on here, sorted; empty: its own only."""
 
@@ -256,7 +256,7 @@ class PlannedPartition:
 
 @dataclass(frozen=True)
 class Range:
-    """A prediction: what is expected, and the bounds it should fall in."""
+    """A prediction: the expected value and its bounds."""
 
     low: float
     expected: float
@@ -312,21 +312,21 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Copy:
-    """A region's shard that another one processes; it travels once, whole, before training begins."""
+    """A region's shard that another one processes; it is transferred once, as a whole, before training begins."""
 
     source: str
     destination: str
     bytes: int
     """Bytes of all splits."""
     seconds: float
-    """Expected, over the link as stated."""
+    """Expected seconds, over the link as stated."""
     usd: float
-    """Expected, for egress."""
+    """Expected cost of egress."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was evaluated and not taken."""
+    """A plan that was evaluated but not chosen."""
 
     text: str
     why_not: str
@@ -342,9 +342,9 @@ class Plan:
     interval: int
     """Local steps between WAN exchanges of the region that makes the most."""
     collective: str
-    """"auto": each region chooses, by what it measures of its channel."""
+    """Collective; "auto": each region chooses, by its measurements of its channel."""
     channel: str
-    """"auto": each region's own."""
+    """Channel; "auto": each region's own."""
     wan_policy: str
     codec: str
     topology: str
@@ -380,15 +380,16 @@ class Plan:
         return {region: count / total for region, count in samples.items()}
 
     neighbours: tuple[tuple[str, str], ...] = ()
-    """Regions that exchange directly, as sorted pairs; what the others need is passed on. Empty: all pairs."""
+    """Regions that exchange directly, as sorted pairs; other updates are relayed. Empty: all pairs."""
     exchange_seconds: float = 0.0
-    """Expected, of one round: from the end of its compute until every region has every update, coding included."""
+    """Expected seconds of one round's exchange: from the end of its compute until every region has every update, coding
+    included."""
 
     copies: tuple[Copy, ...] = ()
     """Shards that are processed elsewhere, sorted by source; their regions have no partition."""
 
     def neighbours_of(self, region: str) -> tuple[str, ...]:
-        """The regions that one exchanges with directly, sorted."""
+        """Return the regions that exchange directly with one, sorted."""
         pairs = self.neighbours or tuple((region, part.region) for part in self.partitions)
         return tuple(sorted({name for pair in pairs if region in pair for name in pair} - {region}))
 

@@ -1,7 +1,7 @@
-"""Shards that are processed elsewhere: where they may go, what that takes, and whether it is worth it.
+"""Shards that are processed in other regions: where they may move, what that costs, and whether it is worth it.
 
 Data move only where their owner and the job allow it, and only where they must or where that saves clearly more than
-predictions stray. What a plan with moved shards takes is asked of the planner itself, the copies counted.
+the error of predictions. A plan with moved shards is evaluated by the planner itself, with the copies.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ CONVERSATION_ROUND_TRIPS = 9
 sent, one more file offered, a bulk stream opened with TLS. Reading the files for their digests is not counted, since a
 processor does that faster than links are."""
 MOST_PLACES = 3
-"""Regions that are tried for one shard: the best by a rough sum of money, and by one of time."""
+"""Regions that are tried for one shard: the best by a rough estimate of cost, and by one of time."""
 WORTH_EACH = 0.02
-"""The same of each shard by itself: what is left of the money or time if it alone stayed at home."""
+"""Share by which the plan must get worse when a single shard stays at home, for that shard to move."""
 MOST_PLANS, LEAST_PLANS, PLANNED_REGIONS = 60, 12, 500
 """Plans that are made at most; over many regions, where each plan takes longer, the number of plans times regions is
 limited instead, but to no fewer than the least number of plans."""
@@ -68,10 +68,10 @@ def train_samples(region: Region, dataset: str) -> int:
 
 
 def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | Declined:
-    """The plan with all data at home, or one that is clearly better with some of them elsewhere.
+    """Return the plan with all data at home, or one that is clearly better with some shards elsewhere.
 
-    From the best of some ways to begin with, one shard after the other is put where it is best, until that helps no
-    more. Chains are no way: where shards go to, the own one stays.
+    From the best of several starts, one shard after the other is moved where it is best, until that no longer helps.
+    Chains are not allowed: a region that gets shards keeps its own.
     """
     at_home = answer(PlacedShards(snapshot), demand)
     places = _places(snapshot, demand)
@@ -110,7 +110,7 @@ def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | De
 def _climbed(
     first: Sequence[_Moves], places: Mapping[str, Sequence[str]], asked: _Asked, demand: Demand
 ) -> dict[str, str]:
-    """The best moves that one change at a time leads to; none where nothing is admissible."""
+    """Return the best moves that are reached by single changes; none where nothing is admissible."""
     best: tuple[tuple[float, ...], dict[str, str]] | None = None
 
     def evaluate(moves: _Moves) -> bool:
@@ -141,7 +141,7 @@ def _climbed(
 
 
 def _thinned(moves: dict[str, str], asked: _Asked, demand: Demand) -> dict[str, str]:
-    """Without the moves that help hardly by themselves."""
+    """Return the moves without those that hardly help by themselves."""
     for shard in sorted(moves):
         present = asked(moves)
         rest = {source: region for source, region in moves.items() if source != shard}
@@ -194,7 +194,7 @@ def _left_out(region: str, demand: Demand) -> bool:
 
 
 def _places(snapshot: Snapshot, demand: Demand) -> dict[str, tuple[str, ...]]:
-    """The regions that are tried for each shard that may move, the most promising first."""
+    """Return the regions to try for each shard that may move, the most promising first."""
     if demand.residency == "region":
         return {}
     found = {}
@@ -305,7 +305,7 @@ def _speed(region: Region, coming: Sequence[Region], snapshot: Snapshot) -> floa
     return stated
 
 
-# What is told
+# Texts for users
 
 
 def _told(plan: Plan, tried: _Tried, snapshot: Snapshot, demand: Demand) -> Plan:

@@ -1,4 +1,4 @@
-"""Models in stages, as part of a plan: whether a region needs them, and which ones it gets."""
+"""Pipelines as part of a plan: whether a region needs stages, and which ones it gets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ all stages have the same size."""
 WITHIN = 0.01
 """Share by which a stage plan may miss the best one, in seconds and in USD: planning must answer soon."""
 STATE_FACTOR = 2.0
-"""Adam's, since the optimiser is not known: rather too much memory than too little."""
+"""Size of the optimiser's state in sizes of the parameters: Adam's, since the optimiser is unknown; too much memory
+rather than too little."""
 USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
 """Memory of a worker with torch loaded, in MB: the usual one, and the lower bound of what a profile yields."""
 WORTH = 0.95
@@ -99,7 +100,7 @@ def _shape(cut: Staged, degree: int) -> PipelineShape:
 
 
 def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
-    """The stages of a region's part; None: its workers hold the whole model, or no stages are known to fit."""
+    """Return the stages of a region's part; None: its workers hold the whole model, or no stages are known to fit."""
     profile, prices = snapshot.profiles.get(region.name), region.prices
     if demand.parallelism == "data" or profile is None or prices is None or not _measured(profile):
         return None
@@ -117,8 +118,8 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
 
 
 def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | None:
-    """Why a region cannot run the model in stages though the demand asks for them, or no function holds the whole of
-    it; None: it can, or need not."""
+    """Return why a region cannot run the model in stages although the demand requires it, or no function can hold the
+    whole model; None: it can, or need not."""
     if demand.parallelism == "data" or staged(region, snapshot, demand) is not None:
         return None
     known = snapshot.profiles.get(region.name)
@@ -145,7 +146,7 @@ def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | Non
 
 
 def _worth(plan: PlannedPipeline, minimise: str) -> float:
-    # With so many workers as there are, the fewer stages, the more replicas.
+    # With a given number of workers, fewer stages mean more replicas.
     return plan.seconds * len(plan.stages) if minimise == "time" else plan.usd
 
 

@@ -28,17 +28,16 @@ model fits, and a larger model needs a profile. A choice, not measured."""
 def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
     """Choose regions, workers and steps for a demand.
 
-    Every region that is live, allowed and holds a training shard takes part, or hands its shard to another one that
-    processes it: where the shard's owner and the demand let it go, and staying is impossible or clearly worse
-    (`_moves`).
+    Every live, allowed region that holds a training shard takes part, or another region processes its shard: where the
+    shard's owner and the demand permit that, and staying is impossible or clearly worse (`_moves`).
     """
     return Planner(snapshot).plan(demand)
 
 
 class Planner:
-    """Plans over one snapshot: what depends on neither deadline nor budget is worked out once for a demand.
+    """Plans over one snapshot; what depends on neither deadline nor budget is computed once for a demand.
 
-    So that it costs little to ask for other deadlines: what `plan` answers is the same.
+    So other deadlines can be tried at little cost. The results are the same as those of `plan`.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -161,7 +160,7 @@ def _planned(
     demand: Demand,
     known: dict[str, Topologies],
 ) -> Plan | Declined:
-    """The whole plan for regions that are staffed so."""
+    """Return the whole plan for regions with given workers."""
     snapshot = placed.snapshot
     partitions, rounds, interval = _steps(partitions, demand)
     wan = choose_wan(candidates, partitions, snapshot, demand, rounds, known)
@@ -217,7 +216,7 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
 
 
 def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot, demand: Demand, over: Routes) -> Plan:
-    """The plan that exchanges like another one, and has other workers."""
+    """Return the plan with the exchange of another one, and with other workers."""
     partitions, rounds, interval = _steps(_partitions(candidates, way, snapshot, demand), demand)
     taken_by_all = merging_of(partitions, candidates, snapshot, demand)
     shards = {part.region: part.shards for part in like.partitions}
@@ -358,7 +357,7 @@ def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: 
 
 
 def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:
-    """A partition that runs a pipeline."""
+    """Return a partition that runs a pipeline."""
     shape = cut.shape(replicas)
     return PlannedPartition(
         region=region.name,
@@ -407,7 +406,7 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
 
 
 def _steps(partitions: list[PlannedPartition], demand: Demand) -> tuple[list[PlannedPartition], int, int]:
-    """Rounds and steps per round, such that the demanded epochs are made to within one step a round."""
+    """Return rounds and steps per round, such that the demanded epochs are met to within one step a round."""
     total, shares = _by_speed(partitions, demand) if demand.balance == "speed" else _by_data(partitions, demand)
     usual = policy_named(demand.wan_policy or DEFAULT).interval_steps or DEFAULT_INTERVAL_STEPS
     interval = min(demand.interval or usual, total)
@@ -421,7 +420,8 @@ def _steps(partitions: list[PlannedPartition], demand: Demand) -> tuple[list[Pla
 
 
 def _by_data(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, list[float]]:
-    """Steps of the region that makes the most, and each region's as a part of them: all make the same epochs."""
+    """Return the steps of the region that makes the most, and each region's as a part of them: all make the same
+    epochs."""
     per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.replicas))) for part in partitions]
     longest = max(per_epoch)
     total = demand.steps if demand.steps is not None else max(1, round((demand.epochs or 1.0) * longest))
@@ -429,7 +429,7 @@ def _by_data(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, l
 
 
 def _by_speed(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, list[float]]:
-    """The same where all rounds take equally long; together the regions make the demanded epochs."""
+    """Return the same where all rounds take equally long; together the regions make the demanded epochs."""
     rates = [1.0 / step_seconds(part) for part in partitions]
     fastest = max(rates)
     if demand.steps is not None:

@@ -8,7 +8,8 @@ __all__ = ["may_be", "rule_text"]
 
 
 def may_be(rule: str | Collection[str], home: str, other: str, *, same_cloud: bool) -> bool:
-    """``rule``: "region", "cloud", "anywhere", or the names of regions; its own always may have it."""
+    """Return whether a region may process a shard. ``rule``: "region", "cloud", "anywhere", or the names of regions;
+    its own always may."""
     if home == other or rule == "anywhere":
         return True
     if isinstance(rule, str):

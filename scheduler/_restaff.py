@@ -32,7 +32,7 @@ class Staffed:
 
     region: str
     workers: int
-    """Now."""
+    """Present number of workers."""
     free: int
     """Workers that it may have, its own included."""
     batch: int
@@ -47,7 +47,7 @@ class Staffed:
     """Seconds of merging one step, where there are several workers."""
 
     def round_seconds(self, workers: int) -> float:
-        """Compute of one round, and its merges."""
+        """Return the seconds of one round's compute and merges."""
         merging = self.merge_seconds if workers > 1 else 0.0
         return self.steps_per_round * (math.ceil(self.batch / workers) / self.samples_per_second + merging)
 
@@ -75,8 +75,11 @@ def pace(
 def paces(
     regions: Sequence[Staffed], exchange_seconds: float, background: bool
 ) -> tuple[tuple[Mapping[str, int], float], ...]:
-    """The ways to staff a job, each faster than the one before with no fewer workers anywhere: workers by region, and
-    rounds a second. What it has now is one of them; those that cannot be put in line with it are left out."""
+    """Return the ways to staff a job, each faster than the one before with no fewer workers anywhere: workers by
+    region, and rounds a second.
+
+    The present one is among them; those that cannot be ordered with it are omitted.
+    """
 
     def rate(workers: Sequence[int]) -> float:
         return pace(regions, exchange_seconds, background, workers)
@@ -120,7 +123,8 @@ def restaff(
     deadline_seconds: float | None = None,
     budget_usd: float | None = None,
 ) -> Restaffing | None:
-    """None: continue as it is. ``deadline_seconds`` and ``budget_usd`` are what is left of them.
+    """Return the change that is worth it; None: continue unchanged. ``deadline_seconds`` and ``budget_usd`` are what is
+    left of them.
 
     ``exchange_seconds`` is of one round; in the background it counts only where it is longer than the compute.
     """
@@ -154,7 +158,7 @@ def restaff(
 def _reason(
     now: EvaluatedOption, best: EvaluatedOption, minimise: str, deadline: float | None, budget: float | None
 ) -> str | None:
-    """Why a change is worth it; None: it is not."""
+    """Return why a change is worth it; None: it is not."""
     if deadline is not None and now.most_seconds > deadline:
         if best.seconds < now.seconds * (1 - WORTH):
             return (

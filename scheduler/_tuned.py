@@ -95,7 +95,7 @@ def _tuned(
     chunks: float | None,
     merges: tuple[MergePoint, ...],
 ) -> Tuned | None:
-    """Kept, as jobs that wait are planned again and again."""
+    """Return the best configuration; cached, since jobs that wait are replanned often."""
     from scheduler.tuning import Platform, cheapest, fastest, space_of, task_of
 
     platform = Platform(paid.usd_per_gb_second, paid.usd_per_call, paid.server_usd_per_hour, slice_seconds)

@@ -26,13 +26,13 @@ WORTH_WAITING = 0.05
 """Share of a round's compute: below it, waiting for the exchange costs less than what waiting is worth, which is the
 same bits in every region."""
 FEWEST_ROUNDS = 20
-"""Below it, updates that come a round late are a notable part of all updates: better wait."""
+"""Number of rounds below which updates that are one round late are a notable part of all: then regions wait."""
 FEWEST_TERNARY_ROUNDS = 20
-"""Below it, too much of what a codec of few bits holds back would come in the last update only."""
+"""Number of rounds below which a codec of few bits would send too much of its residual only in the last update."""
 _ONLY_IN_BACKGROUND = {"quorum", "grace_seconds", "damping", "compensation"}
-"""Settings that say nothing where all wait for all: who sets one means the background."""
+"""Settings without effect where all regions wait for all: a job that sets one exchanges in the background."""
 WORTH_CODING = 0.9
-"""An update is coded only if that takes a tenth off the exchange."""
+"""An update is coded only if the exchange then takes at most this share of its time."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ def _best(choices: Sequence[WanChoice], compute: float) -> WanChoice:
 
 
 def _worth_coding(choices: Sequence[WanChoice]) -> WanChoice:
-    """The least lossy one that no lossier one beats notably: of a small update the round trip is most."""
+    """Return the least lossy choice that no lossier one beats notably: most of a small update's time is the round
+    trip."""
     best = choices[0]
     for choice in choices[1:]:
         if choice.exchange_seconds < best.exchange_seconds * WORTH_CODING:
@@ -162,7 +163,7 @@ def _impossible(evaluated: Topologies, kind: str | None) -> Declined:
 def _alternatives(
     chosen: Topology, evaluated: Topologies, demand: Demand, compute: float | None
 ) -> tuple[Alternative, ...]:
-    """Why each of the others lost; those that are of the same links as the chosen one are left out."""
+    """Return why each of the others lost; those with the same links as the chosen one are omitted."""
     out = []
     for other in evaluated.possible:
         if other.kind == chosen.kind or other.links == chosen.links:

@@ -13,11 +13,11 @@ __all__ = ["Ways"]
 
 
 class Ways:
-    """EvaluatedOption without a deadline and a budget, so that both may be asked for again and again."""
+    """The evaluated options, independent of deadline and budget, so that both can be varied cheaply."""
 
     def __init__(self, alike: Mapping[Option, Plan], by_itself: Callable[[Option], Plan | Declined]) -> None:
         self._alike = alike
-        """The plans, which all exchange like the first one."""
+        """Plans that all exchange like the first one."""
         self._evaluated = [_evaluated(way, other.estimate) for way, other in alike.items()]
         self._by_itself = by_itself
         self._own: dict[Option, Plan | Declined] = {}
@@ -55,7 +55,7 @@ def _within(chosen: Plan, demand: Demand) -> bool:
 
 
 def _other_staff(best: EvaluatedOption, evaluated: list[EvaluatedOption], demand: Demand) -> tuple[Alternative, ...]:
-    """Why the ends of the line, and what takes everything, lost."""
+    """Return why the fastest and the slowest option, and the one that uses everything, lost."""
     ends = [evaluated[0], *(w for w in evaluated if w.option.name in ("greedy", "one worker in each region"))]
     return tuple(
         Alternative(
@@ -113,7 +113,8 @@ def _leaves(seconds: float) -> str:
 
 
 def _usd(amount: float, *, up: bool = False) -> str:
-    """Four digits, or of less than a tenth of a cent the first two that are not zero; rounded up where asked."""
+    """Return an amount with four digits, or, below a tenth of a cent, with the first two that are not zero; rounded up
+    on request."""
     digits = 4 if amount >= 1e-3 or amount <= 0 else 1 - math.floor(math.log10(amount))
     return f"{math.ceil(amount * 10**digits) / 10**digits if up else amount:.{digits}f}"
 

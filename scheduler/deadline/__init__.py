@@ -1,4 +1,5 @@
-"""Deadlines: who is promised one, what that takes, and who gets what is left. The same core runs live and simulated."""
+"""Deadlines: admission with promises, their cost, and the use of what is left. The same core runs live and in
+simulations."""
 
 from scheduler.deadline._admit import Admission, admit
 from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer, promised_at_once

@@ -17,7 +17,7 @@ _FEW = 200
 """Number of promises up to which a region is filled again for a job that fits in no other way; beyond, that takes too
 long."""
 _PUSHED_MOST = 12
-"""Jobs that one new job may push out of their places."""
+"""Number of jobs that one new job may displace at most."""
 _STEEPNESS = 6.0
 """An empty region promises jobs exp(6), about 400, times the usual size; a full one only those of the usual size."""
 
@@ -74,7 +74,7 @@ def admit(
 
 
 def _groups(jobs: Iterable[DeadlineJob]) -> list[list[DeadlineJob]]:
-    """Jobs that stand or fall together, by their earliest deadline."""
+    """Return groups of jobs that are promised together or not at all, by their earliest deadline."""
     groups: dict[str, list[DeadlineJob]] = {}
     for job in jobs:
         groups.setdefault(f"group {job.group}" if job.group else f"job {job.name}", []).append(job)
@@ -128,7 +128,7 @@ class _Desk:
         return [job] if dropped is None else [dropped]
 
     def _place(self, job: DeadlineJob) -> bool:
-        """Give a promise in the region where the job takes the least device time, if it fits in any."""
+        """Promise a job in the region where it takes the least device time, if it fits in any."""
         tries = []
         for region, curve in job.curves.items():
             if region in self.books:
@@ -173,7 +173,8 @@ class _Desk:
         return price > self.rules.usual_device_s * math.exp(_STEEPNESS * left)
 
     def _repaired(self, region: str, job: DeadlineJob, wish: Wish) -> Book | None:
-        """The job as if alone, and those with later deadlines that it pushes out filled again; None: not so."""
+        """Return the holdings with the job as if alone, and the later deadlines that it displaces filled again; None:
+        impossible."""
         book = self.books[region].copy()
         book.displace(job.name, wish)
         after = (other for other in [*self.old[region], *self.new[region]] if other.deadline_s > job.deadline_s)
@@ -203,14 +204,15 @@ class _Desk:
         return (rules.margin, rules.reserve_s) if is_new else (rules.kept_margin, rules.kept_reserve_s)
 
     def _filled(self, region: str, new: list[DeadlineJob]) -> Book | None:
-        """Everybody of a region by deadline; None where somebody does not fit."""
+        """Fill a region with all its jobs by deadline; None where one does not fit."""
         jobs = sorted([*self.old[region], *new], key=lambda job: job.deadline_s)
         names = {job.name for job in new}
         book, stopped = fill(self.now, self.capacities[region], region, jobs, self.rules, names, self.uneasy[region])
         return book if stopped is None else None
 
     def _exchange(self, job: DeadlineJob) -> DeadlineJob | None:
-        """Let a job take the place of the dearest of the burst; returns that one, or None where nothing is gained."""
+        """Let a job take the place of the most expensive one of the burst; returns that one, or None where nothing is
+        gained."""
         for region, curve in job.curves.items():
             rivals = [rival for rival in self.new.get(region, ()) if not rival.group]
             if not rivals:

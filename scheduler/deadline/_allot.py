@@ -34,7 +34,7 @@ _ROUNDS, _REPAIRED = 2, 64
 """Attempts to repair a plan in which a job is late, by giving it more time, and the number of gangs up to which that is
 tried."""
 _TIGHTER_S, _TIGHTER = 2.0, 0.05
-"""Time more than what somebody was late, and at most this part of what is left to the deadline."""
+"""Seconds beyond a job's lateness by which its window is tightened, and the largest share of the window for that."""
 _FEW = 200
 """Number of jobs with deadlines up to which other orders are tried; beyond, that takes too long."""
 
@@ -50,7 +50,7 @@ class Allotment:
 
     @property
     def late(self) -> frozenset[str]:
-        """Gangs whose deadline cannot be kept as things stand."""
+        """Gangs whose deadline cannot be kept as things are."""
         return frozenset(name for name, held in self.held.items() if held.late)
 
 
@@ -65,7 +65,7 @@ class Offer:
     The earliest possible instant can be a little later, where others have just what they need; infinite: none as things
     are."""
     over_quota: bool = False
-    """Only the quota of its user stands against it."""
+    """Whether only the user's quota prevents the promise."""
     held: Mapping[str, Held] = field(default_factory=dict)
     """What all gangs with a promise then hold, this one included: the ``before`` of the next question."""
 
@@ -103,7 +103,7 @@ def _shared_out(
     before: Mapping[str, Held] | None,
     ground: Ground | None,
 ) -> tuple[dict[str, int], Mapping[str, Held], Course]:
-    """Paces now, what is held, and the course on which fewest are late."""
+    """Return the present paces, what is held, and the course with the fewest late gangs."""
     gangs = [gang.lasting() for gang in gangs]
     best: tuple[dict[str, int], Mapping[str, Held], Course] | None = None
     tight: dict[str, float] = {}
@@ -199,7 +199,7 @@ def _with(
 
 
 def _care(rules: Rules, *, is_new: bool) -> tuple[float, float]:
-    """The part of the window, and the time before its end, that are kept free."""
+    """Return the share of the window, and the time before its end, that are reserved."""
     return (rules.margin, rules.reserve_s) if is_new else (rules.kept_margin, rules.kept_reserve_s)
 
 
@@ -280,7 +280,7 @@ def _promises(
 def _again(
     ledger: WorkerLedger, gangs: Sequence[Gang], held: dict[str, Held], before: Mapping[str, Held], rules: Rules
 ) -> list[Gang]:
-    """Hold what was held before, where that still does; returns those for which it does not."""
+    """Hold what was held before, where that is still possible; returns those for which it is not."""
     others = []
     for gang in gangs:
         last = before[gang.name].on(gang) if gang.name in before else None

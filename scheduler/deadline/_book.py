@@ -22,9 +22,9 @@ class Wish:
 
     curve: SpeedCurve
     deadline_s: float
-    """The margin is taken off."""
+    """Deadline without the margin."""
     need: float
-    """Steps, the overheads in them."""
+    """Steps, with the overheads."""
     share: int
     """Devices that the job has now."""
     stay_s: float = 0.0
@@ -52,7 +52,7 @@ class Holding:
     """Instants, one more than shares, where the capacity did not allow two plain levels."""
     shares: NDArray[np.int64] | None = None
     late: bool = False
-    """True where even all that was free does not meet the deadline."""
+    """Whether even everything that was free does not meet the deadline."""
 
     def share(self) -> int:
         """Devices now."""
@@ -71,7 +71,7 @@ class Holding:
         return self.first if at < self.switch_s else self.second
 
     def rises_s(self, share: int) -> float:
-        """The first instant, later than the first, at which it holds more than `share`; infinite: never."""
+        """Return the first instant after the begin at which it holds more than `share`; infinite: never."""
         if self.shares is not None and self.times is not None:
             above = np.flatnonzero(self.shares > share)
             return float(self.times[above[0]]) if len(above) else math.inf
@@ -112,14 +112,14 @@ class Book:
         """Promised jobs that do not fit with their margin."""
 
     def copy(self) -> Book:
-        """A book to try something in."""
+        """Return a copy for trials."""
         other = Book.__new__(Book)
         other.now, other.times, other.free = self.now, self.times, self.free.copy()
         other.holdings, other.uneasy = dict(self.holdings), set(self.uneasy)
         return other
 
     def displace(self, name: str, wish: Wish) -> None:
-        """Hold a wish's two levels whether they are free or not: ``free`` may fall below zero."""
+        """Hold a wish's two levels even if they are not free: ``free`` may fall below zero."""
         self.point(wish.switch_s)
         self.point(wish.deadline_s)
         self._hold(name, Holding(wish.first, wish.second, wish.switch_s, wish.deadline_s))

@@ -20,7 +20,7 @@ __all__ = ["Course", "Going", "Ground", "Room", "follow"]
 _SAFE_S = 1e-3
 """Seconds by which each promise is kept at least, so that rounding cannot invalidate a proof."""
 _SAME_S = 1e-9
-"""Instants so near each other are one."""
+"""Seconds within which instants count as the same."""
 
 Plan = tuple[tuple[float, int], ...]
 """(instant, level from then on), ascending; before the first there is no level, and the last one lasts to the job's
@@ -47,7 +47,7 @@ class Ground(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Going:
-    """A job on its way. Level 0 has no devices; what the others are is the caller's."""
+    """A job in the course. Level 0 has no devices; the caller defines the others."""
 
     name: str
     left: float
@@ -145,7 +145,7 @@ class _Walk:
         """Ends on the clock that pauses of all jobs stop; nan: the job does not run now."""
         self.done = [math.inf] * count
         self.turn = [0] * count
-        """Counts changes, so that what was noted before is known to be void."""
+        """Numbers of changes, by which outdated entries of the queues are recognised."""
         self.steps: list[list[tuple[float, int]]] = [[] for _ in jobs]
         self.ends: list[tuple[float, int, int]] = []
         self.resumes: list[tuple[float, int, int]] = []
@@ -155,7 +155,7 @@ class _Walk:
         self.free = list(room[0][1])
         self.next_s, self.begun = math.inf, False
         self.blocked: list[tuple[int, int]] = []
-        """Jobs that should have risen, but for who still has the devices."""
+        """Jobs that should have risen, but whose devices are still in use."""
         self._begin(chosen)
 
     def _begin(self, chosen: Mapping[str, int]) -> None:
@@ -177,7 +177,7 @@ class _Walk:
         heapify(self.rises)
 
     def course(self) -> Course:
-        """Play to the end."""
+        """Simulate to the end and return the course."""
         jobs, unfinished = self.jobs, sum(math.isfinite(job.deadline_s) for job in self.jobs)
         while unfinished:
             end_s, resume_s, rise_s = self._end_s(), self._due(self.resumes), self._due(self.rises)
@@ -360,7 +360,7 @@ class _Walk:
         return min(self.free) >= 0
 
     def _fall(self, entry: tuple[bool, int, int], wanted: Mapping[int, int]) -> tuple[bool, bool, int, float]:
-        """Best effort first; then the smallest that is enough alone, else the largest."""
+        """Return the order of falling: best effort first; then the smallest that suffices alone, else the largest."""
         promised, number, planned = entry
         need = self.jobs[number].need
         given = [

@@ -24,8 +24,8 @@ A choice that balances accuracy and time.
 class SpeedCurve:
     """Measured speed by number of devices; only levels that are faster than every smaller one.
 
-    Nothing is promised on a level that is not here: a curve is never read between or beyond its levels. Use
-    ``curve_from_table`` where a table may hold levels that do not pay.
+    Nothing is promised on a level without a measurement: a curve is never read between or beyond its levels. Use
+    ``curve_from_table`` where a table may have levels that do not pay.
 
     Raises ``ValueError`` where levels or rates do not ascend from above zero.
     """
@@ -43,7 +43,7 @@ class SpeedCurve:
             raise ValueError("levels and rates of a curve ascend from above zero")
 
     def rate(self, share: int) -> float:
-        """Steps a second with `share` devices; those above the largest level that fits lie idle."""
+        """Return the steps a second with `share` devices; devices above the largest level that fits are idle."""
         index = bisect_right(self.levels, share)
         return self.rates[index - 1] if index else 0.0
 
@@ -129,7 +129,7 @@ def fit_curve(samples: Iterable[tuple[int, float]]) -> SpeedCurve | None:
 
 
 def _above(left: tuple[float, int], middle: tuple[float, int], right: tuple[float, int]) -> bool:
-    """True where `middle` takes more devices than mixing the other two takes at its rate."""
+    """Return whether `middle` takes more devices than mixing the other two takes at its rate."""
     return (middle[1] - left[1]) * (right[0] - left[0]) > (1 + 1e-9) * (right[1] - left[1]) * (middle[0] - left[0])
 
 

@@ -16,7 +16,7 @@ _ENOUGH = 10
 _MEMORY_S = 1800.0
 """Seconds for which pauses are remembered."""
 _CROWDED = 0.5
-"""Demand is high where what has been asked for is this part of all capacity until the latest deadline."""
+"""Share of all capacity until the latest deadline from which what was asked for counts as high demand."""
 
 
 class Experience:
@@ -60,7 +60,7 @@ class Experience:
         return curve_from_table(rates) or curve
 
     def paused(self, now: float, seconds: float) -> None:
-        """Everybody was paused."""
+        """Record a pause of all jobs."""
         self._paused = self.pause_share(now) + seconds / _MEMORY_S
         self._paused_s = now
 

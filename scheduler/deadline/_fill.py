@@ -1,8 +1,8 @@
 """The least device time that meets a deadline, given what others hold: minimum satisfactory shares.
 
 Progressive filling (ElasticFlow, ASPLOS'23, §4.1) without slots: capacity is a step function over real instants, and a
-job fills it between two neighbouring levels of its curve's lower hull, the smaller one first, so that what is free soon
-stays free for those who come. Everything that a change of shares takes is charged inside the fill.
+job fills it between two neighbouring levels of its curve's lower hull, the smaller one first, so that capacity of the
+near future stays free for new jobs. All costs of a change of shares are charged inside the fill.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ would otherwise postpone it for ever, by less and less."""
 
 
 def _window(job: DeadlineJob, now: float, rules: Rules, margin: float, reserve_s: float) -> float:
-    """Time until a job's deadline, less what is kept free of it."""
+    """Return the time until a job's deadline, less what is reserved."""
     window = job.deadline_s - now
     return window - margin * max(0.0, window - rules.grace_s) - reserve_s
 
@@ -172,9 +172,10 @@ def _wishes(now: float, region: str, jobs: Sequence[DeadlineJob], rules: Rules, 
 def _on_a_grid(
     now: float, region: str, jobs: Sequence[DeadlineJob], rules: Rules, cares: Sequence[tuple[float, float]]
 ) -> list[Wish]:
-    """Wishes whose instants lie on a common grid, on the safe side: filling takes time by the number of instants.
+    """Return wishes whose instants are rounded to a common grid, on the safe side: the time to fill depends on the
+    number of instants.
 
-    The grid is as fine as the deadlines are near each other; a job holds a little more than it needs.
+    The grid is as fine as the deadlines are close to each other; a job holds a little more than it needs.
     """
     ends = [now + max(0.0, _window(job, now, rules, *care)) for job, care in zip(jobs, cares, strict=True)]
     instants = np.unique(ends)

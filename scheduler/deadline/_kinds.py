@@ -37,7 +37,7 @@ class Kinds:
 
     @property
     def late(self) -> frozenset[str]:
-        """Gangs whose deadline cannot be kept as things stand, were preemptible workers to go now."""
+        """Gangs whose deadline cannot be kept if the preemptible workers were taken away now."""
         return frozenset(name for name, held in self.held.items() if held.late)
 
     def pace(self, gang: str) -> int:
@@ -106,7 +106,7 @@ def _places(
     there: dict[str, int] = {}
     for gang in gangs:
         if gang.fixed and gang.preemptible and gang.held >= 0:
-            # It cannot be told of a change just now.
+            # It cannot be informed of a change just now.
             there[gang.name] = gang.held
             _take(_more(gang, -1, gang.held), free)
     order = sorted(

@@ -34,9 +34,9 @@ class StaffingPace:
 
 @dataclass(frozen=True)
 class Gang:
-    """A job that has workers in several regions: a round ends with the slowest, so that all go at one pace.
+    """A job that has workers in several regions: a round ends with the slowest, so that all have one pace.
 
-    A job of ``Job`` and ``Curve`` is the case of one region. Raises ``ValueError`` where the paces do not ascend.
+    A ``DeadlineJob`` is the case of one region. Raises ``ValueError`` where the paces do not ascend.
     """
 
     name: str
@@ -84,13 +84,13 @@ class Gang:
         return math.isinf(self.deadline_s)
 
     def waiting(self, now: float) -> Gang:
-        """The same with the rounds that its pause takes as work, for who reckons without pauses."""
+        """Return the gang with the rounds of its pause added to its work, for calculations without pauses."""
         if self.held < 0 or self.ready_s <= now:
             return self
         return replace(self, work=self.work + (self.ready_s - now) * self.paces[self.held].rate, ready_s=-math.inf)
 
     def lasting(self) -> Gang:
-        """The same as it counts among workers that stay."""
+        """Return the gang as it counts among lasting workers."""
         return replace(self, held=-1, ready_s=-math.inf) if self.preemptible else self
 
     def workers(self, pace: int) -> Mapping[str, int]:
@@ -115,7 +115,7 @@ class Held:
     since."""
 
     def on(self, gang: Gang) -> Held | None:
-        """The same in terms of a gang's present paces; None where that cannot be said.
+        """Return the holding in terms of a gang's present paces; None where that is impossible.
 
         Each pace becomes the fastest with no more workers anywhere, so that it fits wherever the old one did.
         """
@@ -163,7 +163,7 @@ class WorkerLedger:
                 steps[self.times.searchsorted(at) :] = devices
 
     def copy(self) -> WorkerLedger:
-        """A ledger to try something in."""
+        """Return a copy for trials."""
         other = WorkerLedger.__new__(WorkerLedger)
         other.now, other.times, other.rows, other.free = self.now, self.times, self.rows, self.free.copy()
         return other
@@ -261,7 +261,7 @@ class WorkerLedger:
         return self._hold(gang, chosen, before.end_s)
 
     def all_there_is(self, gang: Gang, rules: Rules) -> Held:
-        """Hold as much as fits until the work is done, however late that is."""
+        """Hold everything that fits until the work is done, however late that is."""
         if gang.fixed:
             found = self.stretch(gang, rules)
             return found if found is not None else Held((self.now, math.inf), (-1,), late=True)
@@ -337,7 +337,7 @@ class WorkerLedger:
         return need
 
     def _hold(self, gang: Gang, chosen: NDArray[np.int64], end_s: float, *, late: bool = False) -> Held:
-        """Take what is chosen for each step up to ``end_s``; points made meanwhile repeat the step before."""
+        """Hold the chosen paces of each step up to ``end_s``; steps added meanwhile repeat the one before."""
         end = self.point(end_s)
         if len(chosen) != end:
             raise ValueError("a choice for each step is needed")

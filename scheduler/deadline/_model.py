@@ -14,7 +14,7 @@ class Overhead:
     """The cost of a change of shares."""
 
     base_s: float = 2.0
-    """Pause of a job that continues elsewhere or otherwise."""
+    """Seconds of pause of a job that continues elsewhere or with another share."""
     doubling_s: float = 2.0
     """Additional seconds for each doubling of the share, from one device on."""
     everyone: bool = False
@@ -71,7 +71,7 @@ class Rules:
     margin: float = 0.08
     """Share of a new job's window that is kept free for unforeseen changes."""
     kept_margin: float = 0.05
-    """The same for jobs that have their promise: less, so that what was kept free may be used."""
+    """The same for jobs that have their promise: less, so that what was reserved can be used."""
     reserve_s: float = 0.0
     """Additional seconds before the deadline that are kept free."""
     kept_reserve_s: float = 0.0

@@ -84,7 +84,7 @@ def on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -
         if name not in promised:
             continue
         steps = tuple((at, level - 1) for at, level in course.plans[name])
-        # Where it does not fit, nobody knows who will have to wait: then what is held says more.
+        # Where it does not fit, it is unknown which jobs will wait: then what is held is more reliable.
         late = name in course.late if course.fits else holding.late
         found[name] = replace(holding, course=steps, ladder=promised[name], late=late)
     return found

@@ -28,7 +28,7 @@ _ROUNDS = 2
 _FEW = 64
 """Number of jobs up to which that is tried; beyond, it takes too long and rarely helps."""
 _TIGHTER_S, _TIGHTER = 2.0, 0.05
-"""Time kept more than what somebody was late, and at most this part of what is left to the deadline."""
+"""Seconds beyond a job's lateness by which its window is tightened, and the largest share of the window for that."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class _Court:
         return found.proven(self.now)
 
     def _without_worst(self, found: _Found) -> list[DeadlineJob]:
-        """The burst without who is latest in it, or else has the most work."""
+        """Return the burst without the job that is latest in it, or else has the most work."""
         names = {job.name for job in found.promised}
         burst = [job for job in self.asked if job.name in names]
         late = found.course.late
@@ -192,7 +192,7 @@ class _Court:
         return _Found((), self._follow(jobs, plans, shares), tuple(jobs))
 
     def _appended(self, new: Sequence[DeadlineJob]) -> _Found | None:
-        """Newcomers in what the last course leaves free, the others as they are; None where that is too little."""
+        """Return new jobs in what the last course leaves free, the others unchanged; None where that is too little."""
         kept = self._kept().course
         book, turns = self._left_by(kept), sorted({at for plan in kept.plans.values() for at, _ in plan})
         # Best effort has what it has, and is sure of nothing.

@@ -16,7 +16,8 @@ _STICKY = 1.2
 _WORTHWHILE = 2.0
 """Factor of the cost of a change that a larger share must save."""
 _LEAST_RETURN = 0.1
-"""Devices that return less than this part of their time stay free: the next job would only have to take them back."""
+"""Share of their time that devices must return to be used; otherwise they stay free, since the next job would only have
+to take them back."""
 _SHORTEST_S = 1.0
 """Least seconds between two decisions that are due only to a plan."""
 _SIGHT_S = 1800.0

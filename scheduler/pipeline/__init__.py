@@ -1,4 +1,4 @@
-"""Pipelines of functions for models that one function cannot hold: where to cut, in what memory, with what replicas."""
+"""Pipelines of functions for models that one function cannot hold: cuts, memory sizes and replicas."""
 
 from scheduler.pipeline._evaluate import evaluate
 from scheduler.pipeline._explain import cuts_of, explain

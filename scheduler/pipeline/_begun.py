@@ -1,4 +1,4 @@
-"""The least that the first layers of a chain take, by what they are cut into: beginnings of pipelines, as bounds."""
+"""Lower bounds of what the first layers of a chain take: beginnings of pipelines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 LEVELS = 48 - 1
-"""Steps of a way's rate, each as large as its cheapest function's; what is above the last one is counted as it."""
+"""Steps of a way's rate, each as large as its cheapest function's; larger rates count as the last step."""
 NONE, NEVER = np.float32(0.0), np.float32(1e15)
 """Seconds of what does not fit. Not infinite, since it is multiplied by zero."""
 NUMBERS = 4
 """Numbers of stages behind a beginning that are tried at once."""
 PAIRS = 1 << 14
-"""Beginnings that one stage more is put behind in one go, for each of its choices: what the caches hold."""
+"""Beginnings that are extended by one stage at a time, for each of its choices: what the caches hold."""
 BEATS = 1 << 7
 """Steps of a stage's slowest lane, by factors, from the fastest one's to the slowest one's."""
 
@@ -95,7 +95,7 @@ class Beginnings:
         """Prefixes by number of layers."""
 
     def _arcs_from(self, first: int, stages: Stages, row: Ints) -> _Arcs:
-        """`row`: by way, which of the stages' ways it is like."""
+        """Return the stages that begin with a layer. `row`: by way, the index of the stages' way that it equals."""
         tables = self._tables
         after = np.arange(first + 1, tables.length + 1)
         both = tables.alternates[:, None]
@@ -145,7 +145,7 @@ class Beginnings:
             beat = _least(np.where(fits, arcs.beats[1], NEVER))
             cheapest = _least(np.where(fits, rate, NEVER))
             own = _least(arcs.added[0] + more[:, None] * arcs.beats[1])
-            # Behind this stage there are at most so many.
+            # At most this number of stages follows this one.
             later = after[: min(most, length - arcs.first), :, arcs.first + 1 :]
             here = after[1 : len(later) + 1, :, arcs.first]
             np.min(later[:, 0] + fill, axis=1, out=here[:, 0])
@@ -157,7 +157,7 @@ class Beginnings:
         return np.minimum(after, NEVER)
 
     def _useful_stages(self) -> int:
-        """No pipeline of more stages gets ahead of the front."""
+        """Return the number of stages beyond which no pipeline improves the front."""
         fill, beat, other, rate, alone = self._after[:, :, 0].astype(float).swapaxes(0, 1) * SINGLE
         seconds = np.maximum(alone, fill + (self._tables.count - 1) * beat)
         seconds = np.maximum(seconds, self._tables.least_busy * SINGLE)
@@ -263,7 +263,7 @@ class Beginnings:
 
 @dataclass(frozen=True, eq=False)
 class _Trial:
-    """Beginnings of one number of layers, and what may come behind them, before a front."""
+    """Beginnings of one number of layers, and what may follow them, compared with a front."""
 
     front: Front
     within: float
@@ -278,7 +278,7 @@ class _Trial:
     exactly: Singles
     """(table, number of stages and way): the least of what follows in that many stages."""
     at_least: Singles
-    """The same, in as many or more."""
+    """The same, in at least as many stages."""
 
     def beaten(self, rows: Ints, after: Singles, number: int | Ints) -> Mask:
         """Return the beginnings that the front beats with a number of stages behind; by row, or by number and row."""
@@ -317,8 +317,8 @@ class _Ends:
 
 
 class _Pool:
-    """Beginnings of all numbers of layers so far, one after the other: by way, and those first that the slowest stages
-    may follow. With the stages that may."""
+    """Beginnings of all numbers of layers so far, concatenated: by way, and those first that the slowest stages may
+    follow; with the stages that may follow."""
 
     def __init__(self, tables: Tables, steps: Ints, most: int) -> None:
         self.most, self._length = most, 0

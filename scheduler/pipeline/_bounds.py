@@ -25,9 +25,9 @@ from scheduler.pipeline._tables import Floats, Ints, Tables
 __all__ = ["LabelBounds"]
 
 PAIRS = 1 << 17
-"""Labels times completions, of the coarsest, that are looked at in one go."""
+"""Pairs of labels and the coarsest completions that are examined at a time."""
 RUNS = (LEVELS + 1, 6, 1)
-"""Levels that are looked at as one, with the least of each: first all of them, then fewer."""
+"""Numbers of levels that are combined, with the least of each: first all of them, then fewer."""
 
 FILLED, ENDED, MORE, BOTH, BEAT_B, BUSY, RATE, OTHER_USD, STAGES, MOST_STAGES = range(10)
 """Columns by which a pair of a label and a completion is judged, those of the label."""
@@ -74,8 +74,8 @@ class LabelBounds:
         return found
 
     def _slowest(self, fill: Floats, more: Floats, rate: Floats, other_usd: Floats) -> Floats:
-        """No pipeline of at least this fill, rate and price whose slowest lanes, forward and backward, come to more
-        gets ahead of the front."""
+        """Return the sum of slowest lanes, forward and backward, above which no pipeline of at least this fill, rate
+        and price improves the front."""
         spare = self._front.beats_from(rate, other_usd, self._within) - fill
         return np.where(more > 0, spare / np.maximum(more, 1.0), np.inf)
 
@@ -158,7 +158,7 @@ class LabelBounds:
         return np.stack([columns[number] for number in range(len(columns))]).astype(np.float32)
 
     def _open(self, own: Singles, before: _Completions, row: Ints, coarser: Ints) -> tuple[Ints, Ints]:
-        """Pairs of a label and what one of the coarser completions is made of that the front does not beat."""
+        """Return the pairs of a label and a part of one of the coarser completions that the front does not beat."""
         begin = before.begin[coarser]
         many = before.begin[coarser + 1] - begin
         row = np.repeat(row, many)

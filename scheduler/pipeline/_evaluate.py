@@ -123,7 +123,7 @@ def _parameter_bytes(problem: PipelineProblem, cut: Cut) -> int:
 
 
 def _compute_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut) -> tuple[float, float]:
-    """Forward and backward pass of one micro-batch, at speed 1."""
+    """Return the seconds of the forward and backward pass of one micro-batch, at speed 1."""
     sums = problem.profile.sums
     forward, backward = (
         lines[cut.last + 1].seconds(way.micro_batch) - lines[cut.first].seconds(way.micro_batch)
@@ -133,7 +133,7 @@ def _compute_seconds(problem: PipelineProblem, way: PipelineOptions, cut: Cut) -
 
 
 def _update_seconds(problem: PipelineProblem, cut: Cut) -> float:
-    """The optimiser's step, at speed 1."""
+    """Return the seconds of the optimiser's step, at speed 1."""
     sums = problem.profile.sums.update_s
     return sums[cut.last + 1] - sums[cut.first]
 

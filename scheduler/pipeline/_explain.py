@@ -1,4 +1,4 @@
-"""Why a pipeline is cut where it is, in sentences for people."""
+"""The reasons for a pipeline's cuts, in sentences for users."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def explain(problem: PipelineProblem, plan: PlannedPipeline) -> tuple[str, ...]:
 
 
 def cuts_of(problem: PipelineProblem, plan: PlannedPipeline) -> tuple[Cut, ...]:
-    """A pipeline's stages as decisions. A place that stands twice is taken at its first possible position."""
+    """Return a pipeline's stages as decisions. A place that occurs twice is taken at its first possible position."""
     cuts, place = [], 0
     for stage in plan.stages:
         place = next(

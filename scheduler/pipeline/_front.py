@@ -1,4 +1,4 @@
-"""The planner: which stages, in what memory, with how many replicas, in what order."""
+"""The planner of pipelines: stages, memory sizes, replicas and order."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def fastest(plans: Sequence[PlannedPipeline], within_usd: float) -> PlannedPipel
 
 
 def uniform(problem: PipelineProblem) -> tuple[PlannedPipeline, ...]:
-    """The front of what FuncPipe's published set-up comes to, whose planner was not published: the baseline.
+    """Return the front of FuncPipe's published set-up, whose planner was not published: the baseline.
 
-    GPipe order, stages of as equal a number of layers as can be, one memory size for all, in the first place, nothing
-    computed again; over the number of stages, sizes, degrees and micro-batches.
+    GPipe order, stages with numbers of layers as equal as possible, one memory size for all, in the first place, no
+    recomputation; over the number of stages, sizes, degrees and micro-batches.
     """
     length, sizes = len(problem.profile.layers), problem.places[0].sizes
     found: list[PlannedPipeline] = []
@@ -88,7 +88,7 @@ def ways_of(problem: PipelineProblem) -> tuple[PipelineOptions, ...]:
 
 
 def _why_not(problem: PipelineProblem) -> str:
-    """The first layer that fits no function alone, whatever the way; or what else is in the way."""
+    """Return the first layer that fits no function alone, whatever the way, or another reason."""
     roomiest = [
         (size.memory_mb, p, s) for p, place in enumerate(problem.places) for s, size in enumerate(place.sizes)
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The front as far as it is known, and what it beats."""
+"""The known part of the front, and what it beats."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ROUNDING = 1 - 1e-12
 """Factor on a sum in double precision below which another sum is surely smaller: relative rounding errors of some
 dozens of additions stay below 1e-12."""
 SINGLE = 1 - 3e-5
-"""Bounds are kept in single precision: what sums of some dozens of numbers may be off by."""
+"""Factor on bounds for the rounding of single precision in sums of some dozens of numbers."""
 LEAST_RATE = 1e-30
-"""USD per second: what is for nothing may take any time."""
+"""USD per second that replaces a rate of zero: at no cost, any time is allowed."""
 CELLS = 1 << 14
 """Steps in seconds of a front that is looked up instead of searched."""
 
@@ -39,7 +39,7 @@ class Front:
         return [(int(source), int(row)) for source, row in zip(self._source[1:], self._row[1:], strict=True)]
 
     def add(self, seconds: Floats, usd: Floats, rows: Ints) -> None:
-        """Pairs that were reached, with numbers by which they are known."""
+        """Add pairs that were reached, with numbers that identify them."""
         source = np.full(len(rows), self._additions)
         self._additions += 1
         columns = [(self.seconds, seconds), (self.usd, usd), (self._source, source), (self._row, rows)]

@@ -1,4 +1,4 @@
-"""Unfinished pipelines, as columns: what begins with some layer and continues to the last one."""
+"""Unfinished pipelines, as columns: stages from some layer to the last one."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def joined(parts: Sequence[Labels]) -> Labels:
 
 
 def ends_of(ways: Ints, slowest: Floats, length: int, place: int) -> Labels:
-    """Nothing yet, behind the last layer, in the place where the last stage must be at the latest."""
+    """Return the empty label behind the last layer, in the last place that the last stage may have."""
     n = len(ways)
     none, zero = np.full(n, -1), np.zeros(n)
     return Labels(
@@ -109,8 +109,8 @@ def _measures(labels: Labels, count: Floats) -> Floats:
 
 
 def _unbeaten(low: Floats, high: Floats, group: Ints) -> Ints:
-    """Rows that no row of the group beats that comes before them. Whoever beats comes first in the order, so that no
-    two labels can beat each other."""
+    """Return the rows that no earlier row of the group beats. A row that beats another precedes it, so that no two
+    labels can beat each other."""
     order = np.lexsort((low[0] + low[3], low[0], group))
     low, high, group = low.take(order, axis=1), high.take(order, axis=1), group[order]
     before = np.arange(len(order)) - np.searchsorted(group, group)

@@ -106,8 +106,8 @@ class StageChannel:
     up_bytes_per_s: float
     down_bytes_per_s: float
     parallel: int = 8
-    """Requests of one function that may be on their way at once, each way, while gradients are merged. Activations go
-    one after the other: each lane is one thread."""
+    """Requests of one function that may be in flight at a time, in each direction, while gradients are merged.
+    Activations are sent one by one: each lane is one thread."""
     put_usd: float = 0.0
     get_usd: float = 0.0
     request_core_s: float = 0.0
@@ -151,7 +151,7 @@ class PipelineProblem:
     hops: Mapping[tuple[str, str], Hop] = field(default_factory=dict)
     """Hops by (from, to), by name. Where one direction of a pair is missing, no cut crosses it."""
     ends_last: bool = False
-    """The last stage must be in the last place: where labels may not leave it."""
+    """Whether the last stage must be in the last place, if labels may not leave it."""
     degrees: tuple[int, ...] = (1, 2, 4, 8)
     """Replicas of every stage that are tried; more than `batch` are not."""
     micro_batches: tuple[int, ...] | None = None
@@ -168,8 +168,8 @@ class PipelineProblem:
     merged_share: float = 1.0
     """The same, of the gradients that replicas merge."""
     merges_early: bool = False
-    """Gradients leave while the last backward pass of an iteration still runs, the last layers' first, as in
-    `sync.pipeline`; False: when it is over, as FuncPipe has it."""
+    """Whether gradients leave while the last backward pass of an iteration still runs, the last layers' first, as in
+    `sync.pipeline`; False: after it, as in FuncPipe."""
     merges_apart: bool = False
     """Whether the first layers' gradients of a stage, which are complete when that pass ends, are merged as a vector of
     their own, as `sync.pipeline` does over channels whose requests cost nothing. It takes twice the requests."""
@@ -217,7 +217,8 @@ class PlannedStage:
     place: str
     memory_mb: int
     rematerialise: bool
-    """The forward pass is computed again before the backward pass; only the stage's input is kept until then."""
+    """Whether the forward pass is computed again before the backward pass; only the stage's input is kept until
+    then."""
     needed_mb: float
     """Largest memory at any time, a worker's base included."""
     forward_s: float

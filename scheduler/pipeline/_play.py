@@ -39,7 +39,7 @@ class _Task:
 
 
 def played(problem: PipelineProblem, plan: PlannedPipeline) -> PlannedPipeline:
-    """The same pipeline with the seconds of its schedule, and what follows from them in USD.
+    """Return the same pipeline with the seconds of its simulated schedule, and the resulting USD.
 
     All replicas of a stage run alike, and all micro-batches are equal. Without shared cores GPipe's seconds are those
     of `evaluate`, and 1F1B's at most those.

@@ -43,9 +43,9 @@ FEW = 2
 FEWEST_LAYERS = 6
 """Layers of a chain up to which it is searched without shortening it first."""
 SHORTER = 4
-"""Layers of a chain that are taken together in the shorter one whose pipelines are found first."""
+"""Layers that are combined into one in the shorter chain that is searched first."""
 NEAR = 2
-"""Layers by which the cuts of these pipelines are then moved, before everything is tried."""
+"""Layers by which the cuts of its pipelines are then moved, before everything is tried."""
 ROUGH = 0.02
 """Share within which these are found."""
 

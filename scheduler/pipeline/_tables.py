@@ -30,7 +30,7 @@ class Stages:
 
     first: int
     fits: Floats
-    """Micro-batches that may be under way at once, not rounded down."""
+    """Micro-batches that may be in flight at once, not rounded down."""
     fits_again: Floats
     """The same, where the forward pass is computed again."""
     forward: Floats
@@ -186,7 +186,8 @@ class Tables:
         )
 
     def most_live(self, first: int, ways: Ints) -> tuple[Floats, Floats]:
-        """Micro-batches that may be under way at once in stages from `first` on: kept, and computed again."""
+        """Return the micro-batches that may be in flight at once in stages from `first` on: kept, and computed
+        again."""
         after = np.arange(first + 1, self.length + 1)
         own = 2.0 + self.problem.profile.state_factor
         copies = own + np.where(self.degree[ways] > 1, self.problem.merge_copies, 0.0)

@@ -1,6 +1,7 @@
 """The cheapest placement of one job at given prices and limits: exact, as far as the effort allows.
 
-The best split of its shards lets two unions meet in a region, where they would be one partition; then it branches.
+The best split of its shards lets two unions be in one region, where they would be one partition; then the search
+branches.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Effort:
     """Limits of the search for one job at one pace."""
 
     nodes: int = 64
-    """Splits, at most; more than one only where unions meet in a region."""
+    """Splits that are tried at most; more than one only where unions are in one region."""
     regions: int = 200
     """Number of regions, about, that are searched together at most; others are omitted only where they cannot be of
     use."""

@@ -67,7 +67,7 @@ def bill_of(sites: Sites, need: Need, hub: int, parts: list[tuple[int, int, tupl
 
 
 def placement_of(sites: Sites, choice: PlacementChoice) -> Placement:
-    """A choice in words."""
+    """Return a choice with the names of regions and devices."""
     need, regions = choice.need, sites.federation.regions
     job = need.job
     partitions = []

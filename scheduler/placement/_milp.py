@@ -171,7 +171,7 @@ def _hub(model: _Model, sites: Sites, need: Need, job: _Columns, regions: list[i
 
 
 def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bool]:
-    import highspy  # loads a solver of several MB, which nobody else needs
+    import highspy  # loads a solver of several MB, which no other module needs
 
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = len(model.cost), len(model.rows)

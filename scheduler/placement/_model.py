@@ -99,7 +99,7 @@ def federation(regions: tuple[PlacementRegion, ...], links: LinkTable) -> Placem
 
 @dataclass(frozen=True)
 class PlacementShard:
-    """A part of a job's data. It is trained on in one region, as a whole."""
+    """A part of a job's data, which is trained on in one region, as a whole."""
 
     name: str
     region: str
@@ -200,7 +200,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PlacementRefusal:
-    """Why a job is not placed."""
+    """The reason for which a job is not placed."""
 
     job: str
     reasons: tuple[Reason, ...]
@@ -217,7 +217,7 @@ class PlacementOutcome:
     penalty_usd: float = 0.0
     """Penalties of the refusals, as the bound counts them."""
     proven: bool = False
-    """The bound is that of an exact solver which came to its end."""
+    """Whether the bound is that of an exact solver that has finished."""
 
     @property
     def usd(self) -> float:

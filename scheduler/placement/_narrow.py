@@ -26,7 +26,7 @@ SEEDS = 6
 def narrowed(
     sites: Sites, need: Need, table: Table, limit: Floats, unit_usd: Floats, ceiling: float, most: int
 ) -> tuple[Table, PlacementChoice | None, float]:
-    """The table with the regions that may be of use, a guess, and what any placement costs that uses one left out.
+    """Return the table with the useful regions, a guess, and the least cost of placements that use another region.
 
     What costs `ceiling` or more is of no use. At most about `most` regions are kept.
     """
@@ -66,7 +66,7 @@ class _Floors:
         added, everything = table.added, len(table.added) - 1
         self._pinned: Bools = np.zeros(len(table.regions), dtype=bool)
         self._pinned[table.pinned_at] = True
-        # A union that is neither at the hub nor beside pinned shards pays rounds, at least those of the cheapest pair.
+        # A union that is neither at the hub nor with pinned shards pays rounds, at least those of the cheapest pair.
         self._least_rounds = need.round_gb * sites.least_both_ways
         alone = np.minimum(added.min(axis=1) + self._least_rounds, added[:, self._pinned].min(axis=1, initial=math.inf))
         rest = np.array(split_of([float(usd) for usd in alone])[0])

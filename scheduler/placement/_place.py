@@ -19,17 +19,17 @@ from scheduler.placement._search import Search, by_weight
 from scheduler.placement._sites import Floats, Sites, need_of, paces_of, sites_of
 
 PENALTY = 10.0
-"""A refused job counts this many times what it would cost alone: one is refused only where that saves as much."""
+"""Factor on a refused job's cost alone: a job is refused only where that saves as much."""
 FEW = 500
 """Number of jobs up to which the search makes more moves."""
 STEPS, STEPS_OF_MANY = 40, 12
-"""Towards the prices of scarce capacity, at most."""
+"""Steps towards the prices of scarce capacity, at most: with few jobs, and with many."""
 ENOUGH, ENOUGH_OF_MANY = 1e-4, 3e-3
-"""Steps end where the bound can rise by this share at most."""
+"""Share by which the bound can still rise when the steps end: with few jobs, and with many."""
 MOVES, MOVES_OF_MANY = 10, 1
 """Moves of the search for each job: with few jobs, and with many."""
 EXCHANGES = 600
-"""Tries to refuse others, where jobs are refused."""
+"""Attempts to refuse other jobs, where jobs are refused."""
 ONLINE = Effort(nodes=6, regions=64)
 """Effort for a job that waits for an answer."""
 FINER = 1.01
@@ -175,7 +175,7 @@ class Index:
         return refusal_of(self._sites, job, self._left)
 
     def hold(self, placement: Placement) -> None:
-        """Take the machines of an offer. Raises `ValueError` where they are no longer free, or the job has some."""
+        """Hold the machines of an offer. Raises `ValueError` where they are no longer free, or the job has some."""
         if placement.job in self._active:
             raise ValueError(f"job {placement.job} is placed already")
         sites = [self._sites.index[part.region, part.device] for part in placement.partitions]
@@ -186,7 +186,7 @@ class Index:
         self._active[placement.job] = placement
 
     def release(self, job: str) -> None:
-        """Give the machines of a job back. Raises `KeyError` where it has none."""
+        """Release the machines of a job. Raises `KeyError` where it has none."""
         for part in self._active.pop(job).partitions:
             self._left[self._sites.index[part.region, part.device]] += part.units
 

@@ -29,7 +29,7 @@ from scheduler.placement._pool import Pool
 from scheduler.placement._sites import Floats, Need, Sites
 
 ELSEWHERE = 12
-"""Other regions that are kept for each partition of a job's cheapest placement."""
+"""Other regions that are considered for each partition of a job's cheapest placement."""
 WIDTH = 0.5
 """Distance of prices from the best at first, at most, as a factor of a unit's average cost."""
 WIDER, NARROWER = 1.5, 0.5

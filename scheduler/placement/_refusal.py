@@ -1,4 +1,4 @@
-"""Why a job is not placed, and what would make it admissible."""
+"""The reasons for which a job is not placed, and what would make it admissible."""
 
 from __future__ import annotations
 

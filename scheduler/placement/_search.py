@@ -23,7 +23,7 @@ MOST_LEAVING = 4
 
 
 class Search:
-    """Choices of all jobs, and what they leave of the capacity."""
+    """The choices of all jobs, and the capacity that they leave."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class Search:
         self._replace(leaving, scarcity * weight, slow=current is None and draw.random() < 0.7)
 
     def _near(self, sites: Sequence[int]) -> list[int]:
-        """The jobs that some of these sites have, ascending."""
+        """Return the jobs that use some of these sites, ascending."""
         return sorted(set().union(*(self._there[site] for site in sites)))
 
     def _replace(self, jobs: Sequence[int], scarcity: Floats, slow: bool) -> None:
-        """Take jobs out and put them back in this order; what costs more in the end is undone."""
+        """Remove jobs and insert them in this order; undo it if the cost is higher in the end."""
         before = {job: self.choices[job] for job in jobs}
         usd = sum(self._usd(job) for job in jobs)
         for job in jobs:

@@ -223,7 +223,7 @@ def _residents(sites: Sites, shard: PlacementShard) -> Bools:
 
 
 def _join(free: list[tuple[tuple[int, ...], Bools]], work: Floats, pinned: dict[int, tuple[int, ...]]) -> None:
-    """Let the smallest groups go together until few enough are left."""
+    """Combine the smallest groups until few enough are left."""
     while len(free) > MOST_FREE:
         free.sort(key=lambda group: -float(work[list(group[0])].sum()))
         shards, allowed = free.pop()

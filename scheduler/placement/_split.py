@@ -181,7 +181,7 @@ def _unions(least: list[float], at_hub: Floats | None) -> list[int]:
 
 
 def assembled(sites: Sites, need: Need, limit: Floats, unit_usd: Floats, split: SplitBound) -> PlacementChoice | None:
-    """A split as a choice, with the cheapest device in each region; None: unions that met find no room together."""
+    """Return a split as a choice, with the cheapest device in each region; None: combined unions do not fit."""
     shards = dict(need.pinned)
     for union, region in split.unions:
         for group, members in enumerate(need.free):

@@ -1,4 +1,4 @@
-"""Workers that come and go while a job trains: the published tuner, and ours."""
+"""Scaling of workers while a job trains: the published tuner, and ours."""
 
 from scheduler.scaling._federation import dealt, federated_terms
 from scheduler.scaling._model import ScalingDecision, ScalingGoal, StepObservation, Terms

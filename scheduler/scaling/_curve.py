@@ -1,8 +1,8 @@
-"""Loss curves of the form loss = 1 / q(t) + floor, where q has coefficients that are not negative.
+"""Loss curves of the form loss = 1 / q(t) + floor, where q has nonnegative coefficients.
 
-For a floor (and an exponent of t) that is given, 1 / (loss - floor) is linear in the coefficients. So floors and
-exponents are tried over a grid, and each is solved by weighted least squares; no start point is needed. An error e of
-the loss is e / (loss - floor)² of its inverse, hence the weights.
+For a given floor (and exponent of t), 1 / (loss - floor) is linear in the coefficients. So floors and exponents are
+tried over a grid, and each is solved by weighted least squares; no start point is needed. An error e of the loss is an
+error e / (loss - floor)² of its inverse, hence the weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The number of workers of a job over several regions, as one number.
 
-One tuner decides for all regions together: the goal is one loss of one model, and what it loses to noise hangs on the
-samples of all regions in a round. Tuners for each region would all read the same loss and answer it each for itself.
+One tuner decides for all regions together: the goal is one loss of one model, and the effect of noise depends on the
+samples of all regions in a round. Separate tuners would all read the same loss and each react to it.
 """
 
 from __future__ import annotations

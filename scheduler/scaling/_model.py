@@ -56,7 +56,8 @@ class Terms:
     """Seconds for which all workers stand still when workers join."""
     least: int = 1
     leave_seconds: float | None = None
-    """The same, when workers leave. None: they do so after a merge, which is made once more."""
+    """Seconds for which all workers stand still when workers leave. None: they leave after a merge, which is repeated
+    once."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:

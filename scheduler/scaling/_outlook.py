@@ -1,14 +1,14 @@
-"""How far a job has to go, and what each number of workers makes of a step: every explanation of the losses, evaluated.
+"""The rest of a job, and the effect of the number of workers on a step: all explanations of the losses, evaluated.
 
-A step of W workers with B samples each makes 1 / (1 + noise / (W B)) of the progress that one of endless samples makes
-(McCandlish et al., arXiv 1812.06162, §2.2). How far the target is follows from 1 / (a t^p + c) + floor of the progress
-t, MLLess's form: exponent and floor are tried over a grid, a and c follow by least squares, and each counts as likely
-as it makes the losses (normal errors whose size the best one shows).
+A step of W workers with B samples each makes 1 / (1 + noise / (W B)) of the progress of a step with infinitely many
+samples (McCandlish et al., arXiv 1812.06162, §2.2). The distance of the target follows from 1 / (a t^p + c) + floor of
+the progress t, MLLess's form: exponent and floor are tried over a grid, a and c follow by least squares, and each is
+weighted by the likelihood of the losses (normal errors of the size that the best one shows).
 
-That form is not trusted with the noise: where losses fall faster and faster, as a network's do at first, it lays that
-to the last change of workers. Only a change tells the noise, by the kink that the losses have there: over the progress
-of the right noise they have none (`_told`). Gradients are not asked: under Adam, with sparse gradients and a learning
-rate that goes with the square root of the batch, they put it many times too high.
+The noise is not estimated by that form: where losses fall faster and faster, as a network's do at first, it would
+attribute that to the last change of workers. Only a change shows the noise, by the kink in the losses there: over the
+progress of the right noise there is none (`_told`). Gradients are not used: under Adam, with sparse gradients and a
+learning rate proportional to the square root of the batch, they overestimate it many times.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ stays bounded."""
 _PRIOR_LOG = 1.5
 """Standard deviation of the noise's logarithm around one batch of all workers, before a change has been observed."""
 _DRIFT_LOG = 0.7
-"""The same, of the noise on the way that is left around that at a change: it grows as a model learns, by a factor of
-ten and more from first to last (McCandlish et al., §2.3), and the law of a step is not quite true."""
+"""Standard deviation of the logarithm of the remaining noise around that at a change: it grows as a model learns, by a
+factor of ten and more from first to last (McCandlish et al., §2.3), and the law of a step is only approximate."""
 _AROUND = 8
 """Steps before and after a change that are compared at most: over more, a curve is not as smooth everywhere."""
 _LEAST_AROUND = 6
 """Least steps of both together: a parabola takes three."""
 _LONGEST_AROUND, _MOST_AROUND = 40, 16
-"""Steps around changes that follow closely, the last ones, and how many times of changes, the last ones, are asked."""
+"""Steps around changes in quick succession, the last ones, and number of last changes, that are used at most."""
 _BENDS = np.geomspace(0.1, 1e9, 11)
 _FARTHEST = 20.0
-"""Times the progress until now: where a curve never reaches the target, or later than that."""
+"""Largest distance of the target, as a factor of the progress until now; also used where a curve never reaches it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def outlook(seen: Sequence[StepObservation], most: int, target: float) -> Outloo
     made = np.diff([one.step for one in seen], prepend=0)
     counts = np.bincount(groups).astype(float)
     means = np.bincount(groups, losses) / counts
-    # The mean of more samples is nearer the truth, and what is late tells more of what is to come.
+    # The mean of more samples is more accurate, and late losses predict the rest better.
     inverse = np.bincount(groups, workers) * (1.0 + np.arange(len(counts)))
     inverse /= inverse.mean()
     floors, last = floors_of(means), float(np.mean(means[-2:]))
@@ -142,7 +142,7 @@ def _left(
 
 
 def _prior() -> Floats:
-    """Logarithm of what is believed of each noise before the losses are looked at."""
+    """Return the logarithm of each noise's prior."""
     return np.asarray(-0.5 * (np.log(_NOISES) / _PRIOR_LOG) ** 2)
 
 

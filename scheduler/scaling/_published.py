@@ -53,7 +53,7 @@ class PublishedTuner:
     settings: PublishedSettings = field(default_factory=PublishedSettings)
     _seen: list[StepObservation] = field(default_factory=list)
     _seconds: list[tuple[int, float]] = field(default_factory=list)
-    """Workers, and of a step of theirs."""
+    """Workers, and the seconds of one of their steps."""
     _candidate: int = -1
     _checks: int = 0
     _knee: int | None = None

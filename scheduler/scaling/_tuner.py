@@ -37,7 +37,7 @@ class ScalingSettings:
     least_observations: int = 8
     """Observations before the first change."""
     every: int = 4
-    """Steps between two looks, and at least after a change."""
+    """Steps between two decisions, and at least after a change."""
     sure: float = 0.8
     """Probability with which a bound must be kept, or broken, for that to count."""
     worth: float = 0.02
@@ -61,7 +61,7 @@ class _Evaluated:
 
 @dataclass
 class ScalingTuner:
-    """Takes each step in turn."""
+    """The tuner: it gets each step in turn."""
 
     terms: Terms
     goal: ScalingGoal
@@ -71,7 +71,7 @@ class ScalingTuner:
     _began: tuple[float, float] | None = None
     """Seconds and dollars before the first step."""
     _rests: int = 0
-    """Steps until it looks again."""
+    """Steps until the next decision."""
 
     def begin(self) -> int:
         """Return the number of workers to begin with.

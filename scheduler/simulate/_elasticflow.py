@@ -1,10 +1,10 @@
 """ElasticFlow (ASPLOS'23) as its simulator was published: slots, and bursts that are admitted or declined as a whole.
 
-Written anew from what that simulator does, its quirks included, so that our own policy has the real rival in the same
-simulation: shares are filled by deadline over slots; whatever arrives within a slot is decided on together; nothing
-that changes take is planned for; spare devices go to the job whose device time grows the most. `singly` makes the one
-change that helps it most: the jobs of a burst are admitted one by one, by deadline. `keep`: whoever has no promise runs
-on what is left instead of being sent away, as soft deadlines and best effort do there.
+Implemented again from that simulator's behaviour, including its quirks, so that our own policy is compared with the
+real one in the same simulation: shares are filled by deadline over slots; arrivals within a slot are decided together;
+the cost of changes is not planned for; spare devices go to the job whose device time grows the most. `singly` makes the
+one change that helps it most: the jobs of a burst are admitted one by one, by deadline. `keep`: jobs without a promise
+run on what is left instead of being declined, as soft deadlines and best effort do there.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class ElasticFlow:
                 level = self._above(job, share)
                 if level and level - share <= free.free[0]:
                     gains[job.name], offers[job.name] = self._offer(now, free, plans[job.name], job, level)
-                elif level or job.name not in gains:  # whoever has reached the highest keeps its last gain
+                elif level or job.name not in gains:  # a job at the highest level keeps its last gain
                     gains[job.name] = -math.inf
             order.sort(key=lambda job: gains[job.name], reverse=True)
             raised = next((job.name for job in order if job.name in offers), None)

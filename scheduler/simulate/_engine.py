@@ -62,7 +62,7 @@ class PolicyDecision:
     promised: Mapping[str, float] = field(default_factory=dict)
     """Deadlines promised now, by new job."""
     wake_s: float = math.inf
-    """Ask again by then."""
+    """Instant of the next call at the latest."""
 
 
 class SimulatedPolicy(Protocol):
@@ -95,7 +95,7 @@ class Incidents:
     failures_per_device_hour: float = 0.0
     repair_s: float = 1800.0
     lost_s: float = 120.0
-    """SimulationRun time that a job loses with a node: what it did since its last checkpoint, at most."""
+    """Largest run time that a job loses with a node: what it did since its last checkpoint."""
     seed: int = 1
 
 

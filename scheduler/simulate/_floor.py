@@ -1,4 +1,4 @@
-"""The devices of the simulated cluster: which nodes are well, and where each share lies."""
+"""The devices of the simulated cluster: which nodes work, and where each share is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from scheduler.deadline import Buddy
 
 _BROKEN = "\0node"
-"""Begins the names of what holds broken nodes; no job is called so."""
+"""Prefix of the names that hold broken nodes; no job has such a name."""
 
 
 class Floor:

@@ -1,4 +1,5 @@
-"""The core that shares the live federation out, as a policy of one region: how good its decisions are on traces."""
+"""The core that allocates workers in the live federation, as a policy of one region: the quality of its decisions on
+traces."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _REGION = "here"
 
 
 class Live:
-    """``scheduler.deadline.offer`` at each arrival, ``allot`` at each event. Jobs that are refused are sent away."""
+    """``scheduler.deadline.offer`` at each arrival, ``allot`` at each event. Refused jobs are declined."""
 
     at_edges = False
     slot_s = 0.0

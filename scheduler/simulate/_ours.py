@@ -1,4 +1,4 @@
-"""Our own policy: the core that runs live, asked by the simulator."""
+"""Our own policy: the core that runs live, called by the simulator."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Deadlines:
         asked = [job for job in jobs if job.name in new and math.isfinite(job.deadline_s)]
         rules = self._with_pauses(now)
         asking = self._for_admission(now, devices, asked, rules)
-        # Whom broken nodes move cannot be told.
+        # Which jobs broken nodes move is unknown.
         blocks = {job.name: job.blocks for job in active if job.blocks}
         ground = Floor.of(devices, blocks) if devices == self.most else None
         found = prove(
@@ -97,7 +97,7 @@ class Deadlines:
         )
 
     def _learn(self, active: Sequence[RunningJob]) -> None:
-        """Take in what was seen: rates on levels that jobs have run on, and what users' best effort has had."""
+        """Record what was measured: rates on levels that jobs have run on, and what users' best effort has had."""
         self.served_s.clear()
         for job in active:
             self.served_s[job.spec.user] = self.served_s.get(job.spec.user, 0.0) + job.device_s

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 _IN_TIME_S = 1e-6
-"""Rounding of instants."""
+"""Tolerance for the rounding of instants, in seconds."""
 
 
 @dataclass(frozen=True)

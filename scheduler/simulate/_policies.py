@@ -13,7 +13,7 @@ from scheduler.simulate._ours import Deadlines
 from scheduler.simulate._simple import EarliestDeadline, EarliestDeadlineWithAdmission, Tiresias
 
 _LARGE = 256
-"""Devices from which ElasticFlow's simulator charges more for a change."""
+"""Number of devices from which ElasticFlow's simulator charges more for a change."""
 
 POLICIES: Mapping[str, Callable[[Rules, float, float], SimulatedPolicy]] = {
     "geofed": lambda rules, slot_s, error: Deadlines(rules, curve_error=error),

@@ -1,12 +1,12 @@
-"""ElasticFlow's own simulator, with its clock and its pauses as published, to hold our port against what it prints.
+"""ElasticFlow's own simulator, with its clock and its pauses as published, to compare our port with its output.
 
-It differs from ours in what its figures hang on. A job ends where its plan does, at the edge of a slot and a pause
-later, done or not; only then are its devices free. Whether it met its deadline is told by that plan too, which knows of
-no pause. Every decision pauses every running job, by less where as many devices have begun at the same place before.
-Whatever happens within a slot after a decision waits for the end of that slot.
+It differs from ours where its results depend on it. A job ends where its plan does, at the edge of a slot and a pause
+later, done or not; only then are its devices free. Whether it met its deadline is determined by that plan too, without
+any pause. Every decision pauses every running job, by less where as many devices have begun at the same place before.
+Events within a slot after a decision wait for the end of that slot.
 
-Of a cluster of several switches, as its largest are, it counts the nodes from zero on at each, so that jobs lie across
-them and other places are seen. That is left out: all nodes are at one switch here.
+In a cluster of several switches, as its largest are, it counts the nodes of each switch from zero, so that jobs overlap
+and other places are recorded. That is not reproduced: all nodes are at one switch here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._trace import TraceJob
 
 _LARGE = 256
-"""Devices from which it charges more."""
+"""Number of devices from which it charges more."""
 
 
 def simulate_published(
     jobs: Sequence[TraceJob], policy: ElasticFlow, nodes: int, devices_per_node: int
 ) -> SimulationRun:
-    """SimulationRun a trace as the simulator does that ElasticFlow was published with.
+    """Simulate a trace as ElasticFlow's published simulator does.
 
-    ``JobOutcome.ended_s`` is what that compares with the deadline. Jobs must have distinct names. Raises ``ValueError``
-    for best effort, which was not held against it.
+    ``JobOutcome.ended_s`` is the time that it compares with the deadline. Jobs must have distinct names. Raises
+    ``ValueError`` for best effort, which was not compared with it.
     """
     if policy.keep or not all(job.deadlines for job in jobs):
         raise ValueError("best effort is not simulated as published; leave out jobs without a deadline, and keep")
@@ -61,7 +61,7 @@ class _Published:
             self._advance(before, now)
             wake_s = self._decide(now, self._arrivals(now))
             if wake_s >= min(self._events(), default=math.inf):
-                wake_s = math.inf  # told before pauses put ends off, and not reported again
+                wake_s = math.inf  # reported before pauses postpone ends, and not again
             self._pause()
             before, now = now, self._next(now, {wake_s, *self._events()} - {math.inf})
         for job in self.active:
@@ -75,7 +75,7 @@ class _Published:
         return {job.submit_s for job in self.waiting} | set(self.ends_s.values())
 
     def _next(self, now: float, due: set[float]) -> float:
-        """The next decision, a slot after the last at the least, but where only one thing is ever to happen."""
+        """Return the next decision, at least a slot after the last one unless only one event is left."""
         first_s = min(due, default=math.inf)
         return now + self.policy.slot_s if len(due) > 1 and first_s - now <= self.policy.slot_s else first_s
 

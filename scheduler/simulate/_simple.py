@@ -1,4 +1,4 @@
-"""Policies that others are held against: earliest deadline first, with and without admission, and Tiresias."""
+"""Baseline policies: earliest deadline first, with and without admission, and Tiresias."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _by_deadline(jobs: Sequence[RunningJob], devices: int, pareto: bool) -> dict
 
 
 class EarliestDeadlineWithAdmission:
-    """The same, but whoever would then end late is sent away, as is whoever would make another late."""
+    """The same with admission: jobs that would end late, or make another job late, are declined."""
 
     at_edges = False
     name = "edf-admission"
@@ -88,7 +88,8 @@ def _late(now: float, devices: int, jobs: Sequence[RunningJob]) -> set[str]:
 
 
 class Tiresias:
-    """Two-dimensional least attained service (NSDI'19): the shares that users asked for, queues by device time had."""
+    """Two-dimensional least attained service (NSDI'19): the shares that users asked for, in queues by attained device
+    time."""
 
     at_edges = False
     name = "tiresias"

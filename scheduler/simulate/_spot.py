@@ -1,4 +1,4 @@
-"""Jobs with deadlines on capacity that is taken away now and then."""
+"""Jobs with deadlines on preemptible capacity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHORTEST_S = 30.0
 
 @dataclass(frozen=True)
 class SpotSettings:
-    """The market, and what a preemption takes."""
+    """The market, and the cost of a preemption."""
 
     preempted_per_hour: float
     """Preemptions of a job, however large its share; Poisson."""
@@ -119,8 +119,7 @@ class _Stay:
         return now + self.draw.expovariate(self.settings.preempted_per_hour / 3600)
 
     def _on_demand(self, now: float, left: float, share: int) -> float:
-        """Continue where nothing is taken away, to the end; where no level meets the deadline any more, at the
-        fastest."""
+        """Continue on demand to the end; where no level meets the deadline any more, at the fastest."""
         share = share or self.spec.curve.levels[-1]
         took_s = self.settings.overhead.seconds(share) + left / self.spec.curve.rate(share)
         self.on_demand_s += share * took_s

@@ -1,4 +1,5 @@
-"""Traces of jobs with deadlines, in the formats in which they were published. Lines come in; nothing is opened here."""
+"""Traces of jobs with deadlines, in the formats in which they were published. The input is lines; no file is opened
+here."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _CHRONUS = ("user", "expect_time_list", "expect_value_list", "job_type")
 
 
 class TraceError(ValueError):
-    """A file that cannot be read as what it should be; the message begins with file and line."""
+    """A file with invalid content; the message begins with file and line."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,11 @@ def read_table(lines: Iterable[str], model: str, source: str) -> dict[tuple[str,
 
 
 def read_trace(lines: Iterable[str], tables: Tables, source: str) -> list[TraceJob]:
-    """Jobs by submission. Takes both headers of ElasticFlow's traces, and Chronus'.
+    """Return the jobs by submission. Reads both headers of ElasticFlow's traces, and Chronus'.
 
     Chronus' jobs have no curve: theirs has one level, what they asked for, at the speed of their duration; those that
-    asked for no device are left out.
-    Raises ``TraceError`` where a column or a value is missing or makes no sense, or a model has no table.
+    asked for no device are omitted. Raises ``TraceError`` where a column or a value is missing or invalid, or a model
+    has no table.
     """
     rows = csv.DictReader(lines)
     heads = list(rows.fieldnames or ())

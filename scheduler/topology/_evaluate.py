@@ -30,11 +30,11 @@ __all__ = [
 _KINDS: dict[str, TopologyKind] = {one.KIND.name: one.KIND for one in (mesh, partial_mesh, star, tree, ring, two_level)}
 """By name, in the order in which they are taken where nothing else tells them apart."""
 MUCH_THE_SAME = 1.05
-"""A topology this much slower than the fastest is taken where it is cheaper."""
+"""Ratio to the fastest up to which a cheaper topology is preferred."""
 HIDDEN_SHARE = 0.8
-"""An exchange up to this share of the round's compute can stay hidden behind it."""
+"""Share of the round's compute up to which an exchange can stay hidden behind it."""
 RECHOICE_GAIN = 0.2
-"""Part of the exchange's time that another topology must save."""
+"""Share of the exchange's time that another topology must save."""
 RECHOICE_MEASUREMENTS = 3
 """Number of successive measurements that must agree before the topology changes."""
 
@@ -52,7 +52,7 @@ class Topology:
     seconds: float
     """Seconds from the last encoded update until every region has received every update; without coding."""
     usd_per_round: float
-    """Egress."""
+    """Cost of egress."""
     bytes_per_round_by_link: dict[str, int] = field(default_factory=dict)
     """Bytes by directed link, "source>destination", protocol and control included."""
 
@@ -79,19 +79,19 @@ class Topologies:
     possible: tuple[Topology, ...]
     """In the order of preference; empty where the regions are not connected."""
     impossible: dict[str, str]
-    """Why, by kind."""
+    """Reasons by kind."""
 
 
 def evaluate_topologies(
     regions: Sequence[str], table: LinkTable, update_bytes: int, clouds: Mapping[str, str] | None = None
 ) -> Topologies:
-    """The fastest topology of each kind.
+    """Return the fastest topology of each kind.
 
     `update_bytes` is the size of one region's encoded update. Regions are neighbours only where the table has both
-    directions; where pairs are missing, all that are there make a partial mesh, if it reaches every region in two
-    hops. The best star is found among all hubs, the best ring of up to nine regions among all orders, beyond that by
-    search. The tree is the minimum spanning tree by the time of one update. Two levels are searched over a few ways to
-    form clusters (`clouds`, by region, is one of them) and their hubs. Raises ValueError for no regions.
+    directions; where pairs are missing, all existing ones make a partial mesh, if it reaches every region in two hops.
+    The best star is found among all hubs, the best ring of up to nine regions among all orders, beyond that by search.
+    The tree is the minimum spanning tree by the time of one update. Two levels are searched over a few clusterings
+    (`clouds`, by region, is one of them) and their hubs. Raises ValueError for no regions.
     """
     if not regions:
         raise ValueError("a topology needs a region")
@@ -154,12 +154,12 @@ def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) ->
 
 
 def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
-    """Another topology, if the links have changed for long enough; None: keep the current one.
+    """Return another topology if the links have changed for long enough; None: keep the current one.
 
     `measured` holds the link tables of successive measurements, the newest last. The fastest topology of the newest
     replaces the current one only if it would save more than a fifth of the exchange's time in each of the last three,
-    so that neither a short disturbance nor two topologies much alike make it change. A topology that has lost a link
-    takes infinitely long.
+    so that neither a short disturbance nor two similar topologies cause a change. A topology that has lost a link takes
+    infinitely long.
     """
     recent = measured[-RECHOICE_MEASUREMENTS:]
     if len(recent) < RECHOICE_MEASUREMENTS or not current.links:

@@ -46,7 +46,7 @@ class Hops:
 
     @cached_property
     def figures(self) -> tuple[npt.NDArray[np.float64], ...]:
-        """The paces' fields in their order, each of shape (n, n)."""
+        """The fields of the paces in their order, each of shape (n, n)."""
         import numpy as np
 
         stacked = np.asarray([[astuple(link) for link in row] for row in self.paces])
@@ -67,14 +67,14 @@ class Hops:
 
 
 def hops(regions: Sequence[str], table: LinkTable, update_bytes: int) -> Hops:
-    """The links among some regions, for updates of a size."""
+    """Return the links among regions, for updates of a size."""
     paths = [[table.get((p, q)) for q in regions] for p in regions]
     paces = tuple(tuple(pace(path, update_bytes) if path else _MISSING for path in row) for row in paths)
     return Hops(paces, tuple(tuple((p, q) in table and (q, p) in table for q in regions) for p in regions))
 
 
 def originals(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[int]]:
-    """The regions whose updates each directed link carries: breadth first from each, neighbours in order."""
+    """Return the regions whose updates each directed link carries: breadth first from each, neighbours in order."""
     carried: dict[tuple[int, int], list[int]] = {(p, q): [] for p, others in enumerate(neighbours) for q in others}
     for origin in range(len(neighbours)):
         queue, seen = [origin], {origin}

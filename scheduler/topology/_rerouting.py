@@ -25,7 +25,8 @@ _SLOWER_SECONDS = 0.1
 """Seconds that an update must take beyond `_SLOWER` times the expected time for its link to count as slower; less may
 be the receiver's disk."""
 _ROUND_GAIN = 0.05
-"""Part of a round's time that other ways must save: those that only shorten what is hidden behind compute do not."""
+"""Share of a round's time that a rerouting must save. One that only shortens what is hidden behind compute saves
+nothing."""
 _LEAST_MBPS = 1e-3
 """Lower bound, in Mbit/s, of the search for a slower link's rate: no link that still carries updates is slower."""
 _TOLD_LINKS = 3
@@ -39,14 +40,14 @@ class Sighting:
     mbps: float = 0.0
     """Payload rate of the last update, its acknowledgement included; 0: not known."""
     rtt_ms: float = 0.0
-    """0: not known."""
+    """Round-trip time; 0: unknown."""
     down: bool = False
-    """The last try to speak to the other side failed."""
+    """Whether the last attempt to reach the other side failed."""
 
 
 @dataclass(frozen=True)
 class Rerouting:
-    """Other ways, and what is expected of them."""
+    """New routes, and their expected times."""
 
     topology: Topology
     before_seconds: float
@@ -63,12 +64,12 @@ def as_seen(
     update_bytes: int,
     known: Iterable[tuple[str, str]] = (),
 ) -> dict[tuple[str, str], Path]:
-    """The links as they are: as they were seen, else as stated.
+    """Return the links as measured, else as stated.
 
-    ``stated`` has a path for every pair that may have one (`link_table`). Those of ``known`` are stated by somebody, or
-    in use; the others are assumed, and count only where they were seen. A sender's rate counts time that no link
-    takes, so one that is only a little less than it should be is taken for no slower link. Rates have two digits, so
-    that tables of links that do not change are equal.
+    ``stated`` has a path for every pair that may have one (`link_table`). Those of ``known`` are stated by an operator,
+    or in use; the others are assumed, and count only where they were measured. A sender's rate includes time that the
+    link does not take, so a rate only a little below the stated one does not count as a slower link. Rates are rounded
+    to two digits, so that tables of unchanged links are equal.
     """
     sure, table = set(known), {}
     for (source, to), path in stated.items():
@@ -115,11 +116,11 @@ def rerouted(
     compute_seconds: float,
     background: bool,
 ) -> Rerouting | None:
-    """Other ways, where they have been better for long enough; None: the present ones stay.
+    """Return other routes that have been better for long enough; None: keep the present ones.
 
-    ``tables`` are those of successive looks (`as_seen`), the newest last; ``compute_seconds`` is a round's. Beyond
-    what `rechosen` asks for, the round itself must become a twentieth shorter: in the background an exchange that is
-    hidden behind compute costs nothing.
+    ``tables`` are those of successive measurements (`as_seen`), the newest last; ``compute_seconds`` is a round's.
+    Beyond what `rechosen` requires, the round itself must become a twentieth shorter: in the background an exchange
+    that is hidden behind compute costs nothing.
     """
     best = rechosen(current, tables, update_bytes)
     if best is None:
