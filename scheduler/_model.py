@@ -179,7 +179,7 @@ class Demand:
     """"synchronous" or "background"; None: the plan chooses."""
     codec: str | None = None
     topology: str | None = None
-    """Name of its kind; None: the plan says."""
+    """Name of the topology's kind; None: the plan chooses."""
     evaluate_every: int = 0
     """Rounds between evaluations; 0: only after the last."""
     evaluation_batch: int = 0

@@ -30,7 +30,7 @@ WORTH = 0.95
 """Ratio of a step's time (or cost, if the job minimises it) in bfloat16 to float32 below which stages send bfloat16. It
 rounds activations and their gradients to 8 bits of mantissa, so it must be worth that."""
 MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25, "int4": 0.13}
-"""Of a gradient without zeros, what merging sends by its codec."""
+"""Size of a dense gradient in a merge by its codec, as a share of float32."""
 SPARE = 0.2
 """Share of a worker's memory that is left free, as for workers that hold the whole model."""
 

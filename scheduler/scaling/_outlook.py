@@ -167,11 +167,11 @@ def _told(made: Floats, workers: Floats, losses: Floats, grid: Floats) -> Floats
 
 
 def _smoothness(t: Floats, losses: Floats, workers: Floats) -> Floats:
-    """Logarithm of how likely the losses are if they are smooth over t; shape (K,) for t of shape (K, N) in (0, 1].
+    """Return the log-likelihood of losses that are smooth over t; shape (K,) for t of shape (K, N) in (0, 1].
 
     Smooth is a parabola with a third derivative of white noise (a spline of degree five; Wahba 1978, J. R. Stat. Soc. B
-    40:364), of any size beside the errors: sizes are tried over a grid, each as likely. Nothing is known of the
-    parabola, and the size of the errors is the likeliest.
+    40:364), of any size relative to the errors: sizes are tried over a grid, with equal weights. The prior of the
+    parabola is flat, and the size of the errors is the most likely one.
     """
     low = np.minimum(t[:, :, None], t[:, None, :])
     off = np.abs(t[:, :, None] - t[:, None, :])

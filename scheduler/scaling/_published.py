@@ -1,9 +1,9 @@
 """The scale-in tuner of MLLess, as published: after the knee of the loss curve, workers leave one by one.
 
 Sánchez-Artigas and Sarroca, Middleware'21 (10.1145/3464298.3494884) and JPDC 2023 (10.1016/j.jpdc.2023.104764), and
-their code, commit 231b600 (§3.3 of the notes in it). What is other here: their curves are fitted by a search from a
-start point, ours over a grid (`_curve`); who leaves is left to the caller;
-and there is no knee before twice the span of the averages has been seen.
+their code, commit 231b600 (§3.3 of the notes in it). Differences: their curves are fitted by a search from a start
+point, ours over a grid (`_curve`); the caller chooses which worker leaves; and there is no knee before twice the span
+of the averages has been seen.
 """
 
 from __future__ import annotations

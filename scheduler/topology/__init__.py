@@ -1,4 +1,4 @@
-"""Which regions are neighbours. Each topology is a module of this package; all are evaluated and compared."""
+"""The neighbours in a region's exchange. Each topology is a module of this package; all are evaluated and compared."""
 
 from scheduler.topology._contract import TopologyKind
 from scheduler.topology._evaluate import (

@@ -62,11 +62,11 @@ class TopologyKind:
 
     name: str
     find: Callable[[Network], Candidate | str]
-    """The fastest graph of this kind that the links allow, or why there is none."""
+    """Finds the fastest graph of this kind that the links allow, or returns why there is none."""
     seconds: Callable[[Hops, Sequence[Sequence[int]]], float] = tree_seconds
     """Seconds of a round's exchange between these neighbours, without coding."""
     offered: bool = True
-    """Whether job files may name it, and are told why there is none."""
+    """Whether job files may name it, and get a reason if it is impossible."""
 
 
 def links_seconds(net: Hops, links: Sequence[tuple[int, int]]) -> float:

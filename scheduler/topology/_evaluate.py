@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _KINDS: dict[str, TopologyKind] = {one.KIND.name: one.KIND for one in (mesh, partial_mesh, star, tree, ring, two_level)}
-"""By name, in the order in which they are taken where nothing else tells them apart."""
+"""Kinds by name, in the order in which they are preferred where they are equally good."""
 MUCH_THE_SAME = 1.05
 """Ratio to the fastest up to which a cheaper topology is preferred."""
 HIDDEN_SHARE = 0.8

@@ -88,10 +88,10 @@ def originals(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int], list
 
 
 def mesh_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
-    """A mesh, or one that lacks pairs: in two hops from every region to every other one.
+    """Return the seconds of an exchange over a mesh, also with missing pairs: at most two hops between any two regions.
 
     Link (p, q) carries p's own update first; then, where q has no path from some regions r, theirs, which are at p
-    after o(r, p) + c(r, p) + p(r, p). Raises ValueError where two hops do not reach.
+    after o(r, p) + c(r, p) + p(r, p). Raises ValueError where two hops do not suffice.
     """
     slowest = 0.0
     for (p, q), carried in originals(neighbours).items():
@@ -117,11 +117,11 @@ def _arrivals(ready: Sequence[float], link: LinkPace) -> list[float]:
 
 
 def tree_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
-    """A tree has one path between two regions, so link (p, q) carries the updates of all regions on p's side.
+    """Return the seconds of an exchange over a tree, in which link (p, q) carries the updates of all regions on p's
+    side.
 
-    Let r(1) <= r(2) <= ... be when they are at p: 0 for p's own, the others as the links into p deliver them. The
-    link is done with the k-th at f(k) = max(f(k - 1), r(k) + o) + b, with c for b where it was idle, and q has it at
-    f(k) + p.
+    Let r(1) <= r(2) <= ... be when they are at p: 0 for p's own, the others as the links into p deliver them. The link
+    has sent the k-th at f(k) = max(f(k - 1), r(k) + o) + b, with c for b where it was idle, and q has it at f(k) + p.
     """
     arrivals: dict[tuple[int, int], list[float]] = {}
 
@@ -142,12 +142,12 @@ def tree_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
 
 
 def ring_times(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    """Seconds for each order of a ring of three and more; orders has shape (m, n), the result (m,).
+    """Return the seconds for each order of a ring of three and more; orders has shape (m, n), the result (m,).
 
-    A link sends its source's own update first and then what comes from behind, nearest first. So the k-th leaves link
-    i at f(k, i) = max(f(k - 1, i), f(k - 1, i - 1) + p(i - 1) + o(i)) + b(i), with c for b where the link was idle, in
-    each of the two directions, and goes up to half the way round. With an even number the last of these hops is taken
-    only in the direction of the origin's first neighbour.
+    A link sends its source's own update first and then those from behind, nearest first. So the k-th leaves link i at
+    f(k, i) = max(f(k - 1, i), f(k - 1, i - 1) + p(i - 1) + o(i)) + b(i), with c for b where the link was idle, in each
+    of the two directions, and travels up to half of the ring. With an even number the last of these hops is made only
+    in the direction of the origin's first neighbour.
     """
     import numpy as np
 

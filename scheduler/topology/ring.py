@@ -38,7 +38,7 @@ def _find(network: Network) -> Candidate | str:
 
 @lru_cache(maxsize=_EXACT_RING)
 def _all_orders(n: int) -> npt.NDArray[np.intp]:
-    """Every ring once: from region 0, in one of the two directions."""
+    """Return every ring once: from region 0, in one of the two directions."""
     import numpy as np
 
     rings = [(0, *rest) for rest in permutations(range(1, n)) if n < 3 or rest[0] < rest[-1]]
@@ -46,7 +46,7 @@ def _all_orders(n: int) -> npt.NDArray[np.intp]:
 
 
 def _greedy_orders(net: Hops) -> npt.NDArray[np.intp]:
-    """From each region always on to the nearest that is left."""
+    """Return, from each region, the ring that always continues to the nearest region left."""
     import numpy as np
 
     n = len(net)
@@ -62,7 +62,7 @@ def _greedy_orders(net: Hops) -> npt.NDArray[np.intp]:
 
 
 def _improved(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-    """2-opt from the best two: the reversal of a stretch that helps most, until none does (Croes 1958)."""
+    """Return the best two orders improved by 2-opt: the best reversal of a stretch, until none helps (Croes 1958)."""
     import numpy as np
 
     n = orders.shape[1]
@@ -92,7 +92,7 @@ def _seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
 
 
 def _around(neighbours: Sequence[Sequence[int]]) -> list[int]:
-    """A ring's regions in order."""
+    """Return a ring's regions in order."""
     order, last = [0], -1
     while True:
         following = next(other for other in neighbours[order[-1]] if other != last)

@@ -17,7 +17,7 @@ _RIVAL_HUBS = 2
 
 
 def _find(network: Network) -> Candidate | str:
-    """A hub for each cluster, one of the hubs in the middle: the fastest of a small search."""
+    """Return the fastest graph of a small search: a hub for each cluster, one of the hubs in the middle."""
     best: tuple[float, Candidate] | None = None
     net = network.hops
     for clusters in _clusterings(network):
@@ -52,7 +52,7 @@ def _two_level(
 
 
 def _central(net: Hops, cluster: Sequence[int]) -> list[int]:
-    """Members by their reach: to the others of the cluster, then to all regions."""
+    """Return members by their distance: to the others of the cluster, then to all regions."""
 
     def reach(member: int) -> tuple[float, float]:
         inside = max((net.weight(member, other) for other in cluster if other != member), default=0.0)
@@ -63,7 +63,7 @@ def _central(net: Hops, cluster: Sequence[int]) -> list[int]:
 
 
 def _clusterings(network: Network) -> Iterator[list[list[int]]]:
-    """By cloud, and by round trip: single linkage in two to four clusters.
+    """Yield clusterings of the regions: by cloud, and by round-trip time in two to four clusters (single linkage).
 
     Single linkage is the minimum spanning tree by round trip without its longest edges (Gower and Ross 1969).
     """

@@ -26,7 +26,7 @@ HEADER = "userId,movieId,rating,timestamp"
 
 
 def made_up(given, regions):
-    """(region, user, item, rating, time) of all ratings; a region has more users than the one before."""
+    """Yield (region, user, item, rating, time) of all made-up ratings; a region has more users than the one before."""
     truth, user = np.random.default_rng(given.seed), 0
     item_factors, item_bias = truth.normal(0, 0.6, (ITEMS, RANK)), truth.normal(0, 0.4, ITEMS)
     for place, region in enumerate(regions):
@@ -42,7 +42,7 @@ def made_up(given, regions):
 
 
 def dealt(source, regions):
-    """The same of a file; a user's region follows from the id alone. The first region gets the least."""
+    """Yield the same from a file; a user's region follows from the ID alone. The first region gets the least."""
     shares = np.cumsum([2 + place for place in range(len(regions))])
     with (gzip.open if source.suffix == ".gz" else open)(source, "rt", encoding="ascii") as file:
         for line in file:

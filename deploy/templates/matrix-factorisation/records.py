@@ -41,7 +41,7 @@ class Lines:
 
 
 def stretches(path):
-    """A file as `Lines`, one stretch after the other."""
+    """Yield a file as `Lines`, many at a time."""
     number, rest = 1, b""
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
@@ -61,7 +61,7 @@ def stretches(path):
 
 
 def files_of(uri, endings):
-    """The file itself, or the files with these endings in a folder; each ending may have `.gz` after it."""
+    """Return the file itself, or the files with these endings in a folder; each ending may have `.gz` after it."""
     path = Path(uri)
     if path.is_file():
         return [path]
@@ -75,26 +75,26 @@ def files_of(uri, endings):
 
 
 def joined(parts, dtype):
-    """Arrays as one; the list is emptied."""
+    """Concatenate arrays, and empty the list."""
     whole = np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.empty(0, dtype)
     parts.clear()
     return whole
 
 
 def shown(field):
-    """A field as it stands in an error."""
+    """Return a field as text for an error."""
     return repr(field[:40].decode("ascii", "backslashreplace")) + ("…" if len(field) > 40 else "")
 
 
 def whole(field, name):
-    """A whole number from 0 on."""
+    """Return a field as an integer from 0 on. Raises ``ValueError``."""
     if not (field.isdigit() and len(field) <= 15):
         raise ValueError(f"{name} must be a whole number, from 0 on; it is {shown(field)}")
     return int(field)
 
 
 def decimal(field, name, most):
-    """A finite number, of a size up to `most`."""
+    """Return a field as a finite number of a magnitude up to `most`. Raises ``ValueError``."""
     try:
         value = float(field) if b"_" not in field else most * 2
     except ValueError:

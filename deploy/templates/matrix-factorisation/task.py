@@ -106,7 +106,8 @@ def dataset(uri, split, config):
 
 
 def begin(lines, form):
-    """Form and number of columns, by the first line that is not blank; a header is taken away. None if all are."""
+    """Return format and number of columns, by the first line that is not blank; a header is removed. None if all are
+    blank."""
     first, number = lines.first()
     if not first:
         return None
@@ -163,7 +164,7 @@ def read_line(line, form, columns, limits):
 
 
 def loss(model, batch):
-    """Mean squared error, with the L2 terms of the rows that the batch has ratings of: each counts once a rating."""
+    """Mean squared error, with the L2 terms of the rows that the batch has ratings of, once for each rating."""
     user, item, rating = batch
     u, v, b, c = model.rows(user, item)
     error = rating - model.mean - b - c - (u * v).sum(-1)
@@ -183,7 +184,7 @@ def metrics(model, batches):
 
 
 def optimizer(parameters, config):
-    """Adam's steps do not depend on how rarely a row has a rating; SGD needs an `lr` that fits the data."""
+    """Adam, whose steps do not depend on how rarely a row has a rating; SGD would need an `lr` that fits the data."""
     kind = config.get("optimizer", "adam")
     if kind == "adam":
         return torch.optim.Adam(parameters, lr=float(config.get("lr", 0.01)))

@@ -57,7 +57,7 @@ def criteo_lines(random, truth, place, samples):
 
 
 def made_up(given, regions):
-    """(region, line) of all samples; a region has more of them than the one before."""
+    """Yield (region, line) of all made-up samples; a region has more of them than the one before."""
     lines = criteo_lines if given.form == "criteo" else libsvm_lines
     for place, region in enumerate(regions):
         samples = given.samples * (2 + place) // 2
@@ -67,7 +67,7 @@ def made_up(given, regions):
 
 
 def cut(source, regions):
-    """(region, line) of a file; the first region gets the least."""
+    """Yield (region, line) of a file; the first region gets the least."""
     opener = gzip.open if source.suffix == ".gz" else open
     with opener(source, "rt", encoding="ascii") as file:
         total = sum(1 for line in file if line.strip())

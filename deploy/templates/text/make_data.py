@@ -29,7 +29,7 @@ TIMES = ["before dawn", "at noon", "every evening", "in the rain", "after the ha
 
 
 def invented(region, regions, seed):
-    """Sentences of one region; a third of each list is its favourites."""
+    """Return sentences of one region, which prefers its own third of each list."""
     drawn, place = random.Random(f"{seed}/{region}"), regions.index(region)
 
     def pick(words):

@@ -38,7 +38,7 @@ def model(config):
 
 
 class Windows(Dataset):
-    """Stretches of `length` characters, each with the same stretch one character on; a batch is taken at once."""
+    """Windows of `length` characters, each with the same window one character later; a batch is read at once."""
 
     def __init__(self, codes, length):
         self.codes, self.length = codes, length

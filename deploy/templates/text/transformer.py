@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Characters(nn.Module):
-    """Codes of characters and their places become vectors."""
+    """Embeddings of characters and of their positions, added."""
 
     def __init__(self, width, length):
         super().__init__()
@@ -22,7 +22,7 @@ class Characters(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a layer for each place by itself."""
+    """Causal self-attention, and a feed-forward layer."""
 
     def __init__(self, width, heads):
         super().__init__()
