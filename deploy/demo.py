@@ -22,7 +22,7 @@ PROFILE = "china-eu-us-3"
 ALPHA = 0.5
 """Parameter of the Dirichlet distribution of classes over regions; smaller is more uneven."""
 SEED = 1
-"""Seed of the digits, of the shards and of the job; any number serves, a fixed one makes runs comparable."""
+"""Seed of the digits and of the shards; any number serves, a fixed one makes runs comparable."""
 WORKERS = 2
 """Largest number of workers of each region; the demo is made for a machine with two cores."""
 

@@ -26,7 +26,7 @@ from geofed_pb.errors import CATALOGUE, GeofedError
 _START_S = 30.0
 """Seconds that the emulator may take to start.
 
-A choice: many times what some dozens of sites take, for a machine under load.
+A choice: ample for a machine under load, so that only a failed start exceeds it.
 """
 _ANSWER_S = 30.0
 """Timeout of an answer of the running emulator, in seconds."""
