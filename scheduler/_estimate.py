@@ -32,6 +32,11 @@ data."""
 MERGE_SECONDS = 0.004
 """Seconds that the workers of a partition take to merge one step, for a small model on one machine."""
 
+_START = "start"
+_COPYING = "shards on their way"
+_INVOCATION_ENDS = "ends of invocations"
+_RESULT = "result"
+"""Names of the phases that prices depend on."""
 _SIZES_KNOWN = (0.9, 1.15)
 """Range of the actual bytes, as factors of the expected ones, where the sizes of what is sent are known."""
 _COPY_OVERHEAD = 1.001
@@ -105,10 +110,41 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     regions = {region.name: region for region in snapshot.regions}
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     basis = _basis(plan, regions, snapshot)
-    compute = max(round_compute_seconds(part) for part in plan.partitions)
     over = over or routes(plan, snapshot)
-    topology = over.topology
-    exchange = exchange_seconds(topology, model_bytes, plan.codec)
+    phases = _phases(plan, snapshot, over, model_bytes)
+    spent = _Spent.of(phases)
+    link_bytes = _link_bytes(plan, snapshot, over, model_bytes)
+    sent_by = _by_source(link_bytes)
+    items = tuple(
+        cost
+        for part in plan.partitions
+        for cost in _bill(part, plan, regions[part.region], spent, sent_by[part.region])
+    )
+    low, high = _SPREAD[basis]
+    size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
+    copied, paid = _copies(plan.copies, regions)
+    # Who makes another first model than the first region, as another version of torch may, is sent it.
+    doubtful = 0.0 if snapshot.first_model_given else float(len(over.way) * update_bytes(model_bytes, "fp32"))
+    sent_bytes, copied_bytes = float(sum(link_bytes.values())), float(sum(copied.values()))
+    usd, copied_usd = sum(cost.usd for cost in items), sum(cost.usd for cost in paid)
+    return Estimate(
+        seconds=Range(spent.seconds * low, spent.seconds, spent.seconds * high),
+        wan_bytes=_with(sent_bytes, size_low, size_high, copied_bytes, doubtful),
+        usd=_with(usd, min(low, size_low), high, copied_usd),
+        items=(*items, *paid),
+        link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},
+        basis=basis,
+        model_bytes=model_bytes,
+        model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
+        start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
+        phases=phases,
+    )
+
+
+def _phases(plan: Plan, snapshot: Snapshot, over: Routes, model_bytes: int) -> tuple[Phase, ...]:
+    """All phases of a job that take time, in their order."""
+    compute = max(round_compute_seconds(part) for part in plan.partitions)
+    exchange = exchange_seconds(over.topology, model_bytes, plan.codec)
     if not plan.background:
         exchange += round_end_seconds(plan.partitions, model_bytes)
     contact = 3 * over.slowest_rtt
@@ -119,46 +155,21 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     copying = max((copy.seconds for copy in plan.copies), default=0.0)
     besides = {part.region: overheads(part, snapshot.profiles.get(part.region)) for part in plan.partitions}
     phases = (
-        Phase("start", 1, start),
-        Phase("shards on their way", len(plan.copies), copying),
+        Phase(_START, 1, start),
+        Phase(_COPYING, len(plan.copies), copying),
         *_training(plan, snapshot, besides, compute, exchange, contact),
-        Phase("result", 1, max(one.result for one in besides.values())),
+        Phase(_RESULT, 1, max(one.result for one in besides.values())),
     )
-    phases = tuple(phase for phase in phases if phase.seconds > 0.0)
-    seconds = sum(phase.seconds for phase in phases)
-    link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
-    first, given = update_bytes(model_bytes, "fp32"), snapshot.first_model_given
-    if given:
+    return tuple(phase for phase in phases if phase.seconds > 0.0)
+
+
+def _link_bytes(plan: Plan, snapshot: Snapshot, over: Routes, model_bytes: int) -> dict[str, int]:
+    """Bytes by link: the updates of all rounds and, where it is given, the model that all begin with."""
+    sent = {link: plan.rounds * amount for link, amount in over.topology.bytes_per_round_by_link.items()}
+    if snapshot.first_model_given:
         for to, (_, source) in over.way.items():
-            link_bytes[f"{source}>{to}"] += first
-    left = {phase.name: phase for phase in phases}
-    ends = left["ends of invocations"].times if "ends of invocations" in left else None
-    spent = _Spent(seconds, start, copying, left["result"].seconds if "result" in left else 0.0, ends)
-    sent_by = _by_source(link_bytes)
-    items = tuple(
-        cost
-        for part in plan.partitions
-        for cost in _bill(part, plan, regions[part.region], spent, sent_by[part.region])
-    )
-    usd = sum(cost.usd for cost in items)
-    low, high = _SPREAD[basis]
-    total_bytes = float(sum(link_bytes.values()))
-    size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
-    copied, paid = _copies(plan.copies, regions)
-    # Who makes another first model than the first region, as another version of torch may, is sent it.
-    doubtful = 0.0 if given else float(len(over.way) * first)
-    return Estimate(
-        seconds=Range(seconds * low, seconds, seconds * high),
-        wan_bytes=_with(total_bytes, size_low, size_high, float(sum(copied.values())), doubtful),
-        usd=_with(usd, min(low, size_low), high, sum(cost.usd for cost in paid)),
-        items=(*items, *paid),
-        link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},
-        basis=basis,
-        model_bytes=model_bytes,
-        model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
-        start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
-        phases=phases,
-    )
+            sent[f"{source}>{to}"] += update_bytes(model_bytes, "fp32")
+    return sent
 
 
 def _training(
@@ -197,7 +208,7 @@ def _training(
         Phase("steps", made, steps),
         Phase("ends of rounds", round_ends, ends),
         Phase("between regions", plan.rounds, exchanges),
-        Phase("ends of invocations", invocations, slice_end),
+        Phase(_INVOCATION_ENDS, invocations, slice_end),
     )
 
 
@@ -353,6 +364,16 @@ class _Spent:
     """The part of these seconds after all functions have ended."""
     ends: int | None = None
     """Number of invocation ends, without each worker's last one; None: it follows from the seconds."""
+
+    @classmethod
+    def of(cls, phases: Sequence[Phase]) -> _Spent:
+        """What the phases of a job say; one that takes no time is not among them."""
+        by_name = {phase.name: phase for phase in phases}
+        start, copying, result = (
+            by_name[name].seconds if name in by_name else 0.0 for name in (_START, _COPYING, _RESULT)
+        )
+        ends = by_name[_INVOCATION_ENDS].times if _INVOCATION_ENDS in by_name else None
+        return cls(sum(phase.seconds for phase in phases), start, copying, result, ends)
 
     def server(self, part: PlannedPartition) -> float:
         """Return the seconds of the parameter server; partitions that wait for no shard begin once all have arrived."""

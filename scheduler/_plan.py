@@ -239,84 +239,89 @@ def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:
 
 
 def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[Reason]]:
+    """The regions that hold a shard and are wanted; the reasons why the demand cannot be planned with them."""
     known = {region.name: region for region in snapshot.regions}
-    reasons = []
-    for name in demand.use:
-        if name in snapshot.absent:
-            reasons.append(
-                Reason(
-                    "INADMISSIBLE",
-                    f"region {name} is not connected",
-                    f"start its agent, or take {name} out of regions.use",
-                )
-            )
-        elif name not in known:
-            reasons.append(
-                Reason(
-                    "REGION_NOT_FOUND",
-                    f"region {name} is not part of the federation",
-                    f"invite it with `control-plane region invite {name}`",
-                )
-            )
-    here = ", ".join(sorted({*known, *snapshot.absent})) or "none yet"
-    # A rule about places that goes wrong unseen would have data used where their owner does not want it.
-    reasons += [
-        Reason(
-            "REGION_NOT_FOUND",
-            f"region {name} of regions.avoid is not part of the federation",
-            f"correct it or take it out; the regions are {here}",
-        )
-        for name in demand.avoid
-        if name not in known and name not in snapshot.absent
-    ]
     wanted = [
         region
         for name, region in sorted(known.items())
         if name not in demand.avoid and (not demand.use or name in demand.use)
     ]
     holders = [region for region in wanted if train_samples(region, demand.dataset) > 0]
+    reasons = [*_unknown_use(snapshot, demand), *_unknown_avoid(snapshot, demand)]
+    if demand.use and (without := _without_shard(wanted, holders, demand)):
+        reasons += without
+    elif not holders and not reasons:
+        reasons.append(_no_holder(snapshot, demand))
+    reasons += [
+        Reason("PRICE_UNKNOWN", f"region {region.name} states no prices", "add `prices` to its configuration")
+        for region in holders
+        if region.prices is None
+    ]
+    return holders, reasons
+
+
+def _unknown_use(snapshot: Snapshot, demand: Demand) -> list[Reason]:
+    """Regions of `regions.use` that are not connected or unknown."""
+    known = {region.name for region in snapshot.regions}
+    reasons = []
+    for name in demand.use:
+        if name in snapshot.absent:
+            hint = f"start its agent, or take {name} out of regions.use"
+            reasons.append(Reason("INADMISSIBLE", f"region {name} is not connected", hint))
+        elif name not in known:
+            hint = f"invite it with `control-plane region invite {name}`"
+            reasons.append(Reason("REGION_NOT_FOUND", f"region {name} is not part of the federation", hint))
+    return reasons
+
+
+def _unknown_avoid(snapshot: Snapshot, demand: Demand) -> list[Reason]:
+    """Unknown regions of `regions.avoid`: a misspelt one would have data used where their owner does not want it."""
+    known = {*snapshot.absent, *(region.name for region in snapshot.regions)}
+    here = ", ".join(sorted(known)) or "none yet"
+    return [
+        Reason(
+            "REGION_NOT_FOUND",
+            f"region {name} of regions.avoid is not part of the federation",
+            f"correct it or take it out; the regions are {here}",
+        )
+        for name in demand.avoid
+        if name not in known
+    ]
+
+
+def _without_shard(wanted: list[Region], holders: list[Region], demand: Demand) -> list[Reason]:
+    """Wanted regions that hold no shard and cannot take one."""
     without = sorted(
         region.name
         for region in wanted
         if region not in holders and (demand.residency == "region" or not region.takes_shards)
     )
-    if demand.use and without:
-        reasons += [
-            Reason(
-                "DATASET_UNKNOWN",
-                f"region {name} holds no shard of dataset {demand.dataset}",
-                f"take {name} out of regions.use, or add the shard to its configuration",
-            )
-            for name in without
-        ]
-    elif not holders and not reasons and (kept_out := _kept_out(known, demand)):
-        reasons.append(
-            Reason(
-                "INADMISSIBLE",
-                f"regions.avoid leaves out every live region that holds dataset {demand.dataset}",
-                f"take one of them out of it: {', '.join(kept_out)}",
-            )
+    return [
+        Reason(
+            "DATASET_UNKNOWN",
+            f"region {name} holds no shard of dataset {demand.dataset}",
+            f"take {name} out of regions.use, or add the shard to its configuration",
         )
-    elif not holders and not reasons:
-        away = f"; not connected: {', '.join(snapshot.absent)}" if snapshot.absent else ""
-        elsewhere = ", ".join(sorted({d.name for region in snapshot.regions for d in region.datasets})) or "none"
-        reasons.append(
-            Reason(
-                "DATASET_UNKNOWN",
-                f"no live region holds dataset {demand.dataset}",
-                f"datasets that are there: {elsewhere}{away}",
-            )
+        for name in without
+    ]
+
+
+def _no_holder(snapshot: Snapshot, demand: Demand) -> Reason:
+    """Why no wanted region holds the dataset: `regions.avoid` leaves all holders out, or there are none."""
+    known = {region.name: region for region in snapshot.regions}
+    if kept_out := _kept_out(known, demand):
+        return Reason(
+            "INADMISSIBLE",
+            f"regions.avoid leaves out every live region that holds dataset {demand.dataset}",
+            f"take one of them out of it: {', '.join(kept_out)}",
         )
-    for region in holders:
-        if region.prices is None:
-            reasons.append(
-                Reason(
-                    "PRICE_UNKNOWN",
-                    f"region {region.name} states no prices",
-                    "add `prices` to its configuration",
-                )
-            )
-    return holders, reasons
+    away = f"; not connected: {', '.join(snapshot.absent)}" if snapshot.absent else ""
+    elsewhere = ", ".join(sorted({d.name for region in snapshot.regions for d in region.datasets})) or "none"
+    return Reason(
+        "DATASET_UNKNOWN",
+        f"no live region holds dataset {demand.dataset}",
+        f"datasets that are there: {elsewhere}{away}",
+    )
 
 
 def _kept_out(known: Mapping[str, Region], demand: Demand) -> list[str]:

@@ -133,7 +133,7 @@ class _Desk:
         for region, curve in job.curves.items():
             if region in self.books:
                 wish = wish_of(job, curve, self.now, self.rules, self.rules.margin, self.rules.reserve_s)
-                if wish.index < len(curve.ladder[0]):
+                if wish.possible:
                     tries.append((wish.device_seconds(self.now), region, wish))
         tries.sort(key=lambda entry: entry[:2])
         for seconds, region, wish in tries:

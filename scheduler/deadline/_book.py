@@ -35,6 +35,11 @@ class Wish:
     second: int = 0
     switch_s: float = 0.0
 
+    @property
+    def possible(self) -> bool:
+        """Whether a level is fast enough for the deadline."""
+        return self.index < len(self.curve.ladder[0])
+
     def device_seconds(self, now: float) -> float:
         """Devices times seconds from `now` until the deadline."""
         return self.first * (self.switch_s - now) + self.second * (self.deadline_s - self.switch_s)
@@ -141,7 +146,7 @@ class Book:
             end = self.point(wish.stay_s)
             if self.free[:end].min() >= wish.share:
                 return self._hold(name, Holding(wish.share, wish.share, self.now, wish.stay_s))
-        if wish.index == len(wish.curve.ladder[0]):
+        if not wish.possible:
             return None
         switch, end = self.point(wish.switch_s), self.point(wish.deadline_s)
         switch = min(switch, end)

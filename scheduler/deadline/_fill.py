@@ -91,7 +91,7 @@ def wish_of(
 def least_device_seconds(job: DeadlineJob, curve: SpeedCurve, now: float) -> float:
     """Device seconds with which a job meets its deadline in an empty region; infinite: it cannot."""
     wish = wish_of(job, curve, now, Rules(), 0.0)
-    return wish.device_seconds(now) if wish.index < len(curve.ladder[0]) else math.inf
+    return wish.device_seconds(now) if wish.possible else math.inf
 
 
 def fill(
@@ -116,19 +116,16 @@ def fill(
     if stopped is None and not book.uneasy:
         return book, None
     missing = {stopped} if stopped is not None else book.uneasy
-    if all(
-        wish.index == len(wish.curve.ladder[0]) for job, wish in zip(jobs, wishes, strict=True) if job.name in missing
-    ):
+    if not any(wish.possible for job, wish in zip(jobs, wishes, strict=True) if job.name in missing):
         return book, stopped
     # Shares that stay, and the order of deadlines, are good but not always possible: first the least shares, then
     # those that did not fit before all others.
     for wish in wishes:
-        if wish.index < len(wish.curve.ladder[0]):
+        if wish.possible:
             wish.stay_s = 0.0
-    order = list(range(len(jobs)))
     first: list[int] = []
     for _ in range(_ORDERS):
-        tried = [*first, *(index for index in order if index not in first)]
+        tried = [*first, *(index for index in range(len(jobs)) if index not in first)]
         other, stopped_other = _fill(
             now, capacity, region, [jobs[i] for i in tried], [wishes[i] for i in tried], rules, new, uneasy
         )
@@ -137,10 +134,8 @@ def fill(
         missing = {stopped_other} if stopped_other is not None else other.uneasy
         ahead = [
             index
-            for index in order
-            if jobs[index].name in missing
-            and index not in first
-            and wishes[index].index < len(wishes[index].curve.ladder[0])
+            for index, (job, wish) in enumerate(zip(jobs, wishes, strict=True))
+            if job.name in missing and index not in first and wish.possible
         ]
         if not ahead or (stopped is None and not book.uneasy):
             break
@@ -219,7 +214,7 @@ def _fill(
         if not bare.stay_s and job.share:
             # It will be late whatever happens: where it is nearly done, a change would only make it later.
             end_s = max(now, job.ready_s) + job.work / job.curves[region].rate(job.share)
-            bare.stay_s = end_s if end_s - now <= rules.grace_s and bare.index == len(bare.curve.ladder[0]) else 0.0
+            bare.stay_s = end_s if end_s - now <= rules.grace_s and not bare.possible else 0.0
         if book.take(job.name, bare) is None:
             if new and not uneasy.get(job.name, False):
                 return book, job.name

@@ -146,6 +146,15 @@ class Held:
         return self.times[-1]
 
 
+@dataclass(frozen=True)
+class _Switch:
+    """Two adjacent paces, counted from 1, and the instant at which the second takes the place of the first."""
+
+    first: int
+    second: int
+    at_s: float
+
+
 class WorkerLedger:
     """Free workers by region (rows) over one grid of instants (columns); the last step has no end."""
 
@@ -202,39 +211,15 @@ class WorkerLedger:
             return self.stretch(gang, rules, self.now + window)
         stay_s = 0.0 if lean else self._staying(gang, self.now + window)
         end = self.point(self.now + window)
-        spans = np.diff(self.times[: end + 1])
-        fit = self.fitting(gang)[:end]
-        rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
-        for top in range(1, len(rates)):
-            upper = rates[np.minimum(fit, top)]
-            pause = rules.overhead.seconds(sum(gang.workers(top - 1).values())) * rates[top]
-            need = gang.work + _changes(gang, np.minimum(fit, top)) * pause
-            if float(spans @ upper) >= need:
-                break
-        else:
+        switch = _switch_in_time(gang, self.times[: end + 1], self.fitting(gang)[:end], rules)
+        if switch is None:
             return self._stay(gang, stay_s) if stay_s else None
-        lower = rates[np.minimum(fit, top - 1)]
-        early = gang.held + 1 >= top
-        # To slow down once is a pause more; where there is no time for it, it never does.
-        surplus = max(0.0, float(spans @ upper) - need - pause * early)
-        gain = np.cumsum(spans * (upper - lower))
-        goal = float(gain[-1]) - surplus if early else surplus
-        at = min(int(gain.searchsorted(goal)), end - 1)
-        before = float(gain[at - 1]) if at else 0.0
-        inside = (goal - before) / max(float(upper[at] - lower[at]), 1e-12)
-        cut_s = float(min(self.times[at] + max(inside, 0.0), self.times[at + 1]))
-        last_s = self.now + window
-        if not early and cut_s - self.now < _SOON_S:
-            cut_s = self.now
-        elif early and last_s - cut_s < _SOON_S + _WORTH_SLOWING * pause / float(rates[top]):
-            cut_s = last_s
         steps = len(self.times)
-        cut = self.point(cut_s)
+        cut = self.point(switch.at_s)
         end += len(self.times) - steps
-        first, second = (top, top - 1) if early else (top - 1, top)
         fit = self.fitting(gang)[:end]
-        chosen = np.minimum(fit, second)
-        chosen[:cut] = np.minimum(fit[:cut], first)
+        chosen = np.minimum(fit, switch.second)
+        chosen[:cut] = np.minimum(fit[:cut], switch.first)
         if stay_s:
             per_second = sum(gang.workers(gang.held).values())
             needed = np.diff(self.times[: end + 1]) @ self._needs(gang).sum(axis=1)[chosen]
@@ -345,6 +330,38 @@ class WorkerLedger:
         kept = np.flatnonzero(np.diff(chosen, prepend=-2))
         times = (*(float(self.times[index]) for index in kept), end_s)
         return Held(times, tuple(int(chosen[index]) - 1 for index in kept), late)
+
+
+def _switch_in_time(gang: Gang, times: NDArray[np.float64], fit: NDArray[np.int64], rules: Rules) -> _Switch | None:
+    """The slowest two adjacent paces with which a gang is done by the end, and the time of each; None: none are enough.
+
+    ``times``: instants from now to the end, one more than ``fit``, which counts the paces that fit on each step.
+    """
+    spans = np.diff(times)
+    rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
+    for top in range(1, len(rates)):
+        upper = rates[np.minimum(fit, top)]
+        pause = rules.overhead.seconds(sum(gang.workers(top - 1).values())) * rates[top]
+        surplus = float(spans @ upper) - (gang.work + _changes(gang, np.minimum(fit, top)) * pause)
+        if surplus >= 0:
+            break
+    else:
+        return None
+    lower = rates[np.minimum(fit, top - 1)]
+    early = gang.held + 1 >= top
+    # To slow down once is a pause more; where there is no time for it, it never does.
+    surplus = max(0.0, surplus - pause * early)
+    gain = np.cumsum(spans * (upper - lower))
+    goal = float(gain[-1]) - surplus if early else surplus
+    at = min(int(gain.searchsorted(goal)), len(fit) - 1)
+    before = float(gain[at - 1]) if at else 0.0
+    inside = (goal - before) / max(float(upper[at] - lower[at]), 1e-12)
+    cut_s = float(min(times[at] + max(inside, 0.0), times[at + 1]))
+    now, last_s = float(times[0]), float(times[-1])
+    if not early:
+        return _Switch(top - 1, top, now if cut_s - now < _SOON_S else cut_s)
+    short = last_s - cut_s < _SOON_S + _WORTH_SLOWING * pause / float(rates[top])
+    return _Switch(top, top - 1, last_s if short else cut_s)
 
 
 def _changes(gang: Gang, chosen: NDArray[np.int64]) -> int:

@@ -47,7 +47,7 @@ def ceiling(
     while count > most:
         edges, most = np.unique(np.concatenate((edges[::2], edges[-1:]))), most_columns // 3
         count = sum(_columns(job, edges, devices) for job in able)
-    solved = _solve(able, edges, devices, seconds)
+    solved = _solve(_programme(able, edges, devices), seconds)
     if solved is None:
         return Ceiling(float(len(able)), len(able), 0)
     return Ceiling(min(solved, float(len(able))), len(able), count)
@@ -73,10 +73,22 @@ def _columns(job: TraceJob, edges: NDArray[np.float64], devices: int) -> int:
     return 1 + (last - first) * len(_levels(job, devices))
 
 
-def _solve(jobs: Sequence[TraceJob], edges: NDArray[np.float64], devices: int, seconds: float) -> float | None:
-    """Columns: y of each job, then x by job, interval and level. Rows: capacity, then work and time of each job."""
-    import highspy
+@dataclass(frozen=True)
+class _Programme:
+    """A linear programme. Columns: y of each job, then x by job, interval and level. Rows: capacity of each interval,
+    then work and time of each job. The matrix is stored by columns: the rows and values of all entries, one column
+    after the other."""
 
+    jobs: int
+    lengths: NDArray[np.int64]
+    """Entries of each column."""
+    rows: NDArray[np.int64]
+    values: NDArray[np.float64]
+    row_lower: NDArray[np.float64]
+    row_upper: NDArray[np.float64]
+
+
+def _programme(jobs: Sequence[TraceJob], edges: NDArray[np.float64], devices: int) -> _Programme:
     spans = np.diff(edges)
     starts: list[NDArray[np.int64]] = []
     rows: list[NDArray[np.int64]] = []
@@ -103,18 +115,30 @@ def _solve(jobs: Sequence[TraceJob], edges: NDArray[np.float64], devices: int, s
             )
             values.append(worth.ravel())
             starts.append(np.full(len(times), 3, dtype=np.int64))
-    lengths = np.concatenate(([len(entry) for entry in y_rows], *starts))
-    columns = len(lengths)
+    return _Programme(
+        jobs=len(jobs),
+        lengths=np.concatenate(([len(entry) for entry in y_rows], *starts)),
+        rows=np.concatenate((np.array([row for entry in y_rows for row in entry]), *rows)),
+        values=np.concatenate((np.array([value for entry in y_values for value in entry]), *values)),
+        row_lower=np.array(lower_rows),
+        row_upper=np.array(upper_rows),
+    )
+
+
+def _solve(programme: _Programme, seconds: float) -> float | None:
+    """The largest sum of the jobs' y; None: not found in time."""
+    import highspy
+
+    columns, jobs = len(programme.lengths), programme.jobs
     lp = highspy.HighsLp()
-    lp.num_col_, lp.num_row_ = columns, len(upper_rows)
-    lp.col_cost_ = np.concatenate((np.ones(len(jobs)), np.zeros(columns - len(jobs))))
+    lp.num_col_, lp.num_row_ = columns, len(programme.row_upper)
+    lp.col_cost_ = np.concatenate((np.ones(jobs), np.zeros(columns - jobs)))
     lp.col_lower_ = np.zeros(columns)
-    lp.col_upper_ = np.concatenate((np.ones(len(jobs)), np.full(columns - len(jobs), math.inf)))
-    lp.row_lower_, lp.row_upper_ = np.array(lower_rows), np.array(upper_rows)
+    lp.col_upper_ = np.concatenate((np.ones(jobs), np.full(columns - jobs, math.inf)))
+    lp.row_lower_, lp.row_upper_ = programme.row_lower, programme.row_upper
     lp.a_matrix_.format_ = highspy.MatrixFormat.kColwise
-    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(lengths)))
-    lp.a_matrix_.index_ = np.concatenate((np.array([row for entry in y_rows for row in entry]), *rows))
-    lp.a_matrix_.value_ = np.concatenate((np.array([value for entry in y_values for value in entry]), *values))
+    lp.a_matrix_.start_ = np.concatenate(([0], np.cumsum(programme.lengths)))
+    lp.a_matrix_.index_, lp.a_matrix_.value_ = programme.rows, programme.values
     lp.sense_ = highspy.ObjSense.kMaximize
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
