@@ -159,14 +159,13 @@ def _submit(federation: LocalFederation, job: Path, data: Path | None) -> int:
     shown = f"control-plane submit {job.name} --watch" + (" --set …" if settings else "")
     _say("job", f"$ {shown}\n")
     started = time.monotonic()
-    process = federation.control_plane_popen("submit", str(job), "--watch", *settings, stdin=subprocess.DEVNULL)
-    try:
-        status = process.wait()
-    except BaseException:
-        # Also on Ctrl-C: the command must not outlive the federation that it talks to.
-        process.kill()
-        process.wait()
-        raise
+    command = ["submit", str(job), "--watch", *settings]
+    with federation.control_plane_popen(*command, stdin=subprocess.DEVNULL) as process:
+        try:
+            status = process.wait()
+        finally:
+            # Also on Ctrl-C: the command must not outlive the federation that it talks to.
+            process.kill()
     print(f"\n  {'took':<10} {time.monotonic() - started:.1f} s from the submission to the model\n", flush=True)
     return int(status)
 

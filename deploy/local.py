@@ -73,16 +73,15 @@ class LocalFederation:
         self._ports = self._stored_ports()
 
     def __enter__(self) -> LocalFederation:
-        try:
+        with contextlib.ExitStack() as undo:
+            # Also on Ctrl-C: __exit__ is not called, and the daemons would stay.
+            undo.callback(self.close)
             self.start_control_plane()
             self.join(*self.regions)
             for region in self.regions:
                 self.start_agent(region.name)
             self.wait_connected([region.name for region in self.regions])
-        except BaseException:
-            # Also on Ctrl-C: __exit__ is not called, and the daemons would stay.
-            self.close()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,14 +137,12 @@ class LocalFederation:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of `control-plane` and return what it printed."""
         argv = [*_program("control_plane.cli.main"), *arguments]
-        process = self._spawn(CONTROL_SITE, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except BaseException:
-            # Also on Ctrl-C or a timeout: the command must not outlive its caller.
-            process.kill()
-            process.communicate()
-            raise
+        with self._spawn(CONTROL_SITE, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            finally:
+                # Also on Ctrl-C or a timeout: the command must not outlive its caller.
+                process.kill()
         done = subprocess.CompletedProcess(argv, process.returncode, out, err)
         if check and done.returncode:
             raise GeofedError("INTERNAL", f"control-plane {' '.join(arguments)} ended with {done.returncode}:\n{err}")

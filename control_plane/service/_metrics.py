@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import grpc
@@ -198,28 +199,34 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
     def _counted_answer(self, behaviour: Any, method: str) -> Any:
         @functools.wraps(behaviour)
         async def call(request: Any, context: Any) -> Any:
-            try:
-                answer = await behaviour(request, context)
-            except BaseException as error:
-                self._calls.labels(method, _outcome(error)).inc()
-                raise
-            self._calls.labels(method, "ok").inc()
-            return answer
+            with _CountedCall(self._calls, method):
+                return await behaviour(request, context)
 
         return call
 
     def _counted_stream(self, behaviour: Any, method: str) -> Any:
         @functools.wraps(behaviour)
         async def call(request: Any, context: Any) -> Any:
-            try:
+            with _CountedCall(self._calls, method):
                 async for message in behaviour(request, context):
                     yield message
-            except BaseException as error:
-                self._calls.labels(method, _outcome(error)).inc()
-                raise
-            self._calls.labels(method, "ok").inc()
 
         return call
+
+
+class _CountedCall:
+    """Counts one call by its outcome when it ends, also if it is cancelled."""
+
+    def __init__(self, calls: Counter, method: str) -> None:
+        self._calls, self._method = calls, method
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.labels(self._method, "ok" if error is None else _outcome(error)).inc()
 
 
 def _outcome(error: BaseException) -> str:

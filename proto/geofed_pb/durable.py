@@ -50,20 +50,22 @@ def begin_write(
     with disk_full_as_error(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         file = os.fdopen(os.open(_partial(path), flags, 0o666 if mode is None else mode), "wb")
-    try:
-        with disk_full_as_error(path):
-            if mode is not None:
-                # Also a file that a crash has left behind, and whatever the umask.
-                os.fchmod(file.fileno(), mode)
-            for piece in pieces:
-                file.write(piece)
-            file.truncate()
-    except BaseException:
-        # close() flushes, and may fail as well; that error must not replace the first one.
-        with contextlib.suppress(OSError):
-            file.close()
-        raise
+    with contextlib.ExitStack() as undo, disk_full_as_error(path):
+        undo.callback(_close_failed, file)
+        if mode is not None:
+            # Also a file that a crash has left behind, and whatever the umask.
+            os.fchmod(file.fileno(), mode)
+        for piece in pieces:
+            file.write(piece)
+        file.truncate()
+        undo.pop_all()
     return file
+
+
+def _close_failed(file: BinaryIO) -> None:
+    """Close a file after a failed write. close() flushes, and may fail as well; that must not hide the first error."""
+    with contextlib.suppress(OSError):
+        file.close()
 
 
 def _write_back(file: BinaryIO) -> None:

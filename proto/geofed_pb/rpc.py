@@ -7,6 +7,7 @@ check that name instead of the address that they connect to, so that addresses m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import re
@@ -230,6 +231,19 @@ async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method:
     await _abort(context, GeofedError("INTERNAL", f"{type(error).__name__} in {method}"))
 
 
+@contextlib.asynccontextmanager
+async def _errors_with_code(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[None]:
+    """End a call with the code of the error that its method raises."""
+    try:
+        yield
+    except GeofedError as error:
+        await _abort(context, error)
+    except (asyncio.CancelledError, grpc.aio.AbortError):
+        raise
+    except Exception as error:  # noqa: BLE001 - no error may leave the process without a code
+        await _abort_unforeseen(context, method, error)
+
+
 def answering(
     method: Callable[[_Servicer, Any, Any], Awaitable[Any]],
 ) -> Callable[[_Servicer, Any, Any], Awaitable[Any]]:
@@ -237,16 +251,10 @@ def answering(
 
     @functools.wraps(method)
     async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        try:
+        async with _errors_with_code(context, method.__qualname__):
             answer = await method(self, request, context)
             context.set_trailing_metadata((_clock(),))
             return answer
-        except GeofedError as error:
-            await _abort(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as error:  # noqa: BLE001 - no error may leave the process without a code
-            await _abort_unforeseen(context, method.__qualname__, error)
 
     return call
 
@@ -258,15 +266,9 @@ def streaming(
 
     @functools.wraps(method)
     async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        try:
+        async with _errors_with_code(context, method.__qualname__):
             async for message in method(self, request, context):
                 yield message
-        except GeofedError as error:
-            await _abort(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception as error:  # noqa: BLE001 - no error may leave the process without a code
-            await _abort_unforeseen(context, method.__qualname__, error)
 
     return call
 

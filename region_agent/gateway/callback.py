@@ -91,12 +91,12 @@ class CallbackReceiver:
         self._taken[result.call_id] = done
         try:
             await self._on_result(result)
-        except BaseException:
-            # Also when cancelled: a repetition of this result must be handled, and those that wait for it must end.
-            del self._taken[result.call_id]
-            done.cancel()
-            raise
-        done.set_result(None)
+            done.set_result(None)
+        finally:
+            if not done.done():
+                # Failed or cancelled: a repetition of this result must be handled, and those that wait for it must end.
+                del self._taken[result.call_id]
+                done.cancel()
         self._forget_oldest()
         return PlainTextResponse("", 202)
 

@@ -66,12 +66,11 @@ class PsProcess:
             env=_environment(),
         )  # fmt: skip
         self._reading = asyncio.ensure_future(self._read_stderr())
-        try:
-            await self._until_ready(self._process)
-        except BaseException:
+        async with contextlib.AsyncExitStack() as undo:
             # Also when this start is cancelled: no other code has the process yet.
-            await self.kill()
-            raise
+            undo.push_async_callback(self.kill)
+            await self._until_ready(self._process)
+            undo.pop_all()
         self.ports = json.loads(self._config.ready_file.read_text())
 
     def _connect(self) -> grpc.aio.Channel:

@@ -41,17 +41,13 @@ class AgentDatabase:
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             try:
-                self._db.execute("begin immediate")
-                try:
+                # The connection commits at the end, or rolls back after any exception: no transaction may stay open,
+                # since all threads share the connection.
+                with self._db:
+                    self._db.execute("begin immediate")
                     for write in self._deferred:
                         write(self._db)
                     yield self._db
-                    self._db.execute("commit")
-                except BaseException:
-                    # Also when interrupted: no transaction may stay open, since all threads share the connection.
-                    if self._db.in_transaction:  # SQLite itself rolls back when the disk is full
-                        self._db.execute("rollback")
-                    raise
                 self._deferred.clear()
             except sqlite3.OperationalError as error:
                 if "full" in str(error) or "disk I/O" in str(error):

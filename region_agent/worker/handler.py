@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import itertools
@@ -202,7 +203,9 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
     folder = unpack(bundle, _scratch() / "bundles")
     # Named by the mark, so that a repeated attempt finds files that were downloaded before.
     fetched = _scratch() / "data" / hashlib.sha256(mark.encode()).hexdigest()[:16]
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        undo.callback(drop_task_modules)
         # Random numbers drawn while the module is loaded must be the same in every replica.
         seed_all(invocation.seed)
         task = load_task(folder, invocation.module, dict(invocation.config))
@@ -218,10 +221,7 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
             data[split] = joined(shards)
             if not keep:
                 data[split] = range(len(data[split]))
-    except BaseException:
-        drop_task_modules()
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        undo.pop_all()
     return _Loaded(mark, task, len(data.get("train", ())), data if keep else None)
 
 

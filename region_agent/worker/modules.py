@@ -42,11 +42,11 @@ def import_task(root: Path, module: str) -> ModuleType:
     global _loaded
     drop_task_modules()
     _loaded = _TaskModules(Path(os.path.abspath(root)), module)
-    try:
-        return _loaded.run()
-    except BaseException:
-        drop_task_modules()
-        raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(drop_task_modules)
+        loaded = _loaded.run()
+        undo.pop_all()
+    return loaded
 
 
 def drop_task_modules() -> None:

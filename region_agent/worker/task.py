@@ -13,7 +13,7 @@ import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -138,14 +138,14 @@ def unpack(bundle: bytes | memoryview, into: Path) -> Path:
     """
     into.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="task-", dir=into))
-    try:
-        with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
-            _extract(archive, folder)
-    except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, tarfile.TarError | gzip.BadGzipFile | zlib.error | EOFError):
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
+                _extract(archive, folder)
+        except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
-        raise
+        undo.pop_all()
     return folder
 
 

@@ -107,11 +107,13 @@ class BulkConnection:
         if not self._outbound.warm:
             calls.put_nowait(sync_pb2.CollectCall(bulk_port=self._bulk_port(), streams=self.streams.count))
         await self._until_dialled()
+        reply = None
         try:
-            return await self._carry(OutgoingUpdate(proto, view, self._ticket, None), None)
-        except BaseException:
-            self.peer_dials = False
-            raise
+            reply = await self._carry(OutgoingUpdate(proto, view, self._ticket, None), None)
+        finally:
+            if reply is None:
+                self.peer_dials = False
+        return reply
 
     async def _until_dialled(self) -> None:
         try:

@@ -223,13 +223,11 @@ class _Receiving:
             raise GeofedError(
                 "FRAME_INVALID", f"a chunk ends at {head.offset + head.length} of {file.total_bytes} bytes"
             )
-        try:
-            crc = self._write(head, file)
-        except BaseException:
+        with contextlib.ExitStack() as interrupted:
             if file is not None:
-                with contextlib.suppress(OSError):
-                    file.write_record()
-            raise
+                interrupted.callback(_record_what_came, file)
+            crc = self._write(head, file)
+            interrupted.pop_all()
         if file is None or self._landing is None:
             if not self._declined:
                 # The update is complete without this chunk: the sender needn't continue.
@@ -285,6 +283,12 @@ class _Receiving:
                 raise EOFError
             left, at = left - count, at + count
         return crc
+
+
+def _record_what_came(file: PartialFile) -> None:
+    """Record the bytes that came before an interruption, where the disk allows it, so that they are not sent again."""
+    with contextlib.suppress(OSError):
+        file.write_record()
 
 
 def _exactly(connection: ssl.SSLSocket, count: int) -> bytes:

@@ -132,17 +132,15 @@ class OutboundStreams:
         )
         transfer.streams = count.count
         begun = time.monotonic()
-        with selectors.DefaultSelector() as selector:
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:
             selector.register(self._woken, selectors.EVENT_READ)
             for stream in list(self._warm):
                 self._attach(stream, transfer, selector)
             transfer.cold = self._top_up(transfer.streams - len(self._warm), dial)
-            try:
-                self._pump(transfer, selector, count, dial, _StallDetector(quiet_seconds, stall_seconds))
-                self._read_statistics(transfer, count, None)
-            except BaseException:
-                self._drop_all()
-                raise
+            undo.callback(self._drop_all)
+            self._pump(transfer, selector, count, dial, _StallDetector(quiet_seconds, stall_seconds))
+            self._read_statistics(transfer, count, None)
+            undo.pop_all()
         seconds = time.monotonic() - begun
         used = len(self._warm)
         for stream in list(self._warm):

@@ -87,13 +87,10 @@ def _unnamed_file(content: bytes) -> Iterator[str]:
 
 def dial(address: tuple[str, int], region: str, tls: Tls, timeout: float) -> ssl.SSLSocket:
     """Connect to a region's bulk port. Raises OSError, of which ssl.SSLError is a subclass."""
-    plain = socket.create_connection(address, timeout)
-    try:
+    # Wrapping takes the connection out of `plain`, which then closes nothing.
+    with socket.create_connection(address, timeout) as plain:
         tune(plain)
         return _context(tls, server=False).wrap_socket(plain, server_hostname=region_name(region))
-    except BaseException:
-        plain.close()
-        raise
 
 
 def listen(host: str, port: int) -> socket.socket:
