@@ -10,6 +10,15 @@ import typer
 
 from geofed_pb.errors import GeofedError
 
+_DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="postgresql://… or sqlite:///…, without a password; see --database-url-file.",
+        envvar="GEOFED_DATABASE_URL",
+        show_envvar=True,
+    ),
+]
+
 
 def serve(
     state_dir: Annotated[
@@ -24,14 +33,7 @@ def serve(
         list[str] | None,
         typer.Option(help="Public host or host:port of this server; the first one goes into invitations."),
     ] = None,
-    database_url: Annotated[
-        str | None,
-        typer.Option(
-            help="postgresql://… or sqlite:///…, without a password; see --database-url-file.",
-            envvar="GEOFED_DATABASE_URL",
-            show_envvar=True,
-        ),
-    ] = None,
+    database_url: _DatabaseUrl = None,
     database_url_file: Annotated[Path | None, typer.Option(help="File with the database URL.")] = None,
     lease: Annotated[str, typer.Option(help="Time after which a region without contact is lost.")] = "30s",
     federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",

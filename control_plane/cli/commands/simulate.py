@@ -6,6 +6,7 @@ import csv
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated
@@ -27,13 +28,60 @@ _MAX_DEVICES = 1 << 16
 _DEFAULT_POLICIES = ["geofed", "elasticflow"]
 
 
+_TraceFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="TRACE", help="CSV file with the columns of ElasticFlow's or Chronus' traces.", show_default=False
+    ),
+]
+_SpeedsFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--speeds", metavar="DIR", help="Folder with speeds as MODEL.csv, instead of --device.", show_default=False
+    ),
+]
+_CsvFile = Annotated[
+    Path | None,
+    typer.Option("--csv", metavar="FILE", help="Write a row for each job and policy to this file.", show_default=False),
+]
+
+
+@dataclass(frozen=True)
+class _Scenario:
+    """A trace, a cluster, and what goes wrong there: the same for all policies."""
+
+    jobs: Sequence[TraceJob]
+    nodes: int
+    per_node: int
+    slot_s: float
+    own_pauses: bool
+    """A change of allocation pauses only the jobs that it changes."""
+    curve_error: float
+    failures: float
+    """Node failures per 1,000 device hours."""
+    seed: int
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.per_node
+
+    def run(self, policy: str) -> SimulationRun:
+        """Run the trace under a policy."""
+        from scheduler.simulate import Incidents, policy_named
+        from scheduler.simulate import simulate as run_trace
+
+        chosen, pauses = policy_named(
+            policy, self.devices, self.slot_s, everyone=not self.own_pauses, curve_error=self.curve_error
+        )
+        incidents = Incidents(self.failures / 1000, seed=self.seed)
+        with _progress(policy, len(self.jobs)) as report:
+            return run_trace(
+                self.jobs, chosen, self.nodes, self.per_node, pauses, incidents, self.curve_error, self.seed, report
+            )
+
+
 def simulate(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE", help="CSV file with the columns of ElasticFlow's or Chronus' traces.", show_default=False
-        ),
-    ],
+    trace: _TraceFile,
     cluster: Annotated[str, typer.Option("--cluster", metavar="NODESxDEVICES", help="Size of the cluster, like 16x4.")],
     policy: Annotated[
         list[str] | None,
@@ -43,12 +91,7 @@ def simulate(
         str,
         typer.Option("--device", help="Device whose speeds to use: ../throughputs_DEVICE next to the trace's folder."),
     ] = "T4",
-    speeds: Annotated[
-        Path | None,
-        typer.Option(
-            "--speeds", metavar="DIR", help="Folder with speeds as MODEL.csv, instead of --device.", show_default=False
-        ),
-    ] = None,
+    speeds: _SpeedsFolder = None,
     slot: Annotated[float, typer.Option("--slot", min=1, help="Seconds between decisions of slotted policies.")] = 60.0,
     own_pauses: Annotated[
         bool, typer.Option("--own-pauses", help="A change of allocation pauses only the jobs that it changes, not all.")
@@ -59,12 +102,7 @@ def simulate(
     failures: Annotated[float, typer.Option("--failures", min=0, help="Node failures per 1,000 device hours.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", help="Random seed of errors and failures.")] = 1,
     bound: Annotated[bool, typer.Option("--ceiling", help="Also compute an upper bound for any scheduler.")] = False,
-    csv_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--csv", metavar="FILE", help="Write a row for each job and policy to this file.", show_default=False
-        ),
-    ] = None,
+    csv_file: _CsvFile = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Draw the results as SVG to this file.", show_default=False),
@@ -72,23 +110,18 @@ def simulate(
     output: Output = Format.TABLE,
 ) -> None:
     """Simulate a trace of jobs with deadlines under several scheduling policies."""
-    from scheduler.simulate import Incidents, ceiling, policy_named
-    from scheduler.simulate import simulate as run_trace
+    from scheduler.simulate import ceiling
 
     nodes, per_node = _cluster(cluster)
     names = _policies(policy or _DEFAULT_POLICIES)
     jobs = _jobs(trace, speeds or trace.resolve().parent.parent / f"throughputs_{device}")
-    runs = []
-    for name in names:
-        chosen, pauses = policy_named(name, nodes * per_node, slot, everyone=not own_pauses, curve_error=curve_error)
-        incidents = Incidents(failures / 1000, seed=seed)
-        with _progress(name, len(jobs)) as report:
-            runs.append(run_trace(jobs, chosen, nodes, per_node, pauses, incidents, curve_error, seed, report))
+    scenario = _Scenario(jobs, nodes, per_node, slot, own_pauses, curve_error, failures, seed)
+    runs = [scenario.run(name) for name in names]
     if csv_file is not None:
         _write_csv(csv_file, runs)
     if plot is not None:
         _write_plot(plot, runs)
-    most = ceiling(jobs, nodes * per_node) if bound else None
+    most = ceiling(jobs, scenario.devices) if bound else None
     data = [_view(run, None if most is None else most.met) for run in runs]
     emit(data, table=_table, name=lambda view: str(view["policy"]))
 

@@ -104,30 +104,49 @@ def gang_of_plan(
 
 def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry]) -> Gang | None:
     """Return the gang of a job; None if it needs no workers, since a user has paused it or its steps are done."""
-    state, chosen = entry.state, entry.plan
-    name, since_s, user = entry.row.id, entry.row.created_at, entry.row.user
-    deadline_s = math.inf if state.deadline_at is None else state.deadline_at
+    state = entry.state
     if state.phase == "queued":
-        elastic = may_scale(entry.spec, chosen)
         return gang_of_plan(
-            name,
-            chosen,
+            entry.row.id,
+            entry.plan,
             regions,
-            elastic=elastic,
-            deadline_s=deadline_s,
-            since_s=since_s,
-            user=user,
+            elastic=may_scale(entry.spec, entry.plan),
+            deadline_s=_deadline_s(entry),
+            since_s=entry.row.created_at,
+            user=entry.row.user,
             spec=entry.spec if is_tuned(entry.spec) else None,
         )
     held = {region: count for region, count in workers_now(entry).items() if count}
     if state.phase == "cancelling" and held:
-        kind = on_preemptible(entry)
         return Gang(
-            name, (StaffingPace(held, 1.0),), ENDING_SECONDS, held=0, fixed=True, since_s=since_s, preemptible=kind
+            entry.row.id,
+            (StaffingPace(held, 1.0),),
+            ENDING_SECONDS,
+            held=0,
+            fixed=True,
+            since_s=entry.row.created_at,
+            preemptible=on_preemptible(entry),
         )
     preempted = any(part.preempted for part in state.partitions)
-    if state.phase not in ("starting", "running") or not (held or state.gave_way or preempted):
-        return None
+    if state.phase in ("starting", "running") and (held or state.gave_way or preempted):
+        return _running_gang(entry, watched, regions, held, preempted=preempted)
+    return None
+
+
+def _deadline_s(entry: JobEntry) -> float:
+    return math.inf if entry.state.deadline_at is None else entry.state.deadline_at
+
+
+def _running_gang(
+    entry: JobEntry,
+    watched: Watched,
+    regions: Mapping[str, RegionEntry],
+    held: dict[str, int],
+    *,
+    preempted: bool,
+) -> Gang:
+    """Return the gang of a job that runs with the workers ``held``, or may do so again."""
+    state, chosen, deadline_s = entry.state, entry.plan, _deadline_s(entry)
     done = min((part.report.round for part in state.partitions if part.report is not None), default=0)
     speeds = {part.region: speed for part in state.partitions if (speed := watched.speed(part.region)) is not None}
     if any(part.pipeline is not None for part in chosen.partitions):
@@ -147,15 +166,15 @@ def gang_of(entry: JobEntry, watched: Watched, regions: Mapping[str, RegionEntry
         # It cannot be scaled while a region is unreachable, but it must not reserve its workers until its end.
         left = min(left, AWAY_SECONDS * ways[-1].rate)
     return Gang(
-        name,
+        entry.row.id,
         ways,
         left,
         deadline_s,
         held=next((index for index, way in enumerate(ways) if way.workers == held), -1),
         wish=_index(ways, watched.wanted or (first_workers(entry, regions) if tuned else planned)),
         fixed=not elastic,
-        since_s=since_s,
-        user=user,
+        since_s=entry.row.created_at,
+        user=entry.row.user,
         preemptible=on_preemptible(entry),
         value=_value(entry),
         insists=tuned,
