@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from geofed_pb.v1 import common_pb2
 from region_agent.config import ChannelPricesConfig, PricesConfig
 
-__all__ = ["Item", "bill", "egress", "invocation_amounts"]
+__all__ = ["Item", "bill", "egress", "invocation_amounts", "money_of"]
 
 _MS_PER_S = 1000
 """Milliseconds of a second; function time is billed in started milliseconds."""
@@ -47,6 +48,14 @@ def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesC
         lines.insert(1, ("preemptible-function-seconds", preemptible, "GB-s", price))
     items = [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
     return items + egress(meters, prices) + (_bill_channel(meters, channel) if channel is not None else [])
+
+
+def money_of(items: list[Item]) -> list[common_pb2.Money]:
+    """Return an account as messages."""
+    return [
+        common_pb2.Money(item=one.item, quantity=one.quantity, unit=one.unit, usd=one.usd, source=one.source)
+        for one in items
+    ]
 
 
 def egress(meters: dict[str, float], prices: PricesConfig) -> list[Item]:

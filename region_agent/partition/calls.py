@@ -27,6 +27,7 @@ from sync.ps.tokens import WorkerIdentity, sign
 
 __all__ = [
     "RegionInputs",
+    "WorkerInputs",
     "batches_of",
     "bundle_key",
     "initial_model_file",
@@ -45,18 +46,25 @@ _PART_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class RegionInputs:
-    """Values of the region that go into an invocation."""
+    """Values of the region that all processes of a partition need."""
 
     identity: Identity
     server: ServerConfig
     row: Any
     """The partition's row in the agent's store."""
-    splits: Mapping[str, Any]
-    samples: int | None
-    """Samples of the training split by the region's file; None if unknown."""
     channel: str
     """Kind of the channel."""
     channel_address: str
+    """Address of the channel for the process."""
+
+
+@dataclass(frozen=True)
+class WorkerInputs(RegionInputs):
+    """Values of the region that go into an invocation."""
+
+    splits: Mapping[str, Any]
+    samples: int | None
+    """Samples of the training split by the region's file; None if unknown."""
     channel_costs: Mapping[str, float]
 
 
@@ -98,7 +106,7 @@ def _schedule(rate: agent_pb2.LearningRate) -> Schedule:
         raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
 
 
-def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: RegionInputs) -> Invocation:
+def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: WorkerInputs) -> Invocation:
     """Build the body of one call of a worker."""
     plan, task = start.plan, start.task
     identity = WorkerIdentity(start.job, start.region, action.worker, action.attempt, action.workers)
@@ -146,20 +154,13 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Regio
 
 
 def server_config_of(
-    start: agent_pb2.StartPartition,
-    action: StartPs,
-    *,
-    workers: int,
-    identity: Identity,
-    server: ServerConfig,
-    row: Any,
-    channel: str,
-    channel_address: str,
-    folder: Path,
-    begun: bool = False,
+    start: agent_pb2.StartPartition, action: StartPs, inputs: RegionInputs, *, workers: int, folder: Path, begun: bool
 ) -> PsConfig:
-    """Build the parameter server's configuration; its ports are those of its last run, where they are free."""
-    plan = start.plan
+    """Build the parameter server's configuration; its ports are those of its last run, where they are free.
+
+    ``begun``: a parameter server of this partition has run here before.
+    """
+    plan, identity, server, row = start.plan, inputs.identity, inputs.server, inputs.row
     worker_port, exchange_port, bulk_port = free_ports(
         server.exchange_host,
         server.ports,
@@ -182,8 +183,8 @@ def server_config_of(
         neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
         codec=plan.codec,
         part_elements=_PART_ELEMENTS if plan.HasField("pipeline") else 0,
-        channel=channel,
-        channel_address=channel_address,
+        channel=inputs.channel,
+        channel_address=inputs.channel_address,
         state_dir=folder / "ps",
         initial_model=initial_model_file(start, folder),
         begun=begun or start.resumed,

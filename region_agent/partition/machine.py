@@ -136,6 +136,46 @@ class _PreviousAttempt:
         return self.waited_seconds < (_HEALTHY_STATE_TIMEOUT_SECONDS if first else _STATE_TIMEOUT_SECONDS)
 
 
+@dataclass
+class _Function:
+    """The workers' function on the function platform."""
+
+    replicas: int | None
+    """Replicas that the platform holds; None: unknown."""
+    deploying: bool = False
+    """A command to the platform is running."""
+    awaiting_attempt: int = 0
+    """Attempt whose workers are called when that command has finished."""
+
+
+@dataclass
+class _Failures:
+    """Failures since the last completed round."""
+
+    count: int = 0
+    """Those that count against the limit."""
+    pauses: int = 0
+    """Pauses before retries; each is longer than the one before."""
+    round: int = 0
+    """Rounds that were completed at the last failure."""
+    last: str = ""
+    """Text of the last failure."""
+
+    def add(self, completed_rounds: int, *, counts: bool) -> None:
+        if completed_rounds > self.round:
+            self.count = self.pauses = 0
+        self.round = completed_rounds
+        self.count += counts
+        self.pauses += 1
+
+    def summary(self, completed_rounds: int) -> str:
+        """Text about the failures; empty if there are none."""
+        if not self.count or completed_rounds > self.round:
+            return ""
+        count = "a failure" if self.count == 1 else f"{self.count} failures"
+        return f"{count} without a completed round in between, the last: {self.last}"
+
+
 class PartitionMachine:
     """State machine of one partition. ``attempt``: the last one before the agent's restart; 0: none."""
 
@@ -177,22 +217,14 @@ class PartitionMachine:
         self._view = PsView()
         self._worker_group = _Workers()
         self._previous = _PreviousAttempt()
-        self._failures = 0
-        self._failure_round = 0
-        self._last_failure = ""
+        self._failures = _Failures()
         self._transient_condition = ""
         """A condition that the next step, or the next round, clears."""
         self._publish_wanted = False
         self._publishing = False
         self._blob_digest = ""
         self._preparing = False
-        self._pauses = 0
-        self._replicas: int | None = workers
-        """Replicas that the function platform holds; None: unknown."""
-        self._deploying = False
-        """A command to the function platform is running."""
-        self._awaits_deploy = 0
-        """Attempt whose workers are called when that command has finished."""
+        self._function = _Function(workers)
 
     @property
     def holds_workers(self) -> bool:
@@ -235,21 +267,12 @@ class PartitionMachine:
                 return self._after_failure(event.error, "ps-ended", "the parameter server ended")
             case WorkerEnded():
                 return self._worker_ended(event)
-            case ActionFailed() if event.step == "configure" and not self._awaits_fence:
-                return []
             case ActionFailed():
-                self._preparing = self._preparing and event.step != "prepare"
-                self._publishing = self._publishing and event.step != "publish"
-                if event.step == "scale":
-                    self._deploying, self._replicas = False, None
-                return self._after_failure(event.error, "setback", "a step could not be taken")
+                return self._action_failed(event)
             case Retry():
                 return self._retry(event)
             case Scaled():
-                preempted, self.preempted = self.preempted, False
-                self.order = self.order if self._ending else event.order
-                # The remaining workers still compute the batch of all workers until they get one of their own.
-                return self._scaled(event, new_attempt=preempted and event.batch > 0)
+                return self._scale_ordered(event)
             case Preempted():
                 return self._preempted(event)
             case Deployed():
@@ -275,7 +298,7 @@ class PartitionMachine:
     def _prepare(self) -> list[Action]:
         if self._prepared or self._preparing:
             return []
-        self._preparing, self._replicas = True, self.workers
+        self._preparing, self._function.replicas = True, self.workers
         return [PreparePartition()]
 
     def _stopped(self, event: Stopped) -> list[Action]:
@@ -310,8 +333,8 @@ class PartitionMachine:
             return self._maybe_finish()
         if self.state != "training":
             return []
-        if view.condition != before.condition or (self._transient_condition and view.round > self._failure_round):
-            self._set_transient_condition("" if view.round > self._failure_round else self._failure_summary())
+        if view.condition != before.condition or (self._transient_condition and view.round > self._failures.round):
+            self._set_transient_condition(self._failures.summary(view.round))
             return [self._report()]
         return []
 
@@ -326,20 +349,13 @@ class PartitionMachine:
         idle = event.idle_seconds >= _IDLE_SECONDS
         text = f"no step for {event.idle_seconds:.0f} s (a call without an answer is ended after"
         notes = [f"{text} {event.limit_seconds:.0f} s)"] if idle else []
-        self._set_transient_condition("; ".join(filter(None, [*notes, self._failure_summary()])))
+        self._set_transient_condition("; ".join(filter(None, [*notes, self._failures.summary(self._view.round)])))
         return []
 
     def _set_transient_condition(self, text: str) -> None:
         """Set a condition; one that the parameter server has reported takes precedence."""
         self._transient_condition = "" if self._view.condition else text
         self.condition = self._view.condition or text
-
-    def _failure_summary(self) -> str:
-        """Text about failures since the last completed round, or an empty one."""
-        if not self._failures or self._view.round > self._failure_round:
-            return ""
-        count = "a failure" if self._failures == 1 else f"{self._failures} failures"
-        return f"{count} without a completed round in between, the last: {self._last_failure}"
 
     # Workers
 
@@ -361,9 +377,9 @@ class PartitionMachine:
             if self._awaits_fence:
                 # An earlier configuration of the server may have failed without a retry, as nothing waited for it.
                 return [] if awaited else self._configure()
-        if self._replicas != self.workers:
+        if self._function.replicas != self.workers:
             # This runs after the previous attempt's workers have stored their state, and before any new call.
-            self._awaits_deploy = self.attempt
+            self._function.awaiting_attempt = self.attempt
             return self._send_order(ScaleWorkers(self.workers))
         if not self.workers:
             return []
@@ -424,6 +440,12 @@ class PartitionMachine:
 
     # Scaling
 
+    def _scale_ordered(self, event: Scaled) -> list[Action]:
+        preempted, self.preempted = self.preempted, False
+        self.order = self.order if self._ending else event.order
+        # The remaining workers still compute the batch of all workers until they get one of their own.
+        return self._scaled(event, new_attempt=preempted and event.batch > 0)
+
     def _scaled(self, event: Scaled, *, new_attempt: bool = False) -> list[Action]:
         moves = event.preemptible != self.preemptible
         if (event.workers == self.workers and not (moves or new_attempt)) or self._ending:
@@ -433,7 +455,7 @@ class PartitionMachine:
             self._batches.want(event.batch, event.rate)
         if self._preparing or moves:
             # The function may be deployed with the old or the new number of replicas, or moves to other capacity.
-            self._replicas = None
+            self._function.replicas = None
         self.condition = f"paused: {event.reason or 'no workers'}" if not event.workers else ""
         kind = "preemptible workers" if self.preemptible else "workers"
         words = f"{before} → {event.workers} {kind}" + (f": {event.reason}" if event.reason else "")
@@ -454,23 +476,23 @@ class PartitionMachine:
             return []
         self.preempted = True
         actions = self._scaled(Scaled(event.workers, "workers were taken away", preemptible=True))
-        self._replicas = None
+        self._function.replicas = None
         # Preempted replicas are ended now; the remaining ones store their state at their next exchange.
         return [*actions, *(self._send_order(RemoveReplicas(self.workers)) if self.state == "training" else [])]
 
     def _send_order(self, order: Action) -> list[Action]:
         """Return a command for the function platform, unless one is running, so that none overtakes another."""
-        if self._deploying:
+        if self._function.deploying:
             return []
-        self._deploying = True
+        self._function.deploying = True
         return [order]
 
     def _deployed(self, event: Deployed) -> list[Action]:
-        self._deploying = False
-        self._replicas = event.workers if event.preemptible == self.preemptible else None
-        if self.preempted and self._replicas not in (None, self.workers):
+        self._function.deploying = False
+        self._function.replicas = event.workers if event.preemptible == self.preemptible else None
+        if self.preempted and self._function.replicas not in (None, self.workers):
             return self._send_order(RemoveReplicas(self.workers))
-        return self._maybe_train() if self._awaits_deploy == self.attempt else []
+        return self._maybe_train() if self._function.awaiting_attempt == self.attempt else []
 
     @property
     def _ending(self) -> bool:
@@ -479,25 +501,30 @@ class PartitionMachine:
 
     # Failures
 
+    def _action_failed(self, event: ActionFailed) -> list[Action]:
+        if event.step == "configure" and not self._awaits_fence:
+            return []
+        self._preparing = self._preparing and event.step != "prepare"
+        self._publishing = self._publishing and event.step != "publish"
+        if event.step == "scale":
+            self._function.deploying, self._function.replicas = False, None
+        return self._after_failure(event.error, "setback", "a step could not be taken")
+
     def _after_failure(self, error: GeofedError, kind: str, text: str) -> list[Action]:
         if self.state in _OVER:
             return []
-        if self._view.round > self._failure_round:
-            self._failures = self._pauses = 0
-        self._failure_round = self._view.round
         waits = error.code in _EXTERNAL or (kind == "setback" and error.retryable)
-        self._failures += not waits
-        self._pauses += 1
+        self._failures.add(self._view.round, counts=not waits)
         record = RecordEvent(
             kind, f"{self.region}: {text}: {error.message}", {"code": error.code, "attempt": self.attempt}
         )
-        if error.code in FATAL or self._failures > _failure_limit(error):
+        if error.code in FATAL or self._failures.count > _failure_limit(error):
             self.state, self.condition, self.error = "failed", error.message, error
             return [record, ShutDown(discard=False)]
         longest = _EXTERNAL_PAUSE_SECONDS if error.code in _EXTERNAL else _LONGEST_PAUSE_SECONDS
-        pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._pauses - 1, 16), longest)
+        pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._failures.pauses - 1, 16), longest)
         self.condition = f"{error.code}: {error.message}; retrying"
-        self._last_failure = f"{error.code}: {error.message}"
+        self._failures.last = f"{error.code}: {error.message}"
         if kind == "worker-failed":
             # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
             self._previous = _PreviousAttempt(self.attempt, set(self._worker_group.running))
@@ -516,7 +543,7 @@ class PartitionMachine:
             server = [] if self._ps_up else [StartPs(self.epoch, self.attempt)]
             return [*server, RetryLater(self.attempt, _FIRST_PAUSE_SECONDS)]
         if self.workers and not self._awaits_fence:
-            self._set_transient_condition(self._failure_summary())
+            self._set_transient_condition(self._failures.summary(self._view.round))
         actions = self._prepare()
         if not self._ps_up:
             actions.append(StartPs(self.epoch, self.attempt))

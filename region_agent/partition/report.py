@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of, to_proto
-from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2
+from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import ChannelPricesConfig, PricesConfig
-from region_agent.partition.billing import bill, invocation_amounts
+from region_agent.partition.billing import bill, invocation_amounts, money_of
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.events import PsView
 from region_agent.partition.machine import PartitionMachine
@@ -124,13 +124,25 @@ def report_of(
 ) -> agent_pb2.PartitionReport:
     """Build the report on a partition. Its sums are cumulative, so the next report makes up for a lost one."""
     meters = meter.values(time.time())
-    compute = meters.get("compute_seconds", 0.0)
-    return agent_pb2.PartitionReport(
+    report = agent_pb2.PartitionReport(
         job=job,
         epoch=machine.epoch,
         state=machine.state,
         condition=machine.condition,
         ps_address=machine.ps_address,
+        error=to_proto(machine.error) if machine.error else None,
+        attempt=machine.attempt,
+        money=money_of(bill(meters, prices, channel) if prices else []),
+        meter=meter.identity,
+    )
+    report.MergeFrom(_server_part(status))
+    report.MergeFrom(_meter_part(meters, status.samples_per_second))
+    return report
+
+
+def _server_part(status: sync_pb2.PsStatus) -> agent_pb2.PartitionReport:
+    """Return the fields of a report that the parameter server has measured."""
+    return agent_pb2.PartitionReport(
         round=status.round,
         step=status.step,
         samples=status.samples,
@@ -139,33 +151,36 @@ def report_of(
         metrics_samples=status.metrics_samples,
         metrics_round=status.metrics_round,
         metrics_error=status.metrics_error,
-        sent_bytes=_by_region(meters, "sent_bytes:"),
-        received_bytes=_by_region(meters, "received_bytes:"),
-        money=[
-            common_pb2.Money(item=i.item, quantity=i.quantity, unit=i.unit, usd=i.usd, source=i.source)
-            for i in (bill(meters, prices, channel) if prices else [])
-        ],
         model_digest=status.model_digest,
-        error=to_proto(machine.error) if machine.error else None,
-        attempt=machine.attempt,
-        samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else status.samples_per_second,
         round_samples_per_second=status.samples_per_second,
-        compute_seconds=compute,
-        merge_seconds=meters.get("merge_seconds", 0.0) / max(1.0, meters.get("computed_steps", 0.0)),
-        step_seconds=meters.get("steady_seconds", 0.0) / max(1.0, meters.get("steady_steps", 0.0)),
-        wait_seconds=meters.get("wait_seconds", 0.0),
         applied_updates=status.applied_updates,
         link_rtt_ms=status.link_rtt_ms,
         link_mbps=status.link_mbps,
         link_streams=status.link_streams,
         links_down=status.links_down,
         staleness=status.staleness,
-        refused=_by_region(meters, "refused:"),
         interval=status.interval,
         codec=status.codec,
         routes=status.routes,
         update_bytes=status.update_bytes,
-        meter=meter.identity,
+    )
+
+
+def _meter_part(meters: dict[str, float], round_speed: float) -> agent_pb2.PartitionReport:
+    """Return the fields of a report that follow from the meters.
+
+    ``round_speed``: samples per second of the last round, the speed as long as the meters have no compute time.
+    """
+    compute = meters.get("compute_seconds", 0.0)
+    return agent_pb2.PartitionReport(
+        sent_bytes=_by_region(meters, "sent_bytes:"),
+        received_bytes=_by_region(meters, "received_bytes:"),
+        refused=_by_region(meters, "refused:"),
+        samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else round_speed,
+        compute_seconds=compute,
+        merge_seconds=meters.get("merge_seconds", 0.0) / max(1.0, meters.get("computed_steps", 0.0)),
+        step_seconds=meters.get("steady_seconds", 0.0) / max(1.0, meters.get("steady_steps", 0.0)),
+        wait_seconds=meters.get("wait_seconds", 0.0),
     )
 
 

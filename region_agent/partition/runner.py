@@ -25,6 +25,7 @@ from region_agent.gateway.functions import SHARE_ANNOTATION
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import (
     RegionInputs,
+    WorkerInputs,
     batches_of,
     bundle_key,
     initial_model_file,
@@ -76,7 +77,7 @@ from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
 from region_agent.shards.reading import SIGNATURE_LIFE
-from region_agent.state.store import AgentStore
+from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.worker.invocation import CALL_GRACE, Outcome, ShardFile
 from sync.channel import channel_kind
 from sync.collective import DEFAULT, collective_named
@@ -126,6 +127,29 @@ class PartitionContext:
     """Format of the parameter servers' own logs: "text" or "json"."""
 
 
+def _machine_of(start: agent_pb2.StartPartition, row: PartitionRow) -> PartitionMachine:
+    """Return the state machine of a partition as the agent's last run has left it."""
+    workers = start.plan.workers if row.workers is None else whole_pipelines(start.plan, row.workers)
+    return PartitionMachine(
+        start.region,
+        workers,
+        epoch=start.epoch,
+        attempt=row.attempt,
+        batches=batches_of(start.plan, row),
+        preemptible=row.preemptible,
+        order=row.scale_order,
+    )
+
+
+def _private_folder(parent: Path, name: str) -> Path:
+    """Create a folder whose parent no other user can enter."""
+    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    parent.chmod(0o700)
+    folder = parent / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 class PartitionRunner:
     """The partition of one job in this region. Not thread-safe: call it on the event loop."""
 
@@ -136,23 +160,10 @@ class PartitionRunner:
         if row is None:
             raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
         self._row = row
-        workers = start.plan.workers if row.workers is None else whole_pipelines(start.plan, row.workers)
-        batches = batches_of(start.plan, row)
-        self.machine = PartitionMachine(
-            start.region,
-            workers,
-            epoch=start.epoch,
-            attempt=row.attempt,
-            batches=batches,
-            preemptible=row.preemptible,
-            order=row.scale_order,
-        )
+        self.machine = _machine_of(start, row)
         self._deploying = asyncio.Lock()
         """Orders deployments, so that the last one uses the latest number of workers."""
-        self._folder = context.state_dir / "jobs" / start.job
-        self._folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._folder.parent.chmod(0o700)
-        self._folder.mkdir(exist_ok=True)
+        self._folder = _private_folder(context.state_dir / "jobs", start.job)
         self._opening_channel = asyncio.Lock()
         self._worker_channel = ""
         """Address of the channel for the workers; empty: not requested yet."""
@@ -469,18 +480,12 @@ class PartitionRunner:
 
     async def _ps_config(self, action: StartPs) -> PsConfig:
         context = self._context
-        config = server_config_of(
-            self.start,
-            action,
-            workers=max(1, self.machine.workers),
-            identity=context.identity,
-            server=context.config.server,
-            row=self._row,
-            channel=context.channel.kind,
-            channel_address=await asyncio.to_thread(context.channel.address, self.job),
-            folder=self._folder,
-            begun=self._began,
+        address = await asyncio.to_thread(context.channel.address, self.job)
+        inputs = RegionInputs(
+            context.identity, context.config.server, self._row, context.channel.kind, channel_address=address
         )
+        workers = max(1, self.machine.workers)
+        config = server_config_of(self.start, action, inputs, workers=workers, folder=self._folder, begun=self._began)
         if config.bulk_port is None:
             text = "server.ports has no free port for bulk streams: large updates use the exchange port and take longer"
             context.log(self.job, "ps", text)
@@ -574,9 +579,9 @@ class PartitionRunner:
             # Requested only once, since each request sets another password for the workers' Redis user.
             if not self._worker_channel:
                 self._worker_channel = await asyncio.to_thread(context.channel.worker_address, self.job)
-        inputs = RegionInputs(
-            context.identity, context.config.server, self._row, self._splits, self._shards.declared_samples,
-            context.channel.kind, self._worker_channel, self._costs,
+        inputs = WorkerInputs(
+            context.identity, context.config.server, self._row, context.channel.kind, self._worker_channel,
+            splits=self._splits, samples=self._shards.declared_samples, channel_costs=self._costs,
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()
 

@@ -16,9 +16,9 @@ import structlog
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name, to_proto
-from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2, sync_pb2_grpc
+from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
-from region_agent.partition.billing import egress
+from region_agent.partition.billing import egress, money_of
 from region_agent.partition.events import RecordEvent
 from region_agent.policy import check_sending
 from region_agent.shards.listing import FileContent, Listed, ShardList, listed
@@ -60,6 +60,34 @@ class SendingContext:
     """Folder for temporary files of transfers, by job."""
     report: Callable[[agent_pb2.PartitionReport, bool], None]
     record_event: Callable[[str, RecordEvent], None]
+
+
+class _Progress:
+    """What the other region still lacks of one transfer."""
+
+    def __init__(self, left: set[int]) -> None:
+        self.left = left
+        """Sequence numbers of the files that it has not stored."""
+        self.refused: GeofedError | None = None
+        """The first error that the sender would repeat without end."""
+        self._changed = asyncio.Event()
+
+    def arrived(self, _: str, manifest: Manifest) -> None:
+        self.left.discard(manifest.sequence)
+        self._changed.set()
+
+    def note(self, error: GeofedError) -> None:
+        # If a file cannot be read, the list of files must be made again.
+        if error.code in _REFUSALS:
+            self.refused = self.refused or error
+            self._changed.set()
+
+    async def changed_within(self, seconds: float) -> None:
+        """Wait for the next change, but no longer than this."""
+        self._changed.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
 
 class Sending:
@@ -175,30 +203,19 @@ class Sending:
         list_file.parent.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(write_durably, list_file, [shard.shard.to_bytes()])
         manifests = self._manifests(shard.shard, receiver)
-        left = {manifest.sequence for manifest in manifests}
-        changed, refused = asyncio.Event(), list[GeofedError]()
-
-        def arrived(_: str, manifest: Manifest) -> None:
-            left.discard(manifest.sequence)
-            changed.set()
+        progress = _Progress({manifest.sequence for manifest in manifests})
 
         def content_of(manifest: Manifest) -> Path | FileContent:
             index = manifest.sequence - LIST_SEQUENCE - 1
             return list_file if index < 0 else shard.content(index)
 
-        def note(error: GeofedError) -> None:
-            # If a file cannot be read, the list of files must be made again.
-            if error.code in _REFUSALS:
-                refused.append(error)
-                changed.set()
-
         peer_sender = self._peer_sender = PeerSender(
             order.job,
             self._context.identity,
             content_of,
-            arrived,
+            progress.arrived,
             _STALL_SECONDS,
-            callbacks=SenderCallbacks(refused=note),
+            callbacks=SenderCallbacks(refused=progress.note),
         )
         transfer_task = self._transfer_task = asyncio.create_task(
             peer_sender.run(), name=f"the shard of {order.job} to {order.to}"
@@ -207,20 +224,17 @@ class Sending:
         try:
             peer = PeerAddress(order.to, order.epoch, order.address)
             peer_sender.ship(peer, tuple(m for m in manifests if m.sequence == LIST_SEQUENCE) or manifests)
-            list_stored = LIST_SEQUENCE not in left
-            while left:
-                changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_REPORT_SECONDS):
-                        await changed.wait()
+            list_stored = LIST_SEQUENCE not in progress.left
+            while progress.left:
+                await progress.changed_within(_REPORT_SECONDS)
                 if transfer_task.done():
                     transfer_task.result()
-                if refused:
-                    raise refused[0]
-                if not list_stored and LIST_SEQUENCE not in left:
+                if progress.refused is not None:
+                    raise progress.refused
+                if not list_stored and LIST_SEQUENCE not in progress.left:
                     # The receiver accepts files only after the list.
                     list_stored = True
-                    peer_sender.ship(peer, tuple(m for m in manifests if m.sequence in left))
+                    peer_sender.ship(peer, tuple(m for m in manifests if m.sequence in progress.left))
                 self._report_progress(peer_sender, shard.shard)
         finally:
             await self._close_sender()
@@ -282,10 +296,7 @@ class Sending:
             state=self.state,
             condition=self.condition,
             sent_bytes={to: int(count) for to, count in sent.items()},
-            money=[
-                common_pb2.Money(item=i.item, quantity=i.quantity, unit=i.unit, usd=i.usd, source=i.source)
-                for i in (egress(meters, context.config.prices) if context.config.prices else [])
-            ],
+            money=money_of(egress(meters, context.config.prices) if context.config.prices else []),
             error=to_proto(self._error) if self._error else None,
             meter=context.store.meter_id,
         )

@@ -65,12 +65,7 @@ class ModelStage:
         if not self._samples:
             text = f"{call.region_batch} samples a step are too few for {call.degree} replicas"
             raise GeofedError("CONFIG_INVALID", text)
-        with task.calling("layers"):
-            layers = task.layers(call.seed)
-            self._cut(layers)
-            module = layers.stage(*self._shape.stages[stage])
-            self.flat = FlatModel(module, part=True, calling=task.calling)
-            module.to(self._device)
+        module = self._make_module()
         # Optimisers refuse an empty list, so a stage without parameters gets one that never has a gradient.
         parameters = list(module.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
         self._optimizer = task.optimizer(iter(parameters))
@@ -81,21 +76,7 @@ class ModelStage:
         # Each group has its own prefix in the attempt's tree of keys.
         self._merge = GroupMerge(self.flat, settings, member, merge_channel, f"p/{call.attempt}/c{stage}")
         self._region = zlib.crc32(call.region.encode())
-        self._runner = StageRunner(
-            self._shape,
-            call.worker,
-            module,
-            task.loss,
-            self._fenced,
-            f"p/{call.attempt}",
-            self._merge,
-            device=self._device,
-            codec=call.activation_codec,
-            seed=(call.seed, self._region),
-            timeout_seconds=_TIMEOUT_SECONDS,
-            logs=True,
-            computing=task.calling,
-        )
+        self._runner = self._make_runner(module)
         self.counted = self._samples if self._runner.is_last else 0
         self._stream: BatchStream | None = None
         if self._runner.reads_data:
@@ -111,6 +92,34 @@ class ModelStage:
         """Last step made."""
         self._evaluated: tuple[int, int, dict[str, float]] = (-1, 0, {})
         """Last evaluation: round, samples, metrics."""
+
+    def _make_module(self) -> torch.nn.Sequential:
+        """Create this stage's layers, the only ones that this process ever holds, on its device."""
+        with self._task.calling("layers"):
+            layers = self._task.layers(self._call.seed)
+            self._cut(layers)
+            module = layers.stage(*self._shape.stages[self._place.stage])
+            self.flat = FlatModel(module, part=True, calling=self._task.calling)
+            module.to(self._device)
+        return module
+
+    def _make_runner(self, module: torch.nn.Sequential) -> StageRunner:
+        call = self._call
+        return StageRunner(
+            self._shape,
+            call.worker,
+            module,
+            self._task.loss,
+            self._fenced,
+            f"p/{call.attempt}",
+            self._merge,
+            device=self._device,
+            codec=call.activation_codec,
+            seed=(call.seed, self._region),
+            timeout_seconds=_TIMEOUT_SECONDS,
+            logs=True,
+            computing=self._task.calling,
+        )
 
     def _cut(self, layers: Layers) -> None:
         """Compute the ranges of the stages in the flat model, and the stage of each parameter."""
