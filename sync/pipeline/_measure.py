@@ -128,27 +128,11 @@ def _measure(
     layer = make().to(where).train()
     made, largest = timer.seconds, sizes[-1]
     inputs = requiring(as_tuple(given, "the batch"))
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
-    saved: dict[int, int] = {}
-
-    def note(tensor: torch.Tensor) -> None:
-        # The hook returns None: a tensor that its own graph holds through a hook would never be freed. There is no
-        # backward pass here.
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
-        output = layer(like(given, inputs))
+    output, saved = _forward(layer, like(given, inputs))
     outputs = as_tuple(output, f"the output of layer {name}")
     held = {one.untyped_storage().data_ptr() for one in outputs} & set(saved)
     activations = sum(size for at, size in saved.items() if at not in kept_before)
-    forward, backward = [], []
-    for size in sizes:
-        times = [_timed(layer, given, size, flush_caches) for _ in range(rounds)][1 if rounds > 1 else 0 :]
-        forward.append(statistics.median(ahead for ahead, _ in times))
-        backward.append(statistics.median(back for _, back in times))
-    ahead, back = _line(sizes, forward), _line(sizes, backward)
+    ahead, back = _pass_lines(layer, given, sizes, rounds, flush_caches)
     trained = [one for one in layer.parameters() if one.requires_grad]
     rest = [*(one for one in layer.parameters() if not one.requires_grad), *layer.buffers()]
     update, kept_by_it = (0.0, 0) if optimizer is None else _updating(layer, optimizer, rounds, flush_caches)
@@ -168,6 +152,36 @@ def _measure(
         make_seconds=made,
     )
     return measure, like(output, tuple(one.detach() for one in outputs)), held
+
+
+def _forward(layer: nn.Module, given: Carried) -> tuple[Carried, dict[int, int]]:
+    """Return the layer's output, and the size of each block of memory that is stored for the backward pass, by address;
+    the layer's own parameters and buffers do not count."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), *layer.buffers())}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> None:
+        # The hook returns None: a tensor that its own graph holds through a hook would never be freed. There is no
+        # backward pass here.
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda nothing: nothing):
+        output: Carried = layer(given)
+    return output, saved
+
+
+def _pass_lines(
+    layer: nn.Module, given: Carried, sizes: Sequence[int], rounds: int, flush_caches: Callable[[], object]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the lines (constant, slope) of a forward and a backward pass over the number of samples."""
+    forward, backward = [], []
+    for size in sizes:
+        times = [_timed(layer, given, size, flush_caches) for _ in range(rounds)][1 if rounds > 1 else 0 :]
+        forward.append(statistics.median(ahead for ahead, _ in times))
+        backward.append(statistics.median(back for _, back in times))
+    return _line(sizes, forward), _line(sizes, backward)
 
 
 def _timed(layer: nn.Module, given: Carried, samples: int, flush_caches: Callable[[], object]) -> tuple[float, float]:
