@@ -9,12 +9,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import structlog
 from pydantic import ValidationError
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
@@ -113,16 +114,15 @@ class Profiler:
     async def _answer(self, command: agent_pb2.ProfileTask, measure: _Measure) -> None:
         report, meters = agent_pb2.ProfileReport(id=command.id), _Meters()
         try:
-            async with _within_wait_time(command):
-                if self._turn.locked():
-                    self._report_condition(command, "waiting for another profile to end")
-                async with self._turn:
-                    report.MergeFrom(await measure(command, meters))
+            # Every failure must be reported.
+            with unforeseen_as_internal(partial(_log.exception, "a profile failed", profile=command.id)):
+                async with _within_wait_time(command):
+                    if self._turn.locked():
+                        self._report_condition(command, "waiting for another profile to end")
+                    async with self._turn:
+                        report.MergeFrom(await measure(command, meters))
         except GeofedError as error:
             report.error.CopyFrom(to_proto(error))
-        except Exception as error:  # noqa: BLE001 - every failure must be reported
-            _log.exception("a profile failed", profile=command.id)
-            report.error.CopyFrom(to_proto(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
         if report.HasField("error"):
             report.usd = self._usd(meters)
         while len(self._answers) >= _MAX_KEPT_ANSWERS:

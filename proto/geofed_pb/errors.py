@@ -10,12 +10,14 @@ says what happened; the hint says what to do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
 from geofed_pb.bounds import clean
 
-__all__ = ["CATALOGUE", "Entry", "Exit", "GeofedError"]
+__all__ = ["CATALOGUE", "Entry", "Exit", "GeofedError", "unforeseen_as_internal"]
 
 
 class Exit(IntEnum):
@@ -192,3 +194,20 @@ class GeofedError(Exception):
 
     def __str__(self) -> str:
         return f"{self.code}: {self.message}"
+
+
+@contextmanager
+def unforeseen_as_internal(log: Callable[[], object], *foreseen: type[Exception]) -> Iterator[None]:
+    """Raise ``GeofedError("INTERNAL")`` in place of any exception but ``GeofedError`` and those ``foreseen``.
+
+    It is for work whose every failure must be reported with a code. ``log`` is called while the exception is handled,
+    so that it can log the traceback.
+    """
+    passing: tuple[type[Exception], ...] = (GeofedError, *foreseen)
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        log()
+        raise GeofedError("INTERNAL", f"{type(error).__name__}: {error}") from error

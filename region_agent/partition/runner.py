@@ -17,7 +17,7 @@ import structlog
 from pydantic import ValidationError
 from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
-from geofed_pb.errors import CATALOGUE, GeofedError
+from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
@@ -314,12 +314,11 @@ class PartitionRunner:
 
     async def _guarded(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event]) -> None:
         try:
-            await work
+            # Every failure must reach the state machine.
+            with unforeseen_as_internal(partial(_log.exception, "an action of a partition failed", job=self.job)):
+                await work
         except GeofedError as error:
             self.feed(failed(error))
-        except Exception as error:  # noqa: BLE001 - every failure must reach the state machine
-            _log.exception("an action of a partition failed", job=self.job)
-            self.feed(failed(GeofedError("INTERNAL", f"{type(error).__name__}: {error}")))
 
     def _report(self, *, durable: bool, blob_digest: str = "") -> None:
         self._reported_at = time.monotonic()

@@ -8,13 +8,14 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 import structlog
 
 from geofed_pb.durable import write_durably
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import channel, error_of, region_name, to_proto
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
@@ -131,16 +132,16 @@ class Sending:
 
     async def _work(self) -> None:
         pause, failures = _FIRST_PAUSE_SECONDS, 0
+        log = partial(_log.exception, "a shard could not be sent", job=self.job)
         while True:
             before = self._sent
             try:
-                await self._send()
-                return
+                # Every failure is reported to the control plane.
+                with unforeseen_as_internal(log, grpc.RpcError, OSError):
+                    await self._send()
+                    return
             except (GeofedError, grpc.RpcError, OSError) as raised:
                 error = _error_from(raised)
-            except Exception as raised:  # noqa: BLE001 - every failure is reported to the control plane
-                _log.exception("a shard could not be sent", job=self.job)
-                error = GeofedError("INTERNAL", f"{type(raised).__name__}: {raised}")
             moved = self._sent > before
             failures = 1 if moved else failures + 1
             pause = _FIRST_PAUSE_SECONDS if moved else min(pause * 2, _LONGEST_PAUSE_SECONDS)

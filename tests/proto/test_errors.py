@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 
 import geofed_pb.errors
-from geofed_pb.errors import CATALOGUE, Exit, GeofedError
+from geofed_pb.errors import CATALOGUE, Exit, GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import answering, error_of, server_options, streaming, to_proto
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
@@ -160,3 +160,23 @@ def test_a_certificate_that_is_not_trusted_is_told_as_that(why: str, code: str, 
     error = error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details))
     assert error.code == code
     assert hint in error.hint
+
+
+def test_an_unforeseen_exception_is_logged_and_becomes_internal() -> None:
+    logged: list[str] = []
+    log = lambda: logged.append("logged")  # noqa: E731
+    with pytest.raises(GeofedError, match="ZeroDivisionError") as caught, unforeseen_as_internal(log, OSError):
+        _ = 1 / 0
+    assert caught.value.code == "INTERNAL"
+    assert logged == ["logged"]
+
+
+@pytest.mark.parametrize(
+    "raised", [GeofedError("JOB_NOT_FOUND", "x"), FileNotFoundError(), asyncio.CancelledError(), KeyboardInterrupt()]
+)
+def test_a_foreseen_exception_and_an_interruption_pass(raised: BaseException) -> None:
+    logged: list[str] = []
+    with pytest.raises(type(raised)) as caught, unforeseen_as_internal(lambda: logged.append("logged"), OSError):
+        raise raised
+    assert caught.value is raised
+    assert logged == []

@@ -23,7 +23,7 @@ from control_plane.service.rpc._wire import log_rows, report_of
 from control_plane.service.state._draft import Draft, JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.bounds import clean
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import answering, peer_common_name, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
@@ -187,15 +187,15 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
         Without skipping, the same report would fail in every later session. Retryable errors end the session instead.
         """
+        log = partial(_log.exception, "a report of an agent failed", region=session.region)
         try:
-            await self._apply(session, message)
-        except (GeofedError, grpc.aio.AbortError) as error:
-            if not isinstance(error, GeofedError) or error.retryable or error.code == "FENCED":
+            # Later messages must still be handled.
+            with unforeseen_as_internal(log, grpc.aio.AbortError):
+                await self._apply(session, message)
+        except GeofedError as error:
+            if error.retryable or error.code == "FENCED":
                 raise
             await self._skip(session, message, error)
-        except Exception as error:  # noqa: BLE001 - later messages must still be handled
-            _log.exception("a report of an agent failed", region=session.region)
-            await self._skip(session, message, GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
 
     async def _skip(self, session: AgentSession, message: agent_pb2.FromAgent, error: GeofedError) -> None:
         region, seq = session.region, message.seq
