@@ -16,7 +16,6 @@ from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import columns, emit, fields, say, unwritable
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
-from sync.collective import collectives
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
@@ -131,6 +130,8 @@ def _front_text(one: Data) -> str:
         shown = [front[round(number * step)] for number in range(_FRONT_ROWS)]
     if chosen is not None and chosen not in shown:
         shown = sorted([*shown, chosen], key=lambda row: float(row["seconds"]))
+    from sync.collective import collectives
+
     with_k = collectives(lambda method: method.takes_k)
     table = columns(
         ["", "WORKERS", "MEMORY MB", "COLLECTIVE", "K", "STEP MS", "MERGE MS", "TIME", "USD"],
