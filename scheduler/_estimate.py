@@ -8,12 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from scheduler._codec import (
+from scheduler._link import (
     HANDLED_BYTES_PER_SECOND,
     ROUND_END_BYTES_PER_SECOND,
+    LinkTable,
+    link_table,
+    pace,
     update_bytes,
 )
-from scheduler._link import LinkTable, link_table, pace
 from scheduler._model import Copy, Cost, Estimate, Phase, Plan, PlannedPartition, Prices, Range, Region, Snapshot
 from scheduler._overheads import Overheads, overheads, slice_ends
 from scheduler.topology import Topology, evaluate_topology

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler._codec import update_bytes
 from scheduler._estimate import (
     PRIOR_MODEL_BYTES,
     exchange_seconds,
@@ -14,7 +13,7 @@ from scheduler._estimate import (
     speeds_known,
     waiting_usd_per_second,
 )
-from scheduler._link import link_table
+from scheduler._link import link_table, update_bytes
 from scheduler._model import Alternative, Declined, Demand, PlannedPartition, Reason, Region, Snapshot
 from scheduler.topology import HIDDEN_SHARE, Topologies, Topology, choose_topology, evaluate_topologies
 from sync.codec import Automatic, codecs

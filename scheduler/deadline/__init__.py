@@ -9,11 +9,10 @@ from scheduler.deadline._course import Course, Ground
 from scheduler.deadline._curve import SpeedCurve, curve_from_table, fit_curve
 from scheduler.deadline._experience import Experience
 from scheduler.deadline._fill import least_device_seconds
-from scheduler.deadline._kinds import Kinds, allot_kinds
+from scheduler.deadline._kinds import Kinds, Refuge, allot_kinds, refuge, spot_share
 from scheduler.deadline._ledger import Gang, Held, StaffingPace
 from scheduler.deadline._model import DeadlineJob, DeadlineRefusal, DeviceCapacity, Overhead, Reservation, Rules
 from scheduler.deadline._proven import Proven, prove
-from scheduler.deadline._spot import Refuge, refuge, spot_share
 from scheduler.deadline._spread import WorkerShares, spread
 
 __all__ = [

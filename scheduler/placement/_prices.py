@@ -23,8 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.placement._cheapest import priced
-from scheduler.placement._choice import PlacementChoice
-from scheduler.placement._elsewhere import elsewhere
+from scheduler.placement._choice import PlacementChoice, elsewhere
 from scheduler.placement._pool import Pool
 from scheduler.placement._sites import Floats, Need, Sites
 

@@ -23,6 +23,7 @@ Floats = npt.NDArray[np.float64]
 _HUBER = 1.345
 """Standard deviations from which on a residual counts less (95 % efficiency for normal ones)."""
 _ROUNDS = 30
+"""Rounds of reweighting, at most; few points agree after less than ten, and then it ends earlier."""
 _LEAST_SPREAD = 1e-3
 """Relative; of points that agree better than this no one is an outlier."""
 _MOST_APART = 0.5

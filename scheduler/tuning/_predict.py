@@ -15,6 +15,7 @@ Floats = npt.NDArray[np.float64]
 
 _MB = float(1 << 20)
 _SECONDS_PER_HOUR = 3600.0
+"""Seconds of an hour: prices of machines are by the hour."""
 _HELD_VECTORS = 3.0
 """Of a worker that merges, beyond its training: the vector that it gives, parts on their way, the merged vector."""
 _SUM_BYTES = 2.0

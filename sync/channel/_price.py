@@ -12,6 +12,7 @@ from sync.channel._usage import Usage
 __all__ = ["NodePrice", "RequestPrices", "cost_usd", "node_cost_usd"]
 
 _GB = 1e9
+"""Bytes of a GB, as clouds bill it."""
 
 
 @dataclass(frozen=True)

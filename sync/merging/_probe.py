@@ -18,6 +18,7 @@ from sync.merging._fold import Fold
 __all__ = ["probe"]
 
 _SMALL_BYTES = 1 << 10
+"""Bytes of a small request: its transfer takes no time compared with the latency, and all channels store it alike."""
 _SMALL = 8
 """Small requests in each direction, which measure the latency and its variation."""
 _CONCURRENT = 4

@@ -17,9 +17,11 @@ _CREATE, _MOVED_TO = 0x100, 0x80
 _DELETE_SELF, _MOVE_SELF = 0x400, 0x800
 _IGNORED, _OVERFLOW, _UNMOUNT = 0x8000, 0x4000, 0x2000
 _ONLY_FOLDERS = 0x01000000
+"""IN_ONLYDIR of inotify(7): fail if the path is no folder."""
 _MASK = _CREATE | _MOVED_TO | _DELETE_SELF | _MOVE_SELF | _ONLY_FOLDERS
 _HEAD = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
+"""Bytes of events that one call reads: thousands of them; the rest is read by the next call."""
 
 
 @dataclass(frozen=True)

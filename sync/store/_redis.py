@@ -30,6 +30,7 @@ _PARTS = 8
 _SMALL_BYTES = 1 << 16
 """Values up to this size are also in the stream: sending them twice takes less time than one more round trip."""
 _KEYS_PER_REQUEST = 1000
+"""Keys that one request deletes or looks up, at most. A choice: one request must not hold up the server's others."""
 _SIGN = ":new"
 """Suffix of the stream's key; keys contain no colon."""
 

@@ -34,7 +34,9 @@ Command = Sequence[Argument]
 MAX_BLOCK_SECONDS = 5.0
 """A blocking request is repeated after this time, so that a dead connection is noticed."""
 _SOCKET_TIMEOUT_SECONDS = 30.0
+"""Longest time without a byte of an answer. A choice: more than a large value takes on a slow link."""
 _CONNECT_TIMEOUT_SECONDS = 5.0
+"""Longest time for a connection to be made. A choice: several round trips with a lost packet."""
 _MIN_PAUSE_SECONDS = 0.02
 """Pause before the first retry; it doubles with each retry."""
 _MAX_PAUSE_SECONDS = 1.0

@@ -29,6 +29,7 @@ from sync.store._s3_client import catalogue_errors, client_for
 __all__ = ["S3Channel"]
 
 _VALUE_BYTES = 5 << 40
+"""Bytes of a value, at most: S3's limit of an object, 5 TiB."""
 _MAX_PARTS = 10_000
 """Parts of a multipart upload, at most."""
 _PART_BYTES = 16 << 20
@@ -37,7 +38,9 @@ _MULTIPART_BYTES = 64 << 20
 """Values from this size are uploaded in parts: that takes two more requests of about 0.1 s, but one connection carries
 only 100 MB/s."""
 _KEYS_AT_ONCE = 1000
+"""Keys that one request deletes, at most: the limit of S3's DeleteObjects."""
 _PARALLEL = 16
+"""Requests in flight, at most. A choice: enough to hide the latency of a store, few enough for a worker's sockets."""
 _MIN_PAUSE_SECONDS = 0.02
 """Pause before a missing value is requested again."""
 _MAX_PAUSE_SECONDS = 1.0

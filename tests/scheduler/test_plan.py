@@ -24,8 +24,8 @@ from scheduler import (
     Split,
     plan,
 )
-from scheduler._codec import update_bytes
 from scheduler._estimate import step_seconds
+from scheduler._link import update_bytes
 
 PRICES = Prices("list", "2026-01", 1.67e-5, 2e-7, 0.05, 0.09, {"b": 0.02})
 

@@ -20,8 +20,7 @@ from scheduler.placement import (
     federation,
 )
 from scheduler.placement._cheapest import at_prices, priced
-from scheduler.placement._choice import bill_of, placement_of
-from scheduler.placement._elsewhere import elsewhere
+from scheduler.placement._choice import bill_of, elsewhere, placement_of
 from scheduler.placement._sites import paces_of, sites_of
 
 from .strategies import GB, worlds
