@@ -1,7 +1,7 @@
 """Deadlines: admission with promises, their cost, and the use of what is left. The same core runs live and in
 simulations."""
 
-from scheduler.deadline._admit import Admission, admit
+from scheduler.deadline._admit_one_region import Admission, admit
 from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer, promised_at_once
 from scheduler.deadline._book import Book
 from scheduler.deadline._buddy import Buddy, BuddyPlacement

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.deadline._course import Course, Ground
+from scheduler.deadline._gang_courses import as_before, followed, levels_held, on_course
 from scheduler.deadline._ledger import Gang, Held, WorkerLedger
 from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
-from scheduler.deadline._played import as_before, followed, levels_held, on_course
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
 

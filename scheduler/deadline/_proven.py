@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from scheduler.deadline._admit import admit
+from scheduler.deadline._admit_one_region import admit
 from scheduler.deadline._book import Book, Holding
 from scheduler.deadline._course import Course, Going, Ground, Plan, follow
 from scheduler.deadline._fill import wish_of

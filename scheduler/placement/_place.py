@@ -13,8 +13,8 @@ from scheduler.placement._cheapest import Effort, cheapest, priced
 from scheduler.placement._choice import PlacementChoice, placement_of
 from scheduler.placement._milp import solve_exactly
 from scheduler.placement._model import Placement, PlacementFederation, PlacementJob, PlacementOutcome, PlacementRefusal
-from scheduler.placement._prices import scarcity_of
 from scheduler.placement._refusal import refusal_of, soonest
+from scheduler.placement._scarcity import scarcity_of
 from scheduler.placement._search import Search, by_weight
 from scheduler.placement._sites import Floats, Sites, need_of, paces_of, sites_of
 

@@ -3,9 +3,9 @@
 from scheduler.simulate._ceiling import Ceiling, ceiling
 from scheduler.simulate._elasticflow import ElasticFlow
 from scheduler.simulate._engine import Incidents, Pauses, PolicyDecision, RunningJob, SimulatedPolicy, simulate
-from scheduler.simulate._ours import Deadlines
 from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._policies import POLICIES, policy_named
+from scheduler.simulate._proven_policy import Deadlines
 from scheduler.simulate._published import simulate_published
 from scheduler.simulate._report import chart, outcome_rows
 from scheduler.simulate._spot import SpotRun, SpotSettings, simulate_spot

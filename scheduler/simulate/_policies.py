@@ -8,8 +8,8 @@ from scheduler.deadline import Overhead, Rules
 from scheduler.simulate._elasticflow import ElasticFlow
 from scheduler.simulate._engine import Pauses, SimulatedPolicy
 from scheduler.simulate._fair import FinishTimeFairness, Speedups, TimeSlices
-from scheduler.simulate._live import Live
-from scheduler.simulate._ours import Deadlines
+from scheduler.simulate._live_policy import Live
+from scheduler.simulate._proven_policy import Deadlines
 from scheduler.simulate._simple import EarliestDeadline, EarliestDeadlineWithAdmission, Tiresias
 
 _LARGE = 256

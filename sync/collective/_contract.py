@@ -156,7 +156,7 @@ class CollectiveMethod:
     """Whether `collective: auto` may choose it."""
     cost: Callable[[MergeForm], MergeTerms] | None = by_owners
     """Time, requests and bytes of merges; None: unknown, planners and `auto` leave it out."""
-    worker: Callable[..., Collective] | str = "sync.merging:Reducing"
+    worker: Callable[..., Collective] | str = "sync.merging:MeanCollective"
     """Creates a worker's side from (settings, member, channel, place, size, patience), which are those of
     `sync.merging.open_collective`. "module:name" is imported when the first merge is opened, so that planners do not
     load it. Empty: the region's parameter server merges."""

@@ -47,6 +47,6 @@ METHODS = (
         significance=0.7,  # of the published 0 to 1.2 the largest that hardly slows convergence
         shares="changes",
         cost=_cost,
-        worker="sync.merging:Sharing",
+        worker="sync.merging:ChangeCollective",
     ),
 )

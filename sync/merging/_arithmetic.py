@@ -11,7 +11,7 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync.codec import Codec, ErrorFeedback, Tensors, codec_named, with_state
 from sync.layout import Vector
-from sync.merging._fold import Fold, Numbers
+from sync.merging._ordered_sum import Numbers, OrderedSum
 from sync.merging.lists import Lists, ListsAndState
 
 __all__ = ["Arithmetic", "MeanOf"]
@@ -32,9 +32,9 @@ class Arithmetic(Protocol):
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
         """Decode a part. Raises ``GeofedError("FRAME_INVALID")``."""
 
-    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> Fold: ...
+    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum: ...
 
-    def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
         """Return the arrays that the owner publishes, the values that all workers read from them, and the sum of
         weights."""
 
@@ -87,15 +87,15 @@ class MeanOf:
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
         return self._codecs[chunk].decode(tensors, size)
 
-    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> Fold:
-        return Fold(size, contributors)
+    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum:
+        return OrderedSum(size, contributors)
 
-    def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
         mean, weight = fold.mean()
         tensors, values = self._encode(self.published[chunk], chunk, mean)
         return tensors, values, weight
 
-    def joint(self, chunk: int, fold: Fold) -> tuple[Tensors, float]:
+    def joint(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, float]:
         """Return the arrays of a group's result for the owner; the mean is rounded to float32 and encoded."""
         mean, weight = fold.mean()
         return self._encode(self.joined[chunk], chunk, mean)[0], weight

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sync.collective import ChannelCosts
 from sync.merging._members import Member
 
-__all__ = ["Call", "Plan"]
+__all__ = ["Call", "ReductionPlan"]
 
 _SAFETY_FACTOR = 1.1
 """Requests are made this much later than expected: one that is slightly too early costs a whole pause, one that is
@@ -16,7 +16,7 @@ slightly too late costs only that delay."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """The fixed properties of a reduction."""
 
     member: Member

@@ -13,7 +13,7 @@ import numpy as np
 
 from sync.channel import Channel
 from sync.collective import ChannelCosts
-from sync.merging._fold import Fold
+from sync.merging._ordered_sum import OrderedSum
 
 __all__ = ["probe"]
 
@@ -79,7 +79,7 @@ def _spread(times: Sequence[float]) -> float:
 def _adding(size_bytes: int) -> float:
     """Return the seconds per byte of adding a part."""
     vectors = [np.ones(size_bytes // 4, np.float32) for _ in range(3)]
-    fold = Fold(size_bytes // 4, range(len(vectors)))
+    fold = OrderedSum(size_bytes // 4, range(len(vectors)))
     begun = time.perf_counter()
     for number, vector in enumerate(vectors):
         fold.add(number, vector, 2.0)

@@ -18,30 +18,30 @@ from sync.layout import Layout, Vector
 from sync.ps.controller import Controller
 from sync.ps.core.actions import (
     Action,
-    Apply,
     Failed,
     Forget,
-    Keep,
-    Log,
-    Merge,
-    Prepare,
+    LogRoundEnd,
+    MergeGradients,
+    MergeUpdates,
     Refuse,
     Reply,
     Reproduce,
     Restart,
+    SendUpdates,
     SetTimer,
-    Ship,
+    StoreMetrics,
+    StoreOwnUpdate,
     SumUp,
 )
 from sync.ps.core.answers import Answer
 from sync.ps.core.background import Background
 from sync.ps.core.events import (
-    Applied,
     CallGone,
     Configured,
     Event,
     Measured,
     TimerFired,
+    UpdatesMerged,
 )
 from sync.ps.core.machine import Machine, Setup
 from sync.ps.core.synchronous import Synchronous
@@ -72,7 +72,7 @@ class Engine:
         self._changed = asyncio.Condition()
         self.version = 0
         """Number that increases with every change; see `changed_since`."""
-        self.on_ship: Callable[[Ship], None] = lambda _: None
+        self.on_ship: Callable[[SendUpdates], None] = lambda _: None
         self.on_reproduced: Callable[[FramedUpdate], None] = lambda _: None
         """Called with the initial model's update if our own workers have initialised the model."""
         self.wan_wait_seconds = 0.0
@@ -157,13 +157,22 @@ class Engine:
             case Refuse():
                 error = GeofedError(action.code, action.text)
                 self._answer(action.call, lambda future: future.set_exception(error))
-            case Merge() | Log() | Prepare() | SumUp() | Apply() | Restart() | Keep() | Forget():
+            case (
+                MergeGradients()
+                | LogRoundEnd()
+                | StoreOwnUpdate()
+                | SumUp()
+                | MergeUpdates()
+                | Restart()
+                | StoreMetrics()
+                | Forget()
+            ):
                 self._start(self._in_thread(action))
             case Reproduce():
                 self._start(self._reproduce(action))
             case SetTimer():
                 self._set_timer(action)
-            case Ship():
+            case SendUpdates():
                 self.on_ship(action)
             case Failed():
                 self.fail(GeofedError(action.code, action.text))
@@ -207,7 +216,7 @@ class Engine:
             return
         if event is not None:
             self.feed(event)
-            if isinstance(event, Applied):
+            if isinstance(event, UpdatesMerged):
                 self._steer(event.apply.sequence)
 
     def _steer(self, sequence: int) -> None:

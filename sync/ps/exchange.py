@@ -22,7 +22,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_common_name, streaming
 from geofed_pb.v1 import common_pb2, sync_pb2
 from sync.ps.config import PsConfig
-from sync.ps.core.actions import Ship
+from sync.ps.core.actions import SendUpdates
 from sync.ps.core.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
@@ -60,7 +60,7 @@ class Links:
         engine.on_ship = self.ship
         engine.links = self._samples
 
-    def ship(self, action: Ship) -> None:
+    def ship(self, action: SendUpdates) -> None:
         """Pass the updates for a peer to its sender."""
         self._peer_sender(action.peer.region).ship(action.peer, action.manifests)
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from sync.policy import Damped, DelayCompensated, Policy, make_policy
 from sync.wan._controller import Bounds, LinkSample, Observation, initial, observe
+from sync.wan._gaia_filter import significant
 from sync.wan._guard import Guard
 from sync.wan._settings import ExchangeSettings
-from sync.wan._significance import significant
 
 __all__ = [
     "Bounds",

@@ -34,9 +34,9 @@ from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
 from sync.collective import ChannelCosts, Merge, Settings, choose, estimate, least_seconds, unequal_batches
-from sync.merging import Member, Reducing, Sharing
+from sync.merging import ChangeCollective, MeanCollective, Member
 from sync.merging._exchange import Given
-from sync.merging._reducing import plan_of
+from sync.merging._mean_collective import plan_of
 
 MB = 1e6
 SIZES_MB = {"0.25 MB": 0.25, "14 MB": 14.0, "47 MB": 47.0}
@@ -157,14 +157,14 @@ def _program(
     member = Member(worker, case.workers, 1)
     rng = np.random.default_rng(worker)
     if case.settings.pattern == "isp":
-        sharing = Sharing(case.settings, member, MemoryChannel(), "c", size)
+        sharing = ChangeCollective(case.settings, member, MemoryChannel(), "c", size)
         model = np.ones(size, np.float32)
         for step in range(1, steps + 1):
             change = (rng.random(size) < case.density).astype(np.float32) * 10
             yield computes[0]
             yield sharing.part(step, change, 1.0, model)
         return
-    reducing = Reducing(case.settings, member, MemoryChannel(), "c", size)
+    reducing = MeanCollective(case.settings, member, MemoryChannel(), "c", size)
     vector = np.zeros(size, np.float32)
     compute = computes[0] if reducing.plan.own is not None else computes[1]
     for step in range(1, steps + 1):

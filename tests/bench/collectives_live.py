@@ -44,7 +44,7 @@ from support.stores import redis_server
 from sync.channel import REQUEST_PRICES, Channel, Usage, cost_usd
 from sync.collective import ChannelCosts, Settings
 from sync.means import weighted_mean
-from sync.merging import Member, Reducing, _driver, probe
+from sync.merging import MeanCollective, Member, _driver, probe
 from sync.merging._driver import OneByOne
 from sync.merging._exchange import Arrived, Delete, Fetch, Part, Put, Stored
 from sync.store import _s3, open_channel
@@ -141,7 +141,7 @@ class AsPublished(OneByOne):
 def worker_main(worker: int, conn: Connection) -> None:
     """One worker: answers each order with what came of it."""
     channels: dict[str, Any] = {}
-    ones: dict[str, tuple[Any, Reducing]] = {}
+    ones: dict[str, tuple[Any, MeanCollective]] = {}
     vector, audited = np.zeros(0, np.float32), Audited()
     while (order := conn.recv()) is not None:
         match order:
@@ -155,7 +155,7 @@ def worker_main(worker: int, conn: Connection) -> None:
                 answer = None
             case "open", name, kind, settings, workers:
                 channel, place = channels[kind], f"c/{name}"
-                one = Reducing(settings, Member(worker, workers, 1), channel, place, vector.size)
+                one = MeanCollective(settings, Member(worker, workers, 1), channel, place, vector.size)
                 if settings.faithful:
                     one._driver = AsPublished(channel, kind, settings, f"{place}/1")
                 ones[name] = channel, one
@@ -210,7 +210,7 @@ class Audited:
 
 
 def _merged(
-    channel: Channel, one: Reducing, vector: Any, worker: int, step: int, begin: float, checked: bool
+    channel: Channel, one: MeanCollective, vector: Any, worker: int, step: int, begin: float, checked: bool
 ) -> tuple[float, float, Usage, int]:
     before = channel.usage
     time.sleep(max(0.0, begin - time.monotonic()))
@@ -229,7 +229,7 @@ def _merged(
 
 
 def _iterated(
-    one: Reducing, vector: Any, worker: int, begin: float, steps: int, compute: float
+    one: MeanCollective, vector: Any, worker: int, begin: float, steps: int, compute: float
 ) -> list[tuple[float, float]]:
     """A chain of iterations; of each the seconds that it computed, as it came out, and when it was over."""
     driver: Any = one._driver

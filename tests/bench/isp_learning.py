@@ -23,7 +23,7 @@ from support.virtual_channel import Meter, Program, Virtual
 from sync.codec import Tensors
 from sync.collective import ChannelCosts, Settings
 from sync.layout import Vector
-from sync.merging import Member, Reducing, Sharing
+from sync.merging import ChangeCollective, MeanCollective, Member
 from sync.merging.lists import AsPublished, Places
 
 __all__ = ["CHANNEL", "METHODS", "Curve", "Method", "learn"]
@@ -186,7 +186,7 @@ def _synchronous(task: Task, method: Method, curve: Curve, steps: int, every: in
 
     def program(worker: int) -> Program:
         member = Member(worker, curve.workers, 1)
-        kind = Sharing if settings.pattern == "isp" else Reducing
+        kind = ChangeCollective if settings.pattern == "isp" else MeanCollective
         role: Any = kind(settings, member, MemoryChannel(), "c", flat.vector.size)
         for step, vectors in enumerate(gradients, 1):
             yield compute
@@ -245,7 +245,7 @@ class _Isp:
         flat = Flat(task.model(curve.seed))
         optimizer = task.optimizer(flat.model, curve.lr)
         member = Member(worker, curve.workers, 1)
-        sharing = Sharing(self._settings, member, MemoryChannel(), "c", flat.vector.size)
+        sharing = ChangeCollective(self._settings, member, MemoryChannel(), "c", flat.vector.size)
         if self._settings.faithful:
             sharing._codec = sharing._ranges._codec = self._counting
         for step, batch in self._batches(worker):
@@ -299,7 +299,7 @@ class _Means(_Isp):
         flat = Flat(task.model(curve.seed))
         optimizer = task.optimizer(flat.model, curve.lr)
         member = Member(worker, curve.workers, 1)
-        reducing = Reducing(self._settings, member, MemoryChannel(), "c", flat.vector.size)
+        reducing = MeanCollective(self._settings, member, MemoryChannel(), "c", flat.vector.size)
         for step, batch in self._batches(worker):
             flat.gradient.zero_()
             task.module.loss(flat.model, batch).backward()

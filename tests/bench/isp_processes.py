@@ -30,7 +30,7 @@ from isp_data import Flat, Task, batches
 from isp_learning import Curve, Method
 
 from sync.layout import Vector
-from sync.merging import Member, Reducing, Sharing
+from sync.merging import ChangeCollective, MeanCollective, Member
 from sync.store import open_channel
 
 __all__ = ["DDP", "Link", "possible", "run"]
@@ -184,7 +184,7 @@ def _role(scene: _Scene, number: int) -> Run:
     address = f"redis://{_STORE}:{scene.port}/0?prefix=bench"
     channel = open_channel(scene.channel, address if scene.channel == "redis" else str(scene.folder / "channel"))
     settings = scene.method.at(scene.workers, scene.significance)
-    kind = Sharing if settings.pattern == "isp" else Reducing
+    kind = ChangeCollective if settings.pattern == "isp" else MeanCollective
     collective: Any = kind(settings, Member(number, scene.workers, 1), channel, "c", flat.vector.size)
     before, ones = np.empty_like(flat.vector), np.ones_like(flat.vector)
 
@@ -201,7 +201,7 @@ def _role(scene: _Scene, number: int) -> Run:
         flat.gradient.zero_()
         task.module.loss(flat.model, batch).backward()
         gradient = flat.gradient.numpy()
-        if isinstance(collective, Sharing):
+        if isinstance(collective, ChangeCollective):
             (others,) = collective.merge(step, gradient, 1.0, ones)
             gradient += others.vector
             gradient /= scene.workers

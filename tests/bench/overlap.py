@@ -41,7 +41,7 @@ from sync.channel import REQUEST_PRICES as PRICES
 from sync.channel import Channel, Usage, cost_usd
 from sync.collective import ChannelCosts, least_seconds
 from sync.flat import FlatModel
-from sync.merging import _reducing, probe
+from sync.merging import _mean_collective, probe
 from sync.store import _s3
 
 MODELS = {"ResNet-18, 44.7 MB": resnet18, "MobileNetV2, 14.0 MB": mobilenet}
@@ -55,7 +55,7 @@ CASES = (
 WORKER_USD_PER_SECOND = 2 * 0.0000166667
 STEPS = 3
 WAYS = ("after", "during")
-_MIN_CHUNKS = _reducing._MIN_CHUNKS_IN_PARTS
+_MIN_CHUNKS = _mean_collective._MIN_CHUNKS_IN_PARTS
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Side:
 
     def __init__(self, way: str, worker: int, setup: Setup, channel: Channel, costs: ChannelCosts) -> None:
         # Where no number of chunks is worth it, production hands in whole vectors, in chunks of one length.
-        _reducing._MIN_CHUNKS_IN_PARTS = _MIN_CHUNKS if way == "during" else sys.maxsize
+        _mean_collective._MIN_CHUNKS_IN_PARTS = _MIN_CHUNKS if way == "during" else sys.maxsize
         self.module = StandIn(setup.pace, setup.compute * setup.slower, setup.scale, (worker,))
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
         call = Invocation(

@@ -14,38 +14,38 @@ from dataclasses import dataclass, field, replace
 from sync.overlap import overlapped_steps
 from sync.ps.core.actions import (
     Action,
-    Apply,
     Failed,
-    Keep,
-    Log,
-    Prepare,
+    LogRoundEnd,
+    MergeUpdates,
     Refuse,
     Reply,
     Restart,
+    SendUpdates,
     SetTimer,
-    Ship,
+    StoreMetrics,
+    StoreOwnUpdate,
     SumUp,
 )  # fmt: skip
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.core.background import Background
 from sync.ps.core.events import (
-    Applied,
     Attached,
     BoundaryArrived,
     Configured,
     Evaluated,
     Event,
-    Kept,
-    Logged,
     Measured,
+    MetricsStored,
+    OwnUpdateStored,
     PeerHas,
-    Prepared,
     Restarted,
+    RoundEndLogged,
     Stored,
     Summed,
     TimerFired,
     Tried,
     Unreached,
+    UpdatesMerged,
 )  # fmt: skip
 from sync.ps.core.machine import Setup
 from sync.ps.core.waiting_settings import WaitingSettings
@@ -142,7 +142,7 @@ class _Site:
         links = {other: rtt for other in REGIONS if other != self.name}
         for action in self.machine.handle(event, Measured(self.world.now, links)):
             self._do(action)
-        if isinstance(event, Applied):
+        if isinstance(event, UpdatesMerged):
             self.world.applied()
 
     def _after(self, event: Event, seconds: float = DISK_SECONDS) -> None:
@@ -154,24 +154,24 @@ class _Site:
                 self._answered(action.answer)
             case Failed() | Refuse():
                 raise AssertionError(action)
-            case Log():
-                self._after(Logged(action))
+            case LogRoundEnd():
+                self._after(RoundEndLogged(action))
             case Restart():
                 self._after(Restarted(action.attempt, "start", ""))
-            case Prepare():
+            case StoreOwnUpdate():
                 digest, size = f"{self.name}{action.sequence}", self.world.scenario.update_bytes
                 made = Manifest(
                     self.name, action.epoch, action.sequence, digest, size, action.weight, action.seen, action.last,
                     takes_sums=True, round_seconds=action.round_seconds,
                 )  # fmt: skip
-                self._after(Prepared(made))
-            case Apply():
+                self._after(OwnUpdateStored(made))
+            case MergeUpdates():
                 ended = self.machine._ended_sequence
                 remote = [m.sequence for m in action.manifests if m.region != self.name and m.sequence]
                 self.distances += [abs(ended - sequence) for sequence in remote]
-                self._after(Applied(action, "", "model", "", "correction", model_bytes=MODEL_BYTES))
-            case Keep():
-                self._after(Kept(action))
+                self._after(UpdatesMerged(action, "", "model", "", "correction", model_bytes=MODEL_BYTES))
+            case StoreMetrics():
+                self._after(MetricsStored(action))
             case SumUp():
                 parts = action.manifests
                 made = replace(parts[-1], digest=f"sum{len(parts)}", first=parts[0].begins)
@@ -179,7 +179,7 @@ class _Site:
             case SetTimer():
                 self.timer += 1
                 self.world.at(action.at, lambda number=self.timer: self._fire(number))
-            case Ship():
+            case SendUpdates():
                 self.queues[action.peer.region] = action.manifests
                 self._send(action.peer.region)
 

@@ -334,10 +334,10 @@ SURFACES = {
     },
     "sync.merging": {
         "Buckets",
-        "Fold",
+        "OrderedSum",
         "Member",
-        "Reducing",
-        "Sharing",
+        "MeanCollective",
+        "ChangeCollective",
         "SignificanceFilter",
         "chunk_bounds",
         "open_collective",

@@ -18,7 +18,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import server_options
 from geofed_pb.v1 import sync_pb2_grpc
 from sync import framing
-from sync.ps.core.actions import Ship
+from sync.ps.core.actions import SendUpdates
 from sync.ps.core.events import Event, PeerHas, Stored
 from sync.ps.exchange import ExchangeService, Links
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
@@ -44,7 +44,7 @@ class Site:
     failed: GeofedError | None = None
 
     def __post_init__(self) -> None:
-        self.on_ship: Callable[[Ship], None] = lambda _: None
+        self.on_ship: Callable[[SendUpdates], None] = lambda _: None
         self.machine = SimpleNamespace(verdict=self._verdict, ledger=SimpleNamespace(peers={}))
         self.storage = SimpleNamespace(update_path=self.path, path_of=lambda m: self.path(m.region, m.sequence))
         self.version = 0
@@ -140,7 +140,7 @@ class Site:
 
     async def carry(self, to: PeerAddress, manifest: Manifest, seconds: float = 30.0) -> None:
         """Ship an update, and wait until it is durable there."""
-        self.links.ship(Ship(to, (manifest,)))
+        self.links.ship(SendUpdates(to, (manifest,)))
         has = functools.partial(self._has, to.region, manifest)
         await self.until(has, seconds)
 

@@ -12,38 +12,37 @@ from itertools import pairwise
 
 from sync.ps.core.actions import (
     Action,
-    Apply,
     Failed,
     Forget,
-    Keep,
-    Log,
-    Merge,
-    Prepare,
+    LogRoundEnd,
+    MergeGradients,
+    MergeUpdates,
     Refuse,
     Reply,
     Restart,
+    SendUpdates,
     SetTimer,
-    Ship,
+    StoreMetrics,
+    StoreOwnUpdate,
     SumUp,
 )
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, EvaluatedAnswer, ReduceAnswer
 from sync.ps.core.background import Background
 from sync.ps.core.events import (
-    Applied,
     Attached,
     BoundaryArrived,
     CallGone,
     Configured,
     Evaluated,
     Event,
-    Kept,
-    Logged,
+    GradientsMerged,
     Measured,
-    Merged,
+    MetricsStored,
+    OwnUpdateStored,
     PeerHas,
-    Prepared,
     ReduceArrived,
     Restarted,
+    RoundEndLogged,
     StateLost,
     Stored,
     SumGone,
@@ -51,6 +50,7 @@ from sync.ps.core.events import (
     TimerFired,
     Tried,
     Unreached,
+    UpdatesMerged,
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
@@ -85,8 +85,8 @@ class Disk:
     sums: dict[tuple[str, int, int], Manifest] = field(default_factory=dict)
     """Sums that came from others, by region, first round and last."""
     outbox: dict[int, Manifest] = field(default_factory=dict)
-    metrics: Keep | None = None
-    ended: Log | None = None
+    metrics: StoreMetrics | None = None
+    ended: LogRoundEnd | None = None
     marked: bool = False
     """The partition began here, or came back."""
     attempt: int = 1
@@ -274,7 +274,7 @@ class Site:
         match action:
             case Reply() | Refuse():
                 self._answer(action)
-            case Ship():
+            case SendUpdates():
                 self.peer_senders[action.peer.region] = {(m.sequence, m.region): m for m in action.manifests}
             case Failed():
                 raise AssertionError(f"{self.name}: {action}")
@@ -294,12 +294,12 @@ class Site:
     def _do(self, action: Action) -> Event | None:
         disk = self.disk
         match action:
-            case Merge():
+            case MergeGradients():
                 assert len({key for key, _ in action.parts}) == self.setup.workers
                 key = f"g/{action.attempt}/{action.step}"
                 self.channel.add(key)
-                return Merged(action.attempt, action.step, key, 1.0)
-            case Prepare():
+                return GradientsMerged(action.attempt, action.step, key, 1.0)
+            case StoreOwnUpdate():
                 assert action.sequence not in disk.outbox, "a durable update was made anew"
                 digest = f"{self.name}:{action.sequence}:{action.model_key}{'*' * self.lives}"
                 made = Manifest(
@@ -307,27 +307,27 @@ class Site:
                     ends=action.ends, takes_sums=self.setup.sums, round_seconds=action.round_seconds,
                 )  # fmt: skip
                 disk.outbox[action.sequence] = made
-                return Prepared(made)
-            case Log():
+                return OwnUpdateStored(made)
+            case LogRoundEnd():
                 assert disk.ended is None or action.sequence == disk.ended.sequence + 1, "a round ended twice"
                 assert action.sequence == disk.checkpoints[-1].sequence + 1, "a round ended before the last was merged"
                 if self.setup.background:
                     self._nobody_is_left_behind(action.sequence - 1)
                 disk.ended = action
-                return Logged(action)
+                return RoundEndLogged(action)
             case Restart():
                 disk.attempt = action.attempt
                 return Restarted(action.attempt, f"start/{action.attempt}", "")
             case SetTimer():
                 self.now = max(self.now, action.at)
                 return TimerFired()
-            case Apply():
+            case MergeUpdates():
                 return self._apply(action)
             case SumUp():
                 return self._sum_up(action)
-            case Keep():
+            case StoreMetrics():
                 disk.metrics = action
-                return Kept(action)
+                return MetricsStored(action)
             case Forget():
                 up_to = dict(action.up_to)
                 disk.inbox = {k: m for k, m in disk.inbox.items() if k[1] > up_to[k[0]]}
@@ -355,7 +355,7 @@ class Site:
         made = replace(parts[-1], digest=digest, total_bytes=MODEL_BYTES, first=parts[0].begins)
         return Summed(action.peer, made)
 
-    def _merge_as_they_come(self, action: Apply) -> Applied:
+    def _merge_as_they_come(self, action: MergeUpdates) -> UpdatesMerged:
         base = self.disk.checkpoints[-1]
         assert action.version == base.version + 1
         marks = dict(base.marks) | {self.name: base.sequence} if base.sequence >= 0 else {}
@@ -382,7 +382,7 @@ class Site:
         )  # fmt: skip
         self.disk.checkpoints = [made]
         key = f"correction/{action.version}"
-        return Applied(action, "", f"model/{action.sequence}", "", key, model_bytes=MODEL_BYTES)
+        return UpdatesMerged(action, "", f"model/{action.sequence}", "", key, model_bytes=MODEL_BYTES)
 
     def _slack(self, sequence: int) -> int:
         """Rounds that a region may lack when the one after this is ended."""
@@ -400,7 +400,7 @@ class Site:
             lacks = sequence - ledger.newest(region)
             assert lacks <= self._slack(sequence), f"{self.name} continued without {region}, which all wait for"
 
-    def _apply(self, action: Apply) -> Applied:
+    def _apply(self, action: MergeUpdates) -> UpdatesMerged:
         if self.setup.background:
             return self._merge_as_they_come(action)
         base = self.disk.checkpoints[-1]
@@ -410,7 +410,7 @@ class Site:
         digest = f"({base.digest}+{'+'.join(m.digest for m in action.manifests)})"
         made = Checkpoint(action.sequence, action.step, action.samples, action.applied, digest, ends=action.ends)
         self.disk.checkpoints = [*self.disk.checkpoints, made][-2:]
-        return Applied(action, digest, f"model/{action.sequence}", f"state/{action.sequence}")
+        return UpdatesMerged(action, digest, f"model/{action.sequence}", f"state/{action.sequence}")
 
     # The agent
 

@@ -10,7 +10,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from sync.policy import Contribution, DiLoCo, ModelAverage, Outer
-from sync.ps.core.actions import Apply
+from sync.ps.core.actions import MergeUpdates
 from sync.ps.core.machine import Setup
 from sync.ps.execution.replica import ReplicaState
 from sync.ps.execution.storage import Storage
@@ -65,7 +65,7 @@ def test_its_memory_is_stored_with_the_model_and_a_damaged_one_does_not_count(tm
     storage = Storage(tmp_path, setup)
     model, velocity = np.ones(SIZE, np.float32), np.full(SIZE, 2.0, np.float32)
     storage.keep_checkpoint(
-        ReplicaState(model, model, None, {"velocity": velocity}), Apply(1, (), 1, 1.0, 0, version=1)
+        ReplicaState(model, model, None, {"velocity": velocity}), MergeUpdates(1, (), 1, 1.0, 0, version=1)
     )
     recovered, numbers, _ = Storage(tmp_path, setup).recover()
     assert recovered.sequence == 1

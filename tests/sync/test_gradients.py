@@ -23,7 +23,7 @@ from sync.collective import ChannelCosts, Settings
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
 from sync.means import weighted_mean
-from sync.merging import Member, Reducing
+from sync.merging import MeanCollective, Member
 
 ASKED = ChannelCosts(0.002, 0.001, 1e9, 1e9, parallel=8)
 WAYS = (
@@ -109,7 +109,9 @@ def trained(
         module = modules[worker]
         flat = FlatModel(module)
         settings = replace(way, in_parts=True, trained=flat.layout.trainable_size, timeout_seconds=20.0)
-        collective = Reducing(settings, Member(worker, workers, 1), memory.another(), "c", flat.layout.gradient_size)
+        collective = MeanCollective(
+            settings, Member(worker, workers, 1), memory.another(), "c", flat.layout.gradient_size
+        )
         merge = GradientMerge(flat, collective, overlap=overlap and collective.in_parts)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         for step in range(1, steps + 1):
@@ -155,10 +157,10 @@ def test_who_gets_a_gradient_in_parts_hands_it_in_whole() -> None:
     assert not any(overlap for _, overlap in with_)
 
 
-def one_of_three(module: nn.Module, channel: MemoryChannel, **more: Any) -> tuple[GradientMerge, Reducing]:
+def one_of_three(module: nn.Module, channel: MemoryChannel, **more: Any) -> tuple[GradientMerge, MeanCollective]:
     flat = FlatModel(module)
     settings = Settings("k-reduce", in_parts=True, **more)
-    collective = Reducing(settings, Member(0, 3, 1), channel, "c", flat.layout.gradient_size)
+    collective = MeanCollective(settings, Member(0, 3, 1), channel, "c", flat.layout.gradient_size)
     return GradientMerge(flat, collective, overlap=collective.in_parts), collective
 
 

@@ -30,7 +30,7 @@ from sync.collective import (
 )
 from sync.flat import FlatModel
 from sync.gradients import GradientMerge
-from sync.merging import Member, Reducing, open_collective
+from sync.merging import MeanCollective, Member, open_collective
 from sync.store import fence_key
 
 __all__ = ["Fenced", "Merging", "PeerTimeout", "group_settings", "merging_for"]
@@ -183,7 +183,7 @@ class ChannelCollective(SingleWorker):
         super().__init__(optimizer, task)
         self._flat, self._collective, self.name, self._timeout = flat, collective, name, timeout
         self._before = flat.vector() if collective.shares == "changes" else None
-        overlap = isinstance(collective, Reducing) and collective.in_parts
+        overlap = isinstance(collective, MeanCollective) and collective.in_parts
         self._gradients = GradientMerge(flat, collective, overlap=overlap)
 
     def arm(self, step: int, samples: int) -> None:

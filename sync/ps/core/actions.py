@@ -10,19 +10,19 @@ from sync.transfer.manifest import Manifest, PeerAddress
 
 __all__ = [
     "Action",
-    "Apply",
     "Failed",
     "Forget",
-    "Keep",
-    "Log",
-    "Merge",
-    "Prepare",
+    "LogRoundEnd",
+    "MergeGradients",
+    "MergeUpdates",
     "Refuse",
     "Reply",
     "Reproduce",
     "Restart",
+    "SendUpdates",
     "SetTimer",
-    "Ship",
+    "StoreMetrics",
+    "StoreOwnUpdate",
     "SumUp",
     "WaitReason",
 ]
@@ -46,8 +46,8 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class Merge:
-    """Merge the gradients of a step and put the result into the channel; answered by `Merged`."""
+class MergeGradients:
+    """Merge the gradients of a step and put the result into the channel; answered by `GradientsMerged`."""
 
     attempt: int
     step: int
@@ -58,8 +58,8 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class Log:
-    """Log durably that a round has ended, and with which model; answered by `Logged`."""
+class LogRoundEnd:
+    """Log durably that a round has ended, and with which model; answered by `RoundEndLogged`."""
 
     sequence: int
     model_key: str
@@ -75,8 +75,8 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Prepare:
-    """Make our update of a round, and make it durable in the outbox; answered by `Prepared`."""
+class StoreOwnUpdate:
+    """Make our update of a round, and make it durable in the outbox; answered by `OwnUpdateStored`."""
 
     sequence: int
     epoch: int
@@ -102,12 +102,12 @@ class Reproduce:
 
 
 @dataclass(frozen=True)
-class Ship:
+class SendUpdates:
     """Send a peer these updates until it has them; `PeerHas` reports each."""
 
     peer: PeerAddress
     manifests: tuple[Manifest, ...]
-    """The updates, in place of those of the last `Ship`."""
+    """The updates, in place of those of the last `SendUpdates`."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class SumUp:
 
 
 @dataclass(frozen=True)
-class Apply:
-    """Merge updates into the model, and make model and watermarks durable; answered by `Applied`."""
+class MergeUpdates:
+    """Merge updates into the model, and make model and watermarks durable; answered by `UpdatesMerged`."""
 
     sequence: int
     """Our rounds that are in the model after this merge."""
@@ -177,8 +177,8 @@ class SetTimer:
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Make the metrics of a round durable; answered by `Kept`."""
+class StoreMetrics:
+    """Make the metrics of a round durable; answered by `MetricsStored`."""
 
     sequence: int
     samples: float
@@ -208,16 +208,16 @@ class Failed:
 Action = (
     Reply
     | Refuse
-    | Merge
-    | Log
-    | Prepare
+    | MergeGradients
+    | LogRoundEnd
+    | StoreOwnUpdate
     | Reproduce
-    | Ship
+    | SendUpdates
     | SumUp
-    | Apply
+    | MergeUpdates
     | Restart
     | SetTimer
-    | Keep
+    | StoreMetrics
     | Forget
     | Failed
 )

@@ -20,17 +20,25 @@ import math
 from sync.overlap import overlapped_steps
 from sync.ps.core.actions import (
     Action,
-    Apply,
     Failed,
-    Log,
-    Prepare,
+    LogRoundEnd,
+    MergeUpdates,
     Refuse,
     Reply,
     Restart,
     SetTimer,
+    StoreOwnUpdate,
 )
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.core.events import NOTHING_MEASURED, Applied, BoundaryArrived, Event, Logged, Measured, Restarted
+from sync.ps.core.events import (
+    NOTHING_MEASURED,
+    BoundaryArrived,
+    Event,
+    Measured,
+    Restarted,
+    RoundEndLogged,
+    UpdatesMerged,
+)
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.waiting import Continue, WaitingPolicy, WaitView
@@ -103,7 +111,7 @@ class Background(Machine):
         return min(self.setup.steps_per_round, self.setup.steps)
 
     @property
-    def _pending(self) -> Log | None:
+    def _pending(self) -> LogRoundEnd | None:
         """The round that has ended and is not merged yet."""
         return self._ended if self._ended is not None and self._ended.sequence > self._sequence else None
 
@@ -200,10 +208,12 @@ class Background(Machine):
         last = self._told_to_end or end.step >= self.setup.steps
         self._logging, self._boundary.arrived = True, {}
         self.waiting.workers_continue(self._measured.now)
-        log = Log(end.sequence, end.model_key, end.state_key, weight, end.step, self._correction_key, until, last)
+        log = LogRoundEnd(
+            end.sequence, end.model_key, end.state_key, weight, end.step, self._correction_key, until, last
+        )
         return [log]
 
-    def _was_logged(self, event: Logged) -> list[Action]:
+    def _was_logged(self, event: RoundEndLogged) -> list[Action]:
         self._logging = False
         self._ended = event.log
         overlap_seconds = self.step_seconds * overlapped_steps(self.setup.steps_per_round)
@@ -257,9 +267,9 @@ class Background(Machine):
         # The workers may have waited for what has come.
         return self._try_log()
 
-    def _prepare(self, ended: Log) -> Prepare:
+    def _prepare(self, ended: LogRoundEnd) -> StoreOwnUpdate:
         self._boundary.preparing = True
-        return Prepare(
+        return StoreOwnUpdate(
             ended.sequence,
             self.epoch,
             ended.model_key,
@@ -357,7 +367,7 @@ class Background(Machine):
         own = next((m for m in ordered if m.region == self.setup.region and m.sequence), None)
         complete = self._own_last and sequence == self._ended_sequence and lasts >= set(self.setup.others)
         return [
-            Apply(
+            MergeUpdates(
                 sequence,
                 ordered,
                 step=self._open_step,
@@ -377,7 +387,7 @@ class Background(Machine):
             )
         ]
 
-    def _was_applied(self, event: Applied) -> list[Action]:
+    def _was_applied(self, event: UpdatesMerged) -> list[Action]:
         apply = event.apply
         self._boundary.applying = False
         self._sequence, self._step, self._version = apply.sequence, apply.step, apply.version

@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sync.ps.core.actions import Apply, Keep, Log
+from sync.ps.core.actions import LogRoundEnd, MergeUpdates, StoreMetrics
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.wan import LinkSample
 
 __all__ = [
     "NOTHING_MEASURED",
-    "Applied",
     "Attached",
     "BoundaryArrived",
     "CallGone",
     "Configured",
     "Evaluated",
     "Event",
-    "Kept",
-    "Logged",
+    "GradientsMerged",
     "Measured",
-    "Merged",
+    "MetricsStored",
+    "OwnUpdateStored",
     "PeerHas",
-    "Prepared",
     "Progress",
     "ReduceArrived",
     "Restarted",
+    "RoundEndLogged",
     "StateLost",
     "Stepped",
     "Stored",
@@ -35,6 +34,7 @@ __all__ = [
     "TimerFired",
     "Tried",
     "Unreached",
+    "UpdatesMerged",
 ]
 
 
@@ -84,7 +84,7 @@ class ReduceArrived:
 
 
 @dataclass(frozen=True)
-class Merged:
+class GradientsMerged:
     """The merged gradient of a step is in the channel."""
 
     attempt: int
@@ -114,14 +114,14 @@ class BoundaryArrived:
 
 
 @dataclass(frozen=True)
-class Logged:
+class RoundEndLogged:
     """The end of a round is in the log."""
 
-    log: Log
+    log: LogRoundEnd
 
 
 @dataclass(frozen=True)
-class Prepared:
+class OwnUpdateStored:
     """Our update of a round is durable in the outbox."""
 
     manifest: Manifest
@@ -198,10 +198,10 @@ class Restarted:
 
 
 @dataclass(frozen=True)
-class Applied:
+class UpdatesMerged:
     """A merge is done: the new model and the watermarks are durable, and the model is in the channel."""
 
-    apply: Apply
+    apply: MergeUpdates
     digest: str
     """Digest of the flat model."""
     model_key: str
@@ -229,10 +229,10 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Kept:
+class MetricsStored:
     """The metrics of a round are durable."""
 
-    keep: Keep
+    keep: StoreMetrics
 
 
 @dataclass(frozen=True)
@@ -254,10 +254,10 @@ Event = (
     Configured
     | Attached
     | ReduceArrived
-    | Merged
+    | GradientsMerged
     | BoundaryArrived
-    | Logged
-    | Prepared
+    | RoundEndLogged
+    | OwnUpdateStored
     | Stored
     | PeerHas
     | Tried
@@ -267,9 +267,9 @@ Event = (
     | StateLost
     | TimerFired
     | Restarted
-    | Applied
+    | UpdatesMerged
     | Evaluated
-    | Kept
+    | MetricsStored
     | Stepped
     | CallGone
 )

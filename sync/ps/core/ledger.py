@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from sync.ps.core.actions import Ship, SumUp
+from sync.ps.core.actions import SendUpdates, SumUp
 from sync.ps.core.routes import next_hops
 from sync.ps.core.sums import Sums
 from sync.transfer.manifest import Manifest, PeerAddress
@@ -147,7 +147,7 @@ class Ledger:
         if routes >= self.routes:
             self.neighbours, self.routes, self.former = neighbours, routes, former
 
-    def ships(self, epoch: int, *, all_peers: bool = False) -> list[Ship]:
+    def ships(self, epoch: int, *, all_peers: bool = False) -> list[SendUpdates]:
         """Return the updates that each direct peer may lack. ``all_peers``: also for peers that get nothing from
         here."""
         found = []
@@ -165,7 +165,7 @@ class Ledger:
                 for manifest in sorted(units, key=lambda one: (one.sequence, one.region))
             ]
             if manifests or all_peers:
-                found.append(Ship(peer, tuple(manifests)))
+                found.append(SendUpdates(peer, tuple(manifests)))
         return found
 
     def sum_up(self, *, backlogs: bool = True) -> tuple[SumUp, ...]:

@@ -1,11 +1,11 @@
 """The parameter server as a state machine: events in, actions out; no sockets, no clock, no files.
 
 A partition runs one round after the other. In a round the workers make their local steps, and their gradients are
-merged here after each step (`Merge`). At the end of the round the change of their model becomes an update, which is
-made durable (`Prepare`) and sent to every peer (`Ship`); updates are merged into the model (`Apply`). When that
-happens, and with which model the workers continue, is decided by `Synchronous` and `Background`. Round 0 has no steps:
-its update is the initial model of the first region, so that all regions begin with the same bits whatever machines they
-run on.
+merged here after each step (`MergeGradients`). At the end of the round the change of their model becomes an update,
+which is made durable (`StoreOwnUpdate`) and sent to every peer (`SendUpdates`); updates are merged into the model
+(`MergeUpdates`). When that happens, and with which model the workers continue, is decided by `Synchronous` and
+`Background`. Round 0 has no steps: its update is the initial model of the first region, so that all regions begin with
+the same bits whatever machines they run on.
 
 Each update is merged exactly once: an update is identified by (job, region, sequence), and a region's updates are
 merged in the order of their sequence, each only if the watermark states that the one before was the last. Model and
@@ -17,26 +17,36 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass, field, replace
 
-from sync.ps.core.actions import Action, Failed, Forget, Keep, Log, Merge, Prepare, Refuse, Reply, Reproduce
+from sync.ps.core.actions import (
+    Action,
+    Failed,
+    Forget,
+    LogRoundEnd,
+    MergeGradients,
+    Refuse,
+    Reply,
+    Reproduce,
+    StoreMetrics,
+    StoreOwnUpdate,
+)
 from sync.ps.core.answers import EvaluatedAnswer
 from sync.ps.core.events import (
     NOTHING_MEASURED,
-    Applied,
     Attached,
     BoundaryArrived,
     CallGone,
     Configured,
     Evaluated,
     Event,
-    Kept,
-    Logged,
+    GradientsMerged,
     Measured,
-    Merged,
+    MetricsStored,
+    OwnUpdateStored,
     PeerHas,
-    Prepared,
     Progress,
     ReduceArrived,
     Restarted,
+    RoundEndLogged,
     StateLost,
     Stepped,
     Stored,
@@ -45,6 +55,7 @@ from sync.ps.core.events import (
     TimerFired,
     Tried,
     Unreached,
+    UpdatesMerged,
 )
 from sync.ps.core.ledger import NO_MODEL, Ledger
 from sync.ps.core.waiting_settings import WaitingSettings
@@ -106,7 +117,7 @@ class Setup:
         """Planned steps of the whole job in this region."""
         return self.rounds * self.steps_per_round
 
-    def is_last(self, end: Log) -> bool:
+    def is_last(self, end: LogRoundEnd) -> bool:
         """Whether a round is the region's last; with background exchange."""
         return end.last or end.step >= self.steps
 
@@ -131,12 +142,12 @@ class Recovered:
     state_key: str = ""
     inbox: tuple[Manifest, ...] = ()
     outbox: tuple[Manifest, ...] = ()
-    metrics: Keep | None = None
+    metrics: StoreMetrics | None = None
     marks: tuple[tuple[str, int], ...] = ()
     """The last merged update of each other region; empty: the same as ``sequence``."""
     lasts: tuple[str, ...] = ()
     """Other regions whose last update is merged."""
-    ended: Log | None = None
+    ended: LogRoundEnd | None = None
     """The last round whose end is logged."""
     correction_key: str = ""
     """Channel key of the last merge's correction."""
@@ -302,7 +313,7 @@ class Machine(abc.ABC):
         """Merge the updates that can be merged now."""
 
     @abc.abstractmethod
-    def _was_applied(self, event: Applied) -> list[Action]:
+    def _was_applied(self, event: UpdatesMerged) -> list[Action]:
         """Handle the end of a merge."""
 
     @abc.abstractmethod
@@ -321,7 +332,7 @@ class Machine(abc.ABC):
         """Handle our own update that has become durable."""
         return []
 
-    def _was_logged(self, event: Logged) -> list[Action]:
+    def _was_logged(self, event: RoundEndLogged) -> list[Action]:
         return []
 
     def _was_restarted(self, event: Restarted) -> list[Action]:
@@ -348,15 +359,15 @@ class Machine(abc.ABC):
                 return self._attached(event)
             case ReduceArrived():
                 return self._reduce_arrived(event)
-            case Merged():
+            case GradientsMerged():
                 return self._was_merged(event)
             case BoundaryArrived():
                 if (refusal := self._fenced(event.call, event.attempt)) is not None:
                     return refusal
                 return self._begin_attempt(event.attempt) + self._boundary_arrived(event)
-            case Logged():
+            case RoundEndLogged():
                 return self._was_logged(event)
-            case Prepared():
+            case OwnUpdateStored():
                 self.ledger.add(event.manifest)
                 self._update_bytes = event.manifest.total_bytes
                 self._boundary.preparing = False
@@ -389,13 +400,13 @@ class Machine(abc.ABC):
                 return self._timer_fired()
             case Restarted():
                 return self._was_restarted(event)
-            case Applied():
+            case UpdatesMerged():
                 for region, _ in event.refused:
                     self._refused[region] = self._refused.get(region, 0) + 1
                 return self._was_applied(event)
             case Evaluated():
                 return self._was_evaluated(event)
-            case Kept():
+            case MetricsStored():
                 return self._was_kept(event.keep)
             case Stepped():
                 self._live_step, self._loss = max(self._live_step, event.step), event.loss
@@ -466,7 +477,9 @@ class Machine(abc.ABC):
         # If workers hold stages of the model, one of them submits what all of them have made.
         if first and event.initial_key and self.ledger.own(0) is None and not self._boundary.preparing:
             self._boundary.preparing = True
-            actions.append(Prepare(0, self.epoch, event.initial_key, "", FIRST_WEIGHT, 0, last=self.setup.rounds == 0))
+            actions.append(
+                StoreOwnUpdate(0, self.epoch, event.initial_key, "", FIRST_WEIGHT, 0, last=self.setup.rounds == 0)
+            )
         if not first and event.initial_key and not self._reproduced:
             self._reproduced = True
             actions.append(Reproduce(event.initial_key))
@@ -485,11 +498,11 @@ class Machine(abc.ABC):
             return [*actions, Refuse(event.call, "FENCED", text)]
         actions += self._merge.arrived(event)
         for action in actions:
-            if isinstance(action, Merge):
+            if isinstance(action, MergeGradients):
                 self._loss, self._live_step = action.loss, action.step
         return actions
 
-    def _was_merged(self, event: Merged) -> list[Action]:
+    def _was_merged(self, event: GradientsMerged) -> list[Action]:
         return self._merge.done(event) if event.attempt == self.attempt else []
 
     # Rounds
@@ -541,7 +554,7 @@ class Machine(abc.ABC):
             return [*actions, Reply(event.call, EvaluatedAnswer())]
         return [*actions, *self._evaluation.arrived(event)]
 
-    def _was_kept(self, keep: Keep) -> list[Action]:
+    def _was_kept(self, keep: StoreMetrics) -> list[Action]:
         if not self._has_metrics(keep.sequence):
             self._metrics = keep
         if keep.sequence != self._reached:

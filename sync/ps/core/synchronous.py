@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sync.ps.core.actions import Action, Apply, Failed, Prepare, Refuse, Reply
+from sync.ps.core.actions import Action, Failed, MergeUpdates, Refuse, Reply, StoreOwnUpdate
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.core.events import Applied, BoundaryArrived
+from sync.ps.core.events import BoundaryArrived, UpdatesMerged
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Boundary, Machine, Recovered, Setup
 from sync.ps.core.worker_group import Evaluation, StepMerge
@@ -96,7 +96,7 @@ class Synchronous(Machine):
         self._boundary.preparing = True
         ends = self._rounds if self._rounds < self.setup.rounds else end.sequence + 1 if self._told_to_end else 0
         return [
-            Prepare(
+            StoreOwnUpdate(
                 end.sequence,
                 self.epoch,
                 end.model_key,
@@ -123,7 +123,7 @@ class Synchronous(Machine):
         remote = sum(1 for manifest in manifests if manifest.region != self.setup.region)
         rounds = self._rounds_with(manifests)
         return [
-            Apply(
+            MergeUpdates(
                 sequence,
                 manifests,
                 step=self._until if sequence else 0,
@@ -136,7 +136,7 @@ class Synchronous(Machine):
             )
         ]
 
-    def _was_applied(self, event: Applied) -> list[Action]:
+    def _was_applied(self, event: UpdatesMerged) -> list[Action]:
         self._sequence, self._step = event.apply.sequence, event.apply.step
         self._samples, self._applied = event.apply.samples, event.apply.applied
         self._live_step = self._step

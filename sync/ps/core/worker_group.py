@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from geofed_pb.bounds import bounded_metrics, clean
-from sync.ps.core.actions import Action, Keep, Merge, Refuse, Reply
+from sync.ps.core.actions import Action, MergeGradients, Refuse, Reply, StoreMetrics
 from sync.ps.core.answers import EvaluatedAnswer, ReduceAnswer
-from sync.ps.core.events import BoundaryArrived, Evaluated, Merged, ReduceArrived
+from sync.ps.core.events import BoundaryArrived, Evaluated, GradientsMerged, ReduceArrived
 
 __all__ = ["Evaluation", "StepMerge", "mean_loss"]
 
@@ -23,7 +23,7 @@ class StepMerge:
     """Waiting calls, and the step that each waits for."""
     merging: int = 0
     """The step whose gradients are being merged; 0: none."""
-    merged: dict[int, Merged] = field(default_factory=dict)
+    merged: dict[int, GradientsMerged] = field(default_factory=dict)
     """Results of the last two steps, for a worker that missed the answer."""
 
     def arrived(self, event: ReduceArrived) -> list[Action]:
@@ -43,9 +43,13 @@ class StepMerge:
             return []
         parts = [part for _, part in sorted(self.parts.items())]
         self.parts, self.merging = {}, event.step
-        return [Merge(event.attempt, event.step, tuple((part.key, part.samples) for part in parts), mean_loss(parts))]
+        return [
+            MergeGradients(
+                event.attempt, event.step, tuple((part.key, part.samples) for part in parts), mean_loss(parts)
+            )
+        ]
 
-    def done(self, event: Merged) -> list[Action]:
+    def done(self, event: GradientsMerged) -> list[Action]:
         """Answer the workers, because the merged gradient is in the channel."""
         self.merging = 0
         self.merged[event.step] = event
@@ -82,21 +86,21 @@ class Evaluation:
         return [Reply(call, EvaluatedAnswer()) for call in sorted(self.waiting)]
 
 
-def _answer(event: Merged) -> ReduceAnswer:
+def _answer(event: GradientsMerged) -> ReduceAnswer:
     return ReduceAnswer(event.key, event.samples)
 
 
-def _mean_metrics(sequence: int, parts: list[Evaluated]) -> Keep:
+def _mean_metrics(sequence: int, parts: list[Evaluated]) -> StoreMetrics:
     error = next((part.error for part in parts if part.error), "")
     if any(part.error and not part.metrics for part in parts):
-        return Keep(sequence, 0.0, {}, clean(error))
+        return StoreMetrics(sequence, 0.0, {}, clean(error))
     total = sum(part.samples for part in parts)
     sums: dict[str, float] = {}
     for part in parts:
         for name, value in part.metrics.items():
             sums[name] = sums.get(name, 0.0) + value * part.samples
     kept, left_out = bounded_metrics({name: value / total for name, value in sums.items()} if total else {})
-    return Keep(sequence, total, kept, clean(error or left_out))
+    return StoreMetrics(sequence, total, kept, clean(error or left_out))
 
 
 def mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:

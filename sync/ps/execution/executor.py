@@ -23,8 +23,28 @@ from sync.codec import Codec, Exact, Float32, Tensors, codec_by_mark, decoded
 from sync.layout import Layout, Vector
 from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
-from sync.ps.core.actions import Action, Apply, Forget, Keep, Log, Merge, Prepare, Reproduce, Restart, SumUp
-from sync.ps.core.events import Applied, Event, Kept, Logged, Merged, Prepared, Restarted, Summed
+from sync.ps.core.actions import (
+    Action,
+    Forget,
+    LogRoundEnd,
+    MergeGradients,
+    MergeUpdates,
+    Reproduce,
+    Restart,
+    StoreMetrics,
+    StoreOwnUpdate,
+    SumUp,
+)
+from sync.ps.core.events import (
+    Event,
+    GradientsMerged,
+    MetricsStored,
+    OwnUpdateStored,
+    Restarted,
+    RoundEndLogged,
+    Summed,
+    UpdatesMerged,
+)
 from sync.ps.core.machine import FIRST_WEIGHT, Recovered, Setup
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.export import from_safetensors
@@ -104,7 +124,7 @@ class ActionExecutor:
         whole model. The values' memory is used again for the next update."""
         self._decode_buffers: dict[int, Vector] = {}
         """Buffers that updates are decoded into, by their position in a merge; at most one per region."""
-        self._ended: Log | None = None
+        self._ended: LogRoundEnd | None = None
         """The last round that the workers have ended; background exchange only."""
         self._history: OrderedDict[int, Vector] = OrderedDict()
         """The model after each of the last rounds, for delay compensation."""
@@ -141,22 +161,22 @@ class ActionExecutor:
         ``attempt`` is the workers' current attempt.
         """
         match action:
-            case Merge():
+            case MergeGradients():
                 return self._merge(action)
-            case Log():
+            case LogRoundEnd():
                 self.storage.log(action)
                 self._ended = action
                 self._channel_store.need_end(action.sequence, action.model_key)
-                return Logged(action)
-            case Prepare():
+                return RoundEndLogged(action)
+            case StoreOwnUpdate():
                 return self._prepare(action)
-            case Apply():
+            case MergeUpdates():
                 return self._apply(action, attempt)
             case Restart():
                 return self._restart(action)
-            case Keep():
+            case StoreMetrics():
                 self.storage.keep_metrics(action)
-                return Kept(action)
+                return MetricsStored(action)
             case SumUp():
                 return self._sum_up(action)
             case Forget():
@@ -197,7 +217,7 @@ class ActionExecutor:
         lost, merged = 0, recovered.sequence > 0
         self._keep_correction(recovered.version)
         for entry in entries:
-            if isinstance(entry, Apply):
+            if isinstance(entry, MergeUpdates):
                 self._merge_updates(entry)
                 self._keep_correction(entry.version)
                 recovered, merged = _after(recovered, entry), entry.sequence > 0
@@ -227,7 +247,7 @@ class ActionExecutor:
         digest = framing.digest_of([self._replica().model.data.cast("B")])
         return replace(recovered, model_digest=digest, attempt=self._attempt, correction_key=key)
 
-    def _account(self, entry: Log, manifest: Manifest, end: Vector | None) -> None:
+    def _account(self, entry: LogRoundEnd, manifest: Manifest, end: Vector | None) -> None:
         """Account for an ended round whose update was durable before the crash.
 
         ``end`` is the model that the workers ended it with; None: it is lost.
@@ -242,7 +262,7 @@ class ActionExecutor:
 
     # Steps
 
-    def _merge(self, action: Merge) -> Merged:
+    def _merge(self, action: MergeGradients) -> GradientsMerged:
         vectors = [self._vector(key, "gradient") for key, _ in action.parts]
         weights = [samples for _, samples in action.parts]
         merged = weighted_mean(vectors, weights)
@@ -251,7 +271,7 @@ class ActionExecutor:
         if action.step > 1:
             # All workers have pushed this step, so none of them still reads the previous step's gradients.
             self.channel.delete_tree(f"g/{action.attempt}/{action.step - 1}")
-        return Merged(action.attempt, action.step, key, sum(weights))
+        return GradientsMerged(action.attempt, action.step, key, sum(weights))
 
     def _vector(self, key: str, name: str) -> Vector:
         vector = chunked.read_vector(self.channel, key, name)
@@ -325,12 +345,12 @@ class ActionExecutor:
         facts = {"sequence": 0, "weight": FIRST_WEIGHT, "codec": codec.mark}
         return _framed({**codec.encode(begin), **self._layout_tensors()}, facts)
 
-    def _prepare(self, action: Prepare) -> Prepared:
+    def _prepare(self, action: StoreOwnUpdate) -> OwnUpdateStored:
         """Store the optimiser's state concurrently with making the update, because workers wait for both."""
         with _background_thread() as background:
             return self._made_update(action, background.submit(self._keep_state, action))
 
-    def _made_update(self, action: Prepare, storing: Future[None]) -> Prepared:
+    def _made_update(self, action: StoreOwnUpdate, storing: Future[None]) -> OwnUpdateStored:
         begun = time.monotonic()
         end = self._first_model() if action.sequence == 0 else None
         end = self._vector(action.model_key, "model") if end is None else end
@@ -375,13 +395,13 @@ class ActionExecutor:
         if self.setup.background and self.replica is not None:
             self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
-        return Prepared(manifest)
+        return OwnUpdateStored(manifest)
 
-    def _keep_state(self, action: Prepare) -> None:
+    def _keep_state(self, action: StoreOwnUpdate) -> None:
         if action.state_key:
             self._channel_store.take_state(action.sequence, action.state_key)
 
-    def _apply(self, action: Apply, attempt: int) -> Applied:
+    def _apply(self, action: MergeUpdates, attempt: int) -> UpdatesMerged:
         if self.replica is None:
             made, self._last_update = self._last_update, None
             first = action.manifests[0]
@@ -411,9 +431,9 @@ class ActionExecutor:
         if self.setup.background and action.sequence:
             correction = self._publish_correction(action.version)
         self._channel_store.clear(action.sequence, attempt)
-        return Applied(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
+        return UpdatesMerged(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
 
-    def _merge_updates(self, action: Apply) -> tuple[tuple[str, str], ...]:
+    def _merge_updates(self, action: MergeUpdates) -> tuple[tuple[str, str], ...]:
         self._settle_checkpoint(written=True)
         replica = self._replica()
         stale = action.staleness or (0,) * len(action.manifests)
@@ -432,7 +452,7 @@ class ActionExecutor:
                 self._history.popitem(last=False)
         return refused
 
-    def _lacking(self, action: Apply) -> float:
+    def _lacking(self, action: MergeUpdates) -> float:
         """Return the weight of updates that are missing from the rounds merged so far, in units of one round's
         weight."""
         if not self.setup.background:
@@ -505,7 +525,7 @@ class ActionExecutor:
         codec = codec_by_mark(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
         return decoded(codec, frame.tensors, size, buffer), part, _WHOLE in facts
 
-    def _checkpoint(self, action: Apply) -> str:
+    def _checkpoint(self, action: MergeUpdates) -> str:
         """Write a checkpoint and return the model's digest, or "" if another thread writes it or none is due.
 
         With background exchange, only an action that would change the state waits until the checkpoint is written.
@@ -624,7 +644,7 @@ def _finite(vector: Vector) -> bool:
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())
 
 
-def _after(recovered: Recovered, entry: Apply) -> Recovered:
+def _after(recovered: Recovered, entry: MergeUpdates) -> Recovered:
     """Return the recovered state after a merge of the log has been repeated."""
     return replace(
         recovered,

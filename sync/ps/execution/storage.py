@@ -46,7 +46,7 @@ from geofed_pb.durable import begin_write, commit_write, disk_full_as_error, flu
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Vector
-from sync.ps.core.actions import Apply, Keep, Log, Restart
+from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.replica import ReplicaState
 from sync.transfer.manifest import Manifest
@@ -64,7 +64,7 @@ _MARK = "mark/"
 _LAST = "last/"
 """Prefix, in a checkpoint, of the regions whose last update the model holds."""
 
-Entry = Log | Apply | Restart
+Entry = LogRoundEnd | MergeUpdates | Restart
 """One line of the log."""
 
 
@@ -104,7 +104,7 @@ class Storage:
             self.layout = Layout.from_json((self._folder / "layout.json").read_text())
         metrics = None
         with contextlib.suppress(FileNotFoundError):
-            metrics = Keep(**json.loads((self._folder / "metrics.json").read_text()))
+            metrics = StoreMetrics(**json.loads((self._folder / "metrics.json").read_text()))
         base = Recovered(inbox=inbox, outbox=outbox, metrics=metrics)
         damaged: list[int] = []
         replica_state: ReplicaState | None = None
@@ -205,7 +205,7 @@ class Storage:
             self._keep_manifest(path.with_suffix(".json"), manifest)
         setup = self._setup
         weight = next((m.weight for m, _ in updates if (m.region, m.sequence) == (setup.region, sequence)), 0.0)
-        apply = Apply(
+        apply = MergeUpdates(
             sequence,
             (),
             step=sequence * setup.steps_per_round,
@@ -225,7 +225,7 @@ class Storage:
             write_durably(self._folder / "layout.json", [layout.to_json().encode()])
             self.layout = layout
 
-    def keep_metrics(self, metrics: Keep) -> None:
+    def keep_metrics(self, metrics: StoreMetrics) -> None:
         """Make the metrics of an evaluation durable, in place of those before."""
         write_durably(self._folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
 
@@ -263,7 +263,7 @@ class Storage:
         return None
 
     def keep_checkpoint(
-        self, replica_state: ReplicaState, apply: Apply, ended: Log | None = None, attempt: int = 1
+        self, replica_state: ReplicaState, apply: MergeUpdates, ended: LogRoundEnd | None = None, attempt: int = 1
     ) -> str:
         """Make the state and the watermarks after a merge durable, and return the digest of the model.
 
@@ -279,7 +279,7 @@ class Storage:
         return digest
 
     def begin_checkpoint(
-        self, replica_state: ReplicaState, apply: Apply, ended: Log | None = None, attempt: int = 1
+        self, replica_state: ReplicaState, apply: MergeUpdates, ended: LogRoundEnd | None = None, attempt: int = 1
     ) -> PendingCheckpoint:
         """Return a checkpoint that another thread can ``write`` and ``flush``; `finish_checkpoint` must follow.
 
@@ -342,7 +342,7 @@ class Storage:
         """Append an entry to the log and flush it."""
         if self._log is None:
             raise GeofedError("INTERNAL", "the log is not open")
-        kind = {Log: "end", Apply: "merge", Restart: "restart"}[type(entry)]
+        kind = {LogRoundEnd: "end", MergeUpdates: "merge", Restart: "restart"}[type(entry)]
         body = json.dumps({kind: asdict(entry)}, separators=(",", ":"))
         line = f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
         with disk_full_as_error(self._folder):
@@ -505,25 +505,25 @@ def _manifest(values: dict[str, Any]) -> Manifest:
 
 def _entry(values: dict[str, Any]) -> Entry:
     if "end" in values:
-        return Log(**values["end"])
+        return LogRoundEnd(**values["end"])
     if "restart" in values:
         return Restart(**values["restart"])
     merge = values["merge"]
     pairs = tuple((region, mark) for region, mark in merge["watermarks"])
     manifests = tuple(_manifest(manifest) for manifest in merge["manifests"])
     known = {"watermarks": pairs, "manifests": manifests}
-    return Apply(**{**merge, **known, "lasts": tuple(merge["lasts"]), "staleness": tuple(merge["staleness"])})
+    return MergeUpdates(**{**merge, **known, "lasts": tuple(merge["lasts"]), "staleness": tuple(merge["staleness"])})
 
 
 def _named(frame: framing.Frame, prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): int(value) for name, value in frame.facts.items() if name.startswith(prefix)}
 
 
-def _ended_of(facts: Mapping[str, float]) -> Log:
+def _ended_of(facts: Mapping[str, float]) -> LogRoundEnd:
     """Return what a checkpoint states about the last ended round; the fields that recovery does not use are empty."""
     step, until, correction = int(facts["ended_step"]), int(facts["until_step"]), int(facts["correction"])
     key = correction_key(correction) if correction >= 0 else ""
-    return Log(int(facts["sequence"]), "", "", 0.0, step, key, until, bool(facts.get("ended_last", 0)))
+    return LogRoundEnd(int(facts["sequence"]), "", "", 0.0, step, key, until, bool(facts.get("ended_last", 0)))
 
 
 def correction_key(version: int) -> str:

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.deadline import DeadlineJob, DeadlineRefusal, DeviceCapacity, Overhead, Rules, SpeedCurve, _admit, admit
+from scheduler.deadline import (
+    DeadlineJob,
+    DeadlineRefusal,
+    DeviceCapacity,
+    Overhead,
+    Rules,
+    SpeedCurve,
+    _admit_one_region,
+    admit,
+)
 from tests.scheduler.deadline.test_admit import FREE_CHANGES, LINE, R, job, names
 
 BUSY = job("busy", 190, 100, region=R, share=2)
@@ -63,7 +72,7 @@ def test_with_very_many_promises_the_devices_short_are_not_tried(monkeypatch: py
     burst = [pairs, job("first", 140, 90), job("last", 190, 100)]
     rules = replace(FREE_CHANGES, overhead=Overhead(2.0, 0.0))
     for few, short in ((2, 2), (1, 1)):
-        monkeypatch.setattr(_admit, "_FEW", few)
+        monkeypatch.setattr(_admit_one_region, "_FEW", few)
         answer = admit(0.0, {R: DeviceCapacity(3)}, (), burst, rules)
         assert names(answer.promised) == {"pairs", "first"}
         assert [refusal.devices_short for refusal in answer.refused] == [short]
@@ -81,7 +90,7 @@ def test_nobody_comes_while_a_job_that_can_take_no_pause_ends() -> None:
 
 
 def test_with_very_many_promises_a_job_pushes_a_dozen_others_back_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_admit, "_FEW", 0)
+    monkeypatch.setattr(_admit_one_region, "_FEW", 0)
     one = SpeedCurve((1,), (1.0,))
 
     def promised(count: int, work: float = 90.0) -> set[str]:

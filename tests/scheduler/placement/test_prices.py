@@ -22,7 +22,7 @@ from scheduler.placement import (
 from scheduler.placement._cheapest import cheapest, priced
 from scheduler.placement._choice import PlacementChoice, placement_of
 from scheduler.placement._pool import Pool
-from scheduler.placement._prices import Scarcity, scarcity_of
+from scheduler.placement._scarcity import Scarcity, scarcity_of
 from scheduler.placement._sites import Need, paces_of, sites_of
 
 GB = 10**9

@@ -25,7 +25,7 @@ from sync.collective import (
     unequal_batches,
 )
 from sync.layout import Vector
-from sync.merging import Member, Reducing, probe
+from sync.merging import MeanCollective, Member, probe
 from sync.merging._exchange import Arrived, Event, Fetch, Put, Request, Stored
 from sync.store import FileChannel
 
@@ -43,11 +43,11 @@ def played(merge: Merge, costs: ChannelCosts) -> Virtual:
     given_settings = Settings(merge.pattern, chunks=merge.chunks, faithful=merge.faithful)  # type: ignore[arg-type]
     virtual = Virtual(costs)
 
-    def program(one: Reducing) -> Program:
+    def program(one: MeanCollective) -> Program:
         yield one.part(1, vector, 1.0)
 
     for worker in range(merge.workers):
-        one = Reducing(given_settings, Member(worker, merge.workers, 1), MemoryChannel(), "c", size)
+        one = MeanCollective(given_settings, Member(worker, merge.workers, 1), MemoryChannel(), "c", size)
         virtual.add(program(one), serial=merge.faithful)
     virtual.run()
     return virtual

@@ -20,7 +20,7 @@ from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.collective import ChannelCosts, Settings
 from sync.layout import Vector
-from sync.merging import Member, Sharing, SignificanceFilter
+from sync.merging import ChangeCollective, Member, SignificanceFilter
 from sync.merging.lists import Lists
 
 QUICK = ChannelCosts(0.1, 0.02, 1e8, 1e8, list_seconds=0.05)
@@ -184,7 +184,7 @@ def share(
     start = changes(size, 1.0, 99)
     models = [start.copy() for _ in range(workers)]
     exact = start.astype(np.float64)
-    ones = [Sharing(given_settings, Member(w, workers, 1), MemoryChannel(), "c", size) for w in range(workers)]
+    ones = [ChangeCollective(given_settings, Member(w, workers, 1), MemoryChannel(), "c", size) for w in range(workers)]
     trained = size if given_settings.trained is None else given_settings.trained
     for worker in range(workers):
         for step in range(1, count + 1):
@@ -194,7 +194,7 @@ def share(
         one, model = ones[worker], models[worker]
         for step in range(1, count + 1):
             if hand_on:
-                state, one = one.state(), Sharing(given_settings, one._member, MemoryChannel(), "c", size)
+                state, one = one.state(), ChangeCollective(given_settings, one._member, MemoryChannel(), "c", size)
                 one.restore(state)
             change = np.zeros(size, np.float32)
             change[:trained] = np.float32(0.01) * changes(trained, density, 1000 * worker + step)
@@ -237,7 +237,9 @@ def test_all_end_with_all_changes_in_the_same_bits(
 def test_with_no_threshold_every_step_is_synchronous(chunks: int | None) -> None:
     workers, size = 4, 500
     ones = [
-        Sharing(Settings("isp", chunks=chunks, significance=0.0), Member(w, workers, 1), MemoryChannel(), "c", size)
+        ChangeCollective(
+            Settings("isp", chunks=chunks, significance=0.0), Member(w, workers, 1), MemoryChannel(), "c", size
+        )
         for w in range(workers)
     ]
     virtual, models = Virtual(QUICK), [np.ones(size, np.float32) for _ in range(workers)]
@@ -264,7 +266,7 @@ def test_owners_hold_back_sums_that_are_not_significant() -> None:
     """A worker continues with its own change until it is published, and all agree on what is."""
     workers, size = 4, 8
     ones = [
-        Sharing(Settings("isp", chunks=2, significance=0.4), Member(w, workers, 1), MemoryChannel(), "c", size)
+        ChangeCollective(Settings("isp", chunks=2, significance=0.4), Member(w, workers, 1), MemoryChannel(), "c", size)
         for w in range(workers)
     ]
     virtual, models = Virtual(QUICK), [np.ones(size, np.float32) for _ in range(workers)]
@@ -319,9 +321,9 @@ def test_ranges_move_fewer_bytes_than_all_to_all() -> None:
     def down(given_settings: Settings) -> float:
         virtual = Virtual(QUICK)
         for worker in range(workers):
-            one = Sharing(given_settings, Member(worker, workers, 1), MemoryChannel(), "c", size)
+            one = ChangeCollective(given_settings, Member(worker, workers, 1), MemoryChannel(), "c", size)
 
-            def program(one: Sharing = one, worker: int = worker) -> Program:
+            def program(one: ChangeCollective = one, worker: int = worker) -> Program:
                 model = np.ones(size, np.float32)
                 for step in range(1, 4):
                     change = np.zeros(size, np.float32)
@@ -341,8 +343,8 @@ def test_ranges_move_fewer_bytes_than_all_to_all() -> None:
 
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(GeofedError, match="not in int8"):
-        Sharing(Settings("isp", codec="int8"), Member(0, 2, 1), MemoryChannel(), "c", 10)
-    one = Sharing(Settings("isp"), Member(0, 2, 1), MemoryChannel(), "c", 10)
+        ChangeCollective(Settings("isp", codec="int8"), Member(0, 2, 1), MemoryChannel(), "c", 10)
+    one = ChangeCollective(Settings("isp"), Member(0, 2, 1), MemoryChannel(), "c", 10)
     vector: Any = np.zeros(10, np.float32)
     for call in (
         lambda: one.merge(1, vector, 1.0),
@@ -357,7 +359,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 
 def test_alone_there_is_nothing_to_share() -> None:
-    one = Sharing(Settings("isp"), Member(0, 1, 1), MemoryChannel(), "c", 10)
+    one = ChangeCollective(Settings("isp"), Member(0, 1, 1), MemoryChannel(), "c", 10)
     vector = np.ones(10, np.float32)
     assert one.merge(1, vector, 1.0, vector) == ()
     assert one.settle(1, vector).model is None

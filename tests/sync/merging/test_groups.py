@@ -18,9 +18,9 @@ from geofed_pb.errors import GeofedError
 from sync.collective import ChannelCosts, Merge, Merged, Settings, best_groups, choose, estimate
 from sync.layout import Vector
 from sync.means import weighted_mean
-from sync.merging import Member, Reducing, open_collective
+from sync.merging import MeanCollective, Member, open_collective
 from sync.merging._exchange import Given
-from sync.merging._reducing import plan_of
+from sync.merging._mean_collective import plan_of
 
 S3 = ChannelCosts(0.1, 0.02, 1e8, 1e8, put_usd=5e-6, get_usd=4e-7, parallel=16)
 
@@ -35,7 +35,7 @@ def played(
     virtual = Virtual(settings.asked or S3, pauses=None if settings.asked is None else (0.02, 1.5, 1.0))
     taken: list[list[Merged]] = [[] for _ in range(workers)]
 
-    def program(number: int, one: Reducing) -> Program:
+    def program(number: int, one: MeanCollective) -> Program:
         for step in range(1, steps + 1):
             for chunk in range(len(one.plan.bounds) if settings.in_parts else 0):
                 me, when = virtual.workers[number], virtual.now + 0.1 * (len(one.plan.bounds) - chunk)
@@ -47,7 +47,8 @@ def played(
     uploads = plan_of(Member(0, workers, 1), size, settings, "c").uploads_at_once
     for number in range(workers):
         virtual.add(
-            program(number, Reducing(settings, Member(number, workers, 1), MemoryChannel(), "c", size)), uploads=uploads
+            program(number, MeanCollective(settings, Member(number, workers, 1), MemoryChannel(), "c", size)),
+            uploads=uploads,
         )
     virtual.run()
     assert all(worker.ended for worker in virtual.workers)
@@ -103,7 +104,7 @@ def test_what_the_codec_holds_back_comes_later_and_outlives_an_invocation(codec:
     memory, vectors = MemoryChannel(), [vector_of(worker, 0, 600) for worker in range(4)]
 
     def work(worker: int) -> Vector:
-        one = Reducing(settings, Member(worker, workers, 1), memory.another(), "c", size)
+        one = MeanCollective(settings, Member(worker, workers, 1), memory.another(), "c", size)
         total = np.zeros(size)
         for step in range(1, steps + 1):
             (merged,) = one.merge(step, vectors[worker], 1.0 + worker)
@@ -112,7 +113,7 @@ def test_what_the_codec_holds_back_comes_later_and_outlives_an_invocation(codec:
                 state = one.state()
                 assert any(name.startswith("joined.") for name in state.tensors) == (one.plan.own is None)
                 one.close()
-                one = Reducing(settings, Member(worker, workers, 1), memory.another(), "c", size)
+                one = MeanCollective(settings, Member(worker, workers, 1), memory.another(), "c", size)
                 one.restore(state)
         one.close()
         return (total / steps).astype(np.float32)
@@ -127,7 +128,7 @@ def test_what_the_codec_holds_back_comes_later_and_outlives_an_invocation(codec:
 
 def test_they_go_on_without_one_that_is_lost() -> None:
     settings, memory, size = Settings("k-reduce", chunks=2, groups=2), MemoryChannel(), 600
-    ones = [Reducing(settings, Member(worker, 5, 1), memory.another(), "c", size) for worker in range(5)]
+    ones = [MeanCollective(settings, Member(worker, 5, 1), memory.another(), "c", size) for worker in range(5)]
     lost = next(worker for worker, one in enumerate(ones) if one.plan.merges is not None and one.plan.own is None)
     left = [worker for worker in range(5) if worker != lost]
 
@@ -161,7 +162,7 @@ def _over(costs: ChannelCosts, workers: int, size: int, settings: Settings) -> t
     virtual, taken = Virtual(costs, pauses=(0.02, 1.5, 1.0)), list[Merged]()
 
     def program(number: int) -> Program:
-        one = Reducing(settings, Member(number, workers, 1), MemoryChannel(), "c", size)
+        one = MeanCollective(settings, Member(number, workers, 1), MemoryChannel(), "c", size)
         taken.extend((yield one.part(1, np.zeros(size, np.float32), 1.0)))
 
     uploads = plan_of(Member(0, workers, 1), size, settings, "c").uploads_at_once

@@ -18,7 +18,7 @@ from geofed_pb.errors import GeofedError
 from sync.collective import ChannelCosts, Merged, Settings
 from sync.layout import Vector
 from sync.means import weighted_mean
-from sync.merging import Member, Reducing
+from sync.merging import MeanCollective, Member
 from sync.merging._arithmetic import MeanOf
 from sync.merging._exchange import Given
 
@@ -31,11 +31,13 @@ def vectors_of(workers: int, size: int, step: int, seed: int = 0) -> list[Vector
     return [(rng.standard_normal(size) * 10.0 ** rng.integers(-3, 3)).astype(np.float32) for _ in range(workers)]
 
 
-def collectives(workers: int, size: int, given: Settings, attempt: int = 1) -> list[Reducing]:
-    return [Reducing(given, Member(w, workers, attempt), MemoryChannel(), "c", size) for w in range(workers)]
+def collectives(workers: int, size: int, given: Settings, attempt: int = 1) -> list[MeanCollective]:
+    return [MeanCollective(given, Member(w, workers, attempt), MemoryChannel(), "c", size) for w in range(workers)]
 
 
-def steps(one: Reducing, vectors: list[Vector], weights: list[float], taken: list[Merged], first: int = 1) -> Program:
+def steps(
+    one: MeanCollective, vectors: list[Vector], weights: list[float], taken: list[Merged], first: int = 1
+) -> Program:
     """A worker that makes some steps and settles."""
     for number, (vector, weight) in enumerate(zip(vectors, weights, strict=True)):
         taken += yield one.part(first + number, vector, weight)
@@ -237,7 +239,7 @@ def _one_each(weights: list[float]) -> None:
     for worker, one in enumerate(ones):
         virtual.add(steps(one, [np.ones(10, np.float32)], [weights[worker]], taken[worker]))
     virtual.run()
-    from sync.merging._reducing import with_weight
+    from sync.merging._mean_collective import with_weight
 
     for mine in taken:
         with_weight(tuple(mine))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
 from sync.means import weighted_mean
-from sync.merging import Fold, Member, chunk_bounds, owners, succession
+from sync.merging import Member, OrderedSum, chunk_bounds, owners, succession
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64), st.sampled_from([1, 64, 256]))
@@ -86,7 +86,7 @@ def test_sums_do_not_depend_on_who_came_first(workers: int, size: int, order: ob
     rng = np.random.default_rng(seed)
     vectors = [rng.standard_normal(size).astype(np.float32) for _ in range(workers)]
     weights = [float(w) for w in rng.integers(1, 100, workers)]
-    fold, turns = Fold(size, range(workers)), list(range(workers))
+    fold, turns = OrderedSum(size, range(workers)), list(range(workers))
     order.shuffle(turns)  # type: ignore[attr-defined]
     for worker in turns:
         assert worker in fold.missing
@@ -98,7 +98,7 @@ def test_sums_do_not_depend_on_who_came_first(workers: int, size: int, order: ob
 
 
 def test_nobody_is_counted_twice() -> None:
-    fold, one = Fold(2, [0, 1, 2]), np.ones(2, np.float32)
+    fold, one = OrderedSum(2, [0, 1, 2]), np.ones(2, np.float32)
     fold.add(1, one, 1.0)
     for worker, vector, weight in [(1, one, 1.0), (3, one, 1.0), (0, one[:1], 1.0), (0, one, -1.0), (0, one, np.nan)]:
         with pytest.raises(GeofedError):

@@ -11,9 +11,9 @@ from support.virtual_channel import Program, Virtual
 
 from sync.collective import ChannelCosts, Merged, Settings
 from sync.means import weighted_mean
-from sync.merging import Member, Reducing
+from sync.merging import MeanCollective, Member
 from sync.merging._exchange import Given
-from sync.merging._reducing import plan_of
+from sync.merging._mean_collective import plan_of
 
 S3 = ChannelCosts(0.1, 0.02, 1e6, 1e6, parallel=16)
 REDIS = ChannelCosts(0.001, 0.001, 1e6, 1e6, parallel=16)
@@ -31,7 +31,7 @@ def played(
     settings = replace(settings, in_parts=parts, asked=costs if asked else None)
     virtual, taken = Virtual(costs, pauses=PAUSES if asked else None), [[] for _ in range(workers)]
 
-    def program(number: int, one: Reducing) -> Program:
+    def program(number: int, one: MeanCollective) -> Program:
         takes = backward * (1 + late * (number == workers - 1))
         for step in range(1, STEPS + 1):
             if not parts:
@@ -46,7 +46,7 @@ def played(
 
     plan = plan_of(Member(0, workers, 1), SIZE, settings, "c")
     for number in range(workers):
-        one = Reducing(settings, Member(number, workers, 1), MemoryChannel(), "c", SIZE)
+        one = MeanCollective(settings, Member(number, workers, 1), MemoryChannel(), "c", SIZE)
         virtual.add(program(number, one), uploads=plan.uploads_at_once)
     virtual.run()
     assert all(worker.ended for worker in virtual.workers)

@@ -22,7 +22,7 @@ from sync.channel import Channel
 from sync.collective import ChannelCosts, Collective, Settings, State
 from sync.layout import Vector
 from sync.means import weighted_mean
-from sync.merging import Member, Reducing, _driver, open_collective
+from sync.merging import MeanCollective, Member, _driver, open_collective
 from sync.store import FileChannel
 
 SIZE, WORKERS = 3000, 3
@@ -154,7 +154,7 @@ def test_a_channel_that_tells_nobody_is_asked_for_one_value(
 
 @pytest.mark.parametrize("settings", ALL[:6], ids=names)
 def test_a_vector_is_handed_in_part_by_part(settings: Settings, opened: Callable[..., list[Any]]) -> None:
-    def work(worker: int, one: Reducing) -> list[Vector]:
+    def work(worker: int, one: MeanCollective) -> list[Vector]:
         taken = []
         for step in (1, 2):
             vector = vector_of(worker, step)
@@ -422,7 +422,7 @@ def test_uploads_that_only_wait_their_turn_keep_the_order() -> None:
 
     for asked, at_once in ((small, 16), (large, 2)):
         settings = Settings("pipelined-scatter-reduce", asked=asked, timeout_seconds=0.3)
-        one = Reducing(settings, Member(0, 24, 1), MemoryChannel(before=put), "c", SIZE)
+        one = MeanCollective(settings, Member(0, 24, 1), MemoryChannel(before=put), "c", SIZE)
         assert one.plan.uploads_at_once == at_once
         begun.clear()
         most = 0

@@ -30,7 +30,7 @@ from support.budget import budget, stride
 from sync import framing
 from sync.codec import codec_named
 from sync.layout import Layout, Slot, Vector
-from sync.ps.core.actions import Failed, Refuse, Reply, SetTimer, Ship
+from sync.ps.core.actions import Failed, Refuse, Reply, SendUpdates, SetTimer
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.core.background import Background
 from sync.ps.core.events import (
@@ -262,7 +262,7 @@ class Site:
                         self.answers[action.call] = action.answer
                     case Refuse():
                         self.answers[action.call] = action
-                    case Ship():
+                    case SendUpdates():
                         self.to_send = list(action.manifests)
                     case SetTimer():
                         self.timer = action

@@ -20,9 +20,9 @@ from support.pki import Authority
 from sync import framing
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps.core.actions import Prepare, Reproduce
+from sync.ps.core.actions import Reproduce, StoreOwnUpdate
 from sync.ps.core.background import Background
-from sync.ps.core.events import Attached, Configured, Prepared
+from sync.ps.core.events import Attached, Configured, OwnUpdateStored
 from sync.ps.core.machine import FIRST_WEIGHT, Machine, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.ps.execution.executor import ActionExecutor, FramedUpdate
@@ -47,8 +47,8 @@ def executor_of(folder: Path, region: str, model: np.ndarray[Any, np.dtype[np.fl
 def test_both_regions_make_the_same_bytes_of_the_same_model(tmp_path: Path) -> None:
     model = np.random.default_rng(1).normal(size=LAYOUT.size).astype(np.float32)
     a = executor_of(tmp_path, "a", model)
-    made = a.do(Prepare(0, 1, "init/1/0", "", FIRST_WEIGHT, 0), 1)
-    assert isinstance(made, Prepared)
+    made = a.do(StoreOwnUpdate(0, 1, "init/1/0", "", FIRST_WEIGHT, 0), 1)
+    assert isinstance(made, OwnUpdateStored)
     path = a.storage.path_of(made.manifest)
     same = executor_of(tmp_path, "b", model).reproduced(Reproduce("init/1/0"))
     assert same is not None
@@ -73,7 +73,7 @@ def test_only_those_whose_model_does_not_count_look_and_they_look_once(kind: Cal
         for call, key in ((1, ""), (2, "init/1/0"), (3, "init/1/0")):
             actions += machine.handle(Attached(call, call % 2, 1, key))
         assert sum(isinstance(action, Reproduce) for action in actions) == looks
-        assert sum(isinstance(action, Prepare) for action in actions) == 1 - looks
+        assert sum(isinstance(action, StoreOwnUpdate) for action in actions) == 1 - looks
 
 
 # Between two real sites

@@ -12,7 +12,15 @@ from support.federation_in_miniature import Miniature, Site
 from geofed_pb.bounds import MOST_METRICS
 from sync.ps.core.actions import Failed, Refuse, Reply
 from sync.ps.core.answers import AttachAnswer
-from sync.ps.core.events import Attached, BoundaryArrived, Configured, Evaluated, Kept, Prepared, ReduceArrived
+from sync.ps.core.events import (
+    Attached,
+    BoundaryArrived,
+    Configured,
+    Evaluated,
+    MetricsStored,
+    OwnUpdateStored,
+    ReduceArrived,
+)
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
@@ -211,7 +219,7 @@ def test_metrics_count_only_once_they_are_durable() -> None:
     (keep,) = machine.handle(Evaluated(1, 0, 1, 1, 10.0, {"accuracy": 0.5}))
     assert machine.progress.phase == "training"
     assert not machine.finished
-    (reply,) = machine.handle(Kept(keep))  # type: ignore[arg-type]
+    (reply,) = machine.handle(MetricsStored(keep))  # type: ignore[arg-type]
     assert reply.call == 1  # type: ignore[union-attr]
     assert machine.finished
     assert machine.progress.metrics == {"accuracy": 0.5}
@@ -229,7 +237,7 @@ def test_where_one_worker_cannot_measure_there_are_no_metrics() -> None:
     machine = _alone(rounds=1, sequence=1)
     machine.handle(Evaluated(1, 0, 1, 1, 30.0, {"accuracy": 1.0}))
     (keep,) = machine.handle(Evaluated(2, 1, 1, 1, 0.0, {}, "metrics raised KeyError: 'y'"))
-    machine.handle(Kept(keep))  # type: ignore[arg-type]
+    machine.handle(MetricsStored(keep))  # type: ignore[arg-type]
     assert machine.finished
     assert (machine.progress.metrics, machine.progress.metrics_samples) == ({}, 0.0)
     assert machine.progress.metrics_error == "metrics raised KeyError: 'y'"
@@ -240,7 +248,7 @@ def test_what_workers_measure_is_bounded_together_and_it_is_said() -> None:
     for worker in range(2):
         many = {f"metric {number} of worker {worker}": 1.0 for number in range(MOST_METRICS)}
         actions = machine.handle(Evaluated(worker + 1, worker, 1, 1, 10.0, many))
-    machine.handle(Kept(actions[0]))  # type: ignore[arg-type]
+    machine.handle(MetricsStored(actions[0]))  # type: ignore[arg-type]
     assert len(machine.progress.metrics) == MOST_METRICS
     assert machine.progress.metrics_samples == 20.0
     assert "more than 1,000 metrics" in machine.progress.metrics_error
@@ -277,6 +285,6 @@ def test_only_the_first_region_may_give_the_first_model() -> None:
 
 def test_progress_names_whom_a_round_waits_for() -> None:
     machine = Synchronous(Setup("a", ("a", "b"), 1, 3, 1, 0), Recovered(0))
-    machine.handle(Prepared(_manifest("a", 1)))
+    machine.handle(OwnUpdateStored(_manifest("a", 1)))
     assert machine.progress.phase == "exchanging"
     assert machine.progress.condition == "waiting for the update of round 1 from b"

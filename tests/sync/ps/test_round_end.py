@@ -16,8 +16,8 @@ from sync import chunked, framing
 from sync.channel import Limits
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
-from sync.ps.core.actions import Apply, Log, Prepare, Restart
-from sync.ps.core.events import Applied, Prepared
+from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreOwnUpdate
+from sync.ps.core.events import OwnUpdateStored, UpdatesMerged
 from sync.ps.core.machine import Setup
 from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
@@ -42,7 +42,7 @@ class Server:
         policy, codec = policy_of("ma"), codec_named("fp32")
         self.executor = ActionExecutor(SETUP, self.storage, self.channel, policy, codec, part_elements=HALF)
 
-    def hand_over(self, sequence: int, attempt: int = 1) -> Prepare:
+    def hand_over(self, sequence: int, attempt: int = 1) -> StoreOwnUpdate:
         place = f"b/{attempt}/{sequence}"
         for part in range(2):
             half = np.full(HALF, sequence, np.float32)
@@ -51,15 +51,15 @@ class Server:
         chunked.put_index(self.channel, f"{place}/model", [(0, 0, HALF), (1, HALF, SIZE)], parts=2)
         chunked.put_owners(self.channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
         state_key = f"{place}/state" if sequence else ""
-        return Prepare(sequence, 1, f"{place}/model", state_key, 1.0, sequence)
+        return StoreOwnUpdate(sequence, 1, f"{place}/model", state_key, 1.0, sequence)
 
-    def end(self, sequence: int, attempt: int = 1, *, then: int = 0) -> Applied:
+    def end(self, sequence: int, attempt: int = 1, *, then: int = 0) -> UpdatesMerged:
         """A round's end; ``then``: the attempt that there is when its update has been made."""
         made = self.executor.do(self.hand_over(sequence, attempt), attempt)
-        assert isinstance(made, Prepared)
-        apply = Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ())
+        assert isinstance(made, OwnUpdateStored)
+        apply = MergeUpdates(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ())
         done = self.executor.do(apply, then or attempt)
-        assert isinstance(done, Applied)
+        assert isinstance(done, UpdatesMerged)
         return done
 
     def momentum(self, key: str, parameter: int) -> float:
@@ -104,9 +104,9 @@ def test_a_new_attempt_may_still_read_where_it_was_told_to_while_the_next_round_
     told = server.end(1).state_key
     following = server.hand_over(2, 1)
     made = server.executor.do(following, 1)
-    assert isinstance(made, Prepared)
+    assert isinstance(made, OwnUpdateStored)
     # A worker died, and those of attempt 2 were told of round 1. Then another region's update came.
-    server.executor.do(Apply(2, (made.manifest,), 2, 1.0, 0, 2, ()), 2)
+    server.executor.do(MergeUpdates(2, (made.manifest,), 2, 1.0, 0, 2, ()), 2)
     assert server.momentum(told, 1) == 1
     server.end(3, attempt=2)
     assert not server.channel.has(told), "nobody reads it any more"
@@ -152,12 +152,12 @@ def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
         key = f"b/1/{sequence}/model"
         channel.put(key, framing.encode({"model": np.full(SIZE, 2.0 * sequence, np.float32)}))
         if sequence:
-            executor.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
-        made = executor.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
-        assert isinstance(made, Prepared)
+            executor.do(LogRoundEnd(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
+        made = executor.do(StoreOwnUpdate(sequence, 1, key, "", 1.0, sequence, correction), 1)
+        assert isinstance(made, OwnUpdateStored)
         marks = (("b", sequence),)
-        done = executor.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, marks), 1)
-        assert isinstance(done, Applied)
+        done = executor.do(MergeUpdates(sequence, (made.manifest,), sequence, 1.0, 0, sequence, marks), 1)
+        assert isinstance(done, UpdatesMerged)
         return done.correction_key
 
     executor = life()
@@ -198,11 +198,11 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
         key = f"b/1/{sequence}/model"
         channel.put(key, framing.encode({"model": np.full(SIZE, sequence, np.float32)}))
         if sequence:
-            executor.do(Log(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
-        made = executor.do(Prepare(sequence, 1, key, "", 1.0, sequence, correction), 1)
-        assert isinstance(made, Prepared)
-        done = executor.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), 1)
-        assert isinstance(done, Applied)
+            executor.do(LogRoundEnd(sequence, key, "", 1.0, sequence, correction, sequence + 1), 1)
+        made = executor.do(StoreOwnUpdate(sequence, 1, key, "", 1.0, sequence, correction), 1)
+        assert isinstance(made, OwnUpdateStored)
+        done = executor.do(MergeUpdates(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), 1)
+        assert isinstance(done, UpdatesMerged)
         correction = done.correction_key
         most = max(most, sum(channel.has(f"b/1/{number}/model") for number in range(1, sequence + 1)))
     # Those since the older of two checkpoints, and of the rounds in which one is made.
@@ -228,11 +228,13 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
             channel.put(f"{place}/state.{part}", framing.encode({f"{part}/momentum": half}))
         chunked.put_owners(channel, f"{place}/state", [(0, 0), (1, 1)], parts=2)
         if sequence:
-            executor.do(Log(sequence, f"{place}/model", "", 1.0, sequence, correction, sequence + 1), attempt)
-        made = executor.do(Prepare(sequence, 1, f"{place}/model", f"{place}/state", 1.0, sequence, correction), attempt)
-        assert isinstance(made, Prepared)
-        done = executor.do(Apply(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), attempt)
-        assert isinstance(done, Applied)
+            executor.do(LogRoundEnd(sequence, f"{place}/model", "", 1.0, sequence, correction, sequence + 1), attempt)
+        made = executor.do(
+            StoreOwnUpdate(sequence, 1, f"{place}/model", f"{place}/state", 1.0, sequence, correction), attempt
+        )
+        assert isinstance(made, OwnUpdateStored)
+        done = executor.do(MergeUpdates(sequence, (made.manifest,), sequence, 1.0, 0, sequence, ()), attempt)
+        assert isinstance(done, UpdatesMerged)
         correction = done.correction_key
     executor.do(Restart(5), 5)
     left = [path for path in (tmp_path / "channel" / "b").rglob("*") if path.is_file()]

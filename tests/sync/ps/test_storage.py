@@ -21,7 +21,7 @@ from geofed_pb import durable
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Slot, Vector
-from sync.ps.core.actions import Apply, Keep, Log
+from sync.ps.core.actions import LogRoundEnd, MergeUpdates, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.replica import ReplicaState
 from sync.ps.execution.storage import PendingCheckpoint, Storage
@@ -76,11 +76,11 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
                 arrival.append(offset, data[offset : offset + 100])
             arrival.complete()
         model = _merged(storage, model, sequence)
-        applied = Apply(
+        applied = MergeUpdates(
             sequence, (), sequence, 10.0 * sequence, sequence, version=sequence, watermarks=(("b", sequence),)
         )
         storage.keep_checkpoint(ReplicaState(model, model), applied)
-        storage.keep_metrics(Keep(sequence, 5.0, {"accuracy": sequence / 10}))
+        storage.keep_metrics(StoreMetrics(sequence, 5.0, {"accuracy": sequence / 10}))
         storage.forget({"a": sequence - 1, "b": sequence - 1})
 
 
@@ -260,8 +260,8 @@ def _background(folder: Path) -> Storage:
 def _checkpoint(storage: Storage, version: int, *, residual: bool = False, complete: bool = False) -> Path:
     model = np.full(8, version, np.float32)
     held = np.full(8, version, np.float64) if residual else None
-    apply = Apply(version, (), version, 1.0 * version, version, version=version, complete=complete)
-    ended = Log(version, f"b/1/{version}/model", "", 1.0, version, "", version + 1) if version else None
+    apply = MergeUpdates(version, (), version, 1.0 * version, version, version=version, complete=complete)
+    ended = LogRoundEnd(version, f"b/1/{version}/model", "", 1.0, version, "", version + 1) if version else None
     storage.keep_checkpoint(ReplicaState(model, model, held), apply, ended)
     (newest,) = storage._folder.glob(f"checkpoint-{version}-*")
     return newest
@@ -334,7 +334,7 @@ class _Kernel:
 
 def _draft(storage: Storage, model: Vector) -> PendingCheckpoint:
     return storage.begin_checkpoint(
-        ReplicaState(model, model), Apply(1, (), 1, 10.0, 1, version=1, watermarks=(("b", 1),))
+        ReplicaState(model, model), MergeUpdates(1, (), 1, 10.0, 1, version=1, watermarks=(("b", 1),))
     )
 
 
@@ -395,10 +395,10 @@ def full(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_told_and_the_old_state_stays(full: Path) -> None:
     storage = _storage(full)
     model = np.ones(8, np.float32)
-    storage.keep_checkpoint(ReplicaState(model, model), Apply(0, (), 0, 0.0, 0, version=0))
+    storage.keep_checkpoint(ReplicaState(model, model), MergeUpdates(0, (), 0, 0.0, 0, version=0))
     ones = np.ones(1 << 16, np.float32)
     with pytest.raises(GeofedError) as raised:
-        storage.keep_checkpoint(ReplicaState(ones, ones), Apply(1, (), 1, 0.0, 1, version=1))
+        storage.keep_checkpoint(ReplicaState(ones, ones), MergeUpdates(1, (), 1, 0.0, 1, version=1))
     assert raised.value.code == "DISK_FULL"
     recovered = _recover(_storage(full))[0]
     assert recovered.sequence == 0

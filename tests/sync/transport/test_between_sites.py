@@ -24,7 +24,7 @@ from support.small_disk import small_disk
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
-from sync.ps.core.actions import Ship
+from sync.ps.core.actions import SendUpdates
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.wire import manifest_to_proto
 from sync.transport import sockets
@@ -489,6 +489,6 @@ async def test_an_update_that_was_forgotten_does_not_hold_up_the_next(make: Maki
     east, west = await make("east"), await make("west")
     forgotten, next_one = east.make(1, b"one" * 100), east.make(2, b"two" * 100)
     east.path("east", 1).unlink()
-    east.links.ship(Ship(west.peer(), (forgotten, next_one)))
+    east.links.ship(SendUpdates(west.peer(), (forgotten, next_one)))
     await west.until(lambda: [manifest.sequence for manifest in west.stored] == [2])
     assert east.links.peer_senders["west"].meter.up

@@ -13,7 +13,7 @@ from support.exchange_site import Site
 from support.pki import Authority
 from support.relay import Relay
 
-from sync.ps.core.actions import Ship
+from sync.ps.core.actions import SendUpdates
 from sync.transfer.arrival import Arrival
 from sync.transfer.manifest import PeerAddress
 from sync.transfer.peer_sender import PeerSender
@@ -26,7 +26,7 @@ REGIONS = ("east", "west")
 def _ship(east: Site, peer: PeerAddress, first: int, count: int) -> list[bytes]:
     data = [os.urandom(1000 + number) for number in range(count)]
     made = tuple(east.make(first + number, content) for number, content in enumerate(data))
-    east.links.ship(Ship(peer, made))
+    east.links.ship(SendUpdates(peer, made))
     return data
 
 

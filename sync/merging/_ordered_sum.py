@@ -1,4 +1,8 @@
-"""Sums that are computed as vectors arrive, with the same bits whatever their order of arrival."""
+"""The merge order: an owner adds vectors by ascending worker number, in float64, whatever the order of their arrival.
+
+The sums have the same bits each time; vectors that arrive early wait for their turn. With groups, the other groups'
+results take part under the number of the worker that made them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync.layout import Vector
 
-__all__ = ["Fold"]
+__all__ = ["OrderedSum"]
 
 _BLOCK = 1 << 16
 """Elements that are added at a time, so that the products stay in the CPU's cache."""
@@ -22,7 +26,7 @@ _AT_ONCE = 3
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
-class Fold:
+class OrderedSum:
     """Computes sum(w_i * x_i) in float64, in the order of the contributors' numbers: a vector that arrives early waits
     for its turn.
 

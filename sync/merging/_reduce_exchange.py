@@ -26,16 +26,16 @@ from sync.collective import Merged
 from sync.layout import Vector
 from sync.merging._arithmetic import Arithmetic
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, Stored
-from sync.merging._fold import Fold
-from sync.merging._plan import Call, Plan
+from sync.merging._ordered_sum import OrderedSum
+from sync.merging._plan import Call, ReductionPlan
 
-__all__ = ["Pull", "Reduce"]
+__all__ = ["Pull", "ReduceExchange"]
 
 
 class Pull:
     """Reads the merged chunks of some steps."""
 
-    def __init__(self, plan: Plan, call: Call, arithmetic: Arithmetic) -> None:
+    def __init__(self, plan: ReductionPlan, call: Call, arithmetic: Arithmetic) -> None:
         self._arithmetic, self._bounds, self._owners = arithmetic, plan.bounds, plan.owners
         self._after = plan.merged_after() if plan.merges is None else plan.stored_after()
         if plan.merges is not None and plan.own is None:
@@ -101,18 +101,18 @@ class Pull:
         return tuple(merged)
 
 
-class Reduce:
+class ReduceExchange:
     """One worker's part in one exchange."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ReductionPlan,
         call: Call,
         arithmetic: Arithmetic,
         vector: Vector,
         *,
         whole: bool = True,
-        joint: Callable[[int, Fold], tuple[Tensors, float]] | None = None,
+        joint: Callable[[int, OrderedSum], tuple[Tensors, float]] | None = None,
     ) -> None:
         """``whole``: all of the vector is available; otherwise `Given` reports each chunk. ``joint`` encodes a group's
         result of a chunk, and returns the sum of its weights; needed if there are several groups."""

@@ -22,15 +22,15 @@ from sync.codec import Codec, Float32, Tensors
 from sync.collective import Merged, Settings, Settled, State
 from sync.layout import Vector
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
-from sync.merging._fold import Fold, Numbers
+from sync.merging._mean_collective import driver_of, plan_of
 from sync.merging._members import Member
-from sync.merging._plan import Call, Plan
-from sync.merging._reduce import Reduce, weight_of
-from sync.merging._reducing import driver_of, plan_of
-from sync.merging._significance import SignificanceFilter, significant
+from sync.merging._mlless_filter import SignificanceFilter, significant
+from sync.merging._ordered_sum import Numbers, OrderedSum
+from sync.merging._plan import Call, ReductionPlan
+from sync.merging._reduce_exchange import ReduceExchange, weight_of
 from sync.merging.lists import AsPublished, ListCodec, Lists
 
-__all__ = ["Sharing"]
+__all__ = ["ChangeCollective"]
 
 
 class _Ranges:
@@ -42,7 +42,7 @@ class _Ranges:
     with its own change until the owner publishes a sum that contains it.
     """
 
-    def __init__(self, plan: Plan, held: SignificanceFilter, codec: ListCodec, significance: float) -> None:
+    def __init__(self, plan: ReductionPlan, held: SignificanceFilter, codec: ListCodec, significance: float) -> None:
         self._plan, self._held, self._codec, self._significance = plan, held, codec, significance
         self.model: Vector = np.zeros(plan.size, np.float32)
         self.step = 0
@@ -65,10 +65,10 @@ class _Ranges:
     def read_part(self, chunk: int, tensors: Tensors, size: int) -> Numbers:
         return self._codec.decode(tensors, size)
 
-    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> Fold:
-        return Fold(size, contributors, weighted=False)
+    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum:
+        return OrderedSum(size, contributors, weighted=False)
 
-    def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
         sums, weight = fold.sum()
         self.withheld += sums
         whole = self.withheld.astype(np.float32)
@@ -116,7 +116,7 @@ class _Models:
     """
 
     def __init__(
-        self, plan: Plan, held: SignificanceFilter, trained: int, extra: npt.NDArray[np.float64] | None
+        self, plan: ReductionPlan, held: SignificanceFilter, trained: int, extra: npt.NDArray[np.float64] | None
     ) -> None:
         self._plan, self._held, self._trained, self._extra = plan, held, trained, extra
         self._lists, self._dense = Lists("fp32"), Float32()
@@ -140,10 +140,10 @@ class _Models:
         rest = {name: array for name, array in tensors.items() if name != "state"}
         return np.concatenate([self._lists.decode(rest, head), state])
 
-    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> Fold:
-        return Fold(size, contributors, weighted=False)
+    def fold(self, chunk: int, size: int, contributors: Sequence[int]) -> OrderedSum:
+        return OrderedSum(size, contributors, weighted=False)
 
-    def merged(self, chunk: int, fold: Fold) -> tuple[Tensors, Vector, float]:
+    def merged(self, chunk: int, fold: OrderedSum) -> tuple[Tensors, Vector, float]:
         sums, weight = fold.sum()
         sums[self._head(chunk) :] /= len(self._plan.member.present)
         values = sums.astype(np.float32)
@@ -161,7 +161,7 @@ class _Models:
 class AllToAll:
     """One worker's part in an exchange in which each worker reads every other's list."""
 
-    def __init__(self, plan: Plan, call: Call, codec: Codec, tensors: Tensors) -> None:
+    def __init__(self, plan: ReductionPlan, call: Call, codec: Codec, tensors: Tensors) -> None:
         member = plan.member
         where = call.where(call.step)
         # A list is short, so only the latency of a put counts.
@@ -171,7 +171,7 @@ class AllToAll:
         others = [worker for worker in member.present if worker != member.worker]
         self._missing = {plan.part_key(where, 0, worker): worker for worker in others}
         self._expired = tuple(plan.part_key(call.where(step), 0, member.worker) for step in call.expired)
-        self._fold = Fold(plan.size, others, weighted=False)
+        self._fold = OrderedSum(plan.size, others, weighted=False)
         self._step, self._weight, self._codec, self._size = call.step, call.weight, codec, plan.size
 
     def start(self) -> list[Request]:
@@ -200,7 +200,7 @@ class AllToAll:
         return (Merged(self._step, _read_only(sums.astype(np.float32)), weight + self._weight),)
 
 
-class Sharing:
+class ChangeCollective:
     """ISP. Steps are numbered from 1. State that gradients do not train stays with each worker, and is averaged when
     they settle."""
 
@@ -242,7 +242,7 @@ class Sharing:
             return ()
         return self.merged(self._driver.run(self.part(step, vector, weight, model)))
 
-    def part(self, step: int, vector: Vector, weight: float, model: Vector) -> Reduce | AllToAll:
+    def part(self, step: int, vector: Vector, weight: float, model: Vector) -> ReduceExchange | AllToAll:
         """Return the part that `merge` executes; `merged` converts its result."""
         change = vector
         if self._trained < self._size:
@@ -256,7 +256,7 @@ class Sharing:
             return AllToAll(self._plan, Call("g", step, weight, (step,), expired), self._codec, tensors)
         self._ranges.model, self._ranges.step = model, max(0, step - 1)
         expired = tuple(self._given.popleft() for _ in range(len(self._given) - 2))
-        return Reduce(self._plan, Call("g", step, weight, (step,), expired), self._ranges, change)
+        return ReduceExchange(self._plan, Call("g", step, weight, (step,), expired), self._ranges, change)
 
     def merged(self, merged: tuple[Merged, ...]) -> tuple[Merged, ...]:
         """Return the result of `part` without this worker's own changes, which it has applied already."""
@@ -271,12 +271,12 @@ class Sharing:
             return Settled((), None)
         return Settled((), self._driver.run(self.settling(step, model))[0].vector)
 
-    def settling(self, step: int, model: Vector) -> Reduce:
+    def settling(self, step: int, model: Vector) -> ReduceExchange:
         """Return the part that `settle` executes."""
         self._settled.append(step)
         expired = tuple(self._settled.popleft() for _ in range(len(self._settled) - 2))
         models = _Models(self._plan, self._held, self._trained, self._ranges.settle())
-        return Reduce(self._plan, Call("s", step, 1.0, (step,), expired), models, model)
+        return ReduceExchange(self._plan, Call("s", step, 1.0, (step,), expired), models, model)
 
     def state(self) -> State:
         self._driver.drain()

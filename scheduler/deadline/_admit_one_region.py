@@ -1,4 +1,7 @@
-"""Admission: promises job by job in the order of deadlines, and as many as possible within a burst."""
+"""Admission in one region: promises job by job in the order of deadlines, and as many as possible within a burst.
+
+Jobs that train in several regions at once, which a control plane admits live: `scheduler.deadline.offer`.
+"""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from sync.merging._arithmetic import MeanOf
 from sync.merging._driver import Driver, Events, Failed, InPlace, OneByOne, Patience, Threads
 from sync.merging._exchange import Event, Given
 from sync.merging._members import Member, chunk_bounds, owners
-from sync.merging._plan import Call, Plan
-from sync.merging._reduce import Pull, Reduce
+from sync.merging._plan import Call, ReductionPlan
+from sync.merging._reduce_exchange import Pull, ReduceExchange
 from sync.merging.lists import FORMS
 
-__all__ = ["Buckets", "Reducing", "driver_of", "plan_of", "with_weight"]
+__all__ = ["Buckets", "MeanCollective", "driver_of", "plan_of", "with_weight"]
 
 _ALIGN = 256
 """Chunks begin at multiples of this: of a codec's block, and of a cache line."""
@@ -36,7 +36,7 @@ _LONG_LIST = 1 << 20
 """Elements of a list that is so long that what it has beside its values does not count."""
 
 
-def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
+def plan_of(member: Member, size: int, settings: Settings, place: str) -> ReductionPlan:
     """Return the plan for a vector of ``size`` elements; the same for all members. ``place``: prefix of all keys."""
     present = member.present
     method = collective_named(settings.pattern)
@@ -50,7 +50,7 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Plan:
     place = f"{place}/{member.attempt}" + (f"-without-{without}" if without else "")
     overlapped = method.overlapped and not settings.faithful
     asked = None if settings.faithful else settings.asked
-    return Plan(member, bounds, groups, place, overlapped, asked, _element_bytes(settings.codec))
+    return ReductionPlan(member, bounds, groups, place, overlapped, asked, _element_bytes(settings.codec))
 
 
 def _element_bytes(codec: str) -> float:
@@ -68,7 +68,9 @@ def _groups(present: Sequence[int], chunks: int, settings: Settings, salt: str) 
     return tuple((*merging[g * chunks : (g + 1) * chunks], *rest[g::count]) for g in range(count))
 
 
-def driver_of(channel: Channel, settings: Settings, patience: Patience | None, plan: Plan | None = None) -> Driver:
+def driver_of(
+    channel: Channel, settings: Settings, patience: Patience | None, plan: ReductionPlan | None = None
+) -> Driver:
     """Return the driver for a channel and a plan."""
     patience = patience or (lambda: settings.timeout_seconds)
     if settings.faithful:
@@ -89,7 +91,7 @@ class Buckets:
     layers first.
     """
 
-    def __init__(self, plan: Plan, vector: Vector, events: Events, merged: Future[tuple[Merged, ...]]) -> None:
+    def __init__(self, plan: ReductionPlan, vector: Vector, events: Events, merged: Future[tuple[Merged, ...]]) -> None:
         self._plan, self._vector, self._events, self._merged = plan, vector, events, merged
         self._left = [chunk.stop - chunk.start for chunk in plan.bounds]
         self._stops = np.array([chunk.stop for chunk in plan.bounds])
@@ -118,7 +120,7 @@ class Buckets:
         return self._merged.result()
 
 
-class Reducing:
+class MeanCollective:
     """Computes the mean; each chunk is merged by its owner.
 
     With staleness, a worker without a chunk applies the mean of some merges before, and the remaining ones when it
@@ -246,7 +248,7 @@ class Reducing:
             return with_weight((Merged(step, own, weight),))
         return with_weight(self._driver.run(self.part(step, vector, weight, whole=events is None), events))
 
-    def part(self, step: int, vector: Vector, weight: float, *, whole: bool = True) -> Reduce:
+    def part(self, step: int, vector: Vector, weight: float, *, whole: bool = True) -> ReduceExchange:
         """Return the part that `merge` executes, for callers with their own driver; there must be several workers."""
         self._arithmetic.begin()
         self._pending.append(step)
@@ -258,7 +260,7 @@ class Reducing:
             # more is kept for a worker that repeats its last step after an interrupted invocation.
             expired = [self._published.popleft() for _ in range(len(self._published) - 2 - self._settings.staleness)]
         call = Call("g", step, weight, tuple(wanted), tuple(expired))
-        return Reduce(self.plan, call, self._arithmetic, vector, whole=whole, joint=self._arithmetic.joint)
+        return ReduceExchange(self.plan, call, self._arithmetic, vector, whole=whole, joint=self._arithmetic.joint)
 
 
 def _await_all(events: Events, chunks: int) -> None:
