@@ -57,6 +57,13 @@ def test_links_lead_to_files(page: Path) -> None:
     assert not [target for target in local if not (page.parent / target).exists()]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_files_of_the_project_are_there(page: Path) -> None:
+    rooms = "control_plane|region_agent|sync|scheduler|proto|deploy|tests|docs"
+    named = re.findall(rf"`((?:{rooms})/[\w./-]+)`", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_the_site_is_built_and_every_page_is_in_its_navigation(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
