@@ -16,15 +16,18 @@ JSON_LOG = ("--log-format", "json")
 
 
 def test_every_line_is_json(tmp_path: Path) -> None:
-    """Of the control plane, an agent, its gateway and its parameter server, while a parameter server dies."""
+    """Of the control plane, the agents, a gateway and a parameter server, while a region is away."""
     sites = digits_sites(tmp_path, ("bergen", "oslo"))
     with Federation(tmp_path / "federation", sites, serve_options=JSON_LOG, agent_options=JSON_LOG) as federation:
         running = Running(federation, tmp_path)
         job = running.submit("train.end.epochs=200", "wan.interval=10", "train.evaluateEvery=0")
         running.wait_round(job, 1)
-        (server,) = running.descendants("oslo", "sync.ps")
-        server.kill()
+        agent = federation.processes["oslo"]
+        agent.terminate()
+        agent.wait(timeout=30)
         eventually(lambda: _down(running, job), "bergen logs that oslo is down")
+        federation.start_agent("oslo")
+        federation.wait_connected(["oslo"])
         # The oldest process is the warm parent; the others are replicas that it has forked.
         min(running.descendants("bergen", "zygote"), key=lambda process: process.pid).kill()
         gateway = federation.region_state("bergen") / "state" / "gateway" / "gateway.log"
