@@ -97,8 +97,8 @@ class ChannelKind:
     """Whether it lies in the memory of one machine: there the parameter server merges unless the job file says
     otherwise, and nothing is paid."""
     announces: bool = True
-    """Whether a waiting worker is told of new values. If not, it asks for them at estimated times, and pays for each
-    request."""
+    """Whether a waiting worker is notified of new values. If not, it polls for them at estimated times, and pays for
+    each request."""
     request_prices: Mapping[str, RequestPrices] = field(default_factory=dict)
     """List prices by store and region, of a request from within the region, over its own network."""
     node_prices: Mapping[str, NodePrice] = field(default_factory=dict)

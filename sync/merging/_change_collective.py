@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ from sync.channel import Channel
 from sync.codec import Codec, Float32, Tensors
 from sync.collective import Merged, Settings, Settled, State
 from sync.layout import Vector
+from sync.merging._driver import Patience
 from sync.merging._exchange import Arrived, Delete, Event, Fetch, Put, Request
 from sync.merging._mean_collective import driver_of, plan_of
 from sync.merging._members import Member
@@ -213,7 +214,7 @@ class ChangeCollective:
         channel: Channel,
         place: str,
         size: int,
-        patience: Callable[[], float] | None = None,
+        patience: Patience | None = None,
     ) -> None:
         """``place`` and ``patience``: as in `open_collective`."""
         self._member, self._size = member, size

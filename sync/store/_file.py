@@ -202,6 +202,7 @@ def _write_and_rename(path: Path, pieces: Sequence[memoryview], buffer_pool: Buf
             os.close(descriptor)
         os.replace(partial, path)
     except BaseException:
+        # Also when interrupted: nobody would ever delete the partial file. The exception is raised again.
         with contextlib.suppress(OSError):
             partial.unlink()
         raise

@@ -121,6 +121,7 @@ class S3Channel:
             sent = _all(self._parts.submit(send, number, part) for number, part in enumerate(parts, 1))
             self._client.complete_multipart_upload(**at, MultipartUpload={"Parts": sent})
         except BaseException:
+            # Also when interrupted: parts of an upload that is neither completed nor aborted are billed.
             with contextlib.suppress(botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
                 self._client.abort_multipart_upload(**at)
             raise
