@@ -31,6 +31,7 @@ def test_a_region_says_so_where_it_would_go_on_alone(regions: Miniature) -> None
     held = round_of(here)
     first = give_up(here)
     assert (first.regions, first.alone) == (("r2",), False)
+    assert here.machine.progress.condition == "continuing without r2"
     go(regions, ("r0",), 10)
     second = give_up(here)
     assert (second.regions, second.alone) == (("r1",), True)
