@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from control_plane.core._events import Reported, SendShard
 from control_plane.core._meters import with_all_meters
-from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Link, MeterTotals, Partition
+from control_plane.core._state import ENDED_PARTITION, Copy, JobState, Link, Partition
 
 __all__ = [
     "copies_ended",
@@ -81,7 +81,7 @@ def with_report(state: JobState, copy: Copy, event: Reported) -> JobState:
     last = copy.report
     if last is not None and copy.state == "stopped" and event.report.state != "stopped":
         # A stopped transfer has reported its last sums; a new one counts from zero.
-        copy = replace(copy, report=None, counted_before=MeterTotals(last.money, last.sent_bytes, last.received_bytes))
+        copy = replace(copy, report=None, counted_before=last.totals)
     before, report = with_all_meters(copy, event.report)
     given_up = report.state in ("failed", "refused") and not is_awaited(state, copy)
     told = "" if given_up else copy.told

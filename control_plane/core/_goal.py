@@ -28,9 +28,9 @@ def federated_metrics(reports: Iterable[Report]) -> dict[str, float]:
     sums: dict[str, float] = {}
     weights: dict[str, int] = {}
     for report in reports:
-        for name, value in report.metrics.items():
-            sums[name] = sums.get(name, 0.0) + value * report.metrics_samples
-            weights[name] = weights.get(name, 0) + report.metrics_samples
+        for name, value in report.evaluation.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value * report.evaluation.samples
+            weights[name] = weights.get(name, 0) + report.evaluation.samples
     return {name: sums[name] / weights[name] for name in sums if weights[name]}
 
 
@@ -55,7 +55,7 @@ def metrics_lacking_goal(state: JobState) -> list[str] | None:
 
 def _budget_spent(state: JobState, reports: list[Report]) -> EndReason | None:
     copies = [copy.report for copy in state.copies if copy.report is not None]
-    usd = sum(charge.usd for report in (*reports, *copies) for charge in report.money)
+    usd = sum(report.totals.usd for report in (*reports, *copies))
     if state.budget_usd is None or usd < state.budget_usd:
         return None
     text = f"the budget of {state.budget_usd:.4f} USD is spent"
@@ -71,7 +71,7 @@ def _goal_reached(state: JobState, reports: list[Report]) -> EndReason | None:
         return None
     sign = "at least" if goal.at_least else "at most"
     text = f"{goal.metric} is {value:.4f}; the goal is {sign} {goal.bound:g}"
-    newest = max(report.metrics_round for report in reports)
+    newest = max(report.evaluation.round for report in reports)
     return EndReason(text, {"metric": goal.metric, "value": value, "bound": goal.bound, "round": newest})
 
 
@@ -85,7 +85,7 @@ def _measured(state: JobState, reports: list[Report]) -> dict[str, float] | None
     goal = state.goal
     if goal is None or len(reports) < len(state.partitions):
         return None
-    rounds = [report.metrics_round for report in reports]
+    rounds = [report.evaluation.round for report in reports]
     if min(rounds) <= 0 or max(rounds) - min(rounds) > max(goal.every, _MAX_ROUNDS_APART):
         return None
     return federated_metrics(reports)

@@ -272,7 +272,9 @@ class JobMachine:
 
     def _settle_routes(self) -> None:
         state = self.state
-        if state.former and all(part.report and part.report.routes >= state.routes for part in state.partitions):
+        if state.former and all(
+            part.report and part.report.exchange.routes >= state.routes for part in state.partitions
+        ):
             self.state = replace(state, former=(), routes=state.routes + 1)
             self._record("wan.settled", "all regions know the new routes; the former ones are not used any more", "")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from control_plane.core._state import JobState, Partition, Report
+from control_plane.core._state import JobState, LinkReport, Partition, Report
 
 __all__ = ["WanLink", "wan_links"]
 
@@ -48,23 +48,23 @@ def wan_links(state: JobState) -> tuple[WanLink, ...]:
 def _link(state: JobState, source: Partition, destination: Partition) -> WanLink | None:
     from_, to = source.region, destination.region
     sender, receiver = source.report or Report(0, ""), destination.report or Report(0, "")
-    direct = to in sender.link_rtt_ms or to in sender.links_down or to in sender.sent_bytes
-    if not direct and from_ not in receiver.staleness and from_ not in receiver.refused:
+    link, direct = sender.links.get(to, LinkReport()), to in sender.links or to in sender.totals.sent_bytes
+    if not direct and from_ not in receiver.exchange.staleness and from_ not in receiver.exchange.refused:
         return None
-    sent = sender.sent_bytes.get(to, 0)
+    sent = sender.totals.sent_bytes.get(to, 0)
     return WanLink(
         source=from_,
         destination=to,
         state=_state(state, source, to) if (direct and _in_use(state, from_, to)) or state.terminal else "relayed",
-        rtt_ms=sender.link_rtt_ms.get(to, 0.0),
-        goodput_mbps=sender.link_mbps.get(to, 0.0),
-        streams=sender.link_streams.get(to, 0),
-        codec=sender.codec,
-        interval=sender.interval,
+        rtt_ms=link.rtt_ms,
+        goodput_mbps=link.mbps,
+        streams=link.streams,
+        codec=sender.exchange.codec,
+        interval=sender.exchange.interval,
         sent_bytes=sent,
-        received_bytes=receiver.received_bytes.get(from_, 0),
-        staleness=receiver.staleness.get(from_, 0.0),
-        refused=receiver.refused.get(from_, 0),
+        received_bytes=receiver.totals.received_bytes.get(from_, 0),
+        staleness=receiver.exchange.staleness.get(from_, 0.0),
+        refused=receiver.exchange.refused.get(from_, 0),
     )
 
 
@@ -80,6 +80,9 @@ def _state(state: JobState, source: Partition, to: str) -> str:
         return "closed"
     if source.link != "live":
         return "unknown"
-    if report is None or to in report.links_down:
-        return "down" if report else "idle"
-    return "up" if report.sent_bytes.get(to) or report.link_rtt_ms.get(to) else "idle"
+    if report is None:
+        return "idle"
+    link = report.links.get(to, LinkReport())
+    if link.down:
+        return "down"
+    return "up" if report.totals.sent_bytes.get(to) or link.rtt_ms else "idle"

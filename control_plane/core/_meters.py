@@ -19,19 +19,18 @@ def with_all_meters(part: Partition | Copy, report: Report) -> tuple[MeterTotals
     last, before = part.report, part.counted_before
     if last is not None and last.meter and not report.meter:
         # The agent does not know the partition any more, so its zeros are not a count.
-        kept = replace(report, money=last.money, sent_bytes=last.sent_bytes, received_bytes=last.received_bytes)
-        return before, replace(kept, meter=last.meter)
+        return before, replace(report, totals=last.totals, meter=last.meter)
     if last is not None and last.meter and report.meter and last.meter != report.meter:
-        before = MeterTotals(last.money, last.sent_bytes, last.received_bytes)
+        before = last.totals
     if before == MeterTotals():
         return before, report
-    whole = replace(
-        report,
-        money=_charges(before.money, report.money),
-        sent_bytes=_sums(before.sent_bytes, report.sent_bytes),
-        received_bytes=_sums(before.received_bytes, report.received_bytes),
+    now = report.totals
+    totals = MeterTotals(
+        money=_charges(before.money, now.money),
+        sent_bytes=_sums(before.sent_bytes, now.sent_bytes),
+        received_bytes=_sums(before.received_bytes, now.received_bytes),
     )
-    return before, whole
+    return before, replace(report, totals=totals)
 
 
 def with_late_charges(state: JobState, region: str, report: Report) -> JobState:
@@ -45,15 +44,8 @@ def with_late_charges(state: JobState, region: str, report: Report) -> JobState:
         return state
     before, whole = with_all_meters(held, report)
     last = held.report or replace(report, state=held.state, condition="", error=None)
-    account = replace(
-        last,
-        money=whole.money,
-        sent_bytes=whole.sent_bytes,
-        received_bytes=whole.received_bytes,
-        compute_seconds=whole.compute_seconds,
-        wait_seconds=whole.wait_seconds,
-        meter=whole.meter,
-    )
+    speed = replace(last.speed, compute_seconds=whole.speed.compute_seconds, wait_seconds=whole.speed.wait_seconds)
+    account = replace(last, totals=whole.totals, speed=speed, meter=whole.meter)
     changed = replace(held, state=report.state, report=account, counted_before=before)
     if isinstance(changed, Copy):
         return replace(state, copies=tuple(changed if c.source == region else c for c in state.copies))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from control_plane.core._events import Record
-from control_plane.core._state import Failure, Partition, Report
+from control_plane.core._state import Failure, MeterTotals, Partition, Report
 
 _SHOWN_METRICS = 20
 """Number of metrics in an event's text; its data have all."""
@@ -26,18 +26,23 @@ def records_of(part: Partition, report: Report) -> list[Record]:
     if report.round > last.round:
         figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": report.loss}
         found.append(Record("partition.round", f"{name}: round {report.round}, loss {report.loss:.4f}", name, figures))
-    if report.metrics and report.metrics_round > last.metrics_round:
-        shown = sorted(report.metrics.items())[:_SHOWN_METRICS]
+    now = report.evaluation
+    if now.metrics and now.round > last.evaluation.round:
+        shown = sorted(now.metrics.items())[:_SHOWN_METRICS]
         values = ", ".join(f"{key} {value:.4f}" for key, value in shown)
-        if len(report.metrics) > _SHOWN_METRICS:
-            values += f", and {len(report.metrics) - _SHOWN_METRICS} more"
-        text = f"{name}: after round {report.metrics_round}: {values}"
-        data = {"round": report.metrics_round, "metrics": report.metrics, "samples": report.metrics_samples}
+        if len(now.metrics) > _SHOWN_METRICS:
+            values += f", and {len(now.metrics) - _SHOWN_METRICS} more"
+        text = f"{name}: after round {now.round}: {values}"
+        data = {
+            "round": now.round,
+            "metrics": now.metrics,
+            "samples": now.samples,
+        }
         found.append(Record("partition.evaluated", text, name, data))
-    if report.metrics_error and report.metrics_round > last.metrics_round:
-        missing = "some metrics missing" if report.metrics else "no metrics"
-        text = f"{name}: {missing} after round {report.metrics_round}; the job continues: {report.metrics_error}"
-        data = {"round": report.metrics_round, "error": report.metrics_error}
+    if now.error and now.round > last.evaluation.round:
+        missing = "some metrics missing" if now.metrics else "no metrics"
+        text = f"{name}: {missing} after round {now.round}; the job continues: {now.error}"
+        data = {"round": now.round, "error": now.error}
         found.append(Record("partition.unmeasured", text, name, data))
     return found
 
@@ -66,20 +71,18 @@ def never_backwards(report: Report, last: Report | None) -> Report:
     """Keep the last report's progress if a report is behind it, as after a restart of the parameter server."""
     if last is None or report.round >= last.round:
         return report
+    now, known = report.totals, last.totals
     return replace(
         report,
         round=last.round,
         step=last.step,
         samples=last.samples,
         loss=last.loss,
-        metrics=last.metrics,
-        metrics_samples=last.metrics_samples,
-        metrics_round=last.metrics_round,
-        metrics_error=last.metrics_error,
-        applied_updates=last.applied_updates,
-        sent_bytes=report.sent_bytes or last.sent_bytes,
-        received_bytes=report.received_bytes or last.received_bytes,
-        money=report.money or last.money,
+        evaluation=last.evaluation,
+        exchange=replace(report.exchange, applied_updates=last.exchange.applied_updates),
+        totals=MeterTotals(
+            now.money or known.money, now.sent_bytes or known.sent_bytes, now.received_bytes or known.received_bytes
+        ),
     )
 
 

@@ -38,6 +38,80 @@ class Charge:
 
 
 @dataclass(frozen=True)
+class MeterTotals:
+    """Cumulative totals of a meter."""
+
+    money: tuple[Charge, ...] = ()
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    """By region, as ``received_bytes``."""
+    received_bytes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def usd(self) -> float:
+        """Sum of the charges."""
+        return sum(charge.usd for charge in self.money)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A region's last evaluation."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+    round: int = 0
+    error: str = ""
+    """Why it returned no or not all metrics; empty: it succeeded."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Measured speed of a region's workers."""
+
+    samples_per_second: float = 0.0
+    """Mean of all ended invocations."""
+    round_samples_per_second: float = 0.0
+    """Speed of one worker in the last round."""
+    step_seconds: float = 0.0
+    """Typical time of a step that directly followed another one; 0: none did."""
+    merge_seconds: float = 0.0
+    """Mean time of a worker's step beyond its compute."""
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    merged_by: str = ""
+    """Collective that the workers used, with its K."""
+
+
+@dataclass(frozen=True)
+class WanExchange:
+    """A region's exchange of updates with the others."""
+
+    applied_updates: int = 0
+    staleness: dict[str, float] = field(default_factory=dict)
+    """Mean age of the updates merged from each region, in rounds."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Number of each region's updates that the guard refused."""
+    interval: int = 0
+    """Steps of the open round."""
+    codec: str = ""
+    update_bytes: int = 0
+    """Size of the last update; 0: unknown."""
+    routes: int = 0
+    """Number of the latest routes that the parameter server knows, as in `JobState.routes`."""
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """The link from a region to another one."""
+
+    rtt_ms: float = 0.0
+    mbps: float = 0.0
+    streams: int = 0
+    """Streams of the last update; 0: it was sent through the exchange port."""
+    down: bool = False
+    """Whether the region could not be reached at the last attempt."""
+
+
+@dataclass(frozen=True)
 class Report:
     """An agent's report on its partition; the fields of the protocol's PartitionReport."""
 
@@ -49,62 +123,28 @@ class Report:
     step: int = 0
     samples: int = 0
     loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-    metrics_samples: int = 0
-    metrics_round: int = 0
-    metrics_error: str = ""
-    """Why the last evaluation returned no or not all metrics; empty: it succeeded."""
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    received_bytes: dict[str, int] = field(default_factory=dict)
-    money: tuple[Charge, ...] = ()
     model_digest: str = ""
     blob_digest: str = ""
     error: Failure | None = None
     workers: int = 0
     attempt: int = 0
-    samples_per_second: float = 0.0
-    round_samples_per_second: float = 0.0
-    """Speed of one worker in the last round; `samples_per_second` is the mean of all ended invocations."""
-    merge_seconds: float = 0.0
-    """Mean time of a worker's step beyond its compute."""
-    step_seconds: float = 0.0
-    """Typical time of a step that directly followed another one; 0: none did."""
-    merged_by: str = ""
-    """Collective that its workers used, with its K."""
-    compute_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    applied_updates: int = 0
-    link_rtt_ms: dict[str, float] = field(default_factory=dict)
-    link_mbps: dict[str, float] = field(default_factory=dict)
-    link_streams: dict[str, int] = field(default_factory=dict)
-    links_down: tuple[str, ...] = ()
-    staleness: dict[str, float] = field(default_factory=dict)
-    refused: dict[str, int] = field(default_factory=dict)
-    interval: int = 0
-    codec: str = ""
-    routes: int = 0
-    """Number of the latest routes that its parameter server knows, as in `JobState.routes`."""
-    update_bytes: int = 0
-    """Size of its last update; 0: unknown."""
     preempted: bool = False
     """Whether it has fewer workers than commanded because some were preempted."""
     scale_order: int = 0
     """Sequence number of the latest scaling command that it obeys; 0: not reported."""
-    meter: int = 0
-    """Identifies the meter that has counted money and bytes; 0: not reported."""
     shard_address: str = ""
     """Address at which its agent receives shards of other regions; empty: it waits for none."""
     shards_here: bool = False
     """Whether all shards that it trains on have arrived."""
-
-
-@dataclass(frozen=True)
-class MeterTotals:
-    """Totals of lost meters: an agent that loses its disk counts from zero again."""
-
-    money: tuple[Charge, ...] = ()
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    received_bytes: dict[str, int] = field(default_factory=dict)
+    meter: int = 0
+    """Identifies the meter that has counted the totals: an agent that loses its disk counts from zero again. 0: not
+    reported."""
+    totals: MeterTotals = MeterTotals()
+    evaluation: Evaluation = Evaluation()
+    speed: Speed = Speed()
+    exchange: WanExchange = WanExchange()
+    links: dict[str, LinkReport] = field(default_factory=dict)
+    """To the other regions, as its parameter server has reported them last."""
 
 
 @dataclass(frozen=True)

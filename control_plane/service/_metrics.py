@@ -46,8 +46,12 @@ PARTITION_GAUGES: tuple[tuple[str, str, Callable[[Report], float | None]], ...] 
     ),
     ("geofed_partition_round", "Completed rounds", lambda report: report.round),
     ("geofed_partition_workers", "Active workers", lambda report: report.workers),
-    ("geofed_partition_samples_per_second", "Speed of all workers together", lambda report: report.samples_per_second),
-    ("geofed_partition_usd", "Metered cost so far", lambda report: sum(charge.usd for charge in report.money)),
+    (
+        "geofed_partition_samples_per_second",
+        "Speed of all workers together",
+        lambda report: report.speed.samples_per_second,
+    ),
+    ("geofed_partition_usd", "Metered cost so far", lambda report: report.totals.usd),
 )
 """Name, help text and value of the metrics of each partition of an active job, from its last report."""
 
@@ -105,11 +109,11 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
             if part.report is None:
                 continue
             completed[part.region] = completed.get(part.region, 0) + part.report.round
-            for other, count in part.report.sent_bytes.items():
+            for other, count in part.report.totals.sent_bytes.items():
                 link = (part.region, other)
                 bytes_[link] = bytes_.get(link, 0) + count
         for copy in (copy for entry in jobs for copy in entry.state.copies):
-            for other, count in copy.report.sent_bytes.items() if copy.report is not None else ():
+            for other, count in copy.report.totals.sent_bytes.items() if copy.report is not None else ():
                 bytes_[copy.source, other] = bytes_.get((copy.source, other), 0) + count
         for region, count in completed.items():
             rounds.add_metric([region], count)

@@ -124,7 +124,7 @@ def report_of(
 ) -> agent_pb2.PartitionReport:
     """Build the report on a partition. Its sums are cumulative, so the next report makes up for a lost one."""
     meters = meter.values(time.time())
-    report = agent_pb2.PartitionReport(
+    return agent_pb2.PartitionReport(
         job=job,
         epoch=machine.epoch,
         state=machine.state,
@@ -132,54 +132,63 @@ def report_of(
         ps_address=machine.ps_address,
         error=to_proto(machine.error) if machine.error else None,
         attempt=machine.attempt,
-        money=money_of(bill(meters, prices, channel) if prices else []),
-        meter=meter.identity,
-    )
-    report.MergeFrom(_server_part(status))
-    report.MergeFrom(_meter_part(meters, status.samples_per_second))
-    return report
-
-
-def _server_part(status: sync_pb2.PsStatus) -> agent_pb2.PartitionReport:
-    """Return the fields of a report that the parameter server has measured."""
-    return agent_pb2.PartitionReport(
         round=status.round,
         step=status.step,
         samples=status.samples,
         loss=status.loss,
-        metrics=status.metrics,
-        metrics_samples=status.metrics_samples,
-        metrics_round=status.metrics_round,
-        metrics_error=status.metrics_error,
         model_digest=status.model_digest,
-        round_samples_per_second=status.samples_per_second,
-        applied_updates=status.applied_updates,
-        link_rtt_ms=status.link_rtt_ms,
-        link_mbps=status.link_mbps,
-        link_streams=status.link_streams,
-        links_down=status.links_down,
-        staleness=status.staleness,
-        interval=status.interval,
-        codec=status.codec,
-        routes=status.routes,
-        update_bytes=status.update_bytes,
+        meter=meter.identity,
+        totals=agent_pb2.MeterTotals(
+            money=money_of(bill(meters, prices, channel) if prices else []),
+            sent_bytes=_by_region(meters, "sent_bytes:"),
+            received_bytes=_by_region(meters, "received_bytes:"),
+        ),
+        evaluation=agent_pb2.Evaluation(
+            metrics=status.metrics,
+            samples=status.metrics_samples,
+            round=status.metrics_round,
+            error=status.metrics_error,
+        ),
+        speed=_speed(meters, status.samples_per_second),
+        exchange=agent_pb2.WanExchange(
+            applied_updates=status.applied_updates,
+            staleness=status.staleness,
+            refused=_by_region(meters, "refused:"),
+            interval=status.interval,
+            codec=status.codec,
+            update_bytes=status.update_bytes,
+            routes=status.routes,
+        ),
+        links=_links(status),
     )
 
 
-def _meter_part(meters: dict[str, float], round_speed: float) -> agent_pb2.PartitionReport:
-    """Return the fields of a report that follow from the meters.
+def _links(status: sync_pb2.PsStatus) -> dict[str, agent_pb2.LinkReport]:
+    """Return what the parameter server has measured of its links, by region."""
+    down = set(status.links_down)
+    return {
+        region: agent_pb2.LinkReport(
+            rtt_ms=status.link_rtt_ms.get(region, 0.0),
+            mbps=status.link_mbps.get(region, 0.0),
+            streams=status.link_streams.get(region, 0),
+            down=region in down,
+        )
+        for region in {*status.link_rtt_ms, *status.link_mbps, *status.link_streams, *down}
+    }
+
+
+def _speed(meters: dict[str, float], round_speed: float) -> agent_pb2.Speed:
+    """Return the speed that follows from the meters.
 
     ``round_speed``: samples per second of the last round, the speed as long as the meters have no compute time.
     """
     compute = meters.get("compute_seconds", 0.0)
-    return agent_pb2.PartitionReport(
-        sent_bytes=_by_region(meters, "sent_bytes:"),
-        received_bytes=_by_region(meters, "received_bytes:"),
-        refused=_by_region(meters, "refused:"),
+    return agent_pb2.Speed(
         samples_per_second=meters.get("computed_samples", 0.0) / compute if compute else round_speed,
-        compute_seconds=compute,
-        merge_seconds=meters.get("merge_seconds", 0.0) / max(1.0, meters.get("computed_steps", 0.0)),
+        round_samples_per_second=round_speed,
         step_seconds=meters.get("steady_seconds", 0.0) / max(1.0, meters.get("steady_steps", 0.0)),
+        merge_seconds=meters.get("merge_seconds", 0.0) / max(1.0, meters.get("computed_steps", 0.0)),
+        compute_seconds=compute,
         wait_seconds=meters.get("wait_seconds", 0.0),
     )
 

@@ -334,7 +334,7 @@ class PartitionRunner:
         message.shard_address, message.shards_here = self._shards.address, self._shards.complete
         message.workers, message.preempted = self.machine.workers, self.machine.preempted
         message.scale_order = self.machine.order
-        message.merged_by = self._merged_by
+        message.speed.merged_by = self._merged_by
         message.blob_digest = blob_digest
         self._context.report(message, durable)
 

@@ -296,14 +296,16 @@ class Sending:
             epoch=self.order.epoch,
             state=self.state,
             condition=self.condition,
-            sent_bytes={to: int(count) for to, count in sent.items()},
-            money=money_of(egress(meters, context.config.prices) if context.config.prices else []),
             error=to_proto(self._error) if self._error else None,
             meter=context.store.meter_id,
+            totals=agent_pb2.MeterTotals(
+                money=money_of(egress(meters, context.config.prices) if context.config.prices else []),
+                sent_bytes={to: int(count) for to, count in sent.items()},
+            ),
         )
         if self._peer_sender is not None:
-            meter = self._peer_sender.meter
-            message.link_rtt_ms[self.order.to], message.link_mbps[self.order.to] = meter.rtt_ms, self._peer_sender.mbps
+            link = message.links[self.order.to]
+            link.rtt_ms, link.mbps = self._peer_sender.meter.rtt_ms, self._peer_sender.mbps
         context.report(message, durable)
 
 

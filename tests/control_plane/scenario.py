@@ -19,14 +19,18 @@ def figures(region: str, other: str, rounds: int) -> dict[str, Any]:
         "step": rounds * 2,
         "samples": rounds * 20,
         "loss": 1.0 / (rounds + 1),
-        "metrics": {"accuracy": 0.9 if region == "a" else 0.6},
-        "metrics_samples": 30 if region == "a" else 10,
-        "metrics_round": rounds,
-        "sent_bytes": {other: 1000 * rounds},
-        "money": [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=0.25, source="test")],
+        "evaluation": {
+            "metrics": {"accuracy": 0.9 if region == "a" else 0.6},
+            "samples": 30 if region == "a" else 10,
+            "round": rounds,
+        },
+        "totals": {
+            "sent_bytes": {other: 1000 * rounds},
+            "money": [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=0.25, source="test")],
+        },
         "workers": 2,
-        "samples_per_second": 400.0,
-        "applied_updates": rounds,
+        "speed": {"samples_per_second": 400.0},
+        "exchange": {"applied_updates": rounds},
     }
 
 

@@ -19,6 +19,7 @@ from control_plane.core import (
     JobEvent,
     JobMachine,
     JobState,
+    MeterTotals,
     Partition,
     Planned,
     Record,
@@ -204,36 +205,38 @@ def test_a_cancelled_job_waits_for_its_sources() -> None:
         say(made, region, "stopped")
     assert "holder" in condition_of(made.state)
     spent = (Charge("egress to taker", 1.0, "GB", 0.5, "list"),)
-    say(made, "holder", "stopped", money=spent)
+    say(made, "holder", "stopped", totals=MeterTotals(money=spent))
     assert made.state.phase == "cancelled"
     copy = made.state.copy_from("holder")
     assert copy is not None
     assert copy.report is not None
-    assert copy.report.money == spent
+    assert copy.report.totals.money == spent
 
 
 def test_what_an_earlier_meter_of_a_source_has_counted_stays_in_the_account() -> None:
     made = waiting()
-    say(made, "holder", "sending", sent_bytes={"taker": 100}, meter=1)
-    say(made, "holder", "sending", sent_bytes={"taker": 30}, meter=2)
+    say(made, "holder", "sending", meter=1, totals=MeterTotals(sent_bytes={"taker": 100}))
+    say(made, "holder", "sending", meter=2, totals=MeterTotals(sent_bytes={"taker": 30}))
     copy = made.state.copy_from("holder")
     assert copy is not None
     assert copy.report is not None
-    assert copy.report.sent_bytes == {"taker": 130}
+    assert copy.report.totals.sent_bytes == {"taker": 130}
 
 
 @pytest.mark.parametrize("phase", ["succeeded", "failed"])
 def test_what_a_source_has_spent_last_is_in_the_account_of_an_ended_job(phase: Any) -> None:
     made = waiting()
-    say(made, "holder", "sending", sent_bytes={"taker": 100}, meter=1)
+    say(made, "holder", "sending", meter=1, totals=MeterTotals(sent_bytes={"taker": 100}))
     ended = replace(made.state, phase=phase)
     assert "the last transfers of holder" in condition_of(ended)
     spent = (Charge("egress to taker", 0.9, "GB", 0.08, "list"),)
-    late = with_late_charges(ended, "holder", Report(1, "stopped", sent_bytes={"taker": 900}, money=spent, meter=1))
+    late = with_late_charges(
+        ended, "holder", Report(1, "stopped", meter=1, totals=MeterTotals(sent_bytes={"taker": 900}, money=spent))
+    )
     copy = late.copy_from("holder")
     assert copy is not None
     assert copy.report is not None
-    assert (copy.state, copy.report.sent_bytes, copy.report.money) == ("stopped", {"taker": 900}, spent)
+    assert (copy.state, copy.report.totals.sent_bytes, copy.report.totals.money) == ("stopped", {"taker": 900}, spent)
     assert condition_of(late) == ""
     assert with_late_charges(late, "holder", Report(1, "stopped")) == late, (
         "one who has counted nothing changes nothing"
@@ -275,16 +278,22 @@ def test_a_source_that_was_stopped_and_is_asked_again_is_paid_for_both() -> None
     """Its meters begin anew with each order, under the same name."""
     made = waiting()
     spent = Charge("egress to taker", 1.0, "GB", 0.5, "list")
-    say(made, "holder", "sending", sent_bytes={"taker": 100}, meter=7)
+    say(made, "holder", "sending", meter=7, totals=MeterTotals(sent_bytes={"taker": 100}))
     say(made, "taker", "preparing", shards_here=True)
     say(made, "taker", "training", ps_address="p:1")
-    say(made, "holder", "stopped", sent_bytes={"taker": 120}, money=(spent,), meter=7)
+    say(made, "holder", "stopped", meter=7, totals=MeterTotals(sent_bytes={"taker": 120}, money=(spent,)))
     made.handle(RegionLive(3.0, "taker", restarted=True))
     assert ("holder", "t:2") in _told(say(made, "taker", "preparing", shard_address="t:2"))
     for count, usd in ((10, 0.1), (30, 0.25)):
-        say(made, "holder", "sending", sent_bytes={"taker": count}, money=(replace(spent, usd=usd),), meter=7)
+        say(
+            made,
+            "holder",
+            "sending",
+            meter=7,
+            totals=MeterTotals(sent_bytes={"taker": count}, money=(replace(spent, usd=usd),)),
+        )
     copy = made.state.copy_from("holder")
     assert copy is not None
     assert copy.report is not None
-    assert copy.report.sent_bytes == {"taker": 150}
-    assert sum(charge.usd for charge in copy.report.money) == 0.75
+    assert copy.report.totals.sent_bytes == {"taker": 150}
+    assert sum(charge.usd for charge in copy.report.totals.money) == 0.75

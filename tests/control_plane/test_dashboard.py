@@ -159,7 +159,7 @@ def test_what_job_code_says_is_text_on_the_page_and_nothing_runs(serve_config: S
         job = (await stage.submit(job_file)).job.id
         await train(job, a, b)
         error = common_pb2.Error(code="TASK_FAILED", message=EVIL)
-        a.report(job, "failed", error=error, condition=EVIL, metrics={EVIL: 1.0}, loss=float("nan"))
+        a.report(job, "failed", error=error, condition=EVIL, loss=float("nan"), evaluation={"metrics": {EVIL: 1.0}})
         await a.settled()
         async with browser(stage) as pages:
             for path in ("/", f"/jobs/{job}"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.core import JobState, Partition, Report
+from control_plane.core import JobState, Partition, Report, Speed
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import FIRST_REST_SECONDS
 from control_plane.service.planning._allocation import Allocation
@@ -62,7 +62,12 @@ class Watch:
         for _ in range(int(seconds)):
             self.at, self.round = self.at + 1.0, self.round + 1
             parts = tuple(
-                replace(p, report=Report(1, "training", round=self.round, round_samples_per_second=speeds[p.region]))
+                replace(
+                    p,
+                    report=Report(
+                        1, "training", round=self.round, speed=Speed(round_samples_per_second=speeds[p.region])
+                    ),
+                )
                 for p in self.state.partitions
             )
             self.state = replace(self.state, partitions=parts)

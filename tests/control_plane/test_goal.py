@@ -10,11 +10,13 @@ import pytest
 
 from control_plane.core import (
     Charge,
+    Evaluation,
     FinishRequested,
     Goal,
     JobAction,
     JobMachine,
     JobState,
+    MeterTotals,
     Partition,
     Planned,
     Record,
@@ -46,9 +48,12 @@ def running(goal: Goal | None, budget_usd: float | None = None) -> JobMachine:
 
 def measured(machine: JobMachine, region: str, at_round: int, samples: int = 10, **metrics: float) -> list[JobAction]:
     report = Report(
-        1, "training", round=at_round, metrics=metrics, metrics_round=at_round, metrics_samples=samples,
+        1,
+        "training",
+        round=at_round,
         ps_address=f"{region}:1",
-    )  # fmt: skip
+        evaluation=Evaluation(metrics=metrics, round=at_round, samples=samples),
+    )
     return machine.handle(Reported(2.0, region, report))
 
 
@@ -117,7 +122,9 @@ def test_a_metric_that_nobody_measures_is_told_once() -> None:
 
 def test_a_job_ends_when_its_money_is_spent() -> None:
     machine = running(None, budget_usd=1.0)
-    half = Report(1, "training", money=(Charge("function-seconds", 1.0, "s", 0.5, "file"),), ps_address="a:1")
+    half = Report(
+        1, "training", ps_address="a:1", totals=MeterTotals(money=(Charge("function-seconds", 1.0, "s", 0.5, "file"),))
+    )
     assert finishing(machine.handle(Reported(2.0, "a", half))) == []
     actions = machine.handle(Reported(3.0, "b", replace(half, ps_address="b:1")))
     assert finishing(actions) == ["a", "b"]
@@ -126,7 +133,7 @@ def test_a_job_ends_when_its_money_is_spent() -> None:
 
 def test_a_goal_that_is_reached_by_the_last_evaluation_ends_nothing_early() -> None:
     machine = running(SMALL_LOSS)
-    done = Report(1, "finished", round=50, metrics={"loss": 0.1}, metrics_round=50, metrics_samples=1)
+    done = Report(1, "finished", round=50, evaluation=Evaluation(metrics={"loss": 0.1}, round=50, samples=1))
     for region in "ab":
         actions = machine.handle(Reported(3.0, region, replace(done, ps_address=f"{region}:1")))
         assert (told(actions), finishing(actions)) == ([], [])
@@ -138,7 +145,9 @@ def test_what_an_agent_has_counted_is_not_forgotten_with_its_disk() -> None:
 
     def spent(meter: int, usd: float, seconds: float) -> list[JobAction]:
         calls = Charge("function-seconds", seconds, "GB-s", usd, "file")
-        report = Report(1, "training", money=(calls,), sent_bytes={"b": 10}, meter=meter, ps_address="a:1")
+        report = Report(
+            1, "training", meter=meter, ps_address="a:1", totals=MeterTotals(money=(calls,), sent_bytes={"b": 10})
+        )
         return machine.handle(Reported(2.0, "a", report))
 
     spent(7, 0.6, 6.0)
@@ -146,9 +155,9 @@ def test_what_an_agent_has_counted_is_not_forgotten_with_its_disk() -> None:
     part = machine.state.partition("a")
     assert part is not None
     assert part.report is not None
-    (charge,) = part.report.money
+    (charge,) = part.report.totals.money
     assert (charge.usd, charge.quantity) == (pytest.approx(0.7), 7.0)
-    assert part.report.sent_bytes == {"b": 20}
+    assert part.report.totals.sent_bytes == {"b": 20}
     assert finishing(spent(8, 0.3, 3.0)) == []
     assert finishing(spent(8, 0.4, 4.0)) == ["a", "b"]
 

@@ -14,6 +14,7 @@ from control_plane.core import (
     MAX_PUBLISHES,
     CancelRequested,
     Charge,
+    Evaluation,
     Failure,
     FinishRequested,
     Goal,
@@ -21,6 +22,7 @@ from control_plane.core import (
     JobEvent,
     JobMachine,
     JobState,
+    MeterTotals,
     Partition,
     Planned,
     Record,
@@ -40,6 +42,7 @@ from control_plane.core import (
     StartAllowed,
     SuccessorDecided,
     Tick,
+    WanExchange,
     condition_of,
     job_state_from_json,
     job_state_to_json,
@@ -167,12 +170,11 @@ class AnyOrder(RuleBasedStateMachine):
             state,
             ps_address=address,
             round=count,
-            metrics={"accuracy": 0.5},
-            metrics_round=count,
             model_digest=digest,
             blob_digest="sha256:x" if state == "published" else "",
             error=Failure("TASK_FAILED", "boom") if state == "failed" else None,
-            routes=routes,
+            evaluation=Evaluation(metrics={"accuracy": 0.5}, round=count),
+            exchange=WanExchange(routes=routes),
         )
         before = self.machine.state
         self.tell(Reported(self.at, region, report, blob))
@@ -183,7 +185,9 @@ class AnyOrder(RuleBasedStateMachine):
     def all_report(self, state: str) -> None:
         for part in self.machine.state.partitions:
             known = self.machine.state.routes
-            report = Report(part.epoch, state, ps_address=f"{part.region}:1", model_digest="m", routes=known)
+            report = Report(
+                part.epoch, state, ps_address=f"{part.region}:1", model_digest="m", exchange=WanExchange(routes=known)
+            )
             self.tell(Reported(self.at, part.region, report))
 
     @rule()
@@ -239,7 +243,9 @@ class AnyOrder(RuleBasedStateMachine):
     def former_ways_hold_until_all_know_the_present_ones(self) -> None:
         state = self.machine.state
         if state.routes == self.routes + 1:
-            known = [part.report is not None and part.report.routes >= self.routes for part in state.partitions]
+            known = [
+                part.report is not None and part.report.exchange.routes >= self.routes for part in state.partitions
+            ]
             assert state.former or all(known)
         assert state.routes - self.routes in (0, 1, 2)
         self.routes = state.routes
@@ -432,7 +438,9 @@ def replanned() -> JobMachine:
 
 def test_a_job_that_is_planned_anew_ends_with_the_job_that_goes_on() -> None:
     machine = replanned()
-    late = Report(1, "stopped", meter=1, money=(Charge("function-seconds", 1.0, "GB-s", 0.5, "file"),))
+    late = Report(
+        1, "stopped", meter=1, totals=MeterTotals(money=(Charge("function-seconds", 1.0, "GB-s", 0.5, "file"),))
+    )
     machine.handle(Reported(8, "b", late))
     assert [machine.handle(event) for event in (RegionLost(8, "a"), Tick(900), RegionLive(901, "a", True))] == [[]] * 3
     kinds = [record.kind for record in sent(machine.handle(SuccessorDecided(902, "k", "continues", {})), Record)]
@@ -441,7 +449,7 @@ def test_a_job_that_is_planned_anew_ends_with_the_job_that_goes_on() -> None:
     part = machine.state.partition("b")
     assert part is not None
     assert part.report is not None
-    assert part.report.money == late.money
+    assert part.report.totals.money == late.totals.money
 
 
 def test_where_none_can_go_on_it_ends_with_its_own_account() -> None:
@@ -475,7 +483,7 @@ def test_what_a_user_finishes_is_not_gone_on_with() -> None:
 
 def test_metrics_that_fail_are_told_of_once_and_cost_no_model() -> None:
     machine = running("a", "b")
-    unmeasured = Report(1, "training", round=1, metrics_round=1, metrics_error="metrics raised KeyError: 'y'")
+    unmeasured = Report(1, "training", round=1, evaluation=Evaluation(round=1, error="metrics raised KeyError: 'y'"))
     first, again = (sent(machine.handle(Reported(at, "a", unmeasured)), Record) for at in (4, 5))
     assert [record.kind for record in first] == ["partition.round", "partition.unmeasured"]
     assert again == []
@@ -487,7 +495,7 @@ def test_a_goal_that_the_last_round_meets_leaves_nothing_to_go_on_with() -> None
     machine.handle(ReplanRequested(3, "c has come", {}))
     told = []
     for region in ("a", "b"):
-        good = {"metrics": {"accuracy": 0.5}, "metrics_samples": 10, "metrics_round": 3}
+        good = {"evaluation": Evaluation({"accuracy": 0.5}, 10, 3)}
         last = Report(1, "finished", model_digest="m", round=3, **good)
         told += kinds_of(machine.handle(Reported(5, region, last)))
     assert told == ["job.goal", "job.replanned", "job.finishing", "job.publishing"]

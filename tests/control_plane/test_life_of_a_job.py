@@ -153,15 +153,21 @@ def test_the_account_of_an_ended_job_takes_in_what_its_regions_tell_late(
             a, b = await bring_up(stage)
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
-            b.report(job, "training", money=spent(1.0), meter=5, round=1)
+            b.report(job, "training", meter=5, round=1, totals={"money": spent(1.0)})
             await b.settled()
-            a.report(job, "failed", error=common_pb2.Error(code="TASK_FAILED", message="x"), money=spent(2.0), meter=4)
+            a.report(
+                job,
+                "failed",
+                error=common_pb2.Error(code="TASK_FAILED", message="x"),
+                meter=4,
+                totals={"money": spent(2.0)},
+            )
             await b.command("stop")
             done = await stage.client.job(job)
             assert json.loads(done.result_json)["usd"] == 3.0
             assert done.condition == "cost not final: the last calls of b are not counted yet"
             ends = await stage.events(job)
-            b.report(job, "stopped", epoch=0, money=spent(8.0), meter=5, sent_bytes={"a": 7})
+            b.report(job, "stopped", epoch=0, meter=5, totals={"money": spent(8.0), "sent_bytes": {"a": 7}})
             await b.settled()
             done = await stage.client.job(job)
             result = json.loads(done.result_json)

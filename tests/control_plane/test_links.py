@@ -9,14 +9,32 @@ from typing import Any
 
 import pytest
 
-from control_plane.core import JobState, Partition, Report, job_state_from_json, job_state_to_json, wan_links
+from control_plane.core import (
+    JobState,
+    LinkReport,
+    MeterTotals,
+    Partition,
+    Report,
+    WanExchange,
+    job_state_from_json,
+    job_state_to_json,
+    wan_links,
+)
 from control_plane.service._metrics import MetricsExporter
 
 
 def job(**b_to_a: object) -> JobState:
-    a = Report(1, "training", link_rtt_ms={"b": 80.0}, link_mbps={"b": 40.0}, link_streams={"b": 4},
-               sent_bytes={"b": 7}, staleness={"b": 2.0}, refused={"b": 1}, interval=20, codec="int8")  # fmt: skip
-    b = replace(Report(1, "training", received_bytes={"a": 6}, staleness={"a": 1.5}), **b_to_a)  # type: ignore[arg-type]
+    a = Report(
+        1,
+        "training",
+        totals=MeterTotals(sent_bytes={"b": 7}),
+        exchange=WanExchange(staleness={"b": 2.0}, refused={"b": 1}, interval=20, codec="int8"),
+        links={"b": LinkReport(rtt_ms=80.0, mbps=40.0, streams=4)},
+    )
+    b = replace(
+        Report(1, "training", totals=MeterTotals(received_bytes={"a": 6}), exchange=WanExchange(staleness={"a": 1.5})),
+        **b_to_a,
+    )  # type: ignore[arg-type]
     parts = (Partition("a", state="training", report=a), Partition("b", state="training", report=b))
     return JobState("job-1", 600.0, 0.0, "running", parts)
 
@@ -30,21 +48,21 @@ def test_each_figure_comes_from_the_end_that_knows_it() -> None:
 
 
 def test_regions_without_anything_between_them_have_no_link() -> None:
-    state = job(staleness={}, received_bytes={})
+    state = job(exchange=WanExchange(), totals=MeterTotals())
     parts = tuple(replace(part, report=None if part.region == "a" else part.report) for part in state.partitions)
     assert wan_links(replace(state, partitions=parts)) == ()
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("link", "told"),
     [
-        ({"link_rtt_ms": {"a": 0.0}}, "idle"),
-        ({"link_rtt_ms": {"a": 9.0}}, "up"),
-        ({"link_rtt_ms": {"a": 9.0}, "links_down": ("a",)}, "down"),
+        (LinkReport(), "idle"),
+        (LinkReport(rtt_ms=9.0), "up"),
+        (LinkReport(rtt_ms=9.0, down=True), "down"),
     ],
 )
-def test_a_link_says_how_it_stands(change: dict[str, object], told: str) -> None:
-    state = job(**change)
+def test_a_link_says_how_it_stands(link: LinkReport, told: str) -> None:
+    state = job(links={"a": link})
     assert wan_links(state)[1].state == told
     silent = tuple(replace(part, link="lost") for part in state.partitions)  # type: ignore[arg-type]
     assert wan_links(replace(state, partitions=silent))[1].state == "unknown"

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from control_plane.cli._report import plan_text
-from control_plane.core import JobState, Report
+from control_plane.core import JobState, Report, Speed
 from control_plane.core import Partition as CorePartition
 from control_plane.service.jobs._result import result_of, runs_so_far
 from control_plane.service.rpc._wire import _pipeline
@@ -84,7 +84,11 @@ def test_a_run_tells_how_far_the_profile_was_from_it(job_file: Path, workers: in
         assert shape is not None
         by_profile = shape.step_seconds / known.get("a", 1.0)
         report = Report(
-            1, "finished", step=9, workers=workers, samples_per_second=5.0, step_seconds=took * by_profile / 2
+            1,
+            "finished",
+            step=9,
+            workers=workers,
+            speed=Speed(samples_per_second=5.0, step_seconds=took * by_profile / 2),
         )
         state = JobState("j", 600.0, 100.0, partitions=(CorePartition("a", report=report),))
         row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), "", "", "succeeded", 100.0)

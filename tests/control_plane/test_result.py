@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 from control_plane.cli._report import result_text
-from control_plane.core import JobMachine, JobState, Partition, Planned, Report, Reported, StartAllowed, StartDelayed
+from control_plane.core import (
+    JobMachine,
+    JobState,
+    Partition,
+    Planned,
+    Report,
+    Reported,
+    Speed,
+    StartAllowed,
+    StartDelayed,
+)
 from control_plane.service.jobs._result import result_of, runs_of
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._planning import plan_json, snapshot_of
@@ -20,7 +30,7 @@ from tests.control_plane.test_dates import live
 
 
 def ended(begun_at: float, started_at: float, phase: str = "succeeded") -> JobState:
-    report = Report(1, "published", round=5, step=50, samples=500, samples_per_second=100.0)
+    report = Report(1, "published", round=5, step=50, samples=500, speed=Speed(samples_per_second=100.0))
     parts = (Partition("r0", state="published", report=report),)
     return JobState(
         "j", 600.0, 100.0, phase=phase, partitions=parts, begun_at=begun_at, started_at=started_at, finished_at=195.0,

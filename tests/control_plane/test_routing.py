@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from control_plane.core import Report
+from control_plane.core import LinkReport, Report, Speed, WanExchange
 from control_plane.service.planning._planning import first_state
 from control_plane.service.planning._routing import FIRST_REST_SECONDS, REVIEW_SECONDS, Routing
 from control_plane.service.state._draft import Draft, JobEntry
@@ -78,13 +78,12 @@ class Watched:
             report = Report(
                 1,
                 "training",
-                round_samples_per_second=self.speed,
-                interval=1,
-                update_bytes=UPDATE,
-                routes=state.routes if knowing else 0,
-                link_mbps={to: self.mbps[part.region, to] for to in links},
-                link_rtt_ms=dict.fromkeys(links, 30.0),
-                links_down=tuple(to for to in links if (part.region, to) in self.down),
+                links={
+                    to: LinkReport(rtt_ms=30.0, mbps=self.mbps[part.region, to], down=(part.region, to) in self.down)
+                    for to in links
+                },
+                speed=Speed(round_samples_per_second=self.speed),
+                exchange=WanExchange(interval=1, update_bytes=UPDATE, routes=state.routes if knowing else 0),
             )
             address = f"{part.region}:1"
             parts.append(replace(part, state="training", link="live", address=address, report=report))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.core import Charge, Goal, JobState, Partition, Report
+from control_plane.core import Charge, Evaluation, Goal, JobState, MeterTotals, Partition, Report
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._gangs import planned_workers, staffed_of
@@ -111,9 +111,14 @@ class Life:
 
     def _reports(self, region: str, one: Obeyed) -> None:
         report = Report(
-            1, "training", round=self.round, samples=one.samples, loss=9.0, metrics={"loss": self.loss},
-            metrics_samples=10, metrics_round=self.round, workers=one.workers,
-        )  # fmt: skip
+            1,
+            "training",
+            round=self.round,
+            samples=one.samples,
+            loss=9.0,
+            workers=one.workers,
+            evaluation=Evaluation(metrics={"loss": self.loss}, samples=10, round=self.round),
+        )
         parts = (replace(p, report=report) if p.region == region else p for p in self.state.partitions)
         self.state = replace(self.state, partitions=tuple(parts))
         draft = Draft(self.at, {"j": self.entry}, dict(self.regions))
@@ -252,9 +257,13 @@ def _report(round_: int, samples: int, loss: float = 0.6, evaluated: int | None 
     measured = round_ if evaluated is None else evaluated
     money = (Charge("function-seconds", 1.0, "GB-s", 0.5, "test"),)
     return Report(
-        1, "training", round=round_, samples=samples, metrics={"loss": loss}, metrics_samples=10,
-        metrics_round=measured, money=money,
-    )  # fmt: skip
+        1,
+        "training",
+        round=round_,
+        samples=samples,
+        evaluation=Evaluation(metrics={"loss": loss}, samples=10, round=measured),
+        totals=MeterTotals(money=money),
+    )
 
 
 def test_workers_are_those_who_made_the_samples() -> None:

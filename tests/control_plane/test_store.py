@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -16,6 +17,16 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
+from control_plane.core import (
+    Charge,
+    Evaluation,
+    LinkReport,
+    MeterTotals,
+    Report,
+    Speed,
+    WanExchange,
+    job_state_from_json,
+)
 from control_plane.store import (
     Change,
     CommandRow,
@@ -204,6 +215,38 @@ class Contract:
     def test_migrations_lead_to_the_schema(self, store: Store) -> None:
         with store._engine.connect() as connection:
             assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+
+    def test_a_job_of_an_earlier_version_keeps_what_its_regions_reported(self, store: Store, url: str) -> None:
+        charge = {"item": "calls", "quantity": 2.0, "unit": "", "usd": 0.5, "source": "file"}
+        report = {
+            "epoch": 1, "state": "training", "round": 3, "meter": 7, "money": [charge], "sent_bytes": {"b": 9},
+            "metrics": {"loss": 0.5}, "metrics_round": 2, "metrics_samples": 10, "merge_seconds": 0.1, "codec": "int8",
+            "link_rtt_ms": {"b": 30.0}, "link_mbps": {"b": 80.0}, "links_down": ["c"],
+        }  # fmt: skip
+        parts = [{"region": "a", "report": report}, {"region": "b", "report": None}]
+        copy = {
+            "source": "a",
+            "destination": "b",
+            "bytes": 9,
+            "report": {**report, "sent_bytes": {"b": 1}},
+        }
+        old = {"job": "j1", "lost_limit_seconds": 1.0, "created_at": 0.0, "phase": "running", "partitions": parts}
+        store.commit(Change(jobs=(replace(JOB, state_json=json.dumps(old | {"copies": [copy]})),)))
+        with store._engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+            connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")
+        with open_store(url) as upgraded:
+            (row,) = upgraded.jobs()
+        state = job_state_from_json(row.state_json)
+        assert state.partitions[1].report is None
+        assert state.partitions[0].report == Report(
+            1, "training", round=3, meter=7,
+            totals=MeterTotals((Charge("calls", 2.0, "", 0.5, "file"),), {"b": 9}),
+            evaluation=Evaluation({"loss": 0.5}, 10, 2), speed=Speed(merge_seconds=0.1),
+            exchange=WanExchange(codec="int8"),
+            links={"b": LinkReport(30.0, 80.0), "c": LinkReport(down=True)},
+        )  # fmt: skip
+        assert state.copies[0].report is not None
+        assert state.copies[0].report.totals.sent_bytes == {"b": 1}
 
     def test_a_newer_database_is_not_touched(self, store: Store, url: str) -> None:
         with store._engine.connect().execution_options(geofed_write=True) as connection, connection.begin():

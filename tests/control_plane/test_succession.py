@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from control_plane.core import Charge, Report
+from control_plane.core import Charge, MeterTotals, Report
 from control_plane.server import ServeConfig
 from control_plane.service import Succession
 from control_plane.service.jobs import _succession
@@ -43,7 +43,7 @@ async def come(stage: Stage, region: str) -> FakeAgent:
 async def rounds(job: str, agents: tuple[FakeAgent, FakeAgent], count: int, usd: float = 0.25) -> None:
     for agent, other in (agents, agents[::-1]):
         told = figures(agent.region, other.region, count)
-        told["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
+        told["totals"]["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
         agent.report(job, "training", **told)
         await agent.settled()
 
@@ -53,13 +53,13 @@ async def end_early(job: str, agents: tuple[FakeAgent, FakeAgent], count: int, u
     for agent, other in (agents, agents[::-1]):
         assert (await agent.command("peers", 2)).finish
         told = figures(agent.region, other.region, count)
-        told["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
+        told["totals"]["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
         agent.report(job, "finished", model_digest="m", **told)
     a, b = agents
     await a.command("publish")
     assert (await a.put(MODEL)).complete
     told = figures("a", "b", count)
-    told["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
+    told["totals"]["money"] = [common_pb2.Money(item="egress", quantity=1e-6, unit="GB", usd=usd, source="test")]
     a.report(job, "published", model_digest="m", blob_digest=digest_of(MODEL), **told)
     await a.settled()
     await b.settled()
@@ -374,7 +374,7 @@ def running(folder: Path, *wanted: str, done: int) -> JobEntry:
     watch = Watch(folder)
     spec = load(folder / "job.yaml", wanted).spec
     money = (Charge("function-seconds", 1.0, "GB-s", 0.5, "list"),)
-    reports = [Report(1, "training", round=done + ahead, money=money) for ahead in (0, 1)]
+    reports = [Report(1, "training", round=done + ahead, totals=MeterTotals(money=money)) for ahead in (0, 1)]
     parts = tuple(replace(part, report=told) for part, told in zip(watch.state.partitions, reports, strict=True))
     plan = replace(watch.plan, rounds=20, interval=10)
     return replace(watch.entry, spec=spec, plan=plan, state=replace(watch.state, partitions=parts))

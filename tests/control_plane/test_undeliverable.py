@@ -63,7 +63,7 @@ def test_metrics_of_an_older_agent_are_bounded(serve_config: ServeConfig, job_fi
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
             metrics = {f"recall of class {number} of all": 0.5 for number in range(60_000)}
-            a.report(job, "training", round=1, metrics=metrics, metrics_round=1, metrics_samples=10)
+            a.report(job, "training", round=1, evaluation={"metrics": metrics, "round": 1, "samples": 10})
             await a.settled()
             (part,) = [part for part in (await stage.client.job(job)).partitions if part.region == "a"]
             assert len(part.metrics) == MOST_METRICS

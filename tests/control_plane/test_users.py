@@ -209,7 +209,7 @@ def test_whose_jobs_have_had_less_comes_first_in_line(serve_config: ServeConfig,
                 had = await submitted(ann, job_file, "r1", "train.workers=2")
                 await train(had.id, a, b)
                 used = common_pb2.Money(item="function-seconds", quantity=500.0, unit="GB-s", usd=0.1, source="test")
-                a.report(had.id, "training", round=1, step=2, samples=20, money=[used])
+                a.report(had.id, "training", round=1, step=2, samples=20, totals={"money": [used]})
                 await a.settled()
                 early = await submitted(ann, job_file, "r2", "train.workers=2", "train.seed=2")
                 late = await submitted(bob, job_file, "r3", "train.workers=2", "train.seed=3")

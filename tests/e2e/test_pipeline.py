@@ -228,7 +228,7 @@ def _check(region: Region) -> None:
     assert made.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(made[name], tensor.detach(), rtol=0, atol=1e-3)
-    losses = [report.metrics["loss"] for report in region.reports if "loss" in report.metrics]
+    losses = [report.evaluation.metrics["loss"] for report in region.reports if "loss" in report.evaluation.metrics]
     assert losses[-1] < 0.75 * nn.functional.cross_entropy(torch.zeros(1, 27), torch.zeros(1, dtype=torch.long))
 
 

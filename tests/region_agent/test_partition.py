@@ -195,7 +195,7 @@ def test_a_worker_is_called_again_whatever_its_function_answered(
 
 
 def _account(report: agent_pb2.PartitionReport) -> dict[str, float]:
-    return {line.item: line.quantity for line in report.money}
+    return {line.item: line.quantity for line in report.totals.money}
 
 
 @pytest.mark.parametrize("end", ["stopped", "failed"])

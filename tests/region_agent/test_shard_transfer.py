@@ -183,10 +183,10 @@ async def test_a_shard_arrives_as_it_is_and_what_it_cost_is_counted(source: Sour
         check_same(source, taker.shard_store)
     total = sum(FILES.values()) + 400
     last = source.reports[-1]
-    assert total < last.sent_bytes["west"] < total * 1.05 + 10_000
-    (money,) = last.money
+    assert total < last.totals.sent_bytes["west"] < total * 1.05 + 10_000
+    (money,) = last.totals.money
     assert (money.item, money.unit) == ("egress to west", "GB")
-    assert money.usd == pytest.approx(last.sent_bytes["west"] / 1e9 * 0.5)
+    assert money.usd == pytest.approx(last.totals.sent_bytes["west"] / 1e9 * 0.5)
     assert [event.kind for event in source.events] == ["shard.sending", "shard.sent"]
     assert taker.shard_store.list is not None
     assert source.events[-1].data["digest"] == taker.shard_store.list.digest

@@ -20,9 +20,11 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     reports = {part.region: part.report for part in state.partitions if part.report is not None}
     copies = {copy.source: copy.report for copy in state.copies if copy.report is not None}
     every = {**reports, **copies}
-    money = [{"region": name, **asdict(charge)} for name, report in every.items() for charge in report.money]
+    money = [{"region": name, **asdict(charge)} for name, report in every.items() for charge in report.totals.money]
     usd = sum(item["usd"] for item in money)
-    links = {f"{name}>{other}": count for name, report in every.items() for other, count in report.sent_bytes.items()}
+    links = {
+        f"{name}>{other}": count for name, report in every.items() for other, count in report.totals.sent_bytes.items()
+    }
     seconds = state.finished_at - row.created_at
     # A job that never started was queued all the time.
     queued = (state.begun_at or (row.created_at if state.started_at else state.finished_at)) - row.created_at
@@ -62,7 +64,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
             "model_parameters": state.model_digest,
         },
         "residency": plan.residency,
-        "applied_updates": {name: report.applied_updates for name, report in reports.items()},
+        "applied_updates": {name: report.exchange.applied_updates for name, report in reports.items()},
         "error": asdict(state.error) if state.error else None,
     }
 
@@ -83,7 +85,7 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
             region=part.region,
             task_key=row.task_key,
             at=at,
-            samples_per_second=part.report.samples_per_second,
+            samples_per_second=part.report.speed.samples_per_second,
             model_bytes=state.flat_bytes or state.blob_bytes,
             start_seconds=start_seconds,
             merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
@@ -92,17 +94,17 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
             stage_pace=_stage_pace_of(part.report, planned.get(part.region)),
         )
         for part in state.partitions
-        if part.report is not None and part.report.samples_per_second > 0
+        if part.report is not None and part.report.speed.samples_per_second > 0
     )
 
 
 def _first_steps_at(state: JobState, spec: JobSpec) -> float:
     """Return when the last region began to train: its first report minus the time of the steps made by then."""
     last = state.partition(state.stepped_region)
-    if last is None or last.report is None or last.report.samples_per_second <= 0 or not spec.train.batch:
+    if last is None or last.report is None or last.report.speed.samples_per_second <= 0 or not spec.train.batch:
         # Jobs started under an older version lack these fields.
         return state.started_at
-    made_seconds = state.stepped_steps * spec.train.batch / last.report.samples_per_second
+    made_seconds = state.stepped_steps * spec.train.batch / last.report.speed.samples_per_second
     return max(state.started_at, state.stepped_at - made_seconds)
 
 
@@ -115,17 +117,17 @@ def unpromised_worker_seconds(state: JobState, plan: Plan) -> float:
         charge.quantity / memory_gb[part.region]
         for part in state.partitions
         if part.report is not None and part.region in memory_gb
-        for charge in part.report.money
+        for charge in part.report.totals.money
         if charge.unit == "GB-s"
     )
 
 
 def _merge_of(report: Report, planned: PlannedPartition | None, plan: Plan, model_bytes: int) -> str:
     """Return the measured merge time as JSON; empty unless the same workers ran all the time, uncompressed."""
-    collective, _, chunks = report.merged_by.partition(" with K = ")
+    collective, _, chunks = report.speed.merged_by.partition(" with K = ")
     plain = plan.merging_codec == "fp32" and not plan.merging.get("staleness")
     whole = planned is not None and planned.pipeline is None and report.workers == planned.workers
-    if planned is None or not (whole and plain) or report.merge_seconds <= 0:
+    if planned is None or not (whole and plain) or report.speed.merge_seconds <= 0:
         return ""
     if planned.workers < 2 or collective not in collectives(lambda method: method.predictable):
         return ""
@@ -134,8 +136,8 @@ def _merge_of(report: Report, planned: PlannedPartition | None, plan: Plan, mode
         workers=planned.workers,
         chunks=collective_named(collective).owners(planned.workers, int(chunks) if chunks else None),
         size_bytes=float(model_bytes),
-        seconds=report.merge_seconds,
-        compute_seconds=planned.batch / report.samples_per_second,
+        seconds=report.speed.merge_seconds,
+        compute_seconds=planned.batch / report.speed.samples_per_second,
     )
     return json.dumps(asdict(point))
 
@@ -144,35 +146,35 @@ def _stage_pace_of(report: Report, planned: PlannedPartition | None) -> float:
     """Return the ratio of measured to profiled step time of a pipeline; 0 unless its planned workers ran."""
     if planned is None or planned.pipeline is None or report.workers != planned.workers:
         return 0.0
-    return report.step_seconds / (planned.pipeline.step_seconds / planned.pipeline.pace)
+    return report.speed.step_seconds / (planned.pipeline.step_seconds / planned.pipeline.pace)
 
 
 def _region(part: Partition, planned: PlannedPartition | None, training_seconds: float) -> dict[str, Any]:
     report = part.report or Report(part.epoch, part.state)
     # Includes evaluations and restarts of invocations, but not the waits for other regions.
-    own_seconds = max(0.0, training_seconds - report.wait_seconds)
+    own_seconds = max(0.0, training_seconds - report.speed.wait_seconds)
     measured_step_seconds = own_seconds / report.step if report.step else None
-    if planned is not None and planned.pipeline is not None and report.step_seconds > 0:
+    if planned is not None and planned.pipeline is not None and report.speed.step_seconds > 0:
         # The end of a round of a large model takes as long as many steps, and is predicted separately.
-        measured_step_seconds = report.step_seconds
+        measured_step_seconds = report.speed.step_seconds
     return {
         "name": part.region,
         "epoch": part.epoch,
         "workers": report.workers or (planned.workers if planned is not None else 0),
         "predicted_step_seconds": step_seconds(planned) if planned is not None else None,
         "step_seconds": measured_step_seconds,
-        "merge_seconds": report.merge_seconds,
+        "merge_seconds": report.speed.merge_seconds,
         "samples": report.samples,
         "steps": report.step,
         "rounds": report.round,
-        "samples_per_second": report.samples_per_second,
-        "compute_seconds": report.compute_seconds,
-        "wait_seconds": report.wait_seconds,
+        "samples_per_second": report.speed.samples_per_second,
+        "compute_seconds": report.speed.compute_seconds,
+        "wait_seconds": report.speed.wait_seconds,
         "loss": report.loss,
-        "metrics": report.metrics,
-        "metrics_samples": report.metrics_samples,
-        "applied_updates": report.applied_updates,
-        "usd": sum(charge.usd for charge in report.money),
+        "metrics": report.evaluation.metrics,
+        "metrics_samples": report.evaluation.samples,
+        "applied_updates": report.exchange.applied_updates,
+        "usd": report.totals.usd,
     }
 
 
@@ -183,8 +185,8 @@ def _shard(copy: Copy) -> dict[str, Any]:
         "source": copy.source,
         "destination": copy.destination,
         "bytes": copy.bytes,
-        "sent_bytes": report.sent_bytes.get(copy.destination, 0),
-        "usd": sum(charge.usd for charge in report.money),
+        "sent_bytes": report.totals.sent_bytes.get(copy.destination, 0),
+        "usd": report.totals.usd,
     }
 
 

@@ -279,7 +279,7 @@ def rest_of(entry: JobEntry) -> JobSpec:
     objective["deadline"] = None if ends is None else datetime.fromtimestamp(ends, UTC).isoformat()
     if spec.objective.budget is not None:
         copies = [copy.report for copy in state.copies if copy.report is not None]
-        paid = sum(charge.usd for report in (*reports, *copies) for charge in report.money)
+        paid = sum(report.totals.usd for report in (*reports, *copies))
         objective["budget"] = spec.objective.budget - paid
         if objective["budget"] <= 0:
             raise GeofedError("ILLEGAL_STATE", f"the budget of {job} is spent")

@@ -33,7 +33,7 @@ class _Pace:
     samples_per_second: float = 0.0
 
     def record(self, report: Report) -> None:
-        speed = report.round_samples_per_second
+        speed = report.speed.round_samples_per_second
         if report.round <= self.seen_round or speed <= 0:
             return
         if self.seen_round >= 0:

@@ -320,7 +320,7 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
         for region in staffed
     ]
     copies = [copy.report for copy in entry.state.copies if copy.report is not None]
-    paid = sum(charge.usd for report in (*reports, *copies) for charge in report.money)
+    paid = sum(report.totals.usd for report in (*reports, *copies))
     ends = entry.state.deadline_at
     return restaff(
         bounded,

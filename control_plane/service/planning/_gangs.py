@@ -236,7 +236,11 @@ def _value(entry: JobEntry) -> float:
 
 def merges_of(state: JobState) -> dict[str, float]:
     """Return the reported seconds of a step's merge by region; regions without a report are left out."""
-    return {p.region: p.report.merge_seconds for p in state.partitions if p.report and p.report.merge_seconds > 0}
+    return {
+        p.region: p.report.speed.merge_seconds
+        for p in state.partitions
+        if p.report and p.report.speed.merge_seconds > 0
+    }
 
 
 def planned_workers(chosen: Plan) -> dict[str, int]:

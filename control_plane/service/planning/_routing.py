@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
-from control_plane.core import JobState, Pairs, Report, Rerouted
+from control_plane.core import JobState, LinkReport, Pairs, Report, Rerouted
 from control_plane.service.state._draft import Draft, JobEntry
 from scheduler import (
     LinkTable,
@@ -131,7 +131,7 @@ class Routing:
         regions = [held.catalogue for part in entry.state.partitions if (held := draft.region(part.region))]
         catalogues = [catalogue for catalogue in regions if catalogue is not None]
         reports = {part.region: part.report for part in entry.state.partitions if part.report is not None}
-        update_bytes = max((report.update_bytes for report in reports.values()), default=0)
+        update_bytes = max((report.exchange.update_bytes for report in reports.values()), default=0)
         if len(catalogues) < len(entry.state.partitions) or not update_bytes:
             return
         present = _present(entry)
@@ -182,17 +182,18 @@ def _stated(regions: Iterable[Region]) -> list[_Pair]:
 
 
 def _sighting(report: Report, to: str) -> Sighting | None:
-    seen = Sighting(report.link_mbps.get(to, 0.0), report.link_rtt_ms.get(to, 0.0), to in report.links_down)
+    link = report.links.get(to, LinkReport())
+    seen = Sighting(link.mbps, link.rtt_ms, link.down)
     return seen if seen != Sighting() else None
 
 
 def _compute_seconds(entry: JobEntry, region: str, report: Report) -> float:
     """Return the compute time of a region's round, as measured lately, else as planned."""
     part = next(part for part in entry.plan.partitions if part.region == region)
-    speed = report.round_samples_per_second
+    speed = report.speed.round_samples_per_second
     if speed > 0 and part.pipeline is None:
-        part = replace(part, samples_per_second=speed, merge_seconds=report.merge_seconds)
-    return round_compute_seconds(replace(part, steps_per_round=report.interval or part.steps_per_round))
+        part = replace(part, samples_per_second=speed, merge_seconds=report.speed.merge_seconds)
+    return round_compute_seconds(replace(part, steps_per_round=report.exchange.interval or part.steps_per_round))
 
 
 def _event_of(answer: Rerouting, present: Pairs, at: float) -> Rerouted:

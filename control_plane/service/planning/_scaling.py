@@ -199,7 +199,7 @@ class Tuning:
         reports = {part.region: part.report for part in state.partitions if part.report is not None}
         if len(reports) < len(self.pool):
             return None
-        measured = [report.metrics_round for report in reports.values()]
+        measured = [report.evaluation.round for report in reports.values()]
         metric = federated_metrics(reports.values()).get(self.goal.metric)
         # Regions report independently and may never be at the same round.
         late = max(measured) - min(measured) > self.goal.every

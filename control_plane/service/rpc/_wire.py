@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 from control_plane.core import (
     Charge,
     Copy,
+    Evaluation,
     Failure,
     JobAction,
     JobState,
+    LinkReport,
+    MeterTotals,
     Partition,
     Record,
     Report,
@@ -23,6 +26,8 @@ from control_plane.core import (
     SendScale,
     SendShard,
     SendStart,
+    Speed,
+    WanExchange,
     condition_of,
     wan_links,
 )
@@ -50,44 +55,61 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         step=message.step,
         samples=message.samples,
         loss=message.loss,
-        metrics=bounded_metrics(message.metrics)[0],
-        metrics_samples=message.metrics_samples,
-        metrics_round=message.metrics_round,
-        metrics_error=clean(message.metrics_error),
-        sent_bytes=_by_region(message.sent_bytes),
-        received_bytes=_by_region(message.received_bytes),
-        money=tuple(
-            Charge(clean(m.item, NAME_BYTES), m.quantity, clean(m.unit, NAME_BYTES), m.usd, clean(m.source, NAME_BYTES))
-            for m in message.money
-        ),
         model_digest=message.model_digest,
         blob_digest=message.blob_digest,
         error=failure_of(message.error) if message.HasField("error") else None,
         workers=message.workers,
         attempt=message.attempt,
+        preempted=message.preempted,
+        scale_order=message.scale_order,
+        shard_address=message.shard_address,
+        shards_here=message.shards_here,
+        meter=message.meter,
+        totals=_totals_of(message.totals),
+        evaluation=Evaluation(
+            metrics=bounded_metrics(message.evaluation.metrics)[0],
+            samples=message.evaluation.samples,
+            round=message.evaluation.round,
+            error=clean(message.evaluation.error),
+        ),
+        speed=_speed_of(message.speed),
+        exchange=_exchange_of(message.exchange),
+        links={
+            clean(name, NAME_BYTES): LinkReport(link.rtt_ms, link.mbps, link.streams, link.down)
+            for name, link in islice(message.links.items(), _MAX_NAMES)
+        },
+    )
+
+
+def _totals_of(message: agent_pb2.MeterTotals) -> MeterTotals:
+    charges = (
+        Charge(clean(m.item, NAME_BYTES), m.quantity, clean(m.unit, NAME_BYTES), m.usd, clean(m.source, NAME_BYTES))
+        for m in message.money
+    )
+    return MeterTotals(tuple(charges), _by_region(message.sent_bytes), _by_region(message.received_bytes))
+
+
+def _speed_of(message: agent_pb2.Speed) -> Speed:
+    return Speed(
         samples_per_second=message.samples_per_second,
         round_samples_per_second=message.round_samples_per_second,
-        merge_seconds=message.merge_seconds,
         step_seconds=message.step_seconds,
-        merged_by=clean(message.merged_by, NAME_BYTES),
+        merge_seconds=message.merge_seconds,
         compute_seconds=message.compute_seconds,
         wait_seconds=message.wait_seconds,
+        merged_by=clean(message.merged_by, NAME_BYTES),
+    )
+
+
+def _exchange_of(message: agent_pb2.WanExchange) -> WanExchange:
+    return WanExchange(
         applied_updates=message.applied_updates,
-        link_rtt_ms=_by_region(message.link_rtt_ms),
-        link_mbps=_by_region(message.link_mbps),
-        link_streams=_by_region(message.link_streams),
-        links_down=tuple(clean(name, NAME_BYTES) for name in message.links_down[:_MAX_NAMES]),
         staleness=_by_region(message.staleness),
         refused=_by_region(message.refused),
         interval=message.interval,
         codec=clean(message.codec, NAME_BYTES),
-        routes=message.routes,
         update_bytes=message.update_bytes,
-        preempted=message.preempted,
-        scale_order=message.scale_order,
-        meter=message.meter,
-        shard_address=message.shard_address,
-        shards_here=message.shards_here,
+        routes=message.routes,
     )
 
 
@@ -269,7 +291,7 @@ def _copy(copy: Copy) -> control_pb2.ShardCopy:
         state=copy.state,
         condition=f"region is {copy.link}" if copy.link != "live" else report.condition,
         bytes=copy.bytes,
-        sent_bytes=report.sent_bytes.get(copy.destination, 0),
+        sent_bytes=report.totals.sent_bytes.get(copy.destination, 0),
         money=_money(report),
     )
 
@@ -277,7 +299,7 @@ def _copy(copy: Copy) -> control_pb2.ShardCopy:
 def _money(report: Report) -> list[common_pb2.Money]:
     return [
         common_pb2.Money(item=m.item, quantity=m.quantity, unit=m.unit, usd=m.usd, source=m.source)
-        for m in report.money
+        for m in report.totals.money
     ]
 
 
@@ -295,11 +317,11 @@ def _partition(part: Partition, last_contact: float, planned_workers: int) -> co
         # Before the first report, the planned number.
         workers=report.workers if report.attempt else planned_workers,
         condition=away or report.condition,
-        metrics=report.metrics,
-        sent_bytes=report.sent_bytes,
+        metrics=report.evaluation.metrics,
+        sent_bytes=report.totals.sent_bytes,
         money=_money(report),
         last_contact=last_contact,
-        samples_per_second=report.samples_per_second,
+        samples_per_second=report.speed.samples_per_second,
         preemptible=part.preemptible,
     )
 

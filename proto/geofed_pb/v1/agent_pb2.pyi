@@ -373,14 +373,66 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "money", "model_digest", "blob_digest", "error", "workers", "attempt", "samples_per_second", "compute_seconds", "wait_seconds", "applied_updates", "link_rtt_ms", "link_mbps", "link_streams", "links_down", "staleness", "refused", "interval", "codec", "round_samples_per_second", "merge_seconds", "step_seconds", "merged_by", "routes", "update_bytes", "preempted", "scale_order", "shard_address", "shards_here", "metrics_error", "meter")
-    class MetricsEntry(_message.Message):
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links")
+    class LinksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+        value: LinkReport
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LinkReport, _Mapping]] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
+    PS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BLOB_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    SCALE_ORDER_FIELD_NUMBER: _ClassVar[int]
+    SHARD_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_HERE_FIELD_NUMBER: _ClassVar[int]
+    METER_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATION_FIELD_NUMBER: _ClassVar[int]
+    SPEED_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    state: str
+    condition: str
+    ps_address: str
+    round: int
+    step: int
+    samples: int
+    loss: float
+    model_digest: str
+    blob_digest: str
+    error: _common_pb2.Error
+    workers: int
+    attempt: int
+    preempted: bool
+    scale_order: int
+    shard_address: str
+    shards_here: bool
+    meter: int
+    totals: MeterTotals
+    evaluation: Evaluation
+    speed: Speed
+    exchange: WanExchange
+    links: _containers.MessageMap[str, LinkReport]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ...) -> None: ...
+
+class MeterTotals(_message.Message):
+    __slots__ = ("money", "sent_bytes", "received_bytes")
     class SentBytesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -395,27 +447,53 @@ class PartitionReport(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    class LinkRttMsEntry(_message.Message):
+    MONEY_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    money: _containers.RepeatedCompositeFieldContainer[_common_pb2.Money]
+    sent_bytes: _containers.ScalarMap[str, int]
+    received_bytes: _containers.ScalarMap[str, int]
+    def __init__(self, money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class Evaluation(_message.Message):
+    __slots__ = ("metrics", "samples", "round", "error")
+    class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    class LinkMbpsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: float
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
-    class LinkStreamsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    metrics: _containers.ScalarMap[str, float]
+    samples: int
+    round: int
+    error: str
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[int] = ..., round: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class Speed(_message.Message):
+    __slots__ = ("samples_per_second", "round_samples_per_second", "step_seconds", "merge_seconds", "compute_seconds", "wait_seconds", "merged_by")
+    SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ROUND_SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MERGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    MERGED_BY_FIELD_NUMBER: _ClassVar[int]
+    samples_per_second: float
+    round_samples_per_second: float
+    step_seconds: float
+    merge_seconds: float
+    compute_seconds: float
+    wait_seconds: float
+    merged_by: str
+    def __init__(self, samples_per_second: _Optional[float] = ..., round_samples_per_second: _Optional[float] = ..., step_seconds: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ...) -> None: ...
+
+class WanExchange(_message.Message):
+    __slots__ = ("applied_updates", "staleness", "refused", "interval", "codec", "update_bytes", "routes")
     class StalenessEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -430,95 +508,33 @@ class PartitionReport(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
-    JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    CONDITION_FIELD_NUMBER: _ClassVar[int]
-    PS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    ROUND_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    LOSS_FIELD_NUMBER: _ClassVar[int]
-    METRICS_FIELD_NUMBER: _ClassVar[int]
-    METRICS_SAMPLES_FIELD_NUMBER: _ClassVar[int]
-    METRICS_ROUND_FIELD_NUMBER: _ClassVar[int]
-    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MONEY_FIELD_NUMBER: _ClassVar[int]
-    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    BLOB_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    ERROR_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     APPLIED_UPDATES_FIELD_NUMBER: _ClassVar[int]
-    LINK_RTT_MS_FIELD_NUMBER: _ClassVar[int]
-    LINK_MBPS_FIELD_NUMBER: _ClassVar[int]
-    LINK_STREAMS_FIELD_NUMBER: _ClassVar[int]
-    LINKS_DOWN_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     INTERVAL_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
-    ROUND_SAMPLES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
-    MERGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MERGED_BY_FIELD_NUMBER: _ClassVar[int]
-    ROUTES_FIELD_NUMBER: _ClassVar[int]
     UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
-    SCALE_ORDER_FIELD_NUMBER: _ClassVar[int]
-    SHARD_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_HERE_FIELD_NUMBER: _ClassVar[int]
-    METRICS_ERROR_FIELD_NUMBER: _ClassVar[int]
-    METER_FIELD_NUMBER: _ClassVar[int]
-    job: str
-    epoch: int
-    state: str
-    condition: str
-    ps_address: str
-    round: int
-    step: int
-    samples: int
-    loss: float
-    metrics: _containers.ScalarMap[str, float]
-    metrics_samples: int
-    metrics_round: int
-    sent_bytes: _containers.ScalarMap[str, int]
-    received_bytes: _containers.ScalarMap[str, int]
-    money: _containers.RepeatedCompositeFieldContainer[_common_pb2.Money]
-    model_digest: str
-    blob_digest: str
-    error: _common_pb2.Error
-    workers: int
-    attempt: int
-    samples_per_second: float
-    compute_seconds: float
-    wait_seconds: float
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     applied_updates: int
-    link_rtt_ms: _containers.ScalarMap[str, float]
-    link_mbps: _containers.ScalarMap[str, float]
-    link_streams: _containers.ScalarMap[str, int]
-    links_down: _containers.RepeatedScalarFieldContainer[str]
     staleness: _containers.ScalarMap[str, float]
     refused: _containers.ScalarMap[str, int]
     interval: int
     codec: str
-    round_samples_per_second: float
-    merge_seconds: float
-    step_seconds: float
-    merged_by: str
-    routes: int
     update_bytes: int
-    preempted: bool
-    scale_order: int
-    shard_address: str
-    shards_here: bool
-    metrics_error: str
-    meter: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., samples_per_second: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., applied_updates: _Optional[int] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., round_samples_per_second: _Optional[float] = ..., merge_seconds: _Optional[float] = ..., step_seconds: _Optional[float] = ..., merged_by: _Optional[str] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., metrics_error: _Optional[str] = ..., meter: _Optional[int] = ...) -> None: ...
+    routes: int
+    def __init__(self, applied_updates: _Optional[int] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., update_bytes: _Optional[int] = ..., routes: _Optional[int] = ...) -> None: ...
+
+class LinkReport(_message.Message):
+    __slots__ = ("rtt_ms", "mbps", "streams", "down")
+    RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    MBPS_FIELD_NUMBER: _ClassVar[int]
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    DOWN_FIELD_NUMBER: _ClassVar[int]
+    rtt_ms: float
+    mbps: float
+    streams: int
+    down: bool
+    def __init__(self, rtt_ms: _Optional[float] = ..., mbps: _Optional[float] = ..., streams: _Optional[int] = ..., down: bool = ...) -> None: ...
 
 class ProfileReport(_message.Message):
     __slots__ = ("id", "condition", "profile_json", "error", "weight", "usd")
