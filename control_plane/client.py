@@ -226,7 +226,9 @@ class ControlClient:
     async def watch(
         self, job: str, *, cursor: int = 0, follow: bool = True, on_break: OnBreak | None = None
     ) -> AsyncIterator[control_pb2.Event]:
-        """Yield the events of a job in order; with `follow` until its last one, over lost connections.
+        """Yield the events of a job, or of all with an empty name, in order.
+
+        With `follow` until the job's last event, of all without an end, over lost connections.
 
         `on_break` is called for each lost connection; events in between are not lost.
         """
@@ -237,7 +239,7 @@ class ControlClient:
                     async for event in self._stub.Watch(request, metadata=self._metadata, wait_for_ready=follow):
                         cursor = event.cursor
                         yield event
-                        if event.terminal:
+                        if job and event.terminal:
                             return
                 return
             except GeofedError as error:

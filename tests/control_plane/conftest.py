@@ -70,6 +70,7 @@ class Stage:
             async for _ in self.client.watch(""):
                 if await condition():
                     return
+        raise AssertionError("the events have ended")
 
     async def phase_is(self, region: str, phase: str) -> bool:
         return any(r.state == phase for r in await self.client.regions() if r.name == region)
