@@ -145,6 +145,14 @@ def doctor(
 
 
 @app.command()
+def schema() -> None:
+    """Print the JSON Schema of the region file."""
+    from region_agent.config import json_schema
+
+    print(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed

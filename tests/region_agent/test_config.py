@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.capacity import preemptible_workers, set_preemptible_workers
-from region_agent.config import RegionConfig, SplitConfig, load_config
+from region_agent.cli import app
+from region_agent.config import RegionConfig, SplitConfig, json_schema, load_config
 from region_agent.policy import check_partition, most_workers
 
 WHOLE = """\
@@ -262,6 +265,14 @@ def test_what_is_no_region_file_is_told(tmp_path: Path, content: bytes) -> None:
         load_config(path)
     assert raised.value.code == "CONFIG_INVALID"
     assert "region.yaml" in raised.value.message
+
+
+def test_the_schema_is_printed() -> None:
+    printed = CliRunner().invoke(app, ["schema"])
+    assert printed.exit_code == 0
+    assert json.loads(printed.stdout) == json_schema()
+    assert json_schema()["required"] == ["apiVersion", "kind", "metadata", "cloud", "capacity"]
+    assert json_schema()["title"] == "geofed region"
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The region's configuration: one YAML file, written by its operator."""
+"""Types of the region file. Keys are camelCase in the file; unknown keys are errors.
+
+Docstrings of attributes are the descriptions in the JSON Schema, and in the reference in `docs`.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,18 @@ import re
 from collections.abc import Collection, Mapping
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
 
-from geofed_pb import strict_yaml
 from geofed_pb.address import bracketed
-from geofed_pb.errors import GeofedError
 from sync.channel import channel_kind
-
-__all__ = [
-    "ChannelPricesConfig",
-    "DatasetConfig",
-    "FileChannelConfig",
-    "PricesConfig",
-    "RedisChannelConfig",
-    "RegionConfig",
-    "S3ChannelConfig",
-    "StoreConfig",
-    "load_config",
-]
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 RegionName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")]
-
-
-_Resolved = TypeVar("_Resolved", bound="_Section")
 
 
 def _check_port_range(ports: tuple[int, int]) -> tuple[int, int]:
@@ -44,29 +30,36 @@ def _check_port_range(ports: tuple[int, int]) -> tuple[int, int]:
     return ports
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
+class Section(BaseModel):
+    """A section of the region file."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True, use_attribute_docstrings=True
+    )
 
 
-class Metadata(_Section):
+class Metadata(Section):
     """Name of the region."""
 
     name: RegionName
+    """Name of the region, as in its invitation: lower-case letters, digits and hyphens, 32 at most."""
 
 
-class CapacityConfig(_Section):
+class CapacityConfig(Section):
     """Capacity of the region for all jobs together."""
 
     workers: Annotated[int, Field(ge=0, le=1024)]
-    """0: the region only holds data, which other regions may process if its residency allows it."""
+    """Number of workers that run at the same time. 0: the region only holds data, which other regions may process if
+    its residency allows it."""
     memory_mb: Annotated[int, Field(ge=128)] = 2048
+    """Largest memory of one function, in MB."""
     samples_per_second: Positive | None = None
-    """Rate of one worker, if the operator knows it."""
+    """Rate of one worker, if the operator knows it. Default: measured."""
     preemptible: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Additional workers that the cloud may take away at any time."""
+    """Number of additional workers that the cloud may take away at any time."""
     cores: NotNegative | None = None
-    """Cores that all functions share; 0: each function has its own. None: the cores of this machine with the embedded
-    gateway, otherwise 0."""
+    """Cores that all functions share, for plans of pipelines. 0: each function has its own. Default: the cores of this
+    machine with the embedded gateway, otherwise 0."""
 
 
 def _date(text: str) -> str:
@@ -81,26 +74,34 @@ DateText = Annotated[str, Field(pattern=r"^[0-9]{4}-[0-9]{2}(-[0-9]{2})?$"), Aft
 """A day or a month: YYYY-MM-DD or YYYY-MM."""
 
 
-class PricesConfig(_Section):
-    """Prices of the region. All must be stated, with their source."""
+class PricesConfig(Section):
+    """Prices of the region in USD."""
 
     source: Annotated[str, Field(min_length=1)]
+    """Where the prices are from, such as `AWS list, eu-central-1`."""
     as_of: DateText
+    """Day or month of the prices: `2026-11-05` or `2026-11`."""
     function_usd_per_gb_second: NotNegative
+    """Price of a function's memory; time is rounded up to a millisecond."""
     function_usd_per_request: NotNegative
+    """Price of a call of a function."""
     server_usd_per_hour: NotNegative
+    """Price of a parameter server while its job runs."""
     egress_usd_per_gb: NotNegative
+    """Price of data sent to another region."""
     egress_to: dict[str, NotNegative] = {}
+    """Exceptions from `egressUsdPerGb`, by destination region."""
     preemptible_usd_per_gb_second: NotNegative | None = None
-    """Price of functions on preemptible capacity; required if there is any."""
+    """Price of a function's memory on preemptible capacity; required with `capacity.preemptible`."""
 
 
-class SplitConfig(_Section):
+class SplitConfig(Section):
     """One split of a shard."""
 
     uri: str
-    """A path (relative to this file), `file://`, or `s3://bucket/key`; one that ends with `/` is a folder."""
+    """Address of the data: a path, `file://`, or `s3://bucket/key`. One that ends with `/` is a folder."""
     samples: Annotated[int, Field(ge=0)]
+    """Length of the task's dataset of this split."""
 
     @field_validator("uri")
     @classmethod
@@ -113,107 +114,140 @@ class SplitConfig(_Section):
         return value
 
 
-class DatasetConfig(_Section):
+class DatasetConfig(Section):
     """A shard that this region holds."""
 
     residency: Literal["region", "cloud", "anywhere"] | tuple[RegionName, ...] = "region"
-    """Regions that may process the shard: this one, all of its cloud, all, or this one and those listed."""
+    """Regions that may process the shard. `region`: this one only. `cloud`: all of its cloud. `anywhere`: all. A list:
+    this one and those listed."""
     store: str = ""
-    """Name in `stores`, for s3:// URIs."""
+    """Name of the object store in `stores`, for `s3://` addresses."""
     splits: dict[str, SplitConfig]
+    """Splits of the shard, by name: `train`, `test` and others that the task's `dataset` knows."""
 
 
-class LinkConfig(_Section):
+class LinkConfig(Section):
     """Link to another region, as the operator knows it."""
 
     rtt_ms: NotNegative
+    """Round-trip time, in milliseconds."""
     mbps: NotNegative
-    """0: there is no direct path, so other regions pass updates on."""
+    """Rate, in Mbit/s. 0: there is no direct path, so other regions pass updates on."""
 
 
-class StoreConfig(_Section):
+class StoreConfig(Section):
     """An S3-compatible object store; its credentials come from the SDK's credential chain."""
 
     endpoint_url: str | None = None
+    """Address of the store. Default: the SDK's."""
     region: str | None = None
+    """Region of the store. Default: the SDK's."""
     profile: str | None = None
-    """Profile of the SDK's configuration."""
+    """Profile of the SDK's configuration. Default: the SDK's."""
 
 
-class EmbeddedGateway(_Section):
-    """Functions as processes of this machine."""
+class EmbeddedGateway(Section):
+    """Functions are processes of this machine."""
 
     kind: Literal["embedded"] = "embedded"
+    """Kind of the gateway."""
     profile: Literal["none", "ce"] = "none"
+    """`ce`: the limits of OpenFaaS's community edition."""
 
 
-class OpenFaasGateway(_Section):
-    """An OpenFaaS installation."""
+class OpenFaasGateway(Section):
+    """Functions run on an OpenFaaS installation (docs/production.md)."""
 
     kind: Literal["openfaas"]
+    """Kind of the gateway."""
     url: str
+    """Address of the gateway."""
     user_file: Path | None = None
+    """File with the user's name."""
     password_file: Path | None = None
+    """File with the password."""
     ca_file: Path | None = None
+    """File with the authority of the gateway's certificate. Default: the system's authorities."""
     image: str
+    """Container image of the worker function."""
     namespace: str = ""
+    """Namespace of the functions. Empty: the gateway's own."""
     preemptible_constraints: tuple[str, ...] = ()
-    """Placement constraints of functions on preemptible capacity."""
+    """Placement constraints of functions on preemptible capacity; required with `capacity.preemptible`."""
 
 
-class ChannelPricesConfig(_Section):
-    """Prices of the channel: its server by the hour, and requests by kind. 0: not billed."""
+class ChannelPricesConfig(Section):
+    """Prices of the channel in USD: its server by the hour, and requests by kind. 0: not billed."""
 
     source: Annotated[str, Field(min_length=1)]
+    """Where the prices are from."""
     as_of: DateText
+    """Day or month of the prices: `2026-11-05` or `2026-11`."""
     usd_per_hour: NotNegative = 0.0
+    """Price of the channel's server while a job's parameter server runs."""
     usd_per_put: NotNegative = 0.0
-    """Also the price of a list request."""
+    """Price of a put or a list request."""
     usd_per_get: NotNegative = 0.0
-    """Also the price of a request that finds nothing."""
+    """Price of a get request, and of one that finds nothing."""
     usd_per_delete: NotNegative = 0.0
+    """Price of a delete request."""
 
 
-class FileChannelConfig(_Section):
-    """A channel in a folder."""
+class FileChannelConfig(Section):
+    """The channel is a folder. It costs nothing."""
 
     kind: Literal["file"] = "file"
+    """Kind of the channel."""
     path: Path | None = None
-    """Default: shared memory, or the state directory if there is no shared memory."""
-    prices: None = None
+    """The folder. Default: in shared memory, or in the state directory if there is no shared memory."""
+    prices: ClassVar[None] = None
 
 
-class RedisChannelConfig(_Section):
-    """A channel in a Redis server."""
+class RedisChannelConfig(Section):
+    """The channel is a Redis server."""
 
     kind: Literal["redis"]
+    """Kind of the channel."""
     url: Annotated[str, Field(pattern=r"^(redis|rediss)://[^@?]+$|^unix://[^@?]+$")]
-    """URL without credentials."""
+    """Address of the server without credentials: `redis://`, `rediss://` (TLS) or `unix://`."""
     user: str = "default"
+    """User of the agent; it needs the right to `ACL SETUSER` and `ACL DELUSER`."""
     password_file: Path | None = None
-    """With a password each job's workers get a Redis user of their own, which can access that job's keys only."""
+    """File with the user's password. With it, each job's workers get a Redis user of their own, which can access that
+    job's keys only."""
     prices: ChannelPricesConfig | None = None
+    """Prices of the channel; required if the region has `prices`."""
 
 
-class S3ChannelConfig(_Section):
-    """A channel in a bucket of an S3-compatible object store; credentials come from the SDK's credential chain."""
+class S3ChannelConfig(Section):
+    """The channel is a bucket of an S3-compatible object store; credentials come from the SDK's credential chain."""
 
     kind: Literal["s3"]
+    """Kind of the channel."""
     bucket: Annotated[str, Field(min_length=3)]
+    """Name of the bucket."""
     prefix: str = ""
+    """Beginning of all keys in the bucket."""
     endpoint_url: str | None = None
+    """Address of the store. Default: the SDK's."""
     region: str | None = None
+    """Region of the store. Default: the SDK's."""
     path_style: bool = False
+    """Whether the bucket is named in the path of an address instead of its host."""
     worker_credentials_file: Path | None = None
-    """Path, in the workers' file system, of a credentials file for this bucket only; None: the workers have a role."""
+    """Path, in the workers' file system, of a file with credentials for this bucket only. Default: the workers have a
+    role of their own."""
     prices: ChannelPricesConfig | None = None
+    """Prices of the channel; required if the region has `prices`."""
 
 
-class PolicyConfig(_Section):
+class PolicyConfig(Section):
     """What the federation may do in the region."""
 
     accept_jobs: bool = True
+    """Whether the region takes jobs."""
     max_workers_per_job: int | None = None
+    """Largest number of workers of one job. Default: all that the region has."""
     ship_logs: bool = True
     """Whether log lines of job code may leave the region."""
     accept_shards: bool = True
@@ -224,37 +258,45 @@ Host = Annotated[str, AfterValidator(bracketed)]
 """Host name or address, with an IPv6 address in brackets, as before a port."""
 
 
-class ServerConfig(_Section):
+class ServerConfig(Section):
     """Addresses and ports of parameter servers."""
 
     exchange_host: Host = "0.0.0.0"
-    """Address for other regions' parameter servers, and for this agent."""
+    """Address on which they serve other regions' parameter servers and this agent."""
     worker_host: Host = "127.0.0.1"
-    """Address for this region's workers."""
+    """Address on which they serve this region's workers."""
     ports: Annotated[tuple[Port, Port], AfterValidator(_check_port_range)] | None = None
-    """First and last port for parameter servers, each of which uses three, or two if there are not more; default:
-    any."""
+    """First and last port. Each parameter server uses three, or two if there are not more. Default: any free ones."""
 
 
-class RegionConfig(_Section):
+class RegionConfig(Section):
     """A region file."""
 
     api_version: Literal["geofed/v1"]
+    """Version of the file's format."""
     kind: Literal["Region"]
+    """Kind of the file."""
     metadata: Metadata
     cloud: Annotated[str, Field(min_length=1)]
+    """Name of the region's cloud, for rules of residency."""
     advertise: Host = "127.0.0.1"
-    """Host or address at which other regions reach this region's parameter servers."""
+    """Host name or address, also IPv6, at which other regions reach this region's parameter servers."""
     capacity: CapacityConfig
     prices: PricesConfig | None = None
+    """Prices of the region in USD. A region without them takes no part in jobs: no price is assumed."""
     datasets: dict[str, DatasetConfig] = {}
+    """Shards that the region holds, by name of the dataset."""
     links: dict[str, LinkConfig] = {}
+    """Links to other regions, by name, as the operator knows them. A link that is not listed counts as 100 Mbit/s at
+    150 ms."""
     stores: dict[str, StoreConfig] = {}
+    """S3-compatible object stores, by name; their credentials come from the SDK's credential chain."""
     gateway: Annotated[EmbeddedGateway | OpenFaasGateway, Field(discriminator="kind")] = EmbeddedGateway()
+    """Where functions run. Default: `kind: embedded`."""
     channel: Annotated[FileChannelConfig | RedisChannelConfig | S3ChannelConfig, Field(discriminator="kind")] = (
         FileChannelConfig()
     )
-    """Where the workers of a partition exchange tensors."""
+    """Where the workers of a job exchange tensors (docs/channels.md). Default: `kind: file`."""
     policy: PolicyConfig = PolicyConfig()
     server: ServerConfig = ServerConfig()
 
@@ -332,53 +374,3 @@ class RegionConfig(_Section):
                 for other, link in sorted(self.links.items())
             ],
         }
-
-
-def load_config(path: Path) -> RegionConfig:
-    """Read a region file; relative paths in it are relative to its folder.
-
-    Raises ``GeofedError("CONFIG_INVALID")`` with every invalid key and its line.
-    """
-    try:
-        document = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path))
-        config = strict_yaml.validate(RegionConfig, document)
-    except FileNotFoundError:
-        raise GeofedError("CONFIG_INVALID", f"there is no {path}", hint="give the file with --config") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise GeofedError("CONFIG_INVALID", f"{path}: {error}") from None
-    except strict_yaml.InvalidYaml as error:
-        raise GeofedError("CONFIG_INVALID", str(error)) from None
-    _check_stores(config, document)
-    return _resolved(config, path.parent.resolve())
-
-
-def _check_stores(config: RegionConfig, document: strict_yaml.Document) -> None:
-    for name, held in config.datasets.items():
-        if held.store and held.store not in config.stores:
-            text = f"`datasets.{name}.store`: {held.store!r} is not in stores"
-            raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "store"), text))
-
-
-def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
-    datasets = {}
-    for name, held in config.datasets.items():
-        splits = {
-            split: part.model_copy(update={"uri": _absolute(part.uri, folder)}) for split, part in held.splits.items()
-        }
-        datasets[name] = held.model_copy(update={"splits": splits})
-    channel = _files_resolved(config.channel, ("path", "password_file"), folder)
-    gateway = _files_resolved(config.gateway, ("user_file", "password_file", "ca_file"), folder)
-    return config.model_copy(update={"datasets": datasets, "channel": channel, "gateway": gateway})
-
-
-def _files_resolved(section: _Resolved, names: tuple[str, ...], folder: Path) -> _Resolved:
-    given = {name: value for name in names if (value := getattr(section, name, None)) is not None}
-    return section.model_copy(update={name: folder / value for name, value in given.items()})
-
-
-def _absolute(uri: str, folder: Path) -> str:
-    if uri.startswith("s3://"):
-        return uri
-    plain = uri.removeprefix("file://")
-    path = str(folder / plain)
-    return path + "/" if plain.endswith("/") and not path.endswith("/") else path

@@ -1,0 +1,40 @@
+"""The region file, written by the region's operator: its schema, and loading it."""
+
+from typing import Any
+
+from geofed_pb import file_schema
+from region_agent.config._load import load_config
+from region_agent.config._model import (
+    ChannelPricesConfig,
+    DatasetConfig,
+    FileChannelConfig,
+    OpenFaasGateway,
+    PricesConfig,
+    RedisChannelConfig,
+    RegionConfig,
+    S3ChannelConfig,
+    ServerConfig,
+    SplitConfig,
+    StoreConfig,
+)
+
+__all__ = [
+    "ChannelPricesConfig",
+    "DatasetConfig",
+    "FileChannelConfig",
+    "OpenFaasGateway",
+    "PricesConfig",
+    "RedisChannelConfig",
+    "RegionConfig",
+    "S3ChannelConfig",
+    "ServerConfig",
+    "SplitConfig",
+    "StoreConfig",
+    "json_schema",
+    "load_config",
+]
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of the region file."""
+    return file_schema.json_schema(RegionConfig, "geofed region")

@@ -1,0 +1,62 @@
+"""Load and validate a region file, and report each error with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from geofed_pb import strict_yaml
+from geofed_pb.errors import GeofedError
+from region_agent.config._model import RegionConfig, Section
+
+_Resolved = TypeVar("_Resolved", bound=Section)
+
+
+def load_config(path: Path) -> RegionConfig:
+    """Read a region file; relative paths in it are relative to its folder.
+
+    Raises ``GeofedError("CONFIG_INVALID")`` with every invalid key and its line.
+    """
+    try:
+        document = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path))
+        config = strict_yaml.validate(RegionConfig, document)
+    except FileNotFoundError:
+        raise GeofedError("CONFIG_INVALID", f"there is no {path}", hint="give the file with --config") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise GeofedError("CONFIG_INVALID", f"{path}: {error}") from None
+    except strict_yaml.InvalidYaml as error:
+        raise GeofedError("CONFIG_INVALID", str(error)) from None
+    _check_stores(config, document)
+    return _resolved(config, path.parent.resolve())
+
+
+def _check_stores(config: RegionConfig, document: strict_yaml.Document) -> None:
+    for name, held in config.datasets.items():
+        if held.store and held.store not in config.stores:
+            text = f"`datasets.{name}.store`: {held.store!r} is not in stores"
+            raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "store"), text))
+
+
+def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
+    datasets = {}
+    for name, held in config.datasets.items():
+        splits = {
+            split: part.model_copy(update={"uri": _absolute(part.uri, folder)}) for split, part in held.splits.items()
+        }
+        datasets[name] = held.model_copy(update={"splits": splits})
+    channel = _files_resolved(config.channel, ("path", "password_file"), folder)
+    gateway = _files_resolved(config.gateway, ("user_file", "password_file", "ca_file"), folder)
+    return config.model_copy(update={"datasets": datasets, "channel": channel, "gateway": gateway})
+
+
+def _files_resolved(section: _Resolved, names: tuple[str, ...], folder: Path) -> _Resolved:
+    given = {name: value for name in names if (value := getattr(section, name, None)) is not None}
+    return section.model_copy(update={name: folder / value for name, value in given.items()})
+
+
+def _absolute(uri: str, folder: Path) -> str:
+    if uri.startswith("s3://"):
+        return uri
+    plain = uri.removeprefix("file://")
+    path = str(folder / plain)
+    return path + "/" if plain.endswith("/") and not path.endswith("/") else path
