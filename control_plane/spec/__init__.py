@@ -1,12 +1,15 @@
 """The job file: its schema, parsing it, and packing the code next to it."""
 
+from datetime import timedelta
 from typing import Any
 
+from control_plane._durations import format_duration
 from control_plane.spec._demand import to_demand
 from control_plane.spec._load import LoadedSpec, load, parse_json, parse_request
 from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack, packed_code_digest
 from control_plane.spec._task import check_task
+from geofed_pb import file_schema
 
 __all__ = [
     "MAX_BUNDLE_BYTES",
@@ -23,7 +26,13 @@ __all__ = [
 ]
 
 
+class _JobSchema(file_schema.FileSchema):
+    """Generator of the job file's schema, in which durations are written as in the file."""
+
+    def encode_default(self, dft: Any) -> Any:
+        return format_duration(dft) if isinstance(dft, timedelta) else super().encode_default(dft)
+
+
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of the job file, for editors."""
-    schema = JobSpec.model_json_schema(by_alias=True)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "geofed training job", **schema}
+    return file_schema.json_schema(JobSpec, "geofed training job", _JobSchema)

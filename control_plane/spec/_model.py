@@ -1,33 +1,22 @@
 """Types of the job file. Keys are camelCase in the file; unknown keys are errors.
 
-Docstrings of attributes are the descriptions in the JSON Schema.
+Docstrings of attributes are the descriptions in the JSON Schema, and in the reference in `docs`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainSerializer,
-    PlainValidator,
-    WithJsonSchema,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
-from pydantic_core import CoreSchema, core_schema
 
-from control_plane._durations import format_duration, parse_duration
+from control_plane._durations import format_duration
+from control_plane.spec._types import BELOW, AutoOrCount, Deadline, Duration, Name, OneOf, Workers
 from geofed_pb.errors import GeofedError
 from scheduler.topology import topology_kinds
 from sync.channel import channel_kinds
@@ -37,53 +26,6 @@ from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 
 LONGEST_SLICE = timedelta(minutes=10)
 """Limit of `function.slice`: workers' tokens are valid for 15 minutes."""
-_FIRST_YEAR, _LAST_YEAR = 2000, 2199
-"""Years of valid deadlines, which every system can represent in any time zone."""
-_BELOW = 1 << 31
-"""Integers must be smaller, so that they fit the protocol's messages."""
-
-
-def _auto_or_count(value: Any) -> int | Literal["auto"]:
-    if value == "auto":
-        return "auto"
-    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _BELOW:
-        return value
-    raise ValueError("must be `auto` or a positive integer")
-
-
-def _duration(value: Any) -> timedelta:
-    if isinstance(value, timedelta):
-        return value
-    if not isinstance(value, str):
-        raise ValueError("must be a duration like 30s, 10m or 1h30m")
-    return parse_duration(value)
-
-
-def _workers(value: Any) -> Any:
-    counts = list(value.values()) if isinstance(value, dict) else [value]
-    for count in counts:
-        if count == "auto" and not isinstance(value, dict):
-            continue
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count < _BELOW:
-            raise ValueError("must be `auto`, a positive integer, or positive integers by region, like {frankfurt: 4}")
-    return value
-
-
-def _deadline(value: Any) -> Any:
-    if value is None or not isinstance(value, str):
-        return value
-    if value[:1].isdigit() and "-" not in value:
-        parse_duration(value)
-        return value
-    try:
-        moment = datetime.fromisoformat(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is neither a duration like 2h nor a time like 2030-01-31T18:00:00Z") from None
-    if moment.tzinfo is None:
-        raise ValueError(f"{value!r} has no time zone; append Z or an offset")
-    if not _FIRST_YEAR <= moment.year <= _LAST_YEAR:
-        raise ValueError(f"{value!r} is not between the years {_FIRST_YEAR} and {_LAST_YEAR}")
-    return value
 
 
 def _policies_with(trait: Callable[[WanPolicy], object]) -> str:
@@ -94,44 +36,6 @@ def _policies_with(trait: Callable[[WanPolicy], object]) -> str:
 def _collectives_with(trait: Callable[[CollectiveMethod], object]) -> str:
     """Return the names of the collectives that have a trait, for an error message."""
     return " or ".join(f"`collective: {name}`" for name in collectives(trait))
-
-
-class _OneOf:
-    """Annotation of a key with one of the given values, like `Literal` for values known only at run time."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.literal_schema(list(self._names))
-
-
-AutoOrCount = Annotated[
-    int | Literal["auto"],
-    PlainValidator(_auto_or_count),
-    WithJsonSchema({"anyOf": [{"const": "auto"}, {"type": "integer", "minimum": 1}]}),
-]
-Workers = Annotated[
-    int | Literal["auto"] | dict[str, int],
-    PlainValidator(_workers),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"const": "auto"},
-                {"type": "integer", "minimum": 1},
-                {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}},
-            ]
-        }
-    ),
-]
-Duration = Annotated[
-    timedelta,
-    PlainValidator(_duration),
-    PlainSerializer(format_duration, return_type=str),
-    WithJsonSchema({"type": "string", "examples": ["30s", "10m", "1h30m"]}),
-]
-_LABEL = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
-Name = Annotated[str, Field(pattern=_LABEL, description="a DNS label: lower-case letters, digits and hyphens")]
 
 
 class _Section(BaseModel):
@@ -149,8 +53,8 @@ class Metadata(_Section):
     """Name and labels of a job."""
 
     name: Name
-    """Name of the job; need not be unique."""
-    labels: dict[str, str] = Field(default_factory=dict)
+    """Name of the job: lower-case letters, digits and hyphens, 63 at most. It need not be unique."""
+    labels: dict[str, str] = {}
     """Labels for the user's own purposes; not used for decisions."""
 
 
@@ -158,8 +62,9 @@ class Task(_Section):
     """The task module, and the configuration that its functions get."""
 
     module: str
-    """Path of the task module, relative to the job file."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    """Path of the task module, a `.py` file, relative to the job file. The job file's folder is sent as code: 3 MiB
+    packed at most, without hidden files, caches and virtual environments."""
+    config: dict[str, Any] = {}
     """Passed to the module's functions as a dict."""
 
     @field_validator("module")
@@ -185,8 +90,9 @@ class Data(_Section):
     dataset: str = Field(min_length=1)
     """Name of the dataset in the region files."""
     residency: Literal["region", "cloud", "anywhere"] | list[str] = "region"
-    """Where raw data may be processed, if their owner allows it, too. `region`: only in their own region; `cloud`: in
-    regions of the same cloud; `anywhere`; or a list of regions."""
+    """Where raw data may be processed, if their owner allows it, too. `region`: only in their own region. `cloud`: in
+    regions of the same cloud. `anywhere`: in all regions. A list: in the named regions. Shards are moved only if
+    necessary, or to save at least a tenth (docs/placement.md)."""
 
 
 class GoodEnough(_Section):
@@ -210,11 +116,14 @@ class End(_Section):
     """When a job ends: after a number of epochs or steps, or earlier at a goal."""
 
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data."""
-    steps: int | None = Field(default=None, ge=1, lt=_BELOW)
+    """Number of passes over the data. Give either `epochs` or `steps`."""
+    steps: int | None = Field(default=None, ge=1, lt=BELOW)
     """Number of steps of the region with the most steps."""
     goal: GoodEnough | None = None
-    """The job ends early once all regions together measure this."""
+    """The job ends early once a metric, as a mean over all regions' test samples, reaches this bound. `epochs` or
+    `steps` is then the maximum, on which plans and promises are based. It is checked after each evaluation, so
+    `train.evaluateEvery` must be set. The regions' last evaluations are combined if they are at most one evaluation,
+    or 16 rounds, apart."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> End:
@@ -227,13 +136,14 @@ class LearningRate(_Section):
     """Schedule of the learning rate over the job's planned steps, as a factor of the optimiser's rate."""
 
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after the warm-up, to `floor` at the end: linear, or half a cosine."""
+    """Decay after the warm-up, to `floor` at the end. `linear`: linearly. `cosine`: along half a cosine. `constant`:
+    not at all."""
     warmup: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the steps over which the rate rises from 0."""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final rate, as a fraction of the optimiser's rate."""
     begin: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Where the schedule begins, as a fraction of its length; with `initialModel`, to continue another job's
+    """Where the schedule begins, as a fraction of its length; with `train.initialModel`, to continue another job's
     schedule."""
 
 
@@ -241,35 +151,46 @@ class InitialModel(_Section):
     """An earlier job whose model a job starts from."""
 
     job: str = Field(min_length=1)
-    """ID of a job that has succeeded, or its name if it is unique; of a replanned job, the last successor counts."""
+    """ID of a job of the same user that has succeeded, or its name if it is unique. Of replanned jobs the last
+    successor counts."""
 
 
 class Train(_Section):
     """How workers train: batch, learning rate, seed, number of workers and evaluation."""
 
-    batch: int = Field(ge=1, lt=_BELOW)
-    """Number of samples of one worker in one step."""
+    batch: int = Field(ge=1, lt=BELOW)
+    """Number of samples of one worker in one step; with a pipeline, of one replica. If a region's step is larger than
+    its shard, the plan shows the real number of epochs."""
     learning_rate: LearningRate | None = None
-    """Schedule of the optimiser's learning rate over the job's planned steps; default: constant."""
+    """Schedule of the optimiser's learning rate over the job's planned steps. Default: the optimiser's own rate,
+    constant."""
     initial_model: InitialModel | None = None
-    """Model of an earlier job that all regions start from; default: the task's own."""
+    """Earlier job whose model all regions start from. Its tensors must have the names, shapes and types of the task's
+    (docs/planning.md#starting-from-a-model). Default: the task's own model."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the model, of the order of samples, and of all randomness in steps."""
     workers: Workers = "auto"
-    """Number of workers in each region, or by region, like {frankfurt: 4, shanghai: 2}."""
+    """Number of workers in each region, or by region, like `{frankfurt: 4, shanghai: 2}`; unknown regions are refused.
+    `auto`: as many as let all regions end a round together, at the speed that costs least within the deadline, or is
+    fastest within the budget (docs/planning.md)."""
     scaling: Literal["fixed", "tuned", "mlless"] = "fixed"
-    """`fixed`: the global batch of a step stays constant, however many workers share it. `tuned`: each worker keeps its
-    `batch`, and the number of workers is changed while the job trains, so that it reaches `end.goal` at the least cost
-    or, if it minimises time, in hardly more time than with all workers. `mlless`: workers are removed by MLLess's rule.
-    With the last two, `workers` is the maximum."""
+    """`fixed`: the global batch of a region's step stays constant, however many workers share it. `tuned`: each worker
+    keeps its `batch`, and the number of workers is changed while the job trains, so that it reaches `train.end.goal`
+    at the least cost or, with `objective.minimise: time`, in hardly more time than with all workers. `mlless`: workers
+    are removed by MLLess's rule. With the last two the goal must be an `atMost`, and `train.workers` is the maximum and
+    the initial number; `auto` is then as many as make the epochs fastest, beginning with as many as are certain to pay.
+    They cannot be used with pipelines or with exchange in the background (docs/scaling.md#in-a-job)."""
     end: End
+    """When the job ends."""
     balance: Literal["data", "speed"] = "data"
-    """What a region's number of steps in a round is proportional to: `data`, so that all regions make the same number
-    of epochs, or `speed`, so that their rounds take equally long and none waits; the total number of samples is the
-    same."""
-    eval_batch: int | None = Field(default=None, ge=1, lt=_BELOW)
-    """Batch of an evaluation; default: `batch`, which the worker's memory is chosen for."""
-    evaluate_every: int = Field(default=0, ge=0, lt=_BELOW)
+    """What a region's number of steps in a round is proportional to. `data`: all regions make equally many epochs.
+    `speed`: rounds take equally long in all regions, so that none waits. The total number of samples is then the same,
+    fast regions process more of them, and regions are weighted by their samples. Speeds are those known when the job is
+    planned; the plan shows each region's epochs."""
+    eval_batch: int | None = Field(default=None, ge=1, lt=BELOW)
+    """Batch of an evaluation; a larger one is faster, and needs more memory. Default: `train.batch`, which the worker's
+    memory is chosen for."""
+    evaluate_every: int = Field(default=0, ge=0, lt=BELOW)
     """Number of rounds between evaluations; 0: only at the end."""
 
     @model_validator(mode="after")
@@ -287,17 +208,19 @@ class Train(_Section):
 
 def _with_other_spelling(schema: dict[str, Any]) -> None:
     """Accept `objective.minimize` in the JSON Schema, too."""
-    properties = schema["properties"]
-    properties["minimize"] = {**properties["minimise"], "description": "Other spelling of `minimise`."}
+    minimise = schema["properties"].pop("minimise")
+    minimize = {**minimise, "description": "Other spelling of `minimise`."}
+    schema["properties"] = {"minimise": minimise, "minimize": minimize, **schema["properties"]}
 
 
 class SoftDeadline(_Section):
     """A later deadline of less value."""
 
-    deadline: Annotated[str, BeforeValidator(_deadline)]
+    deadline: Deadline
     """A deadline later than the one before it."""
     value: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Value of this deadline relative to `deadline`; if not all promises can be kept, those of least value are late."""
+    """Value of this deadline relative to that of `objective.deadline`. If not all promises can be kept, those of least
+    value are late."""
 
 
 class Objective(_Section):
@@ -306,16 +229,17 @@ class Objective(_Section):
     model_config = ConfigDict(json_schema_extra=_with_other_spelling)
 
     minimise: Literal["cost", "time"] = "cost"
-    """What the plan minimises; of two plans that differ in it by less than a twentieth, the one that is better in the
-    other is chosen. `minimize` is accepted, too."""
-    deadline: Annotated[str | None, BeforeValidator(_deadline)] = None
-    """Duration from the submission, like 2h, or time, like 2030-01-31T18:00:00Z; the job is declined if it cannot be
+    """What the plan minimises. Of two plans that differ in it by less than a twentieth, the one that is better in the
+    other is chosen."""
+    deadline: Deadline | None = None
+    """Duration from the submission, `3650d` at most, or time with a time zone. The job is declined if it cannot be
     promised."""
-    soft: list[SoftDeadline] = Field(default_factory=list)
+    soft: list[SoftDeadline] = []
     """Later acceptable deadlines, each of less value than the one before. The first one that can be promised is; if
     none can, the job is admitted without a promise instead of being declined."""
     budget: float | None = Field(default=None, gt=0)
-    """Limit of the cost, in USD."""
+    """Limit of the cost, in USD. A plan that would exceed it is declined. A job that costs more than planned ends early
+    with its current model once the budget is spent."""
 
     @model_validator(mode="before")
     @classmethod
@@ -339,51 +263,55 @@ class Objective(_Section):
 class Regions(_Section):
     """Which regions a job uses, and when it is replanned to use others."""
 
-    use: list[Name] = Field(default_factory=list)
-    """Regions to use; default: all that have data."""
-    avoid: list[Name] = Field(default_factory=list)
-    """Regions not to use."""
+    use: list[Name] = []
+    """Names of the regions to use; with a wider `data.residency` also regions without data. Empty: all that have
+    data."""
+    avoid: list[Name] = []
+    """Names of regions not to use, connected or not. Unknown ones are refused, so that a typing error does not disable
+    the rule."""
     replan: Literal["asked", "auto"] = "asked"
-    """When the job is replanned to use regions that join while it runs: `asked`, by `control-plane replan` only;
-    `auto`, also automatically if that pays."""
+    """When the job is replanned to use regions that join while it runs. `asked`: on request only (`control-plane
+    replan`). `auto`: also automatically if that pays (docs/planning.md#a-region-that-comes-later)."""
 
 
 class Wan(_Section):
     """How the regions exchange updates over the WAN."""
 
-    policy: Annotated[str, _OneOf("auto", *policies())] = "auto"
-    """WAN policy. `ma`: model averaging every `interval` steps. `diloco`: the same with an outer optimiser. `bsp`: the
-    exact mean after every step. `asgd`, `asgd-ga`: each region applies the steps of all regions. `asp`: Gaia's
-    significance filter."""
+    policy: Annotated[str, OneOf("auto", *policies())] = "auto"
+    """WAN policy (docs/wan.md#policies-wanpolicy). `ma`: the regions' models are averaged, weighted by samples, after
+    each round. `diloco`: the same, with an outer optimiser. `bsp`: the exact mean after every step. `asgd`, `asgd-ga`:
+    each region applies the steps of all regions. `asp`: the same with Gaia's significance filter. `auto`: `ma`."""
     outer: dict[str, float] | None = None
-    """Settings of the policy. `diloco`: those of its outer optimiser, `lr` (default 0.7) and `momentum` (0.9)."""
+    """Settings of the policy. `diloco`: those of its outer optimiser, `lr` (default: 0.7) and `momentum` (default:
+    0.9)."""
     exchange: Literal["auto", "synchronous", "background"] = "auto"
     """`synchronous`: a round ends when the updates of all regions have arrived. `background`: training continues during
-    the exchange. `auto`: background, unless waiting costs less than a twentieth of the time; always background if
-    settings for late updates are given."""
+    the exchange. `auto`: background, unless waiting takes less than a twentieth of the time or there are fewer than 20
+    rounds; always background with `quorum`, `grace` or `staleness`, which have no effect otherwise."""
     interval: AutoOrCount = "auto"
-    """Number of local steps between two WAN exchanges, of the region with the most steps."""
-    codec: Annotated[str, _OneOf("auto", *codecs())] = "auto"
-    """Codec of updates; the residual of a lossy one is added to the next update. `auto`: fp32, or int8 if that shortens
-    the exchange; in the background also ternary, if neither keeps up."""
-    topology: Annotated[str, _OneOf("auto", *topology_kinds())] = "auto"
-    """Which regions exchange directly; updates of others are relayed. `auto`: the fastest by the regions' links, or a
-    cheaper one that is about as fast."""
+    """Number of local steps in a round, of the region with the most steps."""
+    codec: Annotated[str, OneOf("auto", *codecs())] = "auto"
+    """Codec of updates (docs/wan.md#codecs-wancodec); the residual of a lossy one is added to the next update. `auto`:
+    `fp32`, or `int8` if that shortens the exchange by a tenth or more; in the background the least lossy one that keeps
+    up, including `ternary` with at least 20 rounds, and adapted while the job runs."""
+    topology: Annotated[str, OneOf("auto", *topology_kinds())] = "auto"
+    """Which regions exchange directly; updates of others are relayed (docs/wan.md#topology-wantopology). `auto`: the
+    fastest by the regions' links, or a cheaper one that is about as fast."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of parts of the model; one of them is sent in each round, in turn."""
-    quorum: Annotated[int, Field(ge=1, lt=_BELOW)] | None = None
+    quorum: Annotated[int, Field(ge=1, lt=BELOW)] | None = None
     """Number of regions, including the own one, whose new updates a merge in the background waits for within `grace`.
     Default: all that keep up, each with the same round; `asgd`, `asgd-ga` and `asp` merge the updates that have
     arrived."""
     grace: Duration | None = None
-    """How long a merge waits for its quorum; default: not at all."""
-    lead: Annotated[int, Field(ge=0, lt=_BELOW)] | None = None
+    """How long a merge waits for its quorum. Default: not at all."""
+    lead: Annotated[int, Field(ge=0, lt=BELOW)] | None = None
     """Number of rounds that a region may be ahead of the slowest one that keeps up, with a `quorum` or a policy that
-    merges the updates that have arrived. 0: unlimited; default: 8."""
+    merges the updates that have arrived. 0: unlimited. Default: 8."""
     staleness: Literal["none", "damping", "compensation"] = "none"
-    """Treatment of late updates: `damping` divides them by 1 + staleness, `compensation` is DC-ASGD's."""
+    """Treatment of late updates. `damping`: they count less. `compensation`: they are corrected as in DC-ASGD."""
     significance: Annotated[float, Field(gt=0, le=1)] | None = None
-    """For `asp`: relative change below which a coordinate is not sent yet; default: 0.01."""
+    """For `asp`: relative change below which a coordinate is not sent yet. Default: 0.01."""
     guard: Annotated[float, Field(ge=0)] = 100.0
     """An update is refused if its norm exceeds its region's usual norm by more than this factor; 0: never."""
 
@@ -425,17 +353,18 @@ class PipelineStages(_Section):
     """How a model is cut into pipeline stages."""
 
     stages: AutoOrCount = "auto"
-    """Number of stages that the model's layers are divided into; the plan chooses where."""
+    """Number of stages that the model's layers are divided into; the plan chooses where. `auto`: the plan chooses the
+    number, too."""
     activations: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision in which stages exchange activations and their gradients. `auto`: bfloat16 if that makes a step at
-    least 5 % shorter, or cheaper if the job minimises cost; else float32."""
+    """Precision in which stages exchange activations and their gradients. `auto`: `bf16` if that makes a step at least
+    5 % shorter, or cheaper if the job minimises cost; else `fp32`."""
 
 
 class Parallelism(_Section):
-    """How a model that does not fit one worker is divided among several."""
+    """Whether each worker holds the whole model, or the model is divided among several workers."""
 
     pipeline: PipelineStages = Field(default_factory=PipelineStages)
-    """Pipeline parallelism: each worker holds consecutive layers, and sends activations to the next."""
+    """Each worker holds a stage of consecutive layers, and sends activations to the next (docs/pipelines.md)."""
 
 
 def _merge_codecs() -> tuple[str, ...]:
@@ -446,23 +375,25 @@ def _merge_codecs() -> tuple[str, ...]:
 class Merge(_Section):
     """Settings of the collective."""
 
-    codec: Annotated[str, _OneOf(*_merge_codecs())] = "fp32"
-    """Codec in both directions; the residual of a lossy one is added to the next step. `fp8` and `int4` omit zeros if
-    that is smaller. `int8` cannot be used with `isp`."""
+    codec: Annotated[str, OneOf(*_merge_codecs())] = "fp32"
+    """Codec between workers, in both directions; the residual of a lossy one is added to the next step. `fp8` and
+    `int4` omit zeros if that is smaller, for sparse models. `int8` cannot be used with `isp`. Others than `fp32`
+    require an explicit `collective` other than `server-reduce`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
     """For `k-reduce`: workers that merge no part continue with the mean from this many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
-    """For `isp`: v in the filter |change / weight| > v / sqrt(t); default: 0.7."""
+    """For `isp`: v in the filter abs(change / weight) > v / sqrt(step). Default: 0.7."""
 
 
 class Function(_Section):
     """Memory and time slice of the worker function."""
 
     memory_mb: AutoOrCount = "auto"
-    """Memory of a worker, in MB."""
+    """Memory of a worker, in MB. `auto`: the cheapest sufficient size by a profile (docs/tuning.md), else 1024."""
     slice: Duration = timedelta(seconds=30)
-    """An invocation ends at the first step boundary after this time; at most 10 minutes, since workers' tokens are
-    valid for 15."""
+    """An invocation ends at the first step boundary after this time, and the next one continues; `10m` at most, since
+    workers' tokens are valid for 15 minutes. An invocation that has not answered 120 s later is ended and called again;
+    the third in a row fails the job: a step must not take longer."""
 
     @field_validator("slice")
     @classmethod
@@ -483,24 +414,28 @@ class JobSpec(_Section):
     """One training job."""
 
     api_version: Literal["geofed/v1"]
+    """Version of the file's format."""
     kind: Literal["TrainingJob"]
+    """Kind of the file."""
     metadata: Metadata
     task: Task
     data: Data
     train: Train
     objective: Objective = Field(default_factory=Objective)
     regions: Regions = Field(default_factory=Regions)
-    collective: Annotated[str, _OneOf("auto", *collectives())] = "auto"
-    """How the workers of a region merge. `auto`: each region uses the fastest one by its measurements of the
-    channel."""
+    collective: Annotated[str, OneOf("auto", *collectives())] = "auto"
+    """How the workers of a region merge: `server-reduce` at its parameter server, the others among themselves
+    (docs/collectives.md). `auto`: each region uses the fastest one by the measured constants of its channel, in shared
+    memory `server-reduce`; for a profiled task, the choice of its profiles if all regions agree."""
     parallelism: Literal["auto", "data"] | Parallelism = "auto"
     """`data`: each worker holds the whole model. `pipeline`: each worker holds a stage of its layers. `auto`: a
-    pipeline if, by a profile, the model does not fit into a function's memory, else `data`."""
+    pipeline if, by a profile (docs/tuning.md), the model does not fit into a function's memory, else `data`."""
     k: AutoOrCount = "auto"
     """For `k-reduce` and `isp`: number of workers that merge a part each; limited to the number of workers."""
-    channel: Annotated[str, _OneOf("auto", *channel_kinds())] = "auto"
-    """Store through which the workers of a region exchange tensors. `auto`: the region's own."""
-    merge: Merge = Field(default_factory=lambda: Merge())
+    channel: Annotated[str, OneOf("auto", *channel_kinds())] = "auto"
+    """Store through which the workers of a region exchange tensors (docs/channels.md). `auto`: the region's own.
+    Regions with another one are not used."""
+    merge: Merge = Field(default_factory=Merge)
     wan: Wan = Field(default_factory=Wan)
     function: Function = Field(default_factory=Function)
     limits: Limits = Field(default_factory=Limits)

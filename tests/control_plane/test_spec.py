@@ -221,7 +221,8 @@ def test_durations_survive_a_round_trip(milliseconds: int) -> None:
 def test_the_schema_names_the_keys_of_the_file() -> None:
     schema = json_schema()
     assert schema["required"] == ["apiVersion", "kind", "metadata", "task", "data", "train"]
-    assert "lostRegion" in schema["$defs"]["Limits"]["properties"]
+    assert schema["title"] == "geofed training job"
+    assert schema["$defs"]["Limits"]["properties"]["lostRegion"]["default"] == "10m"
     assert schema["additionalProperties"] is False
 
 
