@@ -27,7 +27,8 @@ coverage: .venv/.ready-dev ## Run all tests and tell which branches none of them
 bench: .venv/.ready-dev ## List the benchmarks, or run one: make bench NAME (ARGS=--quick)
 	@$(PYTHON) tests/bench$(if $(BENCH),/$(BENCH).py) $(ARGS)
 
-docs: .venv/.ready-dev ## Build the documentation's site in .site; a dead link is an error
+docs: .venv/.ready-dev ## Write the references of job and region file, and build the site in .site; a dead link is an error
+	@$(PYTHON) -m deploy.reference
 	@.venv/bin/zensical build --strict --clean
 
 ifeq (bench,$(firstword $(MAKECMDGOALS)))
