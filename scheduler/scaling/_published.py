@@ -66,7 +66,7 @@ class PublishedTuner:
         """Record one more step; one with a loss beyond all bounds is ignored. Raises ``ValueError`` if steps are out of
         order."""
         if self._seen and (told.step <= self._seen[-1].step or told.at_seconds < self._seen[-1].at_seconds):
-            raise ValueError("steps are told in the order in which they ended")
+            raise ValueError("steps must be observed in the order in which they ended")
         if not tells(told):
             return ScalingDecision(told.workers, False, "")
         if self._seen and len(self._seen) >= self._removed_at + self._settling:
