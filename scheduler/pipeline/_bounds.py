@@ -1,4 +1,4 @@
-"""Lower bounds of what the layers before a label add, and the labels that cannot reach the front any more."""
+"""Lower bounds on what the layers before a label add; they show which labels can still reach the front."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ from scheduler.pipeline._tables import Floats, Ints, Tables
 
 __all__ = ["LabelBounds"]
 
-PAIRS = 1 << 17
-"""Pairs of labels and the coarsest completions that are examined at a time."""
-RUNS = (LEVELS + 1, 6, 1)
-"""Numbers of levels that are combined, with the least of each: first all of them, then fewer."""
+PAIRS_AT_ONCE = 1 << 17
+"""Number of pairs of a label and a coarsest completion that are examined at once; limits the memory."""
+RUN_LEVELS = (LEVELS + 1, 6, 1)
+"""Numbers of consecutive levels that are combined into one completion with their minima, the coarsest first."""
 
 FILLED, ENDED, MORE, BOTH, BEAT_B, BUSY, RATE, OTHER_USD, STAGES, MOST_STAGES = range(10)
-"""Columns by which a pair of a label and a completion is judged, those of the label."""
+"""Columns of a label that the bound of a pair of a label and a completion is computed from."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Completions:
-    """The possible stages in front of labels that begin with one layer: of some ways, numbers of stages and levels, or
-    of runs of levels."""
+    """Lower bounds on the stages before labels that begin with one layer, by way, number of stages, and run of
+    levels."""
 
     stages: Singles
     rate: Singles
-    """USD per second, at least."""
+    """Lower bound, in USD per second."""
     values: Singles
     """(table, completion)."""
     begin: Ints
-    """Offsets of the parts that each of the next coarser completions consists of, and the end of all; of the coarsest,
-    the offsets of each way."""
+    """Offset of the first part of each completion of the next coarser kind, and the end of the last; for the coarsest
+    kind, the offsets of each way."""
 
 
 class LabelBounds:
-    """The labels of one problem that can still improve the front by more than a share."""
+    """Selects the labels of one problem that can still improve the front by more than a share."""
 
     def __init__(self, tables: Tables, front: Front, within: float) -> None:
         self._tables, self._front, self._within = tables, front, within
         self._begun = Beginnings(tables, front, within)
         self.possible = np.unique(self._begun.up_to[-1].way)
-        """Ways that can still reach the front."""
+        """Ways with which the front can still be reached."""
         self.alike = np.unique(tables.alike[self.possible])
-        """One of each set of possible ways that are `alike`."""
+        """One way of each set of possible ways that are `alike`."""
         self.row = np.searchsorted(self.alike, tables.alike)
-        """By possible way: index of the one in `alike` that it equals."""
+        """Index of a possible way's set in `alike`, by way."""
         self.slowest = self._slowest_of_possible()
-        """By possible way: largest seconds of the slowest lane, both ways, that a stage may have."""
+        """Upper limit of the seconds of a stage's slowest lane, forward plus backward, by possible way."""
         self._of_first: dict[int, list[_Completions]] = {}
 
     def _slowest_of_possible(self) -> Floats:
@@ -74,29 +74,30 @@ class LabelBounds:
         return found
 
     def _slowest(self, fill: Floats, more: Floats, rate: Floats, other_usd: Floats) -> Floats:
-        """Return the sum of slowest lanes, forward and backward, above which no pipeline of at least this fill, rate
-        and price improves the front."""
+        """Return the sum of the slowest lanes, forward and backward, above which no pipeline with at least this fill,
+        rate and price improves the front."""
         spare = self._front.beats_from(rate, other_usd, self._within) - fill
         return np.where(more > 0, spare / np.maximum(more, 1.0), np.inf)
 
     def _rates(self, begun: ChainPrefixes) -> Floats:
-        """USD per second, at least."""
+        """Return lower bounds in USD per second."""
         rates: Floats = self._tables.degree[begun.way] * begun.level.astype(float) * self._begun.unit
         return rates
 
     def beats(self, first: int) -> Singles:
-        """(last layer, way, option): seconds of the slowest lane, both ways, of stages that begin with a layer."""
+        """Return the seconds of the slowest lane, forward plus backward, of stages that begin with a layer, by (last
+        layer, way, option)."""
         beats: Singles = self._begun.beats[first]
         return beats
 
     def promising(self, labels: Labels) -> tuple[Labels, Labels]:
-        """Return the labels that can still improve the front by more than the share, of labels that begin with one
-        layer; and the same labels, raised.
+        """Return the labels that can still improve the front by more than the share, and the same labels raised.
 
-        Seconds and USD of a completion are bounded from below for every number of stages and rate that the layers
-        before may have. In those that the front does not beat, the stages before have a lane so slow forward that the
-        label's own slowest one does not matter, if it is faster: it is raised to the value that does. And the next
-        stage may be at most so slow that the front does not beat the least of them all.
+        All labels begin with the same layer. Seconds and USD of every completion are bounded from below, for each
+        number of stages and each rate that the layers before may have. The completions that the front does not beat
+        all have a forward lane of at least some time. A label's own slowest forward lane has no effect below this
+        time, and is raised to it. The limit of the next stage's slowest lane (`slowest`) is the time above which the
+        front beats all these completions.
         """
         if not len(labels):
             return labels, labels
@@ -106,13 +107,13 @@ class LabelBounds:
         before = self._of_first[first]
         own = self._columns(labels)
         many = np.diff(before[0].begin)[labels.way]
-        turns = (np.cumsum(many) - 1) // PAIRS
+        turns = (np.cumsum(many) - 1) // PAIRS_AT_ONCE
         parts = []
         for turn in np.unique(turns[many > 0]):
             rows = np.flatnonzero((turns == turn) & (many > 0))
             row, at = rows, labels.way[rows]
             for finer in before:
-                row, at = self._open(own, finer, row, at)
+                row, at = self._unbeaten_parts(own, finer, row, at)
             if len(row):
                 begins = np.flatnonzero(np.diff(row, prepend=-1))
                 least = np.stack([*before[-1].values[[FILL, OTHER, BEAT_F]], before[-1].rate]).take(at, axis=1)
@@ -126,13 +127,13 @@ class LabelBounds:
         return kept, replace(kept, beat_f=np.maximum(kept.beat_f, beat_f))
 
     def _completions(self, first: int) -> list[_Completions]:
-        """The coarsest first."""
+        """Return the completions of labels that begin with a layer, the coarsest kind first."""
         begun = self._begun.up_to[first]
         way, level, values = begun.way, begun.level, begun.values * np.float32(SINGLE)
         rates = self._rates(begun)
         found: list[_Completions] = []
         coarser = way[:0]
-        for width in RUNS:
+        for width in RUN_LEVELS:
             key = (way * (self._tables.length + 1) + begun.stages) * (LEVELS + 1) + level // width
             begins = np.flatnonzero(np.diff(key, prepend=-1))
             least = np.minimum.reduceat(values, begins, axis=1) if len(begins) else values
@@ -146,7 +147,7 @@ class LabelBounds:
         return found
 
     def _columns(self, labels: Labels) -> Singles:
-        """Return the columns by which pairs of label and completion are judged, by label."""
+        """Return the columns of labels from which bounds are computed, by (column, label)."""
         tables = self._tables
         most = (tables.problem.most_workers or 0) // tables.degree[labels.way] - labels.stages
         busy = np.maximum(tables.least_busy[labels.way], np.maximum(labels.busy, labels.busiest)) * SINGLE
@@ -157,28 +158,29 @@ class LabelBounds:
         }  # fmt: skip
         return np.stack([columns[number] for number in range(len(columns))]).astype(np.float32)
 
-    def _open(self, own: Singles, before: _Completions, row: Ints, coarser: Ints) -> tuple[Ints, Ints]:
-        """Return the pairs of a label and a part of one of the coarser completions that the front does not beat."""
+    def _unbeaten_parts(self, own: Singles, before: _Completions, row: Ints, coarser: Ints) -> tuple[Ints, Ints]:
+        """Return the pairs of a label and a part of its coarser completion that the front does not beat."""
         begin = before.begin[coarser]
         many = before.begin[coarser + 1] - begin
         row = np.repeat(row, many)
         at = ranges(begin, many)
-        # The first of three bounds alone leaves few, so that the others are asked of these.
+        # The first bound leaves few pairs, for which the other two are then computed.
         values = before.values
         beat, more = np.maximum(own[BOTH].take(row), values[BEAT].take(at)), own[MORE].take(row)
         seconds = np.maximum(own[FILLED].take(row) + values[FILL].take(at) + more * beat, own[BUSY].take(row))
         np.maximum(seconds, own[FILLED].take(row) + values[ALONE].take(at), out=seconds)
-        left = self._left(own, before, row, at, seconds)
+        left = self._unbeaten(own, before, row, at, seconds)
         row, at, seconds = row.take(left), at.take(left), seconds.take(left)
         more, beat_b = own[MORE].take(row), own[BEAT_B].take(row)
         slowest = more * np.maximum(own[BOTH].take(row) - beat_b, values[BEAT_F].take(at))
         np.maximum(seconds, own[FILLED].take(row) + values[FINISH].take(at) + slowest + more * beat_b, out=seconds)
         np.maximum(seconds, own[ENDED].take(row) + values[FORWARD].take(at) + slowest, out=seconds)
-        left = self._left(own, before, row, at, seconds)
+        left = self._unbeaten(own, before, row, at, seconds)
         return row.take(left), at.take(left)
 
-    def _left(self, own: Singles, before: _Completions, row: Ints, at: Ints, seconds: Singles) -> Ints:
-        """Return the pairs of at least some seconds that the front does not beat, and that are allowed."""
+    def _unbeaten(self, own: Singles, before: _Completions, row: Ints, at: Ints, seconds: Singles) -> Ints:
+        """Return the indices of the pairs that are allowed, and that the front does not beat; ``seconds``: their lower
+        bounds."""
         problem = self._tables.problem
         usd = seconds * (own[RATE].take(row) + before.rate.take(at))
         usd += own[OTHER_USD].take(row) + before.values[OTHER].take(at)

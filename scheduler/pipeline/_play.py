@@ -1,8 +1,9 @@
-"""The time of one pipeline's iteration, by an event simulation of its schedule.
+"""Event simulation of a pipeline's schedule: the time of one iteration.
 
-The planner searches by closed forms (`_evaluate`): bounds for 1F1B, and for stages that share cores. For the one
-pipeline that is chosen, this computes the time between them. As in the runtime, a stage computes, puts and gets in
-three lanes, in the order of its schedule; cores are shared evenly among all that want them (processor sharing).
+The search uses closed forms (`_evaluate`), which are only bounds for 1F1B and for stages that share cores. This
+simulation computes the time of the chosen pipeline within these bounds. As in the runtime, a stage has three lanes for
+computing, puts and gets, each in the order of its schedule. Cores are shared evenly among all tasks that use them
+(processor sharing).
 """
 
 from __future__ import annotations
@@ -19,39 +20,40 @@ from scheduler.pipeline._model import PipelineOptions, PipelineProblem, PlannedP
 __all__ = ["played"]
 
 ROUNDING = 1e-11
-"""Share of the work so far that a sum of parts may be off by."""
+"""Rounding error of a sum of parts, relative to the work so far."""
 _Name = tuple[str, int, int]
 """Action, stage and micro-batch."""
 
 
 @dataclass(frozen=True)
 class _Task:
-    """A task that first keeps a core busy, and then only takes time."""
+    """A task that first uses a core, and then only takes time."""
 
     lane: tuple[str, int]
     needs: _Name | None
     core_s: float
-    """Seconds with a function's whole share of a core."""
+    """Seconds of computing with the function's whole share of a core."""
     idle_s: float
+    """Seconds after computing, in which no core is used."""
     place: int
     cores: float
-    """Cores that all replicas use together while the task keeps one busy."""
+    """Cores that all replicas together use while the task computes."""
 
 
 def played(problem: PipelineProblem, plan: PlannedPipeline) -> PlannedPipeline:
-    """Return the same pipeline with the seconds of its simulated schedule, and the resulting USD.
+    """Return the pipeline with the seconds of its simulated schedule, and the resulting USD.
 
-    All replicas of a stage run alike, and all micro-batches are equal. Without shared cores GPipe's seconds are those
-    of `evaluate`, and 1F1B's at most those.
+    All replicas of a stage behave the same, and all micro-batches are equal. Without shared cores the seconds are those
+    of `evaluate` for GPipe, and at most those for 1F1B.
     """
     cores = [place.cores or math.inf for place in problem.places]
-    seconds = _last(_tasks(problem, plan), cores)
+    seconds = _makespan(_tasks(problem, plan), cores)
     function_usd = plan.function_usd * seconds / plan.seconds if plan.seconds else 0.0
     return replace(plan, seconds=seconds, usd=plan.usd - plan.function_usd + function_usd, function_usd=function_usd)
 
 
 def _passes(way: PipelineOptions, stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
-    """Return the passes of one stage, in order: "F" and "B", each with its micro-batch."""
+    """Return the passes of one stage in order: "F" (forward) or "B" (backward), and the micro-batch."""
     ahead = count if way.order == "gpipe" else min(count, stages - stage)
     yield from (("F", number) for number in range(ahead))
     for number in range(count):
@@ -61,7 +63,10 @@ def _passes(way: PipelineOptions, stage: int, stages: int, count: int) -> Iterat
 
 
 def _tasks(problem: PipelineProblem, plan: PlannedPipeline) -> dict[_Name, _Task]:
-    """Return the tasks of each lane in order. "get" and "put" are of activations, "back" and "return" of gradients."""
+    """Return all tasks, those of each lane in order.
+
+    Activations: "put" sends, "there" is the way, "get" receives. Gradients: "return", "away" and "back" likewise.
+    """
     way, count, end = plan.way, plan.micro_batches, len(plan.stages) - 1
     cuts, tasks = cuts_of(problem, plan), dict[_Name, _Task]()
     for g, (cut, stage) in enumerate(zip(cuts, plan.stages, strict=True)):
@@ -99,11 +104,11 @@ def _tasks(problem: PipelineProblem, plan: PlannedPipeline) -> dict[_Name, _Task
     return tasks
 
 
-def _last(tasks: Mapping[_Name, _Task], cores: Sequence[float]) -> float:
-    """Return when all tasks are done.
+def _makespan(tasks: Mapping[_Name, _Task], cores: Sequence[float]) -> float:
+    """Return the time at which all tasks are done.
 
-    In a place, all tasks that want a core advance at one rate: a task's part is done when the place has advanced by the
-    work of one that began at its start.
+    All tasks that use a core of a place advance at the same rate, so one counter of core seconds per place suffices: a
+    task has computed when the counter has grown by the task's core seconds since its start.
     """
     followers: dict[_Name, list[_Name]] = {name: [] for name in tasks}
     missing: dict[_Name, int] = {}
@@ -136,7 +141,7 @@ def _last(tasks: Mapping[_Name, _Task], cores: Sequence[float]) -> float:
         for p, some in enumerate(busy):
             while some and some[0][0] <= worked[p] + ROUNDING * (1.0 + worked[p]):
                 _, name = heapq.heappop(some)
-                # What is left of many that came and went is no share of a core.
+                # With no task left the sum is exactly zero, whatever rounding errors it has accumulated.
                 wanted[p] = wanted[p] - tasks[name].cores if some else 0.0
                 heapq.heappush(idle, (now + tasks[name].idle_s, name))
         while idle and idle[0][0] <= now:

@@ -1,19 +1,22 @@
-"""All best pipelines: label-setting dynamic programming over cut points, from the last layer to the first.
+"""Pareto front of pipelines: label-setting dynamic programming over cut points, from the last layer to the first.
 
-A label is a choice of stages for the layers from one on (`_labels`). Putting a stage in front of it gives another one.
-Two things keep labels few, and lose no point of the front: a label that another one is better than in every respect
-goes, and so does one that cannot end better than a whole pipeline that is known already, by a bound on what the layers
-before it still add in any number of stages and at any rate (`_bounds`). The bounds are as good as what is known: first
-the same is done for a shorter chain, where layers are taken together a few at a time, whose pipelines are pipelines of
-the longer one too; and for that one with a shorter one still. Then cuts are tried that are near those of these
-pipelines, and only then all.
+A label is a choice of stages for the layers from a given one to the last (`_labels`). Prepending a stage to a label
+gives another label. Two rules discard labels without losing a point of the front:
 
-A front within a share w: a label also goes where a known pipeline is worse than the bound by no more than w, in seconds
-and in USD. Every pipeline p is then covered by one that is found, with at most (1+w) times its seconds and its USD. For
-follow p's labels: where one goes for a better label, that one's completion by p's other stages is no worse than p, and
-is followed instead; where one goes by the bound, a known pipeline is within 1+w of the bound, which is no more than p's
-own values, and known pipelines only make room for better ones. Nothing is followed beyond the bound, so that the share
-is paid once, however many stages there are.
+- A label is discarded if another one is better in every respect.
+- A label is discarded if it cannot lead to a better pipeline than the known ones, by a lower bound on what the layers
+  before it add, for every number of stages and every rate (`_bounds`).
+
+The bounds are as tight as the known pipelines are good. So a coarser chain, in which a few layers at a time are
+combined into one, is searched first, recursively: its pipelines are also pipelines of the full chain. A second pass
+tries cuts near those of these pipelines, and the last pass tries all cuts.
+
+For a front within a share w, a label is also discarded if a known pipeline exceeds the bound by at most w, in seconds
+and in USD. Then for every pipeline p one is found that has at most (1 + w) times its seconds and its USD. Proof: follow
+p's labels. If one was discarded for a better label, that label completed by p's other stages is no worse than p; follow
+it instead. If one was discarded by the bound, a known pipeline is within 1 + w of the bound, and the bound is no more
+than p's own values; known pipelines are only replaced by better ones. The second case ends the argument, so that the
+share applies once, whatever the number of stages.
 """
 
 from __future__ import annotations
@@ -36,40 +39,40 @@ from scheduler.pipeline._tables import Floats, Ints, Stages, Tables
 __all__ = ["search"]
 
 Choice = Callable[[Labels, Labels], Labels]
-"""Choice among promising labels, given with the same ones raised: those to continue with."""
+"""Selects the labels to continue with; its arguments are the promising labels, and the same ones raised."""
 
-FEW = 2
-"""Labels of each way that the very first pass keeps at a cut."""
-FEWEST_LAYERS = 6
-"""Layers of a chain up to which it is searched without shortening it first."""
-SHORTER = 4
-"""Layers that are combined into one in the shorter chain that is searched first."""
-NEAR = 2
-"""Layers by which the cuts of its pipelines are then moved, before everything is tried."""
-ROUGH = 0.02
-"""Share within which these are found."""
+FIRST_LABELS = 2
+"""Number of labels that the very first pass keeps for each way at a cut."""
+DIRECT_LAYERS = 6
+"""A chain of at most this many layers is searched without a coarser chain first."""
+COMBINED_LAYERS = 4
+"""Number of layers that are combined into one in the coarser chain."""
+NEAR_LAYERS = 2
+"""Number of layers by which the cuts of known pipelines are moved in the second pass."""
+COARSE_WITHIN = 0.02
+"""Share within which the front of the coarser chain is found."""
 
 Found = list[tuple[PipelineOptions, tuple[Cut, ...]]]
 
 
 def search(problem: PipelineProblem, ways: Sequence[PipelineOptions], within: float = 0.0) -> Found:
-    """The ways and cuts on the front of seconds and USD of an iteration, the fastest first; one for each point.
+    """Return the ways and cuts on the front of an iteration's seconds and USD, the fastest first; one for each point.
 
-    ``within``: for every pipeline, one is found that takes at most 1 + within times its seconds and its USD. 0: exact.
+    ``within``: for every pipeline, one is found with at most 1 + within times its seconds and its USD. 0: exact.
     """
     tables, front = Tables(problem, ways), Front()
     passes: list[Callable[[int], tuple[PipelineOptions, tuple[Cut, ...]]]] = []
 
-    def go(bounds: LabelBounds, choose: Choice, near: Mask | None = None) -> None:
+    def run_pass(bounds: LabelBounds, choose: Choice, near: Mask | None = None) -> None:
         labels = _pass(tables, bounds, front, choose, near)
         passes.append(partial(_cuts, tables, labels))
 
-    def best() -> Found:
+    def on_front() -> Found:
         return [passes[number](row) for number, row in front.sources]
 
     length = tables.length
-    if length > FEWEST_LAYERS:
-        known = _of_shorter(problem, ways, math.ceil(length / SHORTER), max(within, ROUGH))
+    if length > DIRECT_LAYERS:
+        known = _of_coarser_chain(problem, ways, math.ceil(length / COMBINED_LAYERS), max(within, COARSE_WITHIN))
         plans = [evaluate(problem, way, cuts) for way, cuts in known]
         fitting = [(number, plan) for number, plan in enumerate(plans) if plan is not None]
         front.add(
@@ -79,20 +82,20 @@ def search(problem: PipelineProblem, ways: Sequence[PipelineOptions], within: fl
         )
         passes.append(known.__getitem__)
     if len(front.seconds) == 1:
-        # Too short for a shorter chain, or no two layers fit a function together.
-        go(LabelBounds(tables, front, max(within, ROUGH)), partial(_few, tables, FEW))
+        # The chain is too short for a coarser one, or no function has room for two layers.
+        run_pass(LabelBounds(tables, front, max(within, COARSE_WITHIN)), partial(_first_labels, tables, FIRST_LABELS))
     bounds, least = LabelBounds(tables, front, within), partial(_undominated, tables)
-    if length > FEWEST_LAYERS:
-        go(bounds, least, _near(tables, best()))
-    go(bounds, least)
-    return best()
+    if length > DIRECT_LAYERS:
+        run_pass(bounds, least, _near(tables, on_front()))
+    run_pass(bounds, least)
+    return on_front()
 
 
-def _of_shorter(problem: PipelineProblem, ways: Sequence[PipelineOptions], length: int, within: float) -> Found:
-    """Return pipelines of the same model with layers combined to a given number."""
+def _of_coarser_chain(problem: PipelineProblem, ways: Sequence[PipelineOptions], length: int, within: float) -> Found:
+    """Return the front of the same model with its layers combined into `length` ones, as cuts of the original."""
     layers = problem.profile.layers
     ends = [len(layers) * number // length for number in range(length + 1)]
-    taken = tuple(_as_one(layers[a:b]) for a, b in pairwise(ends))
+    taken = tuple(_combined(layers[a:b]) for a, b in pairwise(ends))
     shorter = replace(problem, profile=replace(problem.profile, layers=taken))
     if problem.stages is not None and problem.stages > length:
         return []
@@ -103,7 +106,8 @@ def _of_shorter(problem: PipelineProblem, ways: Sequence[PipelineOptions], lengt
     ]
 
 
-def _as_one(layers: Sequence[Layer]) -> Layer:
+def _combined(layers: Sequence[Layer]) -> Layer:
+    """Return one layer with the sizes and costs of consecutive ones."""
     return Layer(
         layers[0].name,
         sum(layer.parameter_bytes for layer in layers),
@@ -116,35 +120,38 @@ def _as_one(layers: Sequence[Layer]) -> Layer:
 
 
 def _near(tables: Tables, known: Found) -> Mask:
-    """(way, first layer, layer behind the last): stages about where known pipelines have theirs."""
+    """Return the stages near those of known pipelines, by (way, first layer, layer behind the last)."""
     near = np.zeros((len(tables.ways), tables.length + 1, tables.length + 1), dtype=bool)
     row = {way: number for number, way in enumerate(tables.ways)}
     for way, cuts in known:
         for cut in cuts:
-            first, behind = (slice(max(at - NEAR, 0), at + NEAR + 1) for at in (cut.first, cut.last + 1))
+            first, behind = (slice(max(at - NEAR_LAYERS, 0), at + NEAR_LAYERS + 1) for at in (cut.first, cut.last + 1))
             near[row[way], first, behind] = True
     return near
 
 
 def _pass(tables: Tables, bounds: LabelBounds, front: Front, choose: Choice, near: Mask | None) -> Labels:
-    """Extend all labels, or those with stages that are near; what is known of the front grows."""
+    """Build all labels, or those whose stages are all near, and add the whole pipelines to the front."""
     labels = ends_of(bounds.possible, bounds.slowest, tables.length, len(tables.problem.places) - 1)
     for first in range(tables.length - 1, -1, -1):
         found = _extended(tables, bounds, labels, tables.starting(first, bounds.alike), near)
-        found = choose(*bounds.promising(found)) if first else found.take(~front.beats(*_worth(tables, found)))
+        found = (
+            choose(*bounds.promising(found)) if first else found.take(~front.beats(*_seconds_and_usd(tables, found)))
+        )
         labels = joined([labels, found])
     rows = np.flatnonzero(labels.first == 0)
-    front.add(*_worth(tables, labels.take(rows)), rows)
+    front.add(*_seconds_and_usd(tables, labels.take(rows)), rows)
     return labels
 
 
-def _worth(tables: Tables, whole: Labels) -> tuple[Floats, Floats]:
+def _seconds_and_usd(tables: Tables, whole: Labels) -> tuple[Floats, Floats]:
+    """Return seconds and USD of an iteration of labels that are whole pipelines."""
     seconds = seconds_of(whole, tables.count[whole.way])
     return seconds, seconds * whole.rate + whole.other_usd
 
 
 def _extended(tables: Tables, bounds: LabelBounds, labels: Labels, stages: Stages, near: Mask | None) -> Labels:
-    """Return every label with every stage in front of it that begins with a layer, fits, and is allowed."""
+    """Return every label with every stage prepended that begins with the layer of `stages`, fits, and is allowed."""
     problem, first = tables.problem, stages.first
     rows = None if near is None else np.flatnonzero(near[labels.way, first, labels.first])
     labels = labels if rows is None else labels.take(rows)
@@ -164,17 +171,17 @@ def _extended(tables: Tables, bounds: LabelBounds, labels: Labels, stages: Stage
     useful = _by_option(bounds.beats(first)[last, labels.way] <= labels.slowest[:, None])
     fits = tables.needed(fits, kept) & useful
     before, option = np.divmod(np.flatnonzero(fits.T), len(fits))
-    found = _put_in_front(tables, labels, stages, before, option, ~kept[option, before], row)
+    found = _prepended(tables, labels, stages, before, option, ~kept[option, before], row)
     return found if rows is None else replace(found, before=rows[found.before])
 
 
 def _by_option(mask: Mask) -> Mask:
-    """(option, label), of (label, option): numpy is fast along the last axis."""
+    """Return the (label, option) mask as (option, label): numpy is fast along the last axis."""
     return np.ascontiguousarray(mask.T)
 
 
 def _joined(tables: Tables, labels: Labels, first: int) -> Mask:
-    """(option, label): where a stage that begins with a layer may be, in front of a label."""
+    """Return whether a stage that begins with a layer may be prepended in its place, by (option, label)."""
     place, behind = tables.place[:, None], labels.first < tables.length
     fits: Mask = (place <= labels.place) & (~behind | np.isfinite(tables.hop_s[0, place, labels.place]))
     if first == 0:
@@ -184,10 +191,10 @@ def _joined(tables: Tables, labels: Labels, first: int) -> Mask:
     return fits
 
 
-def _put_in_front(
+def _prepended(
     tables: Tables, labels: Labels, stages: Stages, before: Ints, option: Ints, again: Mask, rows: Ints
 ) -> Labels:
-    """Return labels with one stage in front of each, added up as in `_evaluate`."""
+    """Return labels with one stage prepended to each; values are added up as in `_evaluate`."""
     old, row = labels.take(before), rows[before]
     at = row, old.first - stages.first - 1, option
     forward = stages.forward[at]
@@ -205,7 +212,7 @@ def _put_in_front(
     fill_f, fill_b = old.fill_f + fill_f, old.fill_b + fill_b
     done = fill_b + (tables.count[old.way] - 1) * beat_b + stages.merge[at]
     place = tables.place[option]
-    # Nothing yet is in every place.
+    # A label without stages is in no place yet.
     moved = (old.place != place) & (old.stages > 0)
     return Labels(
         way=old.way,
@@ -247,13 +254,12 @@ def _undominated(tables: Tables, labels: Labels, raised: Labels) -> Labels:
     return undominated(labels, raised, tables.count[labels.way], alike=tables.problem.stages is not None)
 
 
-def _few(tables: Tables, few: int, labels: Labels, _raised: Labels) -> Labels:
-    """Return of each way and place the labels that a few mixtures of seconds and rate rank best, as far as there are
-    any."""
+def _first_labels(tables: Tables, number: int, labels: Labels, _raised: Labels) -> Labels:
+    """Return the best label of each way and place by each of `number` weighted geometric means of seconds and rate."""
     seconds, rate = seconds_of(labels, tables.count[labels.way]), labels.rate
     group = groups(labels, alike=tables.problem.stages is not None)
     best: list[Ints] = [np.zeros(0, dtype=np.int64)]
-    for share in np.linspace(0.0, 1.0, few):
+    for share in np.linspace(0.0, 1.0, number):
         order = np.lexsort((rate ** (1 - share) * seconds**share, group))
         ahead = np.ones(len(order), dtype=bool)
         ahead[1:] = group[order][1:] != group[order][:-1]

@@ -1,18 +1,18 @@
-"""The whole placement as one mixed-integer program, solved by HiGHS: the referee of the search, for few jobs.
+"""Placement of few jobs as one mixed-integer program, solved by HiGHS; the exact reference for the search.
 
-For job j at pace p (the index is left out below), shard s, region r, site k = (region, device), hub h:
+Indices: job j at pace p (omitted below), shard s, region r, site k = (region, device), hub h:
 
     min   sum usd_k n_jk + sum server_r z_jk + sum copy_jsr x_jsr + sum rounds_jrh y_jrh + sum penalty_j u_j
-    s.t.  sum_r x_jsr = a_jp,  sum_p a_jp + u_j = 1   one pace, each shard trained on once, or the job is refused
-          x_jsr <= sum_{k in r} z_jk <= 1             in a partition, which has one type of device
-          sum_{k in r} z_jk <= sum_s x_jsr            and something to do
-          sum_s power_js x_jsr <= sum_{k in r} power_k n_jk      what the pace asks for
-          n_jk <= C_k z_jk,   sum_j n_jk <= C_k
-          sum_h y_jrh = sum_{k in r} z_jk             each partition reports to one hub,
-          y_jrh <= y_jhh,   sum_h y_jhh = a_jp        the only one, which is itself in use
+    s.t.  sum_r x_jsr = a_jp,  sum_p a_jp + u_j = 1   a job is refused, or has one pace and each shard once
+          x_jsr <= sum_{k in r} z_jk <= 1             a shard is in a partition, with one type of device
+          sum_{k in r} z_jk <= sum_s x_jsr            a partition has a shard
+          sum_s power_js x_jsr <= sum_{k in r} power_k n_jk      its devices suffice for the pace
+          n_jk <= C_k z_jk,   sum_j n_jk <= C_k       capacity
+          sum_h y_jrh = sum_{k in r} z_jk             each partition reports to one hub
+          y_jrh <= y_jhh,   sum_h y_jhh = a_jp        a job has one hub, which is a partition of it
 
-x, z, a, u binary, n whole. Only x_jsr that residency, memory and links allow are there. It shares the model's arrays
-with the search, but nothing of how the search decides.
+x, z, a and u are binary, n is an integer. There are only columns x_jsr that residency, memory and links allow. The
+program shares the model's arrays with the search, but no part of its decisions.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from scheduler.placement._choice import PlacementChoice, bill_of, copy_usd, roun
 from scheduler.placement._sites import SLACK, Floats, Need, Sites
 
 GAP = 1e-4
-"""Relative gap between the best solution and the bound at which the solver stops: 0.01 % of the cost is below the
-accuracy of the prices."""
+"""Relative gap between the best solution and the bound at which the solver stops. 0.01 % of the cost is less than the
+accuracy of prices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +38,16 @@ class SolverResult:
     choices: tuple[PlacementChoice | None, ...]
     """Choice of each job; None: refused."""
     usd: float
-    """Refusals at their penalties."""
+    """Cost, including the penalties of refused jobs."""
     bound_usd: float
+    """Lower bound of the cost."""
     proven: bool
-    """Whether it ended within a relative gap of 1e-4."""
+    """Whether the solver ended with a relative gap of at most `GAP`."""
 
 
 @dataclass
 class _Model:
-    """Columns and rows as they grow."""
+    """Columns and rows of the program, added one by one."""
 
     cost: list[float] = field(default_factory=list)
     upper: list[float] = field(default_factory=list)
@@ -65,14 +66,19 @@ class _Model:
 
 @dataclass
 class _Columns:
-    """The columns of one job at one pace."""
+    """Indices of the columns of one job at one pace."""
 
     need: Need
     taken: int
+    """a: whether the job has this pace."""
     shard: dict[tuple[int, int], int] = field(default_factory=dict)
+    """x, by shard and region."""
     used: dict[int, int] = field(default_factory=dict)
+    """z, by site."""
     units: dict[int, int] = field(default_factory=dict)
+    """n, by site."""
     reports: dict[tuple[int, int], int] = field(default_factory=dict)
+    """y, by region and hub."""
 
 
 def solve_exactly(
@@ -83,11 +89,10 @@ def solve_exactly(
     *,
     seconds: float = math.inf,
 ) -> SolverResult:
-    """Place all jobs, each at one of its paces, at least cost.
+    """Place all jobs, each at one of its paces, at the least cost.
 
-    After `seconds` of wall time it answers with the best that was found, and a bound.
-
-    A penalty of infinity means that the job must be placed; `ValueError` where that cannot be.
+    After `seconds` of wall time the result is the best placement so far and a bound. A job with an infinite penalty
+    must be placed; raises ``ValueError`` if no such placement was found.
     """
     model = _Model()
     columns = []
@@ -109,6 +114,7 @@ def solve_exactly(
 
 
 def _job(model: _Model, sites: Sites, need: Need, free: Floats) -> _Columns:
+    """Add the columns and rows of one job at one pace."""
     job = _Columns(need, model.column(0.0, 1.0, True))
     allowed = _allowed(need)
     for shard, regions in enumerate(allowed):
@@ -124,7 +130,7 @@ def _job(model: _Model, sites: Sites, need: Need, free: Floats) -> _Columns:
 
 
 def _allowed(need: Need) -> list[list[int]]:
-    """Return for each shard the regions where it may be."""
+    """Return the permitted regions of each shard."""
     allowed: list[list[int]] = [[] for _ in need.job.shards]
     for region, shards in need.pinned.items():
         for shard in shards:
@@ -138,6 +144,7 @@ def _allowed(need: Need) -> list[list[int]]:
 def _region(
     model: _Model, sites: Sites, need: Need, free: Floats, job: _Columns, region: int, shards: list[int]
 ) -> None:
+    """Add the columns and rows of a job's partition in a region, for the shards that may be there."""
     own = [int(site) for site in np.flatnonzero((sites.region == region) & need.fits & (free > 0))]
     for site in own:
         job.used[site] = model.column(float(sites.server_usd_per_hour[region]) * need.hours, 1.0, True)
@@ -155,6 +162,7 @@ def _region(
 
 
 def _hub(model: _Model, sites: Sites, need: Need, job: _Columns, regions: list[int]) -> None:
+    """Add the columns and rows of the hub that a job's partitions report to."""
     places = np.array(regions)
     usd = rounds_usd(sites, need, places, places)
     for a, region in enumerate(regions):
@@ -171,6 +179,7 @@ def _hub(model: _Model, sites: Sites, need: Need, job: _Columns, regions: list[i
 
 
 def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bool]:
+    """Return the values of the columns (empty: no solution), the cost, its lower bound, and whether it is proven."""
     import highspy  # loads a solver of several MB, which no other module needs
 
     program = highspy.HighsLp()
@@ -201,6 +210,7 @@ def _solve(model: _Model, seconds: float) -> tuple[list[float], float, float, bo
 
 
 def _read(sites: Sites, paced: list[_Columns], value: list[float]) -> PlacementChoice | None:
+    """Return a job's choice in a solution; None: refused. ``paced``: the job's columns, by pace."""
     job = next((job for job in paced if value[job.taken] > 0.5), None)
     if job is None:
         return None

@@ -1,8 +1,8 @@
-"""Rerouting of a job's updates while it runs, when its links differ from what the plan assumed.
+"""Rerouting of a running job's updates if its links differ from what the plan assumed.
 
-The plan's topology is the best for the links as they were stated. Parameter servers report what the links in use really
-carry. Where that has been much less for long enough, the topology is chosen again (`rechosen`) over what was measured
-and, for links that are not in use, what is stated.
+The plan's topology is the best one for the stated links. Parameter servers measure the links in use. If a link has been
+much slower than stated for long enough, the topology is chosen again (`rechosen`), over the measurements and, for links
+that are not in use, the stated values.
 """
 
 from __future__ import annotations
@@ -17,28 +17,25 @@ from scheduler.topology._evaluate import Topology, evaluate_topology, rechosen
 __all__ = ["Rerouting", "Sighting", "as_seen", "rerouted"]
 
 _SLOWER = 1.5
-"""Ratio of measured to expected time, for an update or a round trip, above which a link counts as slower.
-
-A choice: smaller differences are common jitter.
-"""
+"""Ratio of measured to expected time, for an update or a round trip, above which a link counts as slower. It is a
+choice: smaller differences are common jitter."""
 _SLOWER_SECONDS = 0.1
-"""Seconds that an update must take beyond `_SLOWER` times the expected time for its link to count as slower; less may
-be the receiver's disk."""
+"""Seconds that an update must take beyond `_SLOWER` times the expected time for its link to count as slower; a smaller
+difference may be due to the receiver's disk."""
 _ROUND_GAIN = 0.05
-"""Share of a round's time that a rerouting must save. One that only shortens what is hidden behind compute saves
-nothing."""
+"""Share of a round's time that a rerouting must save. It saves nothing if the exchange is hidden behind compute."""
 _LEAST_MBPS = 1e-3
-"""Lower bound, in Mbit/s, of the search for a slower link's rate: no link that still carries updates is slower."""
-_TOLD_LINKS = 3
-"""Links that the reason for a rerouting names at most, the worst first, so that the text stays one line."""
+"""Lower bound, in Mbit/s, of the search for a link's rate; a link that still carries updates is faster."""
+_NAMED_LINKS = 3
+"""Largest number of links in the reason for a rerouting, the worst first, so that the text stays on one line."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """Recent measurements of a directed link, as its sender reports them."""
+    """Recent measurements of a directed link, reported by its sender."""
 
     mbps: float = 0.0
-    """Payload rate of the last update, its acknowledgement included; 0: not known."""
+    """Payload rate of the last update, including the time of its acknowledgement; 0: unknown."""
     rtt_ms: float = 0.0
     """Round-trip time; 0: unknown."""
     down: bool = False
@@ -51,11 +48,11 @@ class Rerouting:
 
     topology: Topology
     before_seconds: float
-    """Seconds of a round over the present routes, with the links as they are; infinite where one of them is down."""
+    """Seconds of a round over the present routes with the measured links; infinite if one of them is down."""
     after_seconds: float
     """Seconds of a round over the new routes."""
     why: str
-    """The links of the present routes that are worst compared with what was stated, as text."""
+    """Text with the links of the present routes that are worst compared with their stated values."""
 
 
 def as_seen(
@@ -64,12 +61,12 @@ def as_seen(
     update_bytes: int,
     known: Iterable[tuple[str, str]] = (),
 ) -> dict[tuple[str, str], Path]:
-    """Return the links as measured, else as stated.
+    """Return the links with their measured values, or else their stated ones.
 
-    ``stated`` has a path for every pair that may have one (`link_table`). Those of ``known`` are stated by an operator,
-    or in use; the others are assumed, and count only where they were measured. A sender's rate includes time that the
-    link does not take, so a rate only a little below the stated one does not count as a slower link. Rates are rounded
-    to two digits, so that tables of unchanged links are equal.
+    ``stated`` has a path for every pair of regions that may have one (`link_table`). Paths in ``known`` are stated by
+    an operator, or in use; the others are assumed, and are included only if they were measured. A sender's rate
+    includes time that is not spent on the link, so a rate slightly below the stated one does not count as a slower
+    link. Rates are rounded to two digits, so that tables of unchanged links are equal.
     """
     sure, table = set(known), {}
     for (source, to), path in stated.items():
@@ -77,11 +74,12 @@ def as_seen(
         if seen is None and (source, to) in sure:
             table[source, to] = path
         elif seen is not None and not seen.down:
-            table[source, to] = _as_carried(path, seen, update_bytes)
+            table[source, to] = _as_measured(path, seen, update_bytes)
     return table
 
 
-def _as_carried(path: Path, seen: Sighting, update_bytes: int) -> Path:
+def _as_measured(path: Path, seen: Sighting, update_bytes: int) -> Path:
+    """Return a link with its measured round-trip time and rate, unless they are about the stated ones."""
     if seen.rtt_ms > path.rtt_ms * _SLOWER:
         path = replace(path, rtt_ms=_rounded(seen.rtt_ms))
     if not seen.mbps:
@@ -116,10 +114,10 @@ def rerouted(
     compute_seconds: float,
     background: bool,
 ) -> Rerouting | None:
-    """Return other routes that have been better for long enough; None: keep the present ones.
+    """Return new routes if they have been better for long enough; None: keep the present ones.
 
-    ``tables`` are those of successive measurements (`as_seen`), the newest last; ``compute_seconds`` is a round's.
-    Beyond what `rechosen` requires, the round itself must become a twentieth shorter: in the background an exchange
+    ``tables``: links by successive measurements (`as_seen`), the newest last. ``compute_seconds``: compute of a round.
+    In addition to what `rechosen` requires, the round must become a twentieth shorter: in the background an exchange
     that is hidden behind compute costs nothing.
     """
     best = rechosen(current, tables, update_bytes)
@@ -130,14 +128,15 @@ def rerouted(
     after = _round_seconds(best.seconds, compute_seconds, background)
     if after > (1 - _ROUND_GAIN) * before:
         return None
-    return Rerouting(best, before, after, _why(current, tables[-1], stated))
+    return Rerouting(best, before, after, _reason(current, tables[-1], stated))
 
 
 def _round_seconds(exchange: float, compute: float, background: bool) -> float:
     return max(exchange, compute) if background else exchange + compute
 
 
-def _why(current: Topology, table: LinkTable, stated: LinkTable) -> str:
+def _reason(current: Topology, table: LinkTable, stated: LinkTable) -> str:
+    """Return a text that names the links that are worst compared with their stated values."""
     found = []
     for source, to in [*current.links, *((b, a) for a, b in current.links)]:
         path, meant = table.get((source, to)), stated.get((source, to))
@@ -147,4 +146,4 @@ def _why(current: Topology, table: LinkTable, stated: LinkTable) -> str:
             found.append((path.mbps / meant.mbps, f"{source}>{to} carries {path.mbps:g} Mbit/s, not {meant.mbps:g}"))
         elif meant is not None and path.rtt_ms > meant.rtt_ms:
             found.append((meant.rtt_ms / path.rtt_ms, f"{source}>{to} takes {path.rtt_ms:g} ms, not {meant.rtt_ms:g}"))
-    return ", ".join(text for _, text in sorted(found)[:_TOLD_LINKS]) or "other links are better than they were"
+    return ", ".join(text for _, text in sorted(found)[:_NAMED_LINKS]) or "other links are better than they were"

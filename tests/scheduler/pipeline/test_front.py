@@ -54,8 +54,8 @@ def test_it_is_what_trying_everything_finds_also_where_it_begins_with_shorter_ch
     if seed % 4 == 3:
         asked = replace(asked, stages=2)
     wanted = brute_force(asked, ways_of(asked))
-    for fewest in (_search.FEWEST_LAYERS, 1):
-        monkeypatch.setattr(_search, "FEWEST_LAYERS", fewest)
+    for fewest in (_search.DIRECT_LAYERS, 1):
+        monkeypatch.setattr(_search, "DIRECT_LAYERS", fewest)
         if wanted:
             assert same(points(front(asked)), wanted)
         else:
