@@ -388,11 +388,6 @@ class Plan:
     copies: tuple[Copy, ...] = ()
     """Shards that are processed elsewhere, sorted by source; their regions have no partition."""
 
-    def neighbours_of(self, region: str) -> tuple[str, ...]:
-        """Return the regions that exchange directly with one, sorted."""
-        pairs = self.neighbours or tuple((region, part.region) for part in self.partitions)
-        return tuple(sorted({name for pair in pairs if region in pair for name in pair} - {region}))
-
 
 @dataclass(frozen=True)
 class Reason:

@@ -6,12 +6,12 @@ from scheduler.deadline._allot import LIVE, Allotment, Offer, allot, offer, prom
 from scheduler.deadline._book import Book
 from scheduler.deadline._buddy import Buddy, BuddyPlacement
 from scheduler.deadline._course import Course, Ground
-from scheduler.deadline._curve import SpeedCurve, curve_from_table, fit_curve
+from scheduler.deadline._curve import SpeedCurve, curve_from_table
 from scheduler.deadline._experience import Experience
 from scheduler.deadline._fill import least_device_seconds
 from scheduler.deadline._kinds import Kinds, Refuge, allot_kinds, refuge, spot_share
 from scheduler.deadline._ledger import Gang, Held, StaffingPace
-from scheduler.deadline._model import DeadlineJob, DeadlineRefusal, DeviceCapacity, Overhead, Reservation, Rules
+from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
 from scheduler.deadline._proven import Proven, prove
 from scheduler.deadline._spread import WorkerShares, spread
 
@@ -24,7 +24,6 @@ __all__ = [
     "BuddyPlacement",
     "Course",
     "DeadlineJob",
-    "DeadlineRefusal",
     "DeviceCapacity",
     "Experience",
     "Gang",
@@ -35,7 +34,6 @@ __all__ = [
     "Overhead",
     "Proven",
     "Refuge",
-    "Reservation",
     "Rules",
     "SpeedCurve",
     "StaffingPace",
@@ -44,7 +42,6 @@ __all__ = [
     "allot",
     "allot_kinds",
     "curve_from_table",
-    "fit_curve",
     "least_device_seconds",
     "offer",
     "promised_at_once",

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler.deadline._curve import SpeedCurve
-from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Reservation
+from scheduler.deadline._model import DeviceCapacity
 
 _EXACT_UP_TO = 4096
 """Points of a book's grid up to which a constrained fill may add its own; beyond, it is rounded up to the next."""
@@ -87,17 +87,6 @@ class Holding:
         if self.shares is not None and self.times is not None:
             return float(np.dot(np.diff(self.times), self.shares))
         return self.first * (self.switch_s - now) + self.second * (self.end_s - self.switch_s)
-
-    def reservation(self, job: DeadlineJob, region: str, now: float) -> Reservation:
-        """The holding as a `Reservation`, with each change of the share as an instant."""
-        total = self.device_seconds(now)
-        if self.shares is not None and self.times is not None:
-            keep = np.flatnonzero(np.diff(self.shares, prepend=-1))
-            times, shares = tuple(self.times[keep].tolist()), tuple(self.shares[keep].tolist())
-            return Reservation(job.name, region, times, shares, self.end_s, total)
-        if self.first == self.second or self.switch_s <= now:
-            return Reservation(job.name, region, (now,), (self.second,), self.end_s, total)
-        return Reservation(job.name, region, (now, self.switch_s), (self.first, self.second), self.end_s, total)
 
 
 class Book:

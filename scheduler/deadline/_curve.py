@@ -1,23 +1,15 @@
-"""Scaling curves: the speed of a job by its number of devices, from tables or from measured step times."""
+"""Scaling curves: the speed of a job by its number of devices, from tables."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
-
-_GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-_FIT_ROUNDS = 4
-"""Rounds of the coordinate search; each halves the steps, so that the last tries values an eighth as far apart.
-
-A choice that balances accuracy and time.
-"""
 
 
 @dataclass(frozen=True)
@@ -89,10 +81,6 @@ class SpeedCurve:
         count = bisect_right(self.levels, most)
         return SpeedCurve(self.levels[:count], self.rates[:count]) if count else None
 
-    def scaled(self, factor: float) -> SpeedCurve:
-        """The curve of a job that is `factor` times as fast everywhere."""
-        return SpeedCurve(self.levels, tuple(rate * factor for rate in self.rates))
-
 
 def curve_from_table(rates: Mapping[int, float]) -> SpeedCurve | None:
     """The Pareto levels of a table of steps a second by devices; None: nothing in it was measured.
@@ -108,65 +96,6 @@ def curve_from_table(rates: Mapping[int, float]) -> SpeedCurve | None:
     return SpeedCurve(tuple(levels), tuple(kept)) if levels else None
 
 
-def fit_curve(samples: Iterable[tuple[int, float]]) -> SpeedCurve | None:
-    """Fit a curve to measured step times: pairs of devices and seconds per step, several for a level where available.
-
-    The form is Pollux's (OSDI'21, §3.2), with the global batch fixed: a step takes (T_grad^γ + T_sync^γ)^(1/γ), where
-    T_grad = a + b/g, and T_sync = 0 for one device, else c + d·(g - 2). The coefficients are nonnegative and fitted to
-    the logarithm of the times. The curve has only the measured levels, so that nothing is promised beyond what was
-    seen; the fit only removes noise. Returns None without samples.
-    """
-    taken: dict[int, list[float]] = {}
-    for devices, seconds in samples:
-        if devices > 0 and seconds > 0 and math.isfinite(seconds):
-            taken.setdefault(devices, []).append(seconds)
-    if not taken:
-        return None
-    levels = np.array(sorted(taken), dtype=float)
-    medians = np.array([float(np.median(taken[int(level)])) for level in levels])
-    fitted = medians if len(levels) < 3 else _fit(levels, medians)
-    return curve_from_table({int(level): 1 / float(second) for level, second in zip(levels, fitted, strict=True)})
-
-
 def _above(left: tuple[float, int], middle: tuple[float, int], right: tuple[float, int]) -> bool:
     """Return whether `middle` takes more devices than mixing the other two takes at its rate."""
     return (middle[1] - left[1]) * (right[0] - left[0]) > (1 + 1e-9) * (right[1] - left[1]) * (middle[0] - left[0])
-
-
-def _fit(levels: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Times of the model that is nearest; a coordinate search over scales, finer by the round."""
-    single = float(seconds[0] * levels[0])
-    best, error = np.array([0.0, single, 0.0, 0.0]), math.inf
-    gamma = 1.0
-    steps = np.array([0.0, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0])
-    for start, power in product((0.01, 0.1, 0.5), _GAMMAS):
-        trial = np.array([start * seconds[-1], single, start * seconds[-1], 0.01 * start * seconds[-1]])
-        for fineness in range(_FIT_ROUNDS):
-            for index in range(4):
-                options = trial[index] * (1 + (steps - 1) / 2**fineness)
-                errors = [_off(_with(trial, index, option), power, levels, seconds) for option in options]
-                trial = _with(trial, index, options[int(np.argmin(errors))])
-        off = _off(trial, power, levels, seconds)
-        if off < error:
-            best, error, gamma = trial, off, power
-    return _times(best, gamma, levels)
-
-
-def _with(values: NDArray[np.float64], index: int, value: float) -> NDArray[np.float64]:
-    changed = values.copy()
-    changed[index] = value
-    return changed
-
-
-def _times(values: NDArray[np.float64], gamma: float, levels: NDArray[np.float64]) -> NDArray[np.float64]:
-    grad = values[0] + values[1] / levels
-    sync = np.where(levels > 1, values[2] + values[3] * np.maximum(levels - 2, 0), 0.0)
-    scale = np.maximum(grad, sync)
-    times: NDArray[np.float64] = scale * ((grad / scale) ** gamma + (sync / scale) ** gamma) ** (1 / gamma)
-    return times
-
-
-def _off(values: NDArray[np.float64], gamma: float, levels: NDArray[np.float64], seconds: NDArray[np.float64]) -> float:
-    if values[0] + values[1] <= 0:
-        return math.inf
-    return float(np.sum((np.log(_times(values, gamma, levels)) - np.log(seconds)) ** 2))

@@ -47,8 +47,6 @@ class DeadlineJob:
     later: tuple[tuple[float, float], ...] = ()
     """A soft deadline's further steps: (instant, value), ascending in time, falling in value. Tried in turn."""
     user: str = ""
-    group: str = ""
-    """Jobs of one group, such as the partitions of one training job, are promised together or not at all."""
     served_s: float = 0.0
     """Device seconds that its user's best-effort work has had; the least served goes first."""
 
@@ -86,44 +84,3 @@ class Rules:
     of ten small ones. Infinite: any job that fits."""
     quotas: Mapping[str, int] = field(default_factory=dict)
     """By user: most devices that the promises of one user may hold at once; other users have no limit."""
-
-
-@dataclass(frozen=True)
-class Reservation:
-    """What one job is sure to get: the least device time that meets its deadline, given the jobs before it."""
-
-    job: str
-    region: str
-    times: tuple[float, ...]
-    """Instants at which the share changes, the first is now."""
-    shares: tuple[int, ...]
-    """Devices from each of these instants on; the last ends at ``end_s``."""
-    end_s: float
-    """Latest instant at which the work is done."""
-    device_seconds: float
-
-    @property
-    def share(self) -> int:
-        """Devices now."""
-        return self.shares[0]
-
-    def rises_s(self, share: int) -> float:
-        """The first instant at which more than `share` devices are reserved; infinite: never."""
-        return next((at for at, level in zip(self.times, self.shares, strict=True) if level > share), math.inf)
-
-
-@dataclass(frozen=True)
-class DeadlineRefusal:
-    """Why a job is not promised its deadline, and what would make a promise possible as things stand."""
-
-    job: str
-    region: str
-    """The region that comes nearest."""
-    reason: str
-    earliest_s: float
-    """The earliest deadline that could be promised instead; infinite: none."""
-    devices_short: float
-    """Number of additional devices in the region with which all jobs would fit from now on, quotas and prices aside;
-    infinite: none."""
-    work_possible: float
-    """Steps that could be promised by the deadline."""

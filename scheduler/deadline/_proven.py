@@ -167,7 +167,7 @@ class _Court:
         """Return the answer of ``admit`` and ``spread``."""
         rules = asking if asked else self.rules
         old, burst = _sooner(self.old, tight), _sooner(asked, tight)
-        answer = admit(self.now, {self.region: self.capacity}, old, burst, rules, explained=False)
+        answer = admit(self.now, {self.region: self.capacity}, old, burst, rules)
         given = {}
         for job in answer.promised:
             # Planned sooner, but promised is what was asked for, to the last bit.

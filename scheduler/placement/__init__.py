@@ -1,7 +1,6 @@
 """Placement of many jobs over many regions: least cost under deadlines and residency. Pure, as all of the scheduler."""
 
 from scheduler.placement._audit import audit
-from scheduler.placement._baselines import cheapest_single_region, greedy, load_power_matching
 from scheduler.placement._model import (
     Bill,
     Device,
@@ -32,10 +31,7 @@ __all__ = [
     "PlacementShard",
     "UnknownPriceError",
     "audit",
-    "cheapest_single_region",
     "federation",
-    "greedy",
-    "load_power_matching",
     "place",
     "place_fastest",
 ]

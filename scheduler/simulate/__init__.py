@@ -6,9 +6,7 @@ from scheduler.simulate._engine import Incidents, Pauses, PolicyDecision, Runnin
 from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._policies import POLICIES, policy_named
 from scheduler.simulate._proven_policy import Deadlines
-from scheduler.simulate._published import simulate_published
 from scheduler.simulate._report import chart, outcome_rows
-from scheduler.simulate._spot import SpotRun, SpotSettings, simulate_spot
 from scheduler.simulate._trace import Tables, TraceError, TraceJob, read_table, read_trace
 
 __all__ = [
@@ -23,8 +21,6 @@ __all__ = [
     "RunningJob",
     "SimulatedPolicy",
     "SimulationRun",
-    "SpotRun",
-    "SpotSettings",
     "Tables",
     "TraceError",
     "TraceJob",
@@ -35,6 +31,4 @@ __all__ = [
     "read_table",
     "read_trace",
     "simulate",
-    "simulate_published",
-    "simulate_spot",
 ]

@@ -19,11 +19,12 @@ _REGION = "here"
 class Live:
     """``scheduler.deadline.offer`` at each arrival, ``allot`` at each event. Refused jobs are declined."""
 
-    at_edges = False
+    name = "geofed-live"
     slot_s = 0.0
+    at_edges = False
 
-    def __init__(self, rules: Rules, name: str = "geofed-live") -> None:
-        self.rules, self.name = rules, name
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
         self._held: Mapping[str, Held] = {}
         self._most = 0
         """Largest number of devices so far."""

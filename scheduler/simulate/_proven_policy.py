@@ -25,23 +25,15 @@ _REGION = "here"
 class Deadlines:
     """Job-by-job promises without slots, spare devices by marginal return; see ``scheduler.deadline``.
 
-    With a ``slot_s`` arrivals within that time are one burst. `keep` best effort: jobs whose deadline is refused run on
-    what is left instead of being declined.
+    `keep` best effort: jobs whose deadline is refused run on what is left instead of being declined.
     """
 
+    name = "geofed"
+    slot_s = 0.0
     at_edges = False
 
-    def __init__(
-        self,
-        rules: Rules | None = None,
-        name: str = "geofed",
-        slot_s: float = 0.0,
-        curve_error: float = 0.0,
-        keep: bool = False,
-        priced: bool = True,
-    ) -> None:
-        self.name, self.slot_s, self.keep, self.priced = name, slot_s, keep, priced
-        self.rules = rules or Rules()
+    def __init__(self, rules: Rules, curve_error: float = 0.0, keep: bool = False) -> None:
+        self.rules, self.keep = rules, keep
         self.experience = Experience(curve_error)
         self.seen: dict[str, dict[int, float]] = {}
         self.served_s: dict[str, float] = {}
@@ -93,7 +85,7 @@ class Deadlines:
         return replace(
             rules,
             change_pause_s=rules.overhead.base_s if rules.overhead.everyone else 0.0,
-            usual_device_s=self.experience.usual_device_s(devices) if self.priced else math.inf,
+            usual_device_s=self.experience.usual_device_s(devices),
         )
 
     def _learn(self, active: Sequence[RunningJob]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from scheduler.deadline import Overhead
 from scheduler.simulate._engine import PolicyDecision, RunningJob
 
 
@@ -41,9 +40,7 @@ class EarliestDeadlineWithAdmission:
 
     at_edges = False
     name = "edf-admission"
-
-    def __init__(self, slot_s: float = 0.0) -> None:
-        self.slot_s = slot_s
+    slot_s = 0.0
 
     def decide(
         self, now: float, devices: int, active: Sequence[RunningJob], arrived: Sequence[RunningJob]
@@ -96,7 +93,7 @@ class Tiresias:
     limits = (3250.0, 7200.0)
     """Device seconds at which a job falls into the next queue; as in ElasticFlow's copy."""
 
-    def __init__(self, slot_s: float = 0.0, overhead: Overhead | None = None) -> None:
+    def __init__(self, slot_s: float = 0.0) -> None:
         self.slot_s = slot_s
         self.order: dict[str, int] = {}
 

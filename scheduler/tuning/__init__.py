@@ -1,6 +1,5 @@
 """FasDL's performance model, mended and extended, and the search for the best configuration of a partition."""
 
-from scheduler.tuning._baselines import as_published, fasdl_batch, fasdl_heuristic, lambdaml
 from scheduler.tuning._fit import (
     MergePoint,
     StepPoint,
@@ -24,7 +23,7 @@ from scheduler.tuning._model import (
 )
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
 from scheduler.tuning._profile import TaskProfile, space_of, task_of
-from scheduler.tuning._progress import NormPair, RunPoint, fit_progress, noise_scale
+from scheduler.tuning._progress import NormPair, noise_scale
 from scheduler.tuning._search import cheapest, configurations, fastest, front
 
 __all__ = [
@@ -37,26 +36,20 @@ __all__ = [
     "NormPair",
     "Platform",
     "Prediction",
-    "RunPoint",
     "Space",
     "StepPoint",
     "TaskModel",
     "TaskProfile",
     "TuningLimits",
-    "as_published",
     "cheapest",
     "configurations",
     "error_of",
-    "fasdl_batch",
-    "fasdl_heuristic",
     "fastest",
     "fit_compute",
     "fit_correction",
     "fit_memory",
-    "fit_progress",
     "front",
     "iterations",
-    "lambdaml",
     "least_squares",
     "needed_mb",
     "noise_scale",

@@ -1,4 +1,4 @@
-"""Statistical efficiency: how many steps a job needs by its batch, from gradients and from runs."""
+"""Statistical efficiency: how many steps a job needs by its batch, from gradients."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from scheduler.tuning._fit import least_squares
-from scheduler.tuning._model import Convergence
 
 
 @dataclass(frozen=True)
@@ -46,48 +43,3 @@ def _signal(pair: NormPair) -> float:
 
 def _noise(pair: NormPair) -> float:
     return (pair.small_norm2 - pair.large_norm2) / (1 / pair.small_batch - 1 / pair.large_batch)
-
-
-@dataclass(frozen=True)
-class RunPoint:
-    """A run that has reached its goal."""
-
-    global_batch: float
-    steps: float
-    stale_share: float = 0.0
-    """Of the samples, those of workers that were ``staleness`` behind."""
-    staleness: int = 0
-
-
-def fit_progress(points: Sequence[RunPoint], noise_samples: float | None = None) -> Convergence:
-    """Steps to a goal = least * (1 + noise / batch) * (1 + rho * staleness * share stale), fitted to runs.
-
-    ``noise_samples``: as gradients tell it, where runs of one batch only cannot. Staleness is fitted after the rest, to
-    what fresh runs leave. Raises ``ValueError`` where no run was fresh, or where one batch alone has to tell both.
-    """
-    fresh = [point for point in points if not point.staleness * point.stale_share]
-    batches = {point.global_batch for point in fresh}
-    if not fresh or (len(batches) < 2 and noise_samples is None):
-        raise ValueError("the steps to a goal need fresh runs of two batches, or a noise scale")
-    steps = [point.steps for point in fresh]
-    if len(batches) < 2 and noise_samples is not None:
-        (least,) = least_squares([[1 + noise_samples / point.global_batch] for point in fresh], steps)
-        noise = noise_samples
-    else:
-        least, work = least_squares([[1.0, 1 / point.global_batch] for point in fresh], steps)
-        # All noise: the batch only divides the samples.
-        least = max(float(least), 1e-12)
-        noise = float(work) / least
-    progress = Convergence(least_steps=float(least), noise_samples=float(noise))
-    stale = [point for point in points if point.staleness * point.stale_share > 0]
-    if not stale:
-        return progress
-    excess = [max(0.0, p.steps / (progress.least_steps * (1 + noise / p.global_batch)) - 1) for p in stale]
-    behind = [[p.staleness * p.stale_share] for p in stale]
-    (rho,) = least_squares(behind, excess, scale=np.ones(len(stale)))
-    return Convergence(
-        least_steps=float(least),
-        noise_samples=float(noise),
-        rho=float(rho),
-        staleness=max(point.staleness for point in stale),
-    )

@@ -1,9 +1,9 @@
 """The best configuration of all that there are: every dimension at once, exactly.
 
 FasDL's search fixes the number of workers and the memory before it looks at K, and so misses what only the three
-together make possible; `fasdl_heuristic` is that search. Here all combinations are evaluated. A merge depends on
-memory only through bandwidth, so that its closed form is computed once for each (collective, workers, K, share) and
-then combined with every memory and batch in arrays.
+together make possible. Here all combinations are evaluated. A merge depends on memory only through bandwidth, so that
+its closed form is computed once for each (collective, workers, K, share) and then combined with every memory and batch
+in arrays.
 """
 
 from __future__ import annotations

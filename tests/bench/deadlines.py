@@ -27,7 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from deadlines_published import simulate_published
 from deadlines_speed import FULL, NEARLY_FULL, admissions, plan_seconds
+from deadlines_spot import SpotSettings, simulate_spot
 from report import Bar, Report, options
 
 from scheduler.deadline import Overhead, Rules, curve_from_table
@@ -38,7 +40,6 @@ from scheduler.simulate import (
     Incidents,
     Pauses,
     SimulationRun,
-    SpotSettings,
     Tables,
     TraceJob,
     ceiling,
@@ -46,8 +47,6 @@ from scheduler.simulate import (
     read_table,
     read_trace,
     simulate,
-    simulate_published,
-    simulate_spot,
 )
 
 Result = TypeVar("Result")

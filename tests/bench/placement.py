@@ -23,19 +23,11 @@ import sys
 import time
 from dataclasses import replace
 
+from placement_baselines import cheapest_single_region, greedy, load_power_matching
 from placement_draws import DATA, KINDS, Market, drawn_federation, drawn_jobs, market, multiplied_federation
 from report import Bar, Report, options
 
-from scheduler.placement import (
-    PlacementFederation,
-    PlacementJob,
-    PlacementOutcome,
-    audit,
-    cheapest_single_region,
-    greedy,
-    load_power_matching,
-    place,
-)
+from scheduler.placement import PlacementFederation, PlacementJob, PlacementOutcome, audit, place
 
 UNITS = 16
 """Machines of each type in a region, about."""

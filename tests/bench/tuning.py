@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from report import Bar, Report, options
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
+from tuning_baselines import as_published, fasdl_heuristic
 from tuning_live import MB, Measured, Setting, compute_seconds, measured
 
 from scheduler.tuning import (
@@ -40,10 +41,8 @@ from scheduler.tuning import (
     StepPoint,
     TaskModel,
     TuningLimits,
-    as_published,
     cheapest,
     configurations,
-    fasdl_heuristic,
     fastest,
     fit_compute,
     fit_correction,

@@ -253,7 +253,6 @@ def test_links_that_nobody_states_make_a_mesh() -> None:
     assert isinstance(answer, Plan)
     assert answer.topology == "mesh"
     assert answer.neighbours == (("a", "b"), ("a", "c"), ("b", "c"))
-    assert answer.neighbours_of("b") == ("a", "c")
     assert answer.exchange_seconds > 0
     others = _other_topologies(answer)
     assert {other.text.partition(" ")[0] for other in others} == {"star", "tree:", "two-level"}
@@ -268,7 +267,6 @@ def test_without_a_direct_path_updates_are_passed_on() -> None:
     ratio = answer.estimate.link_bytes["b>c"] / answer.estimate.link_bytes["c>b"]
     assert ratio == pytest.approx(2.0, rel=0.02), "b passes on a's updates"
     assert "a and c have no direct path" in str(answer.alternatives)
-    assert answer.neighbours_of("a") == ("b",)
 
 
 def test_a_slow_direct_link_is_gone_round() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 
-from scheduler.deadline import Experience, SpeedCurve, curve_from_table, fit_curve
+from scheduler.deadline import Experience, SpeedCurve, curve_from_table
 
 
 def test_only_levels_that_pay_are_kept() -> None:
@@ -28,27 +27,6 @@ def test_nothing_is_read_between_or_beyond_levels() -> None:
     assert [curve.fitting(free) for free in (0, 1, 2, 7, 64)] == [0, 0, 2, 2, 8]
     assert curve.capped(4) == SpeedCurve((2,), (1.0,))
     assert curve.capped(1) is None
-
-
-def test_a_fit_takes_noise_out_and_adds_no_level() -> None:
-    draw = np.random.default_rng(5)
-
-    def seconds(devices: int) -> float:
-        grad, sync = 0.02 + 1.0 / devices, 0.0 if devices == 1 else 0.05 + 0.004 * (devices - 2)
-        return float((grad**2 + sync**2) ** 0.5)
-
-    levels = (1, 2, 4, 8, 16)
-    samples = [(level, seconds(level) * float(draw.lognormal(0, 0.1))) for level in levels for _ in range(15)]
-    curve = fit_curve(samples)
-    assert curve is not None
-    assert curve.levels == levels
-    for level, rate in zip(curve.levels, curve.rates, strict=True):
-        assert rate * seconds(level) == pytest.approx(1.0, abs=0.08)
-
-
-def test_a_fit_of_few_levels_is_their_medians() -> None:
-    assert fit_curve([(1, 1.0), (1, 3.0), (1, 1.1), (4, 0.5)]) == SpeedCurve((1, 4), (1 / 1.1, 2.0))
-    assert fit_curve([]) is None
 
 
 def test_caution_grows_with_the_error_that_was_seen_and_goes_with_it() -> None:

@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from bench.placement_baselines import cheapest_single_region, greedy, load_power_matching
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import budget
@@ -27,10 +28,7 @@ from scheduler.placement import (
     UnknownPriceError,
     _narrow,
     audit,
-    cheapest_single_region,
     federation,
-    greedy,
-    load_power_matching,
     place,
     place_fastest,
 )

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
+from bench.deadlines_spot import SpotSettings, simulate_spot
 
 from scheduler.deadline import Overhead, Rules
 from scheduler.simulate import (
@@ -15,7 +16,6 @@ from scheduler.simulate import (
     Incidents,
     Pauses,
     SimulationRun,
-    SpotSettings,
     ceiling,
     chart,
     outcome_rows,
@@ -23,7 +23,6 @@ from scheduler.simulate import (
     read_table,
     read_trace,
     simulate,
-    simulate_spot,
 )
 from scheduler.simulate._outcome import JobOutcome
 

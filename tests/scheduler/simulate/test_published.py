@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench.deadlines_published import _Published, simulate_published
 
 from scheduler.deadline import curve_from_table
-from scheduler.simulate import ElasticFlow, JobOutcome, RunningJob, TraceJob, read_table, read_trace, simulate_published
+from scheduler.simulate import ElasticFlow, JobOutcome, RunningJob, TraceJob, read_table, read_trace
 from scheduler.simulate._elasticflow import _Plan
-from scheduler.simulate._published import _Published
 
 from .traces import generated
 

@@ -17,12 +17,10 @@ from scheduler.tuning import (
     Convergence,
     MergePoint,
     NormPair,
-    RunPoint,
     StepPoint,
     fit_compute,
     fit_correction,
     fit_memory,
-    fit_progress,
     iterations,
     least_squares,
     noise_scale,
@@ -123,21 +121,6 @@ def test_the_noise_scale_of_gaussian_gradients_is_found() -> None:
 
 def test_noise_without_a_gradient_has_no_scale() -> None:
     assert noise_scale([NormPair(1, 1.0, 10, 0.1)]) == math.inf
-
-
-def test_steps_to_a_goal_are_found_again() -> None:
-    truth = Convergence(least_steps=500, noise_samples=300, rho=0.4, staleness=1)
-    points = [RunPoint(b, float(iterations(truth, b))) for b in (32, 64, 128, 512)]
-    points += [RunPoint(b, float(iterations(truth, b, 0.5)), 0.5, 1) for b in (64, 128)]
-    found = fit_progress(points)
-    assert (found.least_steps, found.noise_samples) == pytest.approx((500, 300), rel=0.01)
-    assert found.rho == pytest.approx(0.4, rel=0.02)
-
-
-def test_a_single_batch_needs_a_noise_scale() -> None:
-    with pytest.raises(ValueError, match="two batches"):
-        fit_progress([RunPoint(64, 1000)])
-    assert fit_progress([RunPoint(64, 1000)], 64).least_steps == pytest.approx(500)
 
 
 def test_a_larger_batch_never_needs_more_steps_and_never_fewer_samples() -> None:

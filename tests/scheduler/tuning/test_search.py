@@ -7,12 +7,13 @@ import random
 from dataclasses import replace
 
 import pytest
+from bench.tuning_baselines import fasdl_heuristic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
 
-from scheduler.tuning import TuningLimits, cheapest, fasdl_heuristic, fastest, front
+from scheduler.tuning import TuningLimits, cheapest, fastest, front
 
 seeds = st.integers(0, 2**32)
 

@@ -49,12 +49,6 @@ def fasdl_heuristic(task: TaskModel, space: Space, limits: TuningLimits, channel
     return best
 
 
-def lambdaml(task: TaskModel, space: Space, channel: str, *, workers: int, batch: int) -> Prediction | None:
-    """LambdaML's set-up (arXiv 2105.07806, §5): ScatterReduce of functions with the most memory."""
-    configuration = Configuration(space.memories_mb[-1], workers, batch, "scatter-reduce", workers, channel)
-    return predict(task, [configuration])[0]
-
-
 def as_published(task: TaskModel) -> TaskModel:
     """The task with collectives that make one request after the other and find values by listing."""
     return replace(task, faithful=True)
