@@ -23,11 +23,6 @@ from deploy.emulator._calibration import Calibration, calibrate
 from deploy.emulator._link import Pair, WanProfile
 from geofed_pb.errors import CATALOGUE, GeofedError
 
-_START_S = 30.0
-"""Seconds that the emulator may take to start.
-
-A choice: ample for a machine under load, so that only a failed start exceeds it.
-"""
 _ANSWER_S = 30.0
 """Timeout of an answer of the running emulator, in seconds."""
 

@@ -8,34 +8,23 @@ from collections.abc import Callable
 from geofed_pb.errors import GeofedError
 from sync.channel import file, redis, s3
 from sync.channel._contract import Buffer, Channel, ChannelKind, Limits
-from sync.channel._price import NodePrice, RequestPrices, cost_usd, node_cost_usd
 from sync.channel._usage import Usage
 
 __all__ = [
     "DEFAULT",
-    "NODE_PRICES",
-    "REQUEST_PRICES",
     "Buffer",
     "Channel",
     "ChannelKind",
     "Limits",
-    "NodePrice",
-    "RequestPrices",
     "Usage",
     "channel_kind",
     "channel_kinds",
-    "cost_usd",
-    "node_cost_usd",
 ]
 
 DEFAULT = "file"
 """The channel of a region whose file gives none."""
 
 _KINDS: dict[str, ChannelKind] = {kind.name: kind for kind in (*file.METHODS, *redis.METHODS, *s3.METHODS)}
-REQUEST_PRICES = {name: prices for kind in _KINDS.values() for name, prices in kind.request_prices.items()}
-"""By store and region."""
-NODE_PRICES = {name: price for kind in _KINDS.values() for name, price in kind.node_prices.items()}
-"""By store, region and kind of node."""
 
 
 def channel_kinds(having: Callable[[ChannelKind], object] = lambda _: True) -> tuple[str, ...]:

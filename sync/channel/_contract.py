@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from sync.channel._price import NodePrice, RequestPrices
 from sync.channel._usage import Usage
 
 __all__ = ["Buffer", "Channel", "ChannelKind", "Limits"]
@@ -99,7 +98,3 @@ class ChannelKind:
     announces: bool = True
     """Whether a waiting worker is notified of new values. If not, it polls for them at estimated times, and pays for
     each request."""
-    request_prices: Mapping[str, RequestPrices] = field(default_factory=dict)
-    """List prices by store and region, of a request from within the region, over its own network."""
-    node_prices: Mapping[str, NodePrice] = field(default_factory=dict)
-    """List prices by store, region and kind of node."""

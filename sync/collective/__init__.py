@@ -3,7 +3,7 @@
 Each collective is a module of this package, which holds no machinery: `sync.merging` executes merges over a channel.
 """
 
-from sync.collective._choice import Choice, best_chunks, best_groups, choose, least_seconds, unequal_batches
+from sync.collective._choice import Choice, best_groups, choose
 from sync.collective._contract import Collective, CollectiveMethod, Merged, Settings, Settled, State
 from sync.collective._estimate import Estimate, Merge, Merges, estimate, merge_terms
 from sync.collective._form import TERMS, ChannelCosts, Correction, MergeForm, MergeTerms
@@ -26,15 +26,12 @@ __all__ = [
     "Settings",
     "Settled",
     "State",
-    "best_chunks",
     "best_groups",
     "choose",
     "collective_named",
     "collectives",
     "estimate",
-    "least_seconds",
     "merge_terms",
-    "unequal_batches",
 ]
 
 DEFAULT = "server-reduce"

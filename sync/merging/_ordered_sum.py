@@ -68,12 +68,6 @@ class OrderedSum:
         while self._turns and self._turns[0] in self._early:
             self._take(*self._early.pop(self._turns.pop(0)))
 
-    def leave_out(self, contributor: int) -> None:
-        """Continue without a lost contributor."""
-        self._turns.remove(contributor)
-        while self._turns and self._turns[0] in self._early:
-            self._take(*self._early.pop(self._turns.pop(0)))
-
     def _take(self, vector: Numbers, weight: float) -> None:
         self._weights.append(weight)
         if self._weighted and weight == 0:

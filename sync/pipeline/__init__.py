@@ -5,7 +5,7 @@ from sync.pipeline._layers import Layers
 from sync.pipeline._measure import LayerMeasure, measure_layers
 from sync.pipeline._merge import GroupMerge
 from sync.pipeline._messages import MessageMeasure, measure_messages
-from sync.pipeline._order import Operation, dependencies, live_micro_batches, operations
+from sync.pipeline._order import Operation, operations
 from sync.pipeline._replay import ReplayLog, logged_keys
 from sync.pipeline._runner import StageRunner, StepDone
 from sync.pipeline._shape import Pipeline, StagePosition
@@ -23,8 +23,6 @@ __all__ = [
     "StageRunner",
     "StepDone",
     "Taken",
-    "dependencies",
-    "live_micro_batches",
     "logged_keys",
     "measure_layers",
     "measure_messages",

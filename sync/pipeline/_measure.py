@@ -67,14 +67,6 @@ class LayerMeasure:
     make_seconds: float = 0.0
     """Time to create the layer and initialise its parameters."""
 
-    def forward_seconds(self, samples: int) -> float:
-        """Return the duration of the forward pass of a micro-batch."""
-        return self.forward_alpha_seconds + self.forward_beta_seconds * samples
-
-    def backward_seconds(self, samples: int) -> float:
-        """Return the duration of the backward pass of a micro-batch."""
-        return self.backward_alpha_seconds + self.backward_beta_seconds * samples
-
 
 def measure_layers(
     layers: Layers | Sequence[Callable[[], nn.Module]],

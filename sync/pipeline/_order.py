@@ -13,7 +13,7 @@ from typing import Literal
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Kind", "Operation", "Order", "dependencies", "live_micro_batches", "operations"]
+__all__ = ["Kind", "Operation", "Order", "operations"]
 
 Kind = Literal["forward", "backward"]
 Order = Literal["gpipe", "1f1b"]
@@ -43,21 +43,3 @@ def operations(order: str, stage: int, stages: int, micro_batches: int) -> tuple
         done += forwards[ahead + number : ahead + number + 1]
         done.append(Operation("backward", number))
     return tuple(done)
-
-
-def live_micro_batches(order: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Return the largest number of micro-batches whose activations a stage stores at the same time."""
-    live = most = 0
-    for operation in operations(order, stage, stages, micro_batches):
-        live += 1 if operation.kind == "forward" else -1
-        most = max(most, live)
-    return most
-
-
-def dependencies(operation: Operation, stage: int, stages: int) -> tuple[tuple[int, Operation], ...]:
-    """Return the passes that must be done before, each with its stage."""
-    number = operation.micro_batch
-    if operation.kind == "forward":
-        return ((stage - 1, operation),) if stage else ()
-    own = (stage, Operation("forward", number))
-    return (own, (stage + 1, operation)) if stage < stages - 1 else (own,)

@@ -64,7 +64,7 @@ class Stage:
         self, layers: nn.Sequential, loss: Loss, *, first_layer: int, is_first: bool, is_last: bool, rematerialise: bool
     ) -> None:
         """``first_layer``: its number in the whole model; ``loss``: used in the first and in the last stage."""
-        self.layers, self._loss, self._first_layer = layers, loss, first_layer
+        self.layers, self._loss = layers, loss
         self.is_first, self.is_last, self._again = is_first, is_last, rematerialise
         self._live: dict[int, _Live] = {}
         self._draws: tuple[int, ...] = ()

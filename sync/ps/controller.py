@@ -26,7 +26,7 @@ class Controller:
         longest = max(interval_steps, min(_MAX_INTERVAL_FACTOR * interval_steps, steps // _MIN_ROUNDS))
         known = codecs(Automatic.UNDER_WAY)
         choices = known if exchange.choose_codec and codec in known else (codec,)
-        self._bounds = Bounds(interval_steps, longest if exchange.choose_interval else interval_steps, choices, 1)
+        self._bounds = Bounds(interval_steps, longest if exchange.choose_interval else interval_steps, choices)
         self._state = initial(self._bounds, codec)
         self.active = bool(exchange.background) and bool(exchange.choose_codec or exchange.choose_interval)
         self.decisions: deque[str] = deque(maxlen=_KEPT_DECISIONS)
@@ -52,5 +52,6 @@ class Controller:
             return
         speeds = {self.codec: coding} if coding else {}
         observation = Observation(step_seconds, model_bytes, links, speeds)
-        self._state, decisions = observe(self._state, observation)
-        self.decisions.extend(f"round {sequence}: {decision.text}" for decision in decisions)
+        self._state, change = observe(self._state, observation)
+        if change:
+            self.decisions.append(f"round {sequence}: {change}")

@@ -45,7 +45,8 @@ from sync.ps.core.events import (
 )
 from sync.ps.core.machine import Machine, Setup
 from sync.ps.core.synchronous import Synchronous
-from sync.ps.execution.executor import ActionExecutor, FramedUpdate, lower_priority, merged_key
+from sync.ps.execution.executor import ActionExecutor, FramedUpdate, merged_key
+from sync.ps.execution.threads import lower_priority
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]

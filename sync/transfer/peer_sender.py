@@ -128,10 +128,6 @@ class PeerSender:
         """Bytes of updates that are not durable at the peer yet."""
         return sum(manifest.total_bytes for manifest in self._waiting.values())
 
-    def use_streams(self, count: int | None) -> None:
-        """Use so many bulk streams for large updates; None: as many as measurements suggest."""
-        self._bulk.streams.fix(count)
-
     @property
     def mbps(self) -> float:
         """Payload rate of the last update in Mbit/s; less if the current transfer already takes longer than that rate

@@ -83,7 +83,6 @@ class StreamCount:
     """
 
     def __init__(self) -> None:
-        self._fixed: int | None = None
         self._rtt_seconds: float | None = None
         self._begin(2)
 
@@ -97,11 +96,7 @@ class StreamCount:
     @property
     def count(self) -> int:
         """Number of streams for the next update."""
-        return self._fixed or self._count
-
-    def fix(self, count: int | None) -> None:
-        """Use so many streams from now on; None: as many as measurements suggest."""
-        self._fixed = None if count is None else min(max(count, 1), _MAX_STREAMS)
+        return self._count
 
     def set_rtt(self, rtt_seconds: float) -> None:
         """Set the path's round-trip time, whenever it is known. A changed time starts the choice again."""
@@ -130,7 +125,7 @@ class StreamCount:
         limited = self._limited_seconds > _LIMITED_FRACTION * self._busy_seconds
         self._busy_seconds = self._limited_seconds = 0.0
         too_soon = seconds < _MIN_ROUND_TRIPS * (self._rtt_seconds or 0.0)
-        if self._fixed or not self._growing or too_soon or streams != self._count:
+        if not self._growing or too_soon or streams != self._count:
             return
         self._samples.append(mbps)
         if len(self._samples) < _SAMPLES:

@@ -29,11 +29,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from collectives_published import least_seconds, unequal_batches
 from report import Bar, Report, options
 from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
-from sync.collective import ChannelCosts, Merge, Settings, choose, estimate, least_seconds, unequal_batches
+from sync.collective import ChannelCosts, Merge, Settings, choose, estimate
 from sync.merging import ChangeCollective, MeanCollective, Member
 from sync.merging._exchange import Given
 from sync.merging._mean_collective import plan_of

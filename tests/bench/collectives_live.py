@@ -38,10 +38,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from channel_prices import REQUEST_PRICES, cost_usd
 from collectives_store import Shape
 from support.stores import redis_server
 
-from sync.channel import REQUEST_PRICES, Channel, Usage, cost_usd
+from sync.channel import Channel, Usage
 from sync.collective import ChannelCosts, Settings
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member, _driver, probe

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from collectives_live import Contender, Group, Run, Workers, expected_mean, group, usd
+from collectives_published import best_chunks, least_seconds
 from report import Bar, Report
 
 from sync.channel import Usage
-from sync.collective import ChannelCosts, Choice, Settings, best_chunks, choose, least_seconds
+from sync.collective import ChannelCosts, Choice, Settings, choose
 
 MB = 1e6
 FASDL, LAMBDAML, CHEAP = "FasDL K-REDUCE, faithful", "LambdaML scatter-reduce, faithful", "chosen for cost"

@@ -29,12 +29,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from channel_prices import REQUEST_PRICES, cost_usd
 from collectives_live import PRICES, Workers, counts, store
 from collectives_store import Shape
 from report import Bar, Report, options
 from support.stores import RedisServer, redis_server
 
-from sync.channel import REQUEST_PRICES, Usage, cost_usd
+from sync.channel import Usage
 from sync.collective import ChannelCosts, Settings
 
 ASKED = ChannelCosts(0.02, 0.005, 1e8, 1e8, parallel=8)

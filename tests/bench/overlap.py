@@ -30,6 +30,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import collectives_live as live
+from channel_prices import REQUEST_PRICES as PRICES
+from channel_prices import cost_usd
+from collectives_published import least_seconds
 from collectives_store import Shape
 from overlap_models import Pace, StandIn, mobilenet, pace_of, resnet18
 from report import Bar, Report, options
@@ -37,9 +40,8 @@ from report import Bar, Report, options
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.merging import Merging, merging_for
-from sync.channel import REQUEST_PRICES as PRICES
-from sync.channel import Channel, Usage, cost_usd
-from sync.collective import ChannelCosts, least_seconds
+from sync.channel import Channel, Usage
+from sync.collective import ChannelCosts
 from sync.flat import FlatModel
 from sync.merging import _mean_collective, probe
 from sync.store import _s3

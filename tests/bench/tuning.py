@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from channel_prices import REQUEST_PRICES
 from report import Bar, Report, options
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
 from tuning_baselines import as_published, fasdl_heuristic
@@ -49,7 +50,6 @@ from scheduler.tuning import (
     predict,
     step_seconds,
 )
-from sync.channel import REQUEST_PRICES
 from sync.collective import ChannelCosts, Correction, Merges, collectives, merge_terms
 
 INSTANCES, QUICK_INSTANCES = 500, 60

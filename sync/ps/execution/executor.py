@@ -3,14 +3,11 @@ stores and publishes."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,31 +44,23 @@ from sync.ps.core.events import (
 )
 from sync.ps.core.machine import FIRST_WEIGHT, Recovered, Setup
 from sync.ps.execution.channel_store import ChannelStore
+from sync.ps.execution.checkpoints import Checkpoints
 from sync.ps.execution.export import from_safetensors
 from sync.ps.execution.replica import Replica, ReplicaState, expanded
-from sync.ps.execution.storage import Entry, PendingCheckpoint, Storage, correction_key
+from sync.ps.execution.storage import Entry, Storage, correction_key
+from sync.ps.execution.threads import background_thread
 from sync.transfer.manifest import Manifest
 from sync.wan import ExchangeSettings
 
-__all__ = ["ActionExecutor", "FramedUpdate", "lower_priority", "merged_key"]
+__all__ = ["ActionExecutor", "FramedUpdate", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
-_CHECKPOINT_TIME_FRACTION = 0.1
-"""At most this fraction of the time is spent on checkpoints, where the log would be enough to recover."""
-_REPLAY_BYTES = 1 << 28
-"""A checkpoint is due when the models that a replay of the log needs take more bytes of the channel than this ..."""
-_REPLAY_CHANNEL_FRACTION = 1 / 16
-"""... or more than this fraction of the channel's capacity, ..."""
-_MIN_REPLAY_ROUNDS = 3
-"""... and at least this many rounds have ended since the last checkpoint."""
 _HISTORY_ROUNDS = 8
 """Rounds whose models are kept in memory for delay compensation."""
 _LAYOUT = "layout"
 """Name of the tensor that holds the model's layout, as JSON, in the update of the initial model."""
 _WHOLE = "whole"
 """Fact of a frame that holds a whole model instead of a change."""
-_NICE = 10
-"""Niceness of the threads that encode, merge and store, so that training on the same machine has priority."""
 
 
 def merged_key(attempt: int, step: int) -> str:
@@ -128,12 +117,7 @@ class ActionExecutor:
         """The last round that the workers have ended; background exchange only."""
         self._history: OrderedDict[int, Vector] = OrderedDict()
         """The model after each of the last rounds, for delay compensation."""
-        self._pending_checkpoint: _PendingWrite | None = None
-        """The checkpoint that another thread is writing."""
-        self._checkpoint_at, self._checkpoint_took = 0.0, 0.0
-        """When the last checkpoint became durable (monotonic clock), and how long it took, both in seconds."""
-        self._checkpoint_of = 0
-        """The last round that the newest checkpoint holds, be it durable or being written."""
+        self._checkpoints = Checkpoints(storage, channel)
         self._sums_fit = True
         """Whether the disk had space for every sum of updates so far."""
         self._attempt = 1
@@ -347,7 +331,7 @@ class ActionExecutor:
 
     def _prepare(self, action: StoreOwnUpdate) -> OwnUpdateStored:
         """Store the optimiser's state concurrently with making the update, because workers wait for both."""
-        with _background_thread() as background:
+        with background_thread() as background:
             return self._made_update(action, background.submit(self._keep_state, action))
 
     def _made_update(self, action: StoreOwnUpdate, storing: Future[None]) -> OwnUpdateStored:
@@ -362,7 +346,7 @@ class ActionExecutor:
             tensors: Tensors
             tensors, sent = {**codec.encode(end), **self._layout_tensors()}, (end, slice(None), True)
         else:
-            self._settle_checkpoint(written=True)
+            self._checkpoints.settle(written=True)
             self.replica.codec = self.codec_wanted
             buffer, self._last_update = self._last_update[1] if self._last_update is not None else None, None
             made = self._replica().own_update(end, action.sequence, last=action.last, buffer=buffer)
@@ -422,7 +406,7 @@ class ActionExecutor:
         if not self.setup.background:
             self.replica.restart()
         model_key, state_key, correction = "", "", ""
-        with _background_thread() as background:
+        with background_thread() as background:
             # The model may be published before it is durable: no worker learns its key before this action is done.
             publish = self._channel_store.publish if action.whole else lambda *_: ("", "")
             publishing = background.submit(publish, action.sequence, self.replica.model, attempt)
@@ -434,7 +418,7 @@ class ActionExecutor:
         return UpdatesMerged(action, digest, model_key, state_key, correction, refused, self.replica.model.nbytes)
 
     def _merge_updates(self, action: MergeUpdates) -> tuple[tuple[str, str], ...]:
-        self._settle_checkpoint(written=True)
+        self._checkpoints.settle(written=True)
         replica = self._replica()
         stale = action.staleness or (0,) * len(action.manifests)
         pairs = zip(action.manifests, stale, strict=True)
@@ -526,51 +510,18 @@ class ActionExecutor:
         return decoded(codec, frame.tensors, size, buffer), part, _WHOLE in facts
 
     def _checkpoint(self, action: MergeUpdates) -> str:
-        """Write a checkpoint and return the model's digest, or "" if another thread writes it or none is due.
-
-        With background exchange, only an action that would change the state waits until the checkpoint is written.
-        """
-        now, state = time.monotonic(), self._replica().state
+        """Write a checkpoint and return the model's digest, or "" if another thread writes it or none is due."""
+        state = self._replica().state
         if not self.setup.background:
             return self.storage.keep_checkpoint(state, action)
         if action.complete or action.sequence == 0:
-            self._settle_checkpoint()
+            self._checkpoints.settle()
             return self.storage.keep_checkpoint(state, action, self._ended, self._attempt)
-        due = now - self._checkpoint_at >= self._checkpoint_took / _CHECKPOINT_TIME_FRACTION
-        rounds = action.sequence - self._checkpoint_of
-        replay_is_large = rounds >= _MIN_REPLAY_ROUNDS and rounds * state.model.nbytes > self._max_replay_bytes()
-        # On a slow disk, checkpoints take at most half of the time nevertheless.
-        due |= replay_is_large and now - self._checkpoint_at >= self._checkpoint_took
-        if due and self._pending_checkpoint is None:
-            checkpoint = self.storage.begin_checkpoint(state, action, self._ended, self._attempt)
-            writer = _checkpoint_thread()
-            self._pending_checkpoint = _PendingWrite(
-                checkpoint, now, writer.submit(checkpoint.write), writer.submit(_flushed, checkpoint)
-            )
-            writer.shutdown(wait=False)
-            self._checkpoint_of = action.sequence
+        self._checkpoints.begin_if_due(state, action, self._ended, self._attempt)
         return ""
 
-    def _max_replay_bytes(self) -> float:
-        total = self.channel.limits.total_bytes
-        return _REPLAY_BYTES if total is None else min(_REPLAY_BYTES, _REPLAY_CHANNEL_FRACTION * total)
-
-    def _settle_checkpoint(self, *, written: bool = False) -> None:
-        """Wait until the pending checkpoint is durable; ``written``: only until it is written and the state may
-        change."""
-        pending = self._pending_checkpoint
-        if pending is None:
-            return
-        pending.written.result()
-        if written and not pending.flushed.done():
-            return
-        self._checkpoint_at = pending.flushed.result()
-        self._pending_checkpoint = None
-        self.storage.finish_checkpoint(pending.checkpoint)
-        self._checkpoint_took = self._checkpoint_at - pending.begun
-
     def _restart(self, action: Restart) -> Restarted:
-        self._settle_checkpoint(written=True)
+        self._checkpoints.settle(written=True)
         replica = self._replica()
         self.storage.log(action)
         replica.restart()
@@ -598,39 +549,6 @@ class ActionExecutor:
         # must not be computed again.
         self._channel_store.publish_correction(key)
         return key
-
-
-@dataclass(frozen=True)
-class _PendingWrite:
-    """A checkpoint that another thread is writing; times are in seconds of the monotonic clock."""
-
-    checkpoint: PendingCheckpoint
-    begun: float
-    written: Future[str]
-    """The model's digest, once the file is written."""
-    flushed: Future[float]
-    """When the file became durable."""
-
-
-def _background_thread() -> ThreadPoolExecutor:
-    """Return a pool of one low-priority thread, for work that changes nothing that the calling thread uses."""
-    return ThreadPoolExecutor(1, thread_name_prefix="ps-background", initializer=lower_priority)
-
-
-def _checkpoint_thread() -> Executor:
-    """Return the pool that writes a checkpoint, which may take longer than the action that begins it."""
-    return _background_thread()
-
-
-def _flushed(checkpoint: PendingCheckpoint) -> float:
-    checkpoint.flush(throttled=True)
-    return time.monotonic()
-
-
-def lower_priority() -> None:
-    """Lower the scheduling priority of the calling thread, so that training has priority."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _framed(tensors: Tensors, facts: Mapping[str, float]) -> FramedUpdate:

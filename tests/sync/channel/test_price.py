@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
+from bench.channel_prices import REQUEST_PRICES, cost_usd
 
 from geofed_pb.errors import GeofedError
-from sync.channel import NODE_PRICES, REQUEST_PRICES, Usage, cost_usd, node_cost_usd
+from sync.channel import Usage
 
 EVERYTHING = Usage(puts=1, gets=1, misses=1, looks=1, deletes=1, lists=1, waits=1, failures=1, bytes_in=1, bytes_out=1)
 
@@ -45,14 +45,8 @@ def test_what_k_reduce_asks_of_s3_in_one_iteration_costs_what_the_formula_says()
     assert cost_usd(usage, REQUEST_PRICES["cos/singapore"]) == pytest.approx(3e-7 * (usage.puts + usage.gets))
 
 
-@pytest.mark.parametrize(("minutes", "hours"), [(0, 0), (1, 1), (60, 1), (61, 2)])
-def test_a_node_costs_whole_hours(minutes: int, hours: int) -> None:
-    price = NODE_PRICES["elasticache/us-east-1/cache.t3.small"]
-    assert node_cost_usd(price, timedelta(minutes=minutes), nodes=2) == pytest.approx(2 * hours * 0.034)
-
-
 def test_every_price_says_where_it_comes_from() -> None:
-    for prices in [*REQUEST_PRICES.values(), *NODE_PRICES.values()]:
+    for prices in REQUEST_PRICES.values():
         assert prices.source
         assert prices.as_of
         assert prices.confidence in ("high", "low")

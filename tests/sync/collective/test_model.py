@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bench.collectives_published import best_chunks, least_seconds, unequal_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
@@ -17,12 +18,9 @@ from sync.collective import (
     ChannelCosts,
     Merge,
     Settings,
-    best_chunks,
     choose,
     collectives,
     estimate,
-    least_seconds,
-    unequal_batches,
 )
 from sync.layout import Vector
 from sync.merging import MeanCollective, Member, probe

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
-from sync.pipeline import Operation, Pipeline, StagePosition, dependencies, live_micro_batches, operations
+from sync.pipeline import Operation, Pipeline, StagePosition, operations
 
 ORDERS = st.sampled_from(["gpipe", "1f1b"])
+
+
+def dependencies(operation: Operation, stage: int, stages: int) -> tuple[tuple[int, Operation], ...]:
+    """Return the passes that must be done before, each with its stage."""
+    number = operation.micro_batch
+    if operation.kind == "forward":
+        return ((stage - 1, operation),) if stage else ()
+    own = (stage, Operation("forward", number))
+    return (own, (stage + 1, operation)) if stage < stages - 1 else (own,)
 
 
 @given(order=ORDERS, stages=st.integers(1, 8), micro_batches=st.integers(1, 20))
@@ -26,10 +37,13 @@ def test_every_stage_comes_to_its_end(order: str, stages: int, micro_batches: in
 
 
 @given(order=ORDERS, stages=st.integers(1, 8), micro_batches=st.integers(1, 20), data=st.data())
-def test_live_micro_batches(order: str, stages: int, micro_batches: int, data: st.DataObject) -> None:
+def test_a_stage_holds_the_activations_of_few_micro_batches(
+    order: str, stages: int, micro_batches: int, data: st.DataObject
+) -> None:
     stage = data.draw(st.integers(0, stages - 1))
-    expected = micro_batches if order == "gpipe" else min(micro_batches, stages - stage)
-    assert live_micro_batches(order, stage, stages, micro_batches) == expected
+    passes = operations(order, stage, stages, micro_batches)
+    live = accumulate(1 if operation.kind == "forward" else -1 for operation in passes)
+    assert max(live) == (micro_batches if order == "gpipe" else min(micro_batches, stages - stage))
 
 
 @given(degree=st.integers(1, 5), stages=st.integers(1, 6), micro_batch=st.integers(1, 9), samples=st.integers(1, 50))

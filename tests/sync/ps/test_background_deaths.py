@@ -48,6 +48,7 @@ from sync.ps.core.events import (
     Unreached,
 )
 from sync.ps.core.machine import Setup
+from sync.ps.execution import checkpoints
 from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import PendingCheckpoint, Storage
@@ -472,9 +473,11 @@ def play(
         folder = Path(place)
         ticks = iter(range(1 << 30))
         # Checkpoints by the count of what is done instead of by the clock.
-        patch.setattr(executor_module, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-        patch.setattr(executor_module, "_background_thread", AtOnce)
-        patch.setattr(executor_module, "_checkpoint_thread", lambda: Later(late))
+        clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+        for module in (executor_module, checkpoints):
+            patch.setattr(module, "time", clock)
+        patch.setattr(executor_module, "background_thread", AtOnce)
+        patch.setattr(checkpoints, "_checkpoint_thread", lambda: Later(late))
         operations = Operations(patch, deaths)
         if power:
             operations.platter = Platter(folder / "a" / "ps")

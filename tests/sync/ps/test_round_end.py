@@ -19,7 +19,7 @@ from sync.layout import Layout, Slot
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreOwnUpdate
 from sync.ps.core.events import OwnUpdateStored, UpdatesMerged
 from sync.ps.core.machine import Setup
-from sync.ps.execution import executor as executor_module
+from sync.ps.execution import checkpoints
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
 from sync.store import FileChannel
@@ -128,7 +128,7 @@ class NeverDurable(AtOnce):
     """The process dies before a checkpoint is."""
 
     def submit(self, work: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
-        if work is not executor_module._flushed:
+        if work is not checkpoints._flushed:
             return super().submit(work, *given, **named)
         for _, file in given[0].written:
             file.close()
@@ -140,7 +140,7 @@ def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: type[Executor]
 ) -> None:
     """A correction made again would be another one under the name of what a replay of the log makes."""
-    monkeypatch.setattr(executor_module, "_checkpoint_thread", beside)
+    monkeypatch.setattr(checkpoints, "_checkpoint_thread", beside)
     setup, channel = replace(SETUP, regions=("a", "b"), workers=1, background=True), FileChannel(tmp_path / "channel")
 
     def life() -> ActionExecutor:
@@ -183,12 +183,12 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int, small: bool
 ) -> None:
     """However long checkpoints take: the channel may be memory, and ``small``."""
-    monkeypatch.setattr(executor_module, "_CHECKPOINT_TIME_FRACTION", 1e-12)
+    monkeypatch.setattr(checkpoints, "_CHECKPOINT_TIME_FRACTION", 1e-12)
     if small:
         monkeypatch.setattr(FileChannel, "limits", Limits(1 << 40, 16 * held * 4 * SIZE))
     else:
-        monkeypatch.setattr(executor_module, "_REPLAY_BYTES", held * 4 * SIZE)
-    monkeypatch.setattr(executor_module, "_checkpoint_thread", AtOnce)
+        monkeypatch.setattr(checkpoints, "_REPLAY_BYTES", held * 4 * SIZE)
+    monkeypatch.setattr(checkpoints, "_checkpoint_thread", AtOnce)
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
@@ -213,8 +213,8 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attempt may last for as long as its job, and hand over the optimiser's state again and again."""
-    monkeypatch.setattr(executor_module, "_CHECKPOINT_TIME_FRACTION", 1e12)
-    monkeypatch.setattr(executor_module, "_checkpoint_thread", AtOnce)
+    monkeypatch.setattr(checkpoints, "_CHECKPOINT_TIME_FRACTION", 1e12)
+    monkeypatch.setattr(checkpoints, "_checkpoint_thread", AtOnce)
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))

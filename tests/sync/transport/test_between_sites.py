@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -30,6 +31,7 @@ from sync.transfer.wire import manifest_to_proto
 from sync.transport import sockets
 from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello
+from sync.transport.stream_count import StreamCount
 from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -94,12 +96,12 @@ async def test_large_updates_take_bulk_streams_that_stay_warm(make: Making, fold
 async def test_an_update_is_spread_over_as_many_streams_as_it_is_told(make: Making, folder: Path) -> None:
     east, west = await make("east"), await make("west")
     east.links.set_peers([west.peer()])
-    east.links.peer_senders["west"].use_streams(5)
-    for sequence in (1, 2):
-        data = os.urandom(16 * MIB)
-        manifest = east.make(sequence, data)
-        await east.carry(west.peer(), manifest)
-        assert _same(west, manifest, data)
+    with mock.patch.object(StreamCount, "count", 5):
+        for sequence in (1, 2):
+            data = os.urandom(16 * MIB)
+            manifest = east.make(sequence, data)
+            await east.carry(west.peer(), manifest)
+            assert _same(west, manifest, data)
     assert east.links.peer_senders["west"].meter.streams == 5
 
 
