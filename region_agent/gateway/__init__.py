@@ -1,6 +1,5 @@
 """Client of function platforms with the OpenFaaS REST API, and an embedded platform that serves this API."""
 
-from region_agent.gateway.callback import CallbackReceiver, CallbackResult
 from region_agent.gateway.client import GatewayClient
 from region_agent.gateway.functions import (
     BasicAuth,
@@ -15,8 +14,6 @@ from region_agent.gateway.retry import RetryPolicy
 
 __all__ = [
     "BasicAuth",
-    "CallbackReceiver",
-    "CallbackResult",
     "FunctionSpec",
     "FunctionStatus",
     "GatewayClient",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import ipaddress
 import json
@@ -169,27 +168,6 @@ class GatewayClient:
             raise self._failure(answer, name)
         return Response(name, answer.status_code, dict(answer.headers), answer.content, call_id)
 
-    async def invoke_async(
-        self,
-        name: str,
-        body: bytes = b"",
-        *,
-        callback_url: str | None = None,
-        call_id: str | None = None,
-        idempotent: bool = False,
-    ) -> str:
-        """Queue a call and return its call id; the answer is POSTed to ``callback_url``."""
-        headers = {"X-Call-Id": call_id or str(uuid.uuid4())}
-        if callback_url:
-            headers["X-Callback-Url"] = callback_url
-        request = self._http.build_request(
-            "POST", f"/async-function/{self._route(name)}", content=body, headers=headers
-        )
-        answer = await self._attempts(request, idempotent=idempotent)
-        if answer.status_code != 202:
-            raise self._failure(answer, name)
-        return str(answer.headers.get("X-Call-Id", headers["X-Call-Id"]))
-
     async def logs(
         self, name: str, *, tail: int | None = None, since: datetime | None = None, follow: bool = False
     ) -> AsyncIterator[LogLine]:
@@ -214,41 +192,11 @@ class GatewayClient:
             finally:
                 await answer.aclose()
 
-    # secrets
-
-    async def create_secret(self, name: str, value: bytes) -> None:
-        """Store a secret under a new name."""
-        await self._send("POST", "/system/secrets", json_body=self._secret(name, value))
-
-    async def update_secret(self, name: str, value: bytes) -> None:
-        """Replace a secret; running replicas keep the value that they were started with."""
-        await self._send("PUT", "/system/secrets", json_body=self._secret(name, value))
-
-    async def delete_secret(self, name: str) -> None:
-        """Remove a secret."""
-        await self._send("DELETE", "/system/secrets", json_body={"name": name, "namespace": self._namespace})
-
-    async def list_secrets(self) -> tuple[str, ...]:
-        """Return the names of the secrets; the API never returns values."""
-        answer = await self._send("GET", "/system/secrets", params=self._query())
-        return tuple(str(item["name"]) for item in _json(answer) or ())
-
     # the gateway itself
 
     async def info(self) -> dict[str, Any]:
         """Provider, version and architecture."""
         return dict(_json(await self._send("GET", "/system/info")))
-
-    async def health(self) -> bool:
-        """Whether the gateway reports that it is healthy; never raises."""
-        try:
-            return (await self._http.get("/healthz")).status_code == 200
-        except (httpx2.HTTPError, OSError):
-            return False
-
-    async def namespaces(self) -> tuple[str, ...]:
-        """Namespaces that hold functions."""
-        return tuple(_json(await self._send("GET", "/system/namespaces")) or ())
 
     # requests
 
@@ -308,10 +256,6 @@ class GatewayClient:
 
     def _route(self, name: str) -> str:
         return quote(f"{name}.{self._namespace}" if self._namespace else name)
-
-    def _secret(self, name: str, value: bytes) -> dict[str, str]:
-        raw = base64.b64encode(value).decode()
-        return {"name": name, "namespace": self._namespace, "rawValue": raw}
 
 
 def _endpoint(url: str) -> tuple[str, str | None]:

@@ -106,8 +106,6 @@ class Hub:
         self._reports = ReportQueue(store)
         self.last_heard = 0.0
         """Unix seconds of the last message from the control plane."""
-        self.skew_seconds = 0.0
-        """The control plane's clock minus this machine's."""
         self.refusal: GeofedError | None = None
         """Reason why there is no session; None while there is one."""
 
@@ -235,7 +233,6 @@ class Hub:
         self._session_changed.set()
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
-        self.skew_seconds = welcome.at - self.last_heard
         _log.info("session with the control plane", session=welcome.session)
         if self._reports.resume(welcome.report_cursor):
             _log.warning("this state directory is older than the control plane's records: it was lost or restored")

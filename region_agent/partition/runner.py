@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from pydantic import ValidationError
-from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
 from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
 from geofed_pb.v1 import agent_pb2, sync_pb2
-from region_agent.config import OpenFaasGateway, RegionConfig
-from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
-from region_agent.gateway.functions import SHARE_ANNOTATION
+from region_agent.config import RegionConfig
+from region_agent.gateway import GatewayClient
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import (
     RegionInputs,
@@ -70,6 +67,7 @@ from region_agent.partition.events import (
     StoreBatches,
     WorkerEnded,
 )
+from region_agent.partition.function import WorkerFunction
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.report import PartitionMeter, report_of, view_of
@@ -87,16 +85,10 @@ from sync.store import fence_key
 __all__ = ["PartitionContext", "PartitionRunner"]
 
 _log = structlog.get_logger("geofed.partition")
-_READY = timedelta(seconds=60)
-"""Timeout of the function's first replicas."""
 _METER_SECONDS = 1.0
 """Shortest interval at which the parameter server's counters are stored."""
 _ACCOUNT_SECONDS = 5.0
 """Longest interval between reports on a running partition, so that the control plane's account is up to date."""
-_CAPACITY_LABEL = "geofed.capacity"
-"""Label of a function on preemptible capacity."""
-_LONGEST_PAUSE_SECONDS = 15.0
-"""Longest pause between attempts to delete the function."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +153,6 @@ class PartitionRunner:
             raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
         self._row = row
         self.machine = _machine_of(start, row)
-        self._deploying = asyncio.Lock()
-        """Orders deployments, so that the last one uses the latest number of workers."""
         self._folder = _private_folder(context.state_dir / "jobs", start.job)
         self._opening_channel = asyncio.Lock()
         self._worker_channel = ""
@@ -171,8 +161,10 @@ class PartitionRunner:
         """Measured costs of requests to the channel, where the workers choose a collective by them."""
         self._merged_by = ""
         """Collective that the workers have reported."""
-        self._function = f"geofed-{start.job}"[:63].rstrip("-")
-        self._logs = FunctionLogs(context.gateway, self._function, partial(context.log, self.job))
+        self._function = WorkerFunction(
+            start, self.machine, context.gateway, context.config, context.channel, context.image
+        )
+        self._logs = FunctionLogs(context.gateway, self._function.name, partial(context.log, self.job))
         self._ps: PsProcess | None = None
         self._began = row.attempt > 0
         """A parameter server has run here before; if the next one finds no state, the state was lost."""
@@ -351,49 +343,18 @@ class PartitionRunner:
             await context.fetch_model(task.initial_model, initial)
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._prepare_channel, bundle)
-        await self._deploy()
-        await context.gateway.wait_ready(self._function, self.machine.workers, _READY)
+        await self._function.deploy(shared=bool(self._shards.foreign))
+        await self._function.wait_ready()
         if context.config.policy.ship_logs:
             self._run(self._logs.follow())
         self.feed(PartitionPrepared())
 
     async def _scale(self) -> None:
-        self.feed(await self._deploy())
+        self.feed(await self._function.deploy(shared=bool(self._shards.foreign)))
 
     async def _remove_replicas(self) -> None:
-        async with self._deploying:
-            await self._context.gateway.scale(self._function, self.machine.workers)
+        await self._function.remove_replicas()
         self.feed(Deployed(None))
-
-    async def _deploy(self) -> Deployed:
-        """Deploy the function with a replica for each worker."""
-        gateway = self._context.gateway
-        async with self._deploying:
-            workers, preemptible = self.machine.workers, self.machine.preemptible
-            await gateway.deploy(self._spec(workers, preemptible=preemptible))
-            await gateway.scale(self._function, workers)
-        return Deployed(workers, preemptible)
-
-    def _spec(self, workers: int, *, preemptible: bool) -> FunctionSpec:
-        plan = self.start.plan
-        call_seconds = timedelta(seconds=plan.slice_seconds) + CALL_GRACE
-        capacity_label = {_CAPACITY_LABEL: "preemptible"} if preemptible else {}
-        return FunctionSpec(
-            service=self._function,
-            image=self._context.image,
-            labels={**fixed_scale_labels(workers), **capacity_label},
-            annotations={SHARE_ANNOTATION: self.job} if self._shards.foreign else {},
-            constraints=self._constraints(preemptible=preemptible),
-            env_vars={**timeout_env(call_seconds), **self._context.channel.worker_env()},
-            limits={"memory": f"{plan.memory_mb}Mi"},
-        )
-
-    def _constraints(self, *, preemptible: bool) -> tuple[str, ...]:
-        """Return the placement constraints of the function."""
-        gateway = self._context.config.gateway
-        if preemptible and isinstance(gateway, OpenFaasGateway):
-            return gateway.preemptible_constraints
-        return ()
 
     def _prepare_channel(self, bundle: bytes) -> None:
         channel = self._context.channel.open(self.job)
@@ -531,7 +492,7 @@ class PartitionRunner:
         failure: GeofedError | None = None
         outcome: Outcome | None = None
         try:
-            outcome = await self._call(body, timedelta(seconds=plan.slice_seconds) + CALL_GRACE)
+            outcome = await self._function.call(body)
         except GeofedError as error:
             failure = error
         finally:
@@ -552,25 +513,6 @@ class PartitionRunner:
                 self.job, RecordEvent("collective.used", text, {"collective": outcome.merged_by})
             )
         self.feed(WorkerEnded(action.worker, action.attempt, outcome.status, outcome.resume_key, failure, outcome.step))
-
-    async def _call(self, body: bytes, limit: timedelta) -> Outcome:
-        """Call the function once. Only a busy platform is retried, since the call has not begun there."""
-        pause = 0.05
-        while True:
-            try:
-                answer = await self._context.gateway.invoke(self._function, body, timeout=limit)
-            except GeofedError as error:
-                if error.code != "FUNCTION_BUSY":
-                    raise
-                await asyncio.sleep(pause)
-                pause = min(pause * 1.5, 1.0)
-                continue
-            if answer.status != 200:
-                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.status}: {answer.body[:200]!r}")
-            try:
-                return Outcome.model_validate_json(answer.body)
-            except ValidationError:
-                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
 
     async def _invocation(self, action: Invoke) -> bytes:
         context = self._context
@@ -601,19 +543,12 @@ class PartitionRunner:
         await self._logs.catch_up()
         await _cancel(self._tasks - {asyncio.current_task()})
         self.feed(ShutDownFinished())
-        await self._delete_function()
+        await self._function.delete()
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._context.channel.discard, self.job)
         if action.discard:
             for folder in (self._folder, self._shards.folder):
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-    async def _delete_function(self) -> None:
-        """Delete the function, and retry as long as the gateway is unavailable: a function left behind costs money."""
-        unavailable = retry_if_exception(lambda error: isinstance(error, GeofedError) and error.retryable)
-        attempts = AsyncRetrying(retry=unavailable, wait=wait_exponential(multiplier=0.2, max=_LONGEST_PAUSE_SECONDS))
-        with contextlib.suppress(GeofedError):
-            await attempts(self._context.gateway.delete, self._function)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any] | None]) -> None:

@@ -31,8 +31,6 @@ SURFACES = {
     "deploy.emulator": {"CONTROL", "Emulator", "EmulatedLink", "WanProfile", "load_profile", "profile_names"},
     "region_agent.gateway": {
         "BasicAuth",
-        "CallbackReceiver",
-        "CallbackResult",
         "FunctionSpec",
         "FunctionStatus",
         "GatewayClient",

@@ -32,9 +32,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from support.gateway_client import WholeClient
 from support.processes import are_wanted, running_as
 
-from region_agent.gateway import BasicAuth, FunctionSpec, GatewayClient, RetryPolicy, timeout_env
+from region_agent.gateway import BasicAuth, FunctionSpec, RetryPolicy, timeout_env
 from region_agent.gateway.functions import Response
 from region_agent.gateway.short_folders import remove_short_folder
 
@@ -121,7 +122,7 @@ class Embedded:
 class Target:
     """A gateway under test, with a client for this test's event loop."""
 
-    client: GatewayClient
+    client: WholeClient
     http: httpx2.AsyncClient
     image: str
     embedded: Embedded | None
@@ -179,7 +180,7 @@ async def open_url(
 ) -> AsyncIterator[Target]:
     context = ssl.create_default_context(cafile=ca)
     async with (
-        GatewayClient(url, auth=auth, verify=context, retry=QUICK) as client,
+        WholeClient(url, auth=auth, verify=context, retry=QUICK) as client,
         httpx2.AsyncClient(base_url=url, verify=context, timeout=30, trust_env=False) as http,
     ):
         target = Target(client, http, image, embedded, auth)

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
-import httpx2
 import pytest
 import uvicorn
 from hypothesis import given
@@ -23,8 +22,6 @@ from tenacity import RetryCallState, retry_always
 import region_agent.gateway
 from geofed_pb.errors import CATALOGUE, GeofedError
 from region_agent.gateway import (
-    CallbackReceiver,
-    CallbackResult,
     FunctionSpec,
     FunctionStatus,
     GatewayClient,
@@ -117,7 +114,6 @@ async def test_gateway_that_is_not_there_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     async with GatewayClient(f"http://127.0.0.1:{port}", retry=FAST) as client:
-        assert not await client.health()
         with pytest.raises(GeofedError, match=str(port)) as caught:
             await client.list()
         assert caught.value.code == "GATEWAY_UNAVAILABLE"
@@ -146,50 +142,6 @@ def test_waits_grow_within_their_bounds(attempt: int) -> None:
     state = RetryCallState(policy.retrying(retry_always), None, (), {})
     state.attempt_number = attempt + 1
     assert timedelta(0) <= timedelta(seconds=policy.waits(state)) <= min(policy.longest, policy.first * 2**attempt)
-
-
-# callbacks
-
-
-async def _post(receiver: CallbackReceiver, url: str, **headers: str) -> int:
-    transport = httpx2.ASGITransport(app=Starlette(routes=receiver.routes()), raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport) as http:
-        sent = {key.replace("_", "-"): value for key, value in headers.items()}
-        return (await http.post(url, content=b"body", headers=sent)).status_code
-
-
-@pytest.mark.anyio
-async def test_callback_is_taken_once() -> None:
-    taken: list[CallbackResult] = []
-
-    async def take(result: CallbackResult) -> None:
-        taken.append(result)
-
-    receiver = CallbackReceiver(take)
-    url = receiver.url("http://agent")
-    sent = {"X_Call_Id": "c", "X_Function_Status": "200", "X_Function_Name": "f", "X_Duration_Seconds": "0.5"}
-    assert await asyncio.gather(*(_post(receiver, url, **sent) for _ in range(3))) == [202, 202, 202]
-    assert taken == [CallbackResult("c", "f", 200, 0.5, b"body")]
-    assert await _post(receiver, "http://agent/callback/guessed", **sent) == 404
-    assert await _post(receiver, url) == 400
-    assert await _post(receiver, url, X_Call_Id="d", X_Function_Status="fine") == 400
-
-
-@pytest.mark.anyio
-async def test_callback_that_could_not_be_taken_may_come_again() -> None:
-    attempts: list[str] = []
-
-    async def fail_first(result: CallbackResult) -> None:
-        attempts.append(result.call_id)
-        if len(attempts) == 1:
-            raise RuntimeError("disk full")
-
-    receiver = CallbackReceiver(fail_first)
-    url = receiver.url("http://agent")
-    assert await _post(receiver, url, X_Call_Id="c") == 500
-    assert await _post(receiver, url, X_Call_Id="c") == 202
-    assert await _post(receiver, url, X_Call_Id="c") == 202
-    assert attempts == ["c", "c"]
 
 
 # notations
@@ -251,7 +203,7 @@ def test_configuration_that_can() -> None:
 
 def test_public_surface_and_error_codes() -> None:
     assert sorted(region_agent.gateway.__all__) == [
-        *("BasicAuth", "CallbackReceiver", "CallbackResult", "FunctionSpec", "FunctionStatus", "GatewayClient"),
+        *("BasicAuth", "FunctionSpec", "FunctionStatus", "GatewayClient"),
         *("LogLine", "Response", "RetryPolicy", "fixed_scale_labels", "timeout_env"),
     ]
     for code in ("FUNCTION_NOT_FOUND", "FUNCTION_BUSY", "FUNCTION_TIMEOUT", "FUNCTION_OUT_OF_MEMORY"):

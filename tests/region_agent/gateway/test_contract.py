@@ -8,16 +8,19 @@ import os
 import socket
 import ssl
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 import httpx2
 import pytest
 import uvicorn
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from geofed_pb.errors import GeofedError
-from region_agent.gateway import CallbackReceiver, CallbackResult, FunctionSpec, GatewayClient, fixed_scale_labels
+from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]
 SOON = timedelta(seconds=20)
@@ -269,25 +272,29 @@ async def test_asynchronous_call_calls_back(gateway) -> None:
     if gateway.embedded is None and not public:
         pytest.skip("GEOFED_TEST_CALLBACK_URL does not say how the gateway reaches this machine")
     probe = await gateway.deploy()
-    results: asyncio.Queue[CallbackResult] = asyncio.Queue()
-    receiver = CallbackReceiver(results.put)
+    results: asyncio.Queue[tuple[Mapping[str, str], bytes]] = asyncio.Queue()
+
+    async def receive(request: Request) -> PlainTextResponse:
+        await results.put((request.headers, await request.body()))
+        return PlainTextResponse("", 202)
+
     listener = socket.create_server(("", 8765) if gateway.embedded is None else ("127.0.0.1", 0))
     bound = listener.getsockname()[1]
-    app = Starlette(routes=receiver.routes())
+    app = Starlette(routes=[Route("/callback", receive, methods=["POST"])])
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        url = receiver.url(public or f"http://127.0.0.1:{bound}")
+        url = (public or f"http://127.0.0.1:{bound}") + "/callback"
         call_id = await gateway.client.invoke_async(probe.name, b"payload", callback_url=url, call_id="call-1")
-        result = await asyncio.wait_for(results.get(), 20)
+        headers, body = await asyncio.wait_for(results.get(), 20)
     finally:
         server.should_exit = True
         await serving
         listener.close()
     assert call_id == "call-1"
-    assert (result.call_id, result.status, result.body) == ("call-1", 200, b"payload")
-    assert result.function.startswith(probe.name)
-    assert result.duration_s > 0
+    assert (headers["X-Call-Id"], headers["X-Function-Status"], body) == ("call-1", "200", b"payload")
+    assert headers["X-Function-Name"].startswith(probe.name)
+    assert float(headers["X-Duration-Seconds"]) > 0
 
 
 async def test_bad_requests_are_refused_with_a_reason(gateway) -> None:

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.gateway_client import WholeClient
 from support.processes import alive
 
 from geofed_pb.errors import GeofedError
-from region_agent.gateway import FunctionSpec, GatewayClient
+from region_agent.gateway import FunctionSpec
 from region_agent.gateway.functions import SHARE_ANNOTATION
 
 from .conftest import QUICK, open_target, until
@@ -446,7 +447,7 @@ async def test_metrics_have_openfaas_names(shared) -> None:
 
 async def test_unix_socket(launch, tmp_path: Path) -> None:
     embedded = launch("--listen", f"unix:{tmp_path}/g.sock")
-    async with GatewayClient(embedded.url, retry=QUICK) as client:
+    async with WholeClient(embedded.url, retry=QUICK) as client:
         assert await client.health()
         assert (tmp_path / "g.sock").stat().st_mode & 0o777 == 0o600
 

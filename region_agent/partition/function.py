@@ -1,0 +1,111 @@
+"""The function that a partition's workers are invocations of: its deployment, its replicas, and calls of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import timedelta
+
+from pydantic import ValidationError
+from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import OpenFaasGateway, RegionConfig
+from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
+from region_agent.gateway.functions import SHARE_ANNOTATION
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.events import Deployed
+from region_agent.partition.machine import PartitionMachine
+from region_agent.worker.invocation import CALL_GRACE, Outcome
+
+__all__ = ["WorkerFunction"]
+
+_READY = timedelta(seconds=60)
+"""Timeout of the function's first replicas."""
+_CAPACITY_LABEL = "geofed.capacity"
+"""Label of a function on preemptible capacity."""
+_LONGEST_PAUSE_SECONDS = 15.0
+"""Longest pause between attempts to delete the function."""
+
+
+class WorkerFunction:
+    """The worker function of one partition, on the region's function platform."""
+
+    def __init__(
+        self,
+        start: agent_pb2.StartPartition,
+        machine: PartitionMachine,
+        gateway: GatewayClient,
+        config: RegionConfig,
+        channel: RegionChannel,
+        image: str,
+    ) -> None:
+        self.name = f"geofed-{start.job}"[:63].rstrip("-")
+        self._start, self._machine = start, machine
+        self._gateway, self._config, self._channel, self._image = gateway, config, channel, image
+        self._call_seconds = timedelta(seconds=start.plan.slice_seconds) + CALL_GRACE
+        self._deploying = asyncio.Lock()
+        """Orders deployments, so that the last one uses the latest number of workers."""
+
+    async def deploy(self, *, shared: bool) -> Deployed:
+        """Deploy the function with a replica for each worker; ``shared``: its replicas read other regions' shards."""
+        async with self._deploying:
+            workers, preemptible = self._machine.workers, self._machine.preemptible
+            await self._gateway.deploy(self._spec(workers, preemptible=preemptible, shared=shared))
+            await self._gateway.scale(self.name, workers)
+        return Deployed(workers, preemptible)
+
+    def _spec(self, workers: int, *, preemptible: bool, shared: bool) -> FunctionSpec:
+        capacity_label = {_CAPACITY_LABEL: "preemptible"} if preemptible else {}
+        return FunctionSpec(
+            service=self.name,
+            image=self._image,
+            labels={**fixed_scale_labels(workers), **capacity_label},
+            annotations={SHARE_ANNOTATION: self._start.job} if shared else {},
+            constraints=self._constraints(preemptible=preemptible),
+            env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env()},
+            limits={"memory": f"{self._start.plan.memory_mb}Mi"},
+        )
+
+    def _constraints(self, *, preemptible: bool) -> tuple[str, ...]:
+        """Return the placement constraints of the function."""
+        gateway = self._config.gateway
+        if preemptible and isinstance(gateway, OpenFaasGateway):
+            return gateway.preemptible_constraints
+        return ()
+
+    async def wait_ready(self) -> None:
+        """Wait until a replica for each worker is ready."""
+        await self._gateway.wait_ready(self.name, self._machine.workers, _READY)
+
+    async def remove_replicas(self) -> None:
+        """Remove the replicas beyond the number of workers."""
+        async with self._deploying:
+            await self._gateway.scale(self.name, self._machine.workers)
+
+    async def call(self, body: bytes) -> Outcome:
+        """Call the function once. Only a busy platform is retried, since the call has not begun there."""
+        pause = 0.05
+        while True:
+            try:
+                answer = await self._gateway.invoke(self.name, body, timeout=self._call_seconds)
+            except GeofedError as error:
+                if error.code != "FUNCTION_BUSY":
+                    raise
+                await asyncio.sleep(pause)
+                pause = min(pause * 1.5, 1.0)
+                continue
+            if answer.status != 200:
+                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.status}: {answer.body[:200]!r}")
+            try:
+                return Outcome.model_validate_json(answer.body)
+            except ValidationError:
+                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
+
+    async def delete(self) -> None:
+        """Delete the function, and retry as long as the gateway is unavailable: a function left behind costs money."""
+        unavailable = retry_if_exception(lambda error: isinstance(error, GeofedError) and error.retryable)
+        attempts = AsyncRetrying(retry=unavailable, wait=wait_exponential(multiplier=0.2, max=_LONGEST_PAUSE_SECONDS))
+        with contextlib.suppress(GeofedError):
+            await attempts(self._gateway.delete, self.name)
