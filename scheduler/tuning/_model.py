@@ -14,8 +14,6 @@ class ChannelProfile(ChannelCosts):
 
     _: KW_ONLY
     name: str
-    usd_per_hour: float = 0.0
-    """Price of a node that exists for the job alone."""
     full_rate_mb: float = 0.0
     """Memory from which a function has its whole bandwidth, in proportion below; 0: memory buys none."""
 
@@ -49,10 +47,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Convergence:
-    """How many iterations a job needs: ``least * (1 + noise / global batch) * (1 + rho * staleness * share stale)``.
+    """How many iterations a job needs: ``least * (1 + noise / global batch)``, McCandlish et al.'s (arXiv 1812.06162,
+    eq. 2.11).
 
-    The first factor is McCandlish et al.'s (arXiv 1812.06162, eq. 2.11). A job that is given epochs makes the steps
-    that these take: there ``samples`` is set, and a larger batch loses nothing.
+    A job that is given epochs makes the steps that these take: there ``samples`` is set, and a larger batch loses
+    nothing.
     """
 
     samples: float | None = None
@@ -61,12 +60,8 @@ class Convergence:
     """To the goal with a batch without end."""
     noise_samples: float = 0.0
     """The gradient noise scale: the batch from which on doubling it saves less than half of the steps."""
-    rho: float = 0.0
-    """What a step of staleness costs, if all workers had it."""
     staleness: int = 0
     """Merges by which workers that own no chunk are behind, with a collective that takes it."""
-    most_batch: float = math.inf
-    """Largest global batch that may be used (FasDL's Bg)."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.tuning._model import Compute, Configuration, Convergence, Memory, Prediction, TaskModel
-from sync.collective import Correction, Merges, collective_named, collectives, merge_terms
+from sync.collective import Correction, Merges, merge_terms
 
 Floats = npt.NDArray[np.float64]
 
@@ -35,16 +35,15 @@ def needed_mb(memory: Memory, batch: Floats | float, model_bytes: float, chunks:
     return np.asarray(np.maximum(training, memory.least_mb) * (1 + memory.spare))
 
 
-def iterations(progress: Convergence, global_batch: Floats | float, stale_share: Floats | float = 0.0) -> Floats:
-    """Until the job's end; ``stale_share``: of the samples, those of workers that are behind."""
+def iterations(progress: Convergence, global_batch: Floats | float) -> Floats:
+    """Until the job's end."""
     batch = np.asarray(global_batch, float)
     if progress.samples is not None:
         steps = progress.samples / batch
     else:
         steps = progress.least_steps * (1 + progress.noise_samples / batch)
-    stale = 1 + progress.rho * progress.staleness * np.asarray(stale_share, float)
     # A hair less, so that what divides evenly stays what it is.
-    return np.asarray(np.maximum(1.0, np.ceil(steps * stale - 1e-9)))
+    return np.asarray(np.maximum(1.0, np.ceil(steps - 1e-9)))
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Outcomes:
     requests_usd: Floats
     needed_mb: Floats
     fits: npt.NDArray[np.bool_]
-    """In memory, and within the largest global batch."""
+    """In memory."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,12 @@ def merge_costs(task: TaskModel, name: str, merges: Merges) -> MergeCosts:
 
 def outcomes(task: TaskModel, grid: Grid, costs: MergeCosts | None = None) -> Outcomes:
     """Predict all configurations of a grid; ``costs``: their merges', where they are known already."""
-    channel = next(one for one in task.channels if one.name == grid.channel)
-    merges, platform, progress = grid.merges, task.platform, task.progress
+    merges, platform = grid.merges, task.platform
     if costs is None:
         costs = merge_costs(task, grid.channel, merges)
     compute, merge = step_seconds(task.compute, grid.batches, grid.memories_mb), costs.seconds
     one = compute + merge
-    lagging = np.array([collective_named(name).takes_staleness for name in collectives()])[merges.collective]
-    stale = lagging * (1 - merges.chunks / merges.workers)
-    count = iterations(progress, grid.batches * merges.workers, stale)
+    count = iterations(task.progress, grid.batches * merges.workers)
     # An invocation makes whole steps, the first however long it takes.
     steps = np.maximum(1.0, np.ceil(platform.slice_seconds / one))
     calls = np.ceil(count / steps)
@@ -112,9 +108,9 @@ def outcomes(task: TaskModel, grid: Grid, costs: MergeCosts | None = None) -> Ou
         grid.memories_mb / 1024 * platform.usd_per_gb_second * worked + calls * platform.usd_per_call
     )
     requests = count * costs.usd
-    nodes = seconds / _SECONDS_PER_HOUR * (platform.server_usd_per_hour + channel.usd_per_hour)
+    nodes = seconds / _SECONDS_PER_HOUR * platform.server_usd_per_hour
     needed = needed_mb(task.memory, grid.batches, task.model_bytes, merges.chunks)
-    fits = (needed <= grid.memories_mb) & (grid.batches * merges.workers <= progress.most_batch)
+    fits = needed <= grid.memories_mb
     return Outcomes(compute, merge, count, seconds, functions + requests + nodes, requests, needed, fits)
 
 
@@ -124,7 +120,7 @@ def share_of(memory_mb: float, full_rate_mb: float) -> float:
 
 
 def predict(task: TaskModel, configurations: Sequence[Configuration]) -> list[Prediction | None]:
-    """What each configuration takes; None: it does not fit into memory, or into the largest global batch.
+    """What each configuration takes; None: it does not fit into memory.
 
     Raises ``StopIteration`` where a configuration names a channel that the task does not have.
     """

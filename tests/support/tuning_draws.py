@@ -28,9 +28,7 @@ def drawn_task(rng: random.Random) -> TaskModel:
         samples=float(rng.randint(100, 200_000)) if epochs else None,
         least_steps=0.0 if epochs else 10 ** rng.uniform(1, 4),
         noise_samples=10 ** rng.uniform(1, 4),
-        rho=rng.choice([0.0, rng.uniform(0, 2)]),
         staleness=rng.randint(0, 2),
-        most_batch=rng.choice([float("inf"), float(rng.randint(64, 4096))]),
     )
     return TaskModel(
         model_bytes=10 ** rng.uniform(4.5, 8.3),
@@ -60,7 +58,6 @@ def _channel(rng: random.Random, name: str) -> ChannelProfile:
         put_usd=10 ** rng.uniform(-7, -5) if priced else 0.0,
         get_usd=10 ** rng.uniform(-8, -6) if priced else 0.0,
         list_usd=5e-6 if priced else 0.0,
-        usd_per_hour=rng.choice([0.0, 0.068]),
         merge_seconds_per_byte=rng.choice([0.0, 3e-10]),
         request_cpu_seconds=rng.choice([0.0, 2e-4]),
         cores=rng.choice([0.0, 0.0, 2.0]),
