@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import grpc
 
@@ -17,9 +18,12 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, with_token
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
+_Reply = TypeVar("_Reply")
 OnBreak = Callable[[GeofedError], None]
 RETRY_WAIT = timedelta(seconds=0.5)
 """Time between two attempts to resume an interrupted stream."""
+TIMEOUT = timedelta(seconds=20)
+"""Timeout of a call."""
 PROBE_WAIT = timedelta(seconds=10)
 """Additional timeout of calls that may wait for a task's probe."""
 
@@ -52,11 +56,10 @@ class Context:
 class ControlClient:
     """A connection to the control plane; use it as an async context manager."""
 
-    def __init__(self, address: str, ca_pem: bytes, token: str, *, timeout: timedelta = timedelta(seconds=20)) -> None:
+    def __init__(self, address: str, ca_pem: bytes, token: str) -> None:
         self._channel = channel(address, ca_pem=ca_pem, name=CONTROL_PLANE_NAME)
         self._stub = control_pb2_grpc.ControlStub(self._channel)
         self._metadata = with_token(token)
-        self._seconds = timeout.total_seconds()
 
     @classmethod
     def connect(cls, context: Context) -> ControlClient:
@@ -76,16 +79,13 @@ class ControlClient:
 
     async def version(self) -> control_pb2.VersionReply:
         """Return the server's version and the federation's name."""
-        with _mapped():
-            reply: control_pb2.VersionReply = await self._stub.Version(control_pb2.VersionRequest(), **self._options())
-        return reply
+        return await self._answer(self._stub.Version, control_pb2.VersionRequest())
 
     async def put_bundle(self, content: bytes, digest: str) -> None:
         """Upload a job's code unless it is uploaded already; resume an interrupted upload."""
-        with _mapped():
-            have = await self._stub.StatBlob(common_pb2.BlobRequest(digest=digest), **self._options())
-            if not have.complete:
-                await self._stub.PutBlob(_chunks(content, digest, have.have_bytes), **self._options())
+        have: common_pb2.BlobAck = await self._answer(self._stub.StatBlob, common_pb2.BlobRequest(digest=digest))
+        if not have.complete:
+            await self._answer(self._stub.PutBlob, _chunks(content, digest, have.have_bytes))
 
     async def plan(self, spec_json: str, code_digest: str = "", bundle_digest: str = "") -> control_pb2.PlanReply:
         """Plan a job without submitting it.
@@ -95,16 +95,12 @@ class ControlClient:
             bundle_digest: digest of the uploaded code, so that a new task can be probed first.
         """
         request = control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest, bundle_digest=bundle_digest)
-        with _mapped():
-            reply: control_pb2.PlanReply = await self._stub.Plan(request, **self._options(PROBE_WAIT))
-        return reply
+        return await self._answer(self._stub.Plan, request, PROBE_WAIT)
 
     async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
         """Submit a job; once for each request ID."""
         request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
-        with _mapped():
-            reply: control_pb2.SubmitReply = await self._stub.Submit(request, **self._options(PROBE_WAIT))
-        return reply
+        return await self._answer(self._stub.Submit, request, PROBE_WAIT)
 
     async def profile(
         self,
@@ -126,102 +122,72 @@ class ControlClient:
 
     async def job(self, job: str) -> control_pb2.Job:
         """Return a job by ID or name."""
-        with _mapped():
-            reply: control_pb2.Job = await self._stub.GetJob(control_pb2.JobRequest(job=job), **self._options())
-        return reply
+        return await self._answer(self._stub.GetJob, control_pb2.JobRequest(job=job))
 
     async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
         """Return jobs, newest first, without spec, plan and result."""
         found: list[control_pb2.Job] = []
-        with _mapped():
-            while True:
-                after = found[-1].id if found else ""
-                request = control_pb2.ListJobsRequest(all=ended, limit=limit - len(found), after=after)
-                reply = await self._stub.ListJobs(request, **self._options())
-                found += reply.jobs
-                if not reply.more or not reply.jobs or len(found) >= limit:
-                    return found
+        while True:
+            after = found[-1].id if found else ""
+            request = control_pb2.ListJobsRequest(all=ended, limit=limit - len(found), after=after)
+            reply: control_pb2.ListJobsReply = await self._answer(self._stub.ListJobs, request)
+            found += reply.jobs
+            if not reply.more or not reply.jobs or len(found) >= limit:
+                return found
 
     async def cancel(self, job: str, reason: str = "") -> control_pb2.Job:
         """Cancel a job."""
-        with _mapped():
-            reply: control_pb2.Job = await self._stub.Cancel(
-                control_pb2.CancelRequest(job=job, reason=reason), **self._options()
-            )
-        return reply
+        return await self._answer(self._stub.Cancel, control_pb2.CancelRequest(job=job, reason=reason))
 
     async def finish(self, job: str, reason: str = "") -> control_pb2.Job:
         """End a job with its current model."""
-        with _mapped():
-            reply: control_pb2.Job = await self._stub.Finish(
-                control_pb2.FinishRequest(job=job, reason=reason), **self._options()
-            )
-        return reply
+        return await self._answer(self._stub.Finish, control_pb2.FinishRequest(job=job, reason=reason))
 
     async def replan(self, job: str, reason: str = "") -> control_pb2.Job:
         """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
-        with _mapped():
-            reply: control_pb2.Job = await self._stub.Replan(
-                control_pb2.ReplanRequest(job=job, reason=reason), **self._options()
-            )
-        return reply
+        return await self._answer(self._stub.Replan, control_pb2.ReplanRequest(job=job, reason=reason))
 
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
-        with _mapped():
-            reply: control_pb2.Job = await self._stub.Scale(
-                control_pb2.ScaleRequest(job=job, workers=workers, reason=reason), **self._options()
-            )
-        return reply
+        return await self._answer(self._stub.Scale, control_pb2.ScaleRequest(job=job, workers=workers, reason=reason))
 
     async def regions(self) -> list[control_pb2.Region]:
         """Return all regions, sorted by name."""
         found: list[control_pb2.Region] = []
-        with _mapped():
-            while True:
-                request = control_pb2.ListRegionsRequest(after=found[-1].name if found else "", paged=True)
-                reply = await self._stub.ListRegions(request, **self._options())
-                found += reply.regions
-                if not reply.more or not reply.regions:
-                    return found
+        while True:
+            request = control_pb2.ListRegionsRequest(after=found[-1].name if found else "", paged=True)
+            reply: control_pb2.ListRegionsReply = await self._answer(self._stub.ListRegions, request)
+            found += reply.regions
+            if not reply.more or not reply.regions:
+                return found
 
     async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
         """Create a one-time token for a region."""
-        with _mapped():
-            request = control_pb2.InviteRequest(region=region, ttl_seconds=int(ttl.total_seconds()))
-            reply: control_pb2.InviteReply = await self._stub.Invite(request, **self._options())
-        return reply
+        request = control_pb2.InviteRequest(region=region, ttl_seconds=int(ttl.total_seconds()))
+        return await self._answer(self._stub.Invite, request)
 
     async def add_user(self, name: str, promised_workers: int | None = None) -> control_pb2.UserReply:
         """Create a user; the reply has its token."""
-        with _mapped():
-            request = control_pb2.AddUserRequest(name=name, promised_workers=promised_workers)
-            reply: control_pb2.UserReply = await self._stub.AddUser(request, **self._options())
-        return reply
+        request = control_pb2.AddUserRequest(name=name, promised_workers=promised_workers)
+        return await self._answer(self._stub.AddUser, request)
 
     async def change_user(
         self, name: str, promised_workers: int | None = None, *, no_quota: bool = False, new_token: bool = False
     ) -> control_pb2.UserReply:
         """Change a user's quota (None: unchanged) or token."""
-        with _mapped():
-            request = control_pb2.ChangeUserRequest(
-                name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token
-            )
-            reply: control_pb2.UserReply = await self._stub.ChangeUser(request, **self._options())
-        return reply
+        request = control_pb2.ChangeUserRequest(
+            name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token
+        )
+        return await self._answer(self._stub.ChangeUser, request)
 
     async def remove_user(self, name: str) -> control_pb2.User:
         """Remove a user."""
-        with _mapped():
-            reply: control_pb2.User = await self._stub.RemoveUser(
-                control_pb2.RemoveUserRequest(name=name), **self._options()
-            )
-        return reply
+        return await self._answer(self._stub.RemoveUser, control_pb2.RemoveUserRequest(name=name))
 
     async def users(self) -> list[control_pb2.User]:
         """Return the users that the caller may see, sorted by name."""
-        with _mapped():
-            return list((await self._stub.ListUsers(control_pb2.ListUsersRequest(), **self._options())).users)
+        reply: control_pb2.ListUsersReply = await self._answer(self._stub.ListUsers, control_pb2.ListUsersRequest())
+        return list(reply.users)
 
     async def watch(
         self, job: str, *, cursor: int = 0, follow: bool = True, on_break: OnBreak | None = None
@@ -282,8 +248,12 @@ class ControlClient:
             async for chunk in self._stub.GetModel(request, metadata=self._metadata):
                 yield chunk
 
-    def _options(self, more: timedelta = timedelta()) -> dict[str, object]:
-        return {"metadata": self._metadata, "timeout": self._seconds + more.total_seconds()}
+    async def _answer(
+        self, call: Callable[..., Awaitable[_Reply]], request: object, more: timedelta = timedelta()
+    ) -> _Reply:
+        """Make a call and return its answer; `more` is added to its timeout."""
+        with _mapped():
+            return await call(request, metadata=self._metadata, timeout=(TIMEOUT + more).total_seconds())
 
 
 async def _chunks(content: bytes, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:

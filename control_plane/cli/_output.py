@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import math
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from control_plane._finite import finite
 from control_plane.cli._settings import Format, settings, stdout_is_terminal
 from geofed_pb.errors import GeofedError
 from geofed_pb.output import output_failure
@@ -133,18 +133,7 @@ def _is_number(cell: str) -> bool:
 
 
 def _envelope(data: Any) -> dict[str, Any]:
-    return {"schema_version": SCHEMA_VERSION, "status": "ok", "data": _finite(data)}
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(held) for held in value]
-    return value
+    return {"schema_version": SCHEMA_VERSION, "status": "ok", "data": finite(data)}
 
 
 def _yaml(value: Any) -> str:

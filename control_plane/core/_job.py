@@ -369,12 +369,7 @@ class JobMachine:
         if not able:
             return
         chosen = able[0]
-        self.state = replace(
-            self.state,
-            publisher=chosen.region,
-            publish_epoch=chosen.epoch,
-            publishes=self.state.publishes + 1,
-        )
+        self.state = replace(self.state, publisher=chosen.region, publishes=self.state.publishes + 1)
         self._out.append(SendPublish(chosen.region, chosen.epoch))
         self._record("job.publishing", f"{chosen.region} uploads the model", chosen.region)
 

@@ -270,8 +270,6 @@ class JobState:
     """Digest of the flat final model; the publisher's if the regions' models may differ in the last bits."""
     publisher: str = ""
     """Region that was commanded to upload the model; empty: none."""
-    publish_epoch: int = 0
-    """Epoch of the publisher's partition."""
     publishes: int = 0
     """Number of uploads commanded so far."""
     blob_digest: str = ""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
 
+from control_plane._finite import finite
 from control_plane.core import (
     Charge,
     Copy,
@@ -354,14 +354,4 @@ def log_rows(region: str, records: Iterable[agent_pb2.LogRecord]) -> tuple[LogRo
 
 def to_json(value: Any) -> str:
     """Return strictly valid JSON: NaN and infinities become null."""
-    return json.dumps(_finite(value), allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(held) for key, held in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(held) for held in value]
-    return value
+    return json.dumps(finite(value), allow_nan=False)

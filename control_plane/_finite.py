@@ -1,0 +1,17 @@
+"""Values that JSON can hold."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON lacks, by null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(held) for held in value]
+    return value
