@@ -88,10 +88,10 @@ def test_a_report_carries_the_account(store: AgentStore) -> None:
     meter.add_outcome(Outcome(status="done", steady_steps=1, steady_seconds=4.0))
     store.add_to_meters("job-1", invocation_amounts(1.5, 2048) | {"sent_bytes:west": 1e9})
     report = report_of(PartitionMachine("east", 1, epoch=3), "job-1", sync_pb2.PsStatus(step=9), meter, PRICES)
-    assert (report.job, report.epoch, report.step, report.samples_per_second) == ("job-1", 3, 9, 250.0)
-    assert report.step_seconds == 2.5
-    assert report.sent_bytes == {"west": 10**9}
-    assert {line.item: line.quantity for line in report.money} == {
+    assert (report.job, report.epoch, report.step, report.speed.samples_per_second) == ("job-1", 3, 9, 250.0)
+    assert report.speed.step_seconds == 2.5
+    assert report.totals.sent_bytes == {"west": 10**9}
+    assert {line.item: line.quantity for line in report.totals.money} == {
         "function-seconds": 3.0, "function-calls": 1.0, "parameter-server": 0.0, "egress to west": 1.0,
     }  # fmt: skip
 
@@ -100,4 +100,4 @@ def test_unknown_prices_are_not_taken_for_zero(store: AgentStore) -> None:
     report = report_of(
         PartitionMachine("east", 1, epoch=1), "job-1", sync_pb2.PsStatus(), PartitionMeter(store, "job-1"), None
     )
-    assert list(report.money) == []
+    assert list(report.totals.money) == []

@@ -166,7 +166,7 @@ def test_an_order_for_a_shard_is_kept_until_the_job_ends_or_refused_at_once(tmp_
     if residency == "region":
         assert (told[0].state, told[0].error.code) == ("refused", "RESIDENCY_VIOLATION")
     else:
-        assert [(report.state, dict(report.sent_bytes)) for report in told] == [
+        assert [(report.state, dict(report.totals.sent_bytes)) for report in told] == [
             ("sending", {}),
             ("stopped", {"west": 5}),
         ]
