@@ -1,15 +1,26 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from support.lasting import Lasting
 from support.running import Federation, Running, digits_sites
 from support.stores import RedisServer, redis_server
 
 REGIONS = ("frankfurt", "shanghai", "virginia")
 PAIR = ("shanghai", "virginia")
+NUMBERS = 16
+"""Samples in each region."""
+NORTH = ("bergen", "oslo")
+NORTH_PORTS = (27310, 27315)
+"""Of Bergen's parameter servers. Below those that the system gives to connections, any of which may be open on this
+machine."""
 REDIS_PASSWORD = "the region's own"
 STORE_PRICES = {"source": "test", "asOf": "2026-01", "usdPerHour": 0.02, "usdPerPut": 5e-6, "usdPerGet": 4e-7}
 
@@ -32,7 +43,7 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 def _federation_of(item: pytest.Item) -> str:
     """The name of its fixture; empty for a test that has a federation of its own."""
     names = getattr(item, "fixturenames", ())
-    return next((name for name in ("three", "pair", "redis_pair") if name in names), "")
+    return next((name for name in ("three", "pair", "redis_pair", "north") if name in names), "")
 
 
 def _three_regions(folder: Path) -> Federation:
@@ -51,8 +62,20 @@ def running(three: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> R
     return three.running(request, tmp_path)
 
 
+def numbers(region: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of 4 and outputs of 2 numbers, others in each region of the pair."""
+    x = torch.randn(NUMBERS, 4, generator=torch.Generator().manual_seed(PAIR.index(region)))
+    return x, x[:, :2] - x[:, 2:]
+
+
 def _two_regions(folder: Path) -> Federation:
-    return Federation(folder / "federation", digits_sites(folder, PAIR, workers=4))
+    sites = digits_sites(folder, PAIR, workers=4)
+    for site in sites:
+        file = folder / f"{site.name}.pt"
+        torch.save(numbers(site.name), file)
+        splits = {split: {"uri": str(file), "samples": NUMBERS} for split in ("train", "test")}
+        site.config["datasets"]["numbers"] = {"splits": splits}
+    return Federation(folder / "federation", sites)
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +86,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
 
 @pytest.fixture
 def running_pair(pair: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
-    """Two regions with four workers each, whose channel is files. In order and without a job."""
+    """Two regions with four workers each, whose channel is files; they also hold `numbers`. In order and without a
+    job."""
     return pair.running(request, tmp_path)
 
 
@@ -93,3 +117,49 @@ def redis_pair(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> 
 def running_redis(redis_pair: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
     """Two regions with three workers each, whose channel is one redis-server. In order and without a job."""
     return redis_pair.running(request, tmp_path)
+
+
+@contextmanager
+def _two_in_the_north(folder: Path) -> Iterator[Federation]:
+    sites = [
+        replace(site, config=_north_config(folder, site.name, dict(site.config)))
+        for site in digits_sites(folder, NORTH)
+    ]
+    log_format = ("--log-format", "json")
+    serve = (*log_format, "--lease", "3s")
+    with Federation(folder / "federation", sites, serve_options=serve, agent_options=log_format) as federation:
+        (folder / "gone.npz").unlink()
+        yield federation
+
+
+def _north_config(folder: Path, name: str, config: dict[str, Any]) -> dict[str, Any]:
+    if name == "oslo":
+        words = folder / "words"
+        words.mkdir()
+        (words / "ok.txt").write_text("a")
+        Path(os.fsdecode(os.fsencode(words) + b"/caf\xe9.txt")).write_text("b")
+        more: dict[str, Any] = {"words": (f"{words}/", 2)}
+    else:
+        config["server"] = {"exchangeHost": "127.0.0.1", "ports": list(NORTH_PORTS)}
+        whole = folder / "data" / name / "train.npz"
+        (folder / "damaged.npz").write_bytes(whole.read_bytes()[:2000])
+        (folder / "gone.npz").write_bytes(b"")
+        more = {
+            "miscounted": (whole, 50), "missing": (folder / "nowhere.npz", 500), "gone": (folder / "gone.npz", 500),
+            "damaged": (folder / "damaged.npz", 500),
+        }  # fmt: skip
+    held = {key: {"splits": {"train": {"uri": str(uri), "samples": samples}}} for key, (uri, samples) in more.items()}
+    return {**config, "datasets": {**config["datasets"], **held}}
+
+
+@pytest.fixture(scope="session")
+def north(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
+    with Lasting(_two_in_the_north, tmp_path_factory) as federation:
+        yield federation
+
+
+@pytest.fixture
+def running_north(north: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
+    """Two regions with a short lease, whose logs are JSON. Bergen, which no test ends, also names shards that are
+    missing and damaged, and Oslo a folder with a file whose name is not UTF-8. In order and without a job."""
+    return north.running(request, tmp_path)

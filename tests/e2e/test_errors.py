@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import socket
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from support.failures import Told, command, told
-from support.running import Federation, Running, check_succeeded, digits_sites, eventually
+from support.running import TEMPLATES, Running, check_succeeded, eventually
 from support.timing import cpu_seconds
 
-from deploy.local import RegionSite
+from tests.e2e.conftest import NORTH_PORTS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
-PORTS = (27310, 27315)
-"""Below those that the system gives to connections, any of which may be open on this machine."""
+_SHIPPED = (TEMPLATES / "image-classification" / "task.py").read_text()
 TINY = ("train.end.epochs=1", "train.evaluateEvery=0", "wan.interval=10")
 RAISES_IN_MODEL = "def model(config):\n    raise RuntimeError('no such layer')\n"
 RAISES_IN_DATASET = "def dataset(uri, split, config):\n    return {}['train']\n"
@@ -37,40 +32,14 @@ DIVERGES = "def loss(model, batch):\n    return model(batch[0]).sum() * float('n
 EATS_MEMORY = "held = []\n\n\ndef loss(model, batch):\n    while True:\n        held.append(np.ones(4 << 20))\n"
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Two regions for all tests here; one of them also names shards that are missing and damaged."""
-    folder = tmp_path_factory.mktemp("errors")
-    bergen, oslo = digits_sites(folder, ("bergen", "oslo"))
-    damaged = folder / "damaged.npz"
-    damaged.write_bytes((folder / "data" / "oslo" / "train.npz").read_bytes()[:2000])
-    gone = folder / "gone.npz"
-    gone.write_bytes(b"")
-    fewer = {"train": {"uri": str(folder / "data" / "oslo" / "train.npz"), "samples": 50}}
-    more: dict[str, Any] = {
-        "miscounted": {"splits": fewer},
-        "missing": {"splits": {"train": {"uri": str(folder / "nowhere.npz"), "samples": 500}}},
-        "gone": {"splits": {"train": {"uri": str(gone), "samples": 500}}},
-        "damaged": {"splits": {"train": {"uri": str(damaged), "samples": 500}}},
-    }
-    config: dict[str, Any] = {**oslo.config, "datasets": {**oslo.config["datasets"], **more}}
-    sites = [replace(bergen, config={**bergen.config, "server": _server()}), RegionSite("oslo", config)]
-    with Federation(folder / "federation", sites, serve_options=["--lease", "3s"]) as federation:
-        gone.unlink()
-        yield Running(federation, folder)
+@pytest.fixture
+def shared(running_north: Running) -> Running:
+    return running_north
 
 
-def _server() -> dict[str, Any]:
-    return {"exchangeHost": "127.0.0.1", "ports": list(PORTS)}
-
-
-def _job(running: Running, folder: Path, task: str = "") -> Path:
+def _job(running: Running, task: str = "") -> Path:
     """The shipped job, its task module changed at the end."""
-    job = folder / "job"
-    shutil.copytree(running.job_folder(), job)
-    with (job / "task.py").open("a") as module:
-        module.write("\n\n" + task)
-    return job / "job.yaml"
+    return running.job_folder(f"{_SHIPPED}\n\n{task}") / "job.yaml"
 
 
 def _submit(running: Running, job: Path, *settings: str, more: tuple[str, ...] = ("--wait",)) -> Told:
@@ -90,10 +59,8 @@ def _newest(running: Running) -> str:
         (RAISES_IN_LOSS, "loss raised AttributeError", "return x.unknown"),
     ],
 )
-def test_a_task_that_raises_is_named_by_its_own_line(
-    shared: Running, tmp_path: Path, task: str, doing: str, cause: str
-) -> None:
-    job = _job(shared, tmp_path, task)
+def test_a_task_that_raises_is_named_by_its_own_line(shared: Running, task: str, doing: str, cause: str) -> None:
+    job = _job(shared, task)
     failure = _submit(shared, job, more=("--watch",))
     name = _newest(shared)
     line = next(n for n, text in enumerate((job.parent / "task.py").read_text().splitlines(), 1) if cause in text)
@@ -109,10 +76,8 @@ def test_a_task_that_raises_is_named_by_its_own_line(
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(
-    shared: Running, tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    job = _job(shared, tmp_path, RAISES_IN_MODEL)
+def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(shared: Running, more: tuple[str, ...]) -> None:
+    job = _job(shared, RAISES_IN_MODEL)
     before = shared.federation.control_plane("list", "--all", "-o", "name").stdout
     failure = _submit(shared, job, more=more)
     line = next(n for n, text in enumerate((job.parent / "task.py").read_text().splitlines(), 1) if "no such" in text)
@@ -129,14 +94,14 @@ def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(
         (EATS_MEMORY, ("function.memoryMb=256",), "FUNCTION_OUT_OF_MEMORY", "256"),
         ("", ("data.dataset=gone",), "SHARD_UNREADABLE", "gone.npz not found"),
         ("", ("data.dataset=damaged",), "TASK_FAILED", "damaged.npz is no .npz file"),
-        ("", ("data.dataset=miscounted",), "SAMPLES_MISMATCH", "region oslo states 50 training samples, the task's"),
+        ("", ("data.dataset=miscounted",), "SAMPLES_MISMATCH", "region bergen states 50 training samples, the task's"),
     ],
 )
 def test_a_job_that_cannot_work_fails_soon_and_says_why(
-    shared: Running, tmp_path: Path, task: str, settings: tuple[str, ...], code: str, words: str
+    shared: Running, task: str, settings: tuple[str, ...], code: str, words: str
 ) -> None:
     begun = time.monotonic()
-    failure = _submit(shared, _job(shared, tmp_path, task), *settings)
+    failure = _submit(shared, _job(shared, task), *settings)
     assert time.monotonic() - begun < 30
     assert (failure.code, failure.exit_status) == ("JOB_FAILED", 1)
     assert f"{code}: " in failure.text
@@ -144,8 +109,8 @@ def test_a_job_that_cannot_work_fails_soon_and_says_why(
     assert "region " in failure.text
 
 
-def test_an_evaluation_that_is_killed_costs_its_metrics_and_not_the_model(shared: Running, tmp_path: Path) -> None:
-    job = _job(shared, tmp_path, EATS_MEMORY_WHERE_IT_MEASURES)
+def test_an_evaluation_that_is_killed_costs_its_metrics_and_not_the_model(shared: Running) -> None:
+    job = _job(shared, EATS_MEMORY_WHERE_IT_MEASURES)
     chosen = [part for setting in (*TINY, "function.memoryMb=512") for part in ("--set", setting)]
     name = shared.federation.control_plane("submit", str(job), *chosen, "-o", "name").stdout.strip()
     ended = shared.wait_end(name)
@@ -156,9 +121,9 @@ def test_an_evaluation_that_is_killed_costs_its_metrics_and_not_the_model(shared
     assert all("memory" in text for text in told)
 
 
-def test_what_is_wrong_beforehand_is_refused_and_makes_no_job(shared: Running, tmp_path: Path) -> None:
+def test_what_is_wrong_beforehand_is_refused_and_makes_no_job(shared: Running) -> None:
     jobs = shared.federation.control_plane("list", "--all", "-o", "name").stdout
-    job = _job(shared, tmp_path)
+    job = _job(shared)
     good = job.read_text()
     job.write_text(good.replace("batch: 32", "batch: none").replace("interval: 20", "intervall: 20"))
     wrong = _submit(shared, job)
@@ -170,7 +135,7 @@ def test_what_is_wrong_beforehand_is_refused_and_makes_no_job(shared: Running, t
     assert (missing.code, missing.exit_status) == ("DATASET_UNKNOWN", 9)
     unreadable = _submit(shared, job, "data.dataset=missing")
     assert (unreadable.code, unreadable.exit_status) == ("DATASET_UNKNOWN", 9), "its region's agent does not offer it"
-    state = shared.federation.region_state("oslo") / "state"
+    state = shared.federation.region_state("bergen") / "state"
     status = json.loads(command("region-agent", "status", "--state-dir", state, "-o", "json").stdout)
     condition = status["data"]["condition"]
     assert condition.startswith("dataset missing is not offered: SHARD_UNREADABLE: ")
@@ -186,8 +151,8 @@ def test_what_is_wrong_beforehand_is_refused_and_makes_no_job(shared: Running, t
     assert shared.federation.control_plane("list", "--all", "-o", "name").stdout == jobs
 
 
-def test_one_request_makes_one_job_and_is_answered_at_once(shared: Running, tmp_path: Path) -> None:
-    job = _job(shared, tmp_path)
+def test_one_request_makes_one_job_and_is_answered_at_once(shared: Running) -> None:
+    job = _job(shared)
     settings = [part for setting in TINY for part in ("--set", setting)]
     submission = ("submit", str(job), *settings, "--request-id", "once", "-o", "name")
     first = shared.federation.control_plane(*submission).stdout
@@ -222,12 +187,12 @@ def test_what_stands_in_a_daemon_s_way_is_told(shared: Running, tmp_path: Path) 
     assert (refused.code, refused.exit_status) == ("PORT_IN_USE", 6)
     assert taken.rpartition(":")[2] in refused.text
     with contextlib.ExitStack() as busy:
-        for port in range(PORTS[0], PORTS[1] + 1):
+        for port in range(NORTH_PORTS[0], NORTH_PORTS[1] + 1):
             busy.enter_context(socket.create_server(("127.0.0.1", port)))
-        failure = _submit(shared, _job(shared, tmp_path))
+        failure = _submit(shared, _job(shared))
         assert (failure.code, failure.exit_status) == ("JOB_FAILED", 1)
         assert "PORT_IN_USE: region bergen failed: " in failure.text
-        assert str(PORTS[0]) in failure.text
+        assert str(NORTH_PORTS[0]) in failure.text
     check_succeeded(shared.wait_end(shared.submit(*TINY)), accuracy=0.0)
 
 
@@ -263,14 +228,14 @@ def _plaintext(port: int) -> bytes | None:
     return b"" if answer.startswith(alert) else answer
 
 
-def test_ports_speak_tls_only_and_a_region_that_is_gone_is_named(shared: Running, tmp_path: Path) -> None:
-    """Last, since it ends an agent: first the job loses it, then the next one is refused."""
+def test_ports_speak_tls_only_and_a_region_that_is_gone_is_named(shared: Running) -> None:
+    """First the job loses an agent, then the next one is refused."""
     settings = ("train.end.epochs=200", "wan.interval=5", "train.evaluateEvery=0", "limits.lostRegion=1s")
     job = shared.submit(*settings)
     shared.wait_round(job, 1)
     servers = [_listening(process.pid) for region in ("bergen", "oslo") for process in _servers(shared, region)]
     assert [len(ports) for ports in servers] == [3, 3]
-    assert all(PORTS[0] <= port <= PORTS[1] for port in servers[0]), "server.ports of bergen"
+    assert all(NORTH_PORTS[0] <= port <= NORTH_PORTS[1] for port in servers[0]), "server.ports of bergen"
     for port in (*servers[0], *servers[1], *_listening(shared.federation.processes["control-plane"].pid)):
         assert _plaintext(port) in (b"", None), f"port {port} has answered in plaintext"
     shared.federation.kill("oslo")
@@ -278,7 +243,8 @@ def test_ports_speak_tls_only_and_a_region_that_is_gone_is_named(shared: Running
     failure = told(shared.federation.control_plane("wait", job, check=False))
     assert (failure.code, failure.exit_status) == ("JOB_FAILED", 1)
     assert "REGION_LOST: region oslo" in failure.text
-    refused = _submit(shared, _job(shared, tmp_path), "regions.use=[oslo]")
+    refused = _submit(shared, _job(shared), "regions.use=[oslo]")
     assert (refused.code, refused.exit_status) == ("INADMISSIBLE", 9)
     assert "oslo is not connected" in refused.text
     check_succeeded(shared.wait_end(shared.submit(*TINY, "regions.use=[bergen]")), accuracy=0.0)
+    shared.federation.start_agent("oslo")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.failures import Told, told
-from support.lasting import Lasting
-from support.running import TEMPLATES, Federation, Running, check_succeeded, digits_sites, eventually
+from support.running import TEMPLATES, Running, check_succeeded, eventually
 
 from geofed_pb.bounds import MOST_METRICS, TEXT_BYTES, TRUNCATED
 from geofed_pb.v1 import agent_pb2, common_pb2
@@ -34,27 +29,9 @@ MANY_METRICS = (
 )
 
 
-def _federation(folder: Path) -> Federation:
-    """Two regions; one of them also has a folder with a file whose name is not UTF-8."""
-    bergen, oslo = digits_sites(folder, ("bergen", "oslo"))
-    words = folder / "words"
-    words.mkdir()
-    (words / "ok.txt").write_text("a")
-    Path(os.fsdecode(os.fsencode(words) + b"/caf\xe9.txt")).write_text("b")
-    held = {"words": {"splits": {"train": {"uri": f"{words}/", "samples": 2}}}}
-    config: dict[str, Any] = {**oslo.config, "datasets": {**oslo.config["datasets"], **held}}
-    return Federation(folder / "federation", [bergen, replace(oslo, config=config)], serve_options=["--lease", "3s"])
-
-
-@pytest.fixture(scope="module")
-def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
-    with Lasting(_federation, tmp_path_factory) as federation:
-        yield federation
-
-
 @pytest.fixture
-def running(lasting: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
-    return lasting.running(request, tmp_path)
+def running(running_north: Running) -> Running:
+    return running_north
 
 
 def _job(running: Running, task: str) -> Path:
@@ -165,7 +142,7 @@ def test_a_region_whose_state_is_put_back_from_a_copy_takes_part_again(
 
 
 def test_a_message_that_an_earlier_version_has_left_is_cut_and_those_behind_it_go_on(running: Running) -> None:
-    state = _stop(running, "bergen")
+    state = _stop(running, "oslo")
     text = "unexpected keys: " + "layer, " * 1_200_000
     error = common_pb2.Error(code="TASK_FAILED", message=text)
     report = agent_pb2.PartitionReport(job="gone", state="failed", error=error, condition=text)
@@ -173,8 +150,8 @@ def test_a_message_that_an_earlier_version_has_left_is_cut_and_those_behind_it_g
     with contextlib.closing(sqlite3.connect(state / "agent.db")) as database:
         database.executemany("insert into reports (message) values (?)", [(message,) for message in left])
         database.commit()
-    running.federation.start_agent("bergen")
-    running.federation.wait_connected(["bergen"])
+    running.federation.start_agent("oslo")
+    running.federation.wait_connected(["oslo"])
     _next_job_succeeds(running)
     with contextlib.closing(sqlite3.connect(state / "agent.db")) as database:
 

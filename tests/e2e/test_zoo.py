@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,15 +14,15 @@ import pytest
 import safetensors.torch
 import torch
 from support import zoo
-from support.lasting import Lasting
-from support.running import Federation, RegionSite, Running, digits_sites
+from support.running import Running
 from torch import nn
 
 from sync.seeding import seed_all
+from tests.e2e.conftest import NUMBERS, PAIR, numbers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-REGIONS, BATCH, STEPS, SEED = ("oslo", "lima"), 16, 12, 5
+STEPS, SEED = 12, 5
 RATE = 0.05
 BOUNDS = {"rtol": 1e-4, "atol": 1e-5}
 TASK = """
@@ -73,30 +72,9 @@ def bits(tensor):
 """
 
 
-def _samples(region: str) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(BATCH, 4, generator=torch.Generator().manual_seed(REGIONS.index(region)))
-    return x, x[:, :2] - x[:, 2:]
-
-
-def _federation(folder: Path) -> Federation:
-    sites = []
-    for site in digits_sites(folder, REGIONS, workers=2):
-        file = folder / f"{site.name}.pt"
-        torch.save(_samples(site.name), file)
-        splits = {split: {"uri": str(file), "samples": BATCH} for split in ("train", "test")}
-        sites.append(RegionSite(site.name, {**site.config, "datasets": {"numbers": {"splits": splits}}}))
-    return Federation(folder / "federation", sites)
-
-
-@pytest.fixture(scope="module")
-def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lasting]:
-    with Lasting(_federation, tmp_path_factory) as federation:
-        yield federation
-
-
 @pytest.fixture
-def running(lasting: Lasting, request: pytest.FixtureRequest, tmp_path: Path) -> Running:
-    return lasting.running(request, tmp_path)
+def running(running_pair: Running) -> Running:
+    return running_pair
 
 
 @pytest.fixture
@@ -116,7 +94,7 @@ def task(running: Running, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def _trained(running: Running, tmp_path: Path, *settings: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Run the job; what it tells of itself, and its model."""
     job = running.submit(
-        "data.dataset=numbers", f"task.config={{lr: {RATE}}}", f"train.batch={BATCH // 2}", f"train.seed={SEED}",
+        "data.dataset=numbers", f"task.config={{lr: {RATE}}}", f"train.batch={NUMBERS // 2}", f"train.seed={SEED}",
         "train.workers=2", f"train.end={{steps: {STEPS}}}", "train.evaluateEvery=0", "wan.interval=2", *settings,
         task=TASK,
     )  # fmt: skip
@@ -147,8 +125,9 @@ def _halves_merge(task: ModuleType, name: str, data: tuple[torch.Tensor, torch.T
             (zoo.loss(module, (data[0][some], data[1][some])) / len(rows)).backward()
         return [p.grad.to_dense() for p in module.parameters() if p.grad is not None]
 
-    even, odd = (torch.arange(first, BATCH, 2) for first in range(2))
-    whole, halves, swapped = gradients(torch.arange(BATCH)), gradients(even, odd), gradients(even.flip(0), odd.flip(0))
+    every = torch.arange(NUMBERS)
+    even, odd = every[::2], every[1::2]
+    whole, halves, swapped = gradients(every), gradients(even, odd), gradients(even.flip(0), odd.flip(0))
     return (
         len(whole) == len(halves) == len(swapped)
         and all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(whole, halves, strict=True))
@@ -162,11 +141,11 @@ def _halves_merge(task: ModuleType, name: str, data: tuple[torch.Tensor, torch.T
 def test_two_workers_make_of_a_model_what_one_process_makes(
     running: Running, task: ModuleType, tmp_path: Path, collective: str
 ) -> None:
-    _, state = _trained(running, tmp_path, "regions.use=[oslo]", f"collective={collective}")
+    _, state = _trained(running, tmp_path, f"regions.use=[{PAIR[0]}]", f"collective={collective}")
     seed_all(SEED)
     plain = task.model({})
     optimizer = task.optimizer(plain.parameters(), {"lr": RATE})
-    data = _samples("oslo")
+    data = numbers(PAIR[0])
     for _ in range(STEPS):
         optimizer.zero_grad(set_to_none=True)
         task.loss(plain.train(), data).backward()
