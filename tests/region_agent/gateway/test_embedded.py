@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -40,22 +39,6 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 # warm starts
-
-
-@pytest.mark.alone
-async def test_replica_starts_within_200_ms(launch) -> None:
-    embedded = launch(preload=["numpy", "torch"])
-    async with open_target(embedded) as target:
-        probe = await target.deploy()
-        starts = []
-        for replicas in range(2, 9):
-            began = time.perf_counter()
-            await target.client.scale(probe.name, replicas)
-            await target.client.wait_ready(probe.name, replicas, SOON)
-            starts.append(time.perf_counter() - began)
-        assert statistics.median(starts) < 0.2
-        answer = json.loads((await probe("env")).body)
-        assert "torch" not in answer["environ"]
 
 
 async def test_replicas_do_not_share_a_random_state(launch) -> None:
