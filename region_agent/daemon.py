@@ -205,7 +205,7 @@ class Agent:
                 else None
             )
             return GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace)
-        folders = self._data_folders()
+        folders, capacity = self._data_folders(), self._config.capacity
         if isinstance(self._config.channel, FileChannelConfig):
             channel = self._channel_folder()
             channel.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -215,6 +215,7 @@ class Agent:
             profile=gateway.profile,
             keep_paths=folders,
             hide_paths=[str(self._state_dir)],
+            warm=capacity.workers + capacity.preemptible > 0,
             # A worker may read the shards that were received for its job.
             share_dir=self._state_dir / SHARDS,
             log_format=self._log_format,

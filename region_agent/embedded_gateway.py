@@ -33,13 +33,15 @@ class EmbeddedGatewayProcess:
         profile: str,
         keep_paths: list[str],
         hide_paths: list[str],
+        warm: bool = True,
         share_dir: Path | None = None,
         log_format: str = "text",
     ) -> None:
+        """``warm``: start workers from a process that has imported what they need."""
         self._folder = state_dir / "gateway"
         self._socket_record = self._folder / "socket-folder"
         self._profile, self._keep_paths, self._hide_paths = profile, keep_paths, hide_paths
-        self._share_dir, self._log_format = share_dir, log_format
+        self._warm, self._share_dir, self._log_format = warm, share_dir, log_format
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> GatewayClient:
@@ -61,7 +63,7 @@ class EmbeddedGatewayProcess:
             "auth_user_file": str(user),
             "auth_password_file": str(password),
             "profile": self._profile,
-            "preload": ["numpy", "torch", "region_agent.worker.handler"],
+            "preload": ["numpy", "torch", "region_agent.worker.handler"] if self._warm else [],
             "hide_paths": self._hide_paths,
             "keep_paths": self._keep_paths,
             "share_dir": str(self._share_dir) if self._share_dir is not None else None,

@@ -93,6 +93,8 @@ def test_a_shard_without_workers_is_trained_on_where_there_are_some(running: Run
         assert kind in kinds
     left = running.federation.region_state("oslo") / "state" / "shards"
     eventually(lambda: not list(left.iterdir()), "the copy goes with the job")
+    assert running.descendants("oslo", "--preload torch")
+    assert not running.descendants("frankfurt", "--preload"), "nothing is loaded for workers that there are not"
 
 
 def _arrived_bytes(running: Running) -> int:
