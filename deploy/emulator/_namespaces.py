@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-CLONE_NEWUSER = 0x10000000
-"""unshare flag, as of `linux/sched.h`: a new user namespace."""
-CLONE_NEWNET = 0x40000000
-"""unshare and setns flag, as of `linux/sched.h`: a new network namespace."""
+from geofed_pb.linux import CLONE_NEWNET, CLONE_NEWUSER, call
+
 _PR_SET_TIMERSLACK = 29
 """prctl option, as of `linux/prctl.h`: nanoseconds by which the thread's timers may be late."""
 
 MARK = "GEOFED_EMULATOR_ID"
 """Environment variable with the id of the emulator, set for every process that is started in a site."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _check(status: int, what: str) -> None:
-    if status != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")
-
 
 def unshare(flags: int) -> None:
     """Move the calling thread into new namespaces. Raises OSError."""
-    _check(_libc.unshare(flags), "unshare")
+    call("unshare", flags)
 
 
 def enter(netns: int) -> None:
     """Move the calling thread into the network namespace of an open file. Raises OSError."""
-    _check(_libc.setns(netns, CLONE_NEWNET), "setns")
+    call("setns", netns, CLONE_NEWNET)
 
 
 def use_exact_timers() -> None:
     """Make timers of the calling thread fire exactly when they are due, not up to 50 microseconds later."""
-    _libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+    with suppress(OSError):
+        call("prctl", _PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 def become_root_of_user_namespace() -> None:

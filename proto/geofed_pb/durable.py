@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.linux import write_range
 
 __all__ = ["begin_write", "commit_write", "disk_full_as_error", "flush_folder", "write_durably"]
 
@@ -19,10 +19,6 @@ Buffer = bytes | bytearray | memoryview
 """Pieces of a file's content."""
 _WINDOW_BYTES = 4 << 20
 """Bytes that a throttled write passes to the disk in one piece."""
-_WRITE_AND_WAIT = 1 | 2 | 4
-"""SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER: start writeback of a range and wait until it is complete."""
-_UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE)
-"""Errors of sync_file_range where the kernel or the file system does not support it."""
 
 
 def write_durably(path: Path, pieces: Sequence[Buffer], *, mode: int | None = None) -> None:
@@ -75,17 +71,10 @@ def _write_back(file: BinaryIO) -> None:
     window this therefore sleeps for as long as the window took, and other writes get half of the disk's time.
     """
     file.flush()
-    library = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(library, "sync_file_range"):
-        return
     for at in range(0, os.fstat(file.fileno()).st_size, _WINDOW_BYTES):
         begun = time.monotonic()
-        if library.sync_file_range(file.fileno(), ctypes.c_int64(at), ctypes.c_int64(_WINDOW_BYTES), _WRITE_AND_WAIT):
-            number = ctypes.get_errno()
-            if number in _UNSUPPORTED:
-                return
-            # The kernel reports a write error once: fsync would not report it again.
-            raise OSError(number, os.strerror(number))
+        if not write_range(file.fileno(), at, _WINDOW_BYTES):
+            return
         time.sleep(time.monotonic() - begun)
 
 

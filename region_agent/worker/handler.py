@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.linux import keep_freed_memory
 from region_agent.worker.data.scratch import scratch_folder
 from region_agent.worker.data.shard import fetch_split, joined
 from region_agent.worker.invocation import Invocation, Outcome, read_invocation
@@ -30,7 +31,6 @@ from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import probe, profile
 from region_agent.worker.task import TaskModule, load_task, task_fault, unpack
-from region_agent.worker.training.heap import keep_pages
 from region_agent.worker.training.stage import ModelStage, pipeline_of
 from region_agent.worker.training.trainer import Trainer, WholeModel
 from sync.channel import Channel
@@ -113,7 +113,7 @@ def _messages(channel: Channel) -> dict[str, float]:
 
 
 def _prepare_process() -> None:
-    keep_pages()
+    keep_freed_memory()
     torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1"))))
 
 

@@ -22,12 +22,12 @@ import numpy as np
 
 from geofed_pb.bounds import bounded_metrics
 from geofed_pb.errors import GeofedError
+from geofed_pb.linux import request_low_latency
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.training.optimizer_state import State
 from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
-from region_agent.worker.training.scheduling import request_low_latency
 from region_agent.worker.training.trainer import Trainer
 from sync import framing
 from sync.channel import Channel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import functools
 import json
@@ -21,6 +20,7 @@ import grpc.aio
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.linux import die_with_parent, keep_freed_memory
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
@@ -41,8 +41,6 @@ from sync.transfer.listening import credentials, listen
 from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of
 
-_PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: signal to receive when the parent process ends."""
 _STOP_GRACE_SECONDS = 2.0
 """How long calls under way may take when the server stops."""
 
@@ -153,21 +151,8 @@ def _open_bulk(service: ExchangeService, config: PsConfig, identity: Callable[[]
         raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}") from None
 
 
-def _keep_memory() -> None:
-    """Configure malloc so that freed memory is used again instead of being returned to the system.
-
-    Every merge allocates and frees arrays of the model's size. glibc maps large arrays anew each time, and clearing and
-    faulting in their pages takes up to five times as long as the computation on them.
-    """
-    mmap_max, trim_threshold, arena_max, top_pad = -4, -1, -8, -2  # names of malloc.h
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
-        for name, value in ((mmap_max, 0), (trim_threshold, (1 << 31) - 1), (arena_max, 1), (top_pad, 1 << 26)):
-            libc.mallopt(name, value)
-
-
 def main() -> int:
-    _keep_memory()
+    keep_freed_memory()
     parser = argparse.ArgumentParser(prog="python -m sync.ps", description="parameter server of one partition")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument(
@@ -181,10 +166,7 @@ def main() -> int:
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="format of the log on stderr")
     arguments = parser.parse_args()
     if arguments.die_with_parent is not None:
-        parent = arguments.die_with_parent or os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            return 1
+        die_with_parent(arguments.die_with_parent or os.getppid())
     configure_logs(arguments.log_format, relayed=True)
     try:
         config = read_config(arguments.config)

@@ -16,13 +16,13 @@ from types import FrameType
 import structlog
 import uvicorn
 
+from geofed_pb import linux
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from region_agent.gateway.embedded.app import create_app
 from region_agent.gateway.embedded.config import Config, load
 from region_agent.gateway.embedded.provider import Provider
-from region_agent.gateway.embedded.replicas import kernel
 
 _GRACE_S = 2
 """Time for open requests to end at the shutdown, in seconds."""
@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT; returns the exit status."""
     options = _parser().parse_args(arguments)
     if options.die_with_parent is not None:
-        kernel.die_with_parent(options.die_with_parent or os.getppid())
-    kernel.become_subreaper()
+        linux.die_with_parent(options.die_with_parent or os.getppid())
+    linux.become_subreaper()
     configure_logs(options.log_format)
     try:
         config = _config(options)

@@ -46,7 +46,7 @@ def test_a_module_called_like_one_of_ours_is_the_tasks(tmp_path: Path, name: str
 def test_our_own_later_imports_are_ours(tmp_path: Path) -> None:
     files = {"sync/__init__.py": "1 / 0", "scheduler.py": "1 / 0", "region_agent.py": "1 / 0", "redis.py": "1 / 0"}
     _load(tmp_path, {"task.py": LINEAR_TASK, **files})
-    for name in ("sync.framing", "scheduler", "redis", "region_agent.worker.training.heap"):
+    for name in ("sync.framing", "scheduler", "redis", "region_agent.worker.training.rounds"):
         kept = sys.modules.pop(name, None)
         again = importlib.import_module(name)
         assert str(tmp_path) not in str(again.__file__)

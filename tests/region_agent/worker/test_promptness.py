@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from region_agent.worker.training.scheduling import _CALLS, request_low_latency
+from geofed_pb.linux import _SCHED_SETATTR, request_low_latency
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="Linux's scheduler"),
-    pytest.mark.skipif(platform.machine() not in _CALLS, reason="the number of the system call is not known there"),
+    pytest.mark.skipif(platform.machine() not in _SCHED_SETATTR, reason="its number of the call is unknown"),
 ]
 
 

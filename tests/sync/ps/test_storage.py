@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support.budget import budget
 from support.small_disk import small_disk
 
-from geofed_pb import durable
+from geofed_pb import durable, linux
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Slot, Vector
@@ -359,7 +359,7 @@ def test_a_disk_that_fails_while_it_is_written_back_is_told(
 ) -> None:
     monkeypatch.setattr(durable, "_WINDOW_BYTES", 100)
     kernel = _Kernel(errno.EIO, fine)
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
+    monkeypatch.setattr(linux, "_libc", kernel)
     storage = _background(tmp_path)
     draft = _draft(storage, np.zeros(200, np.float32))
     draft.write()
@@ -373,7 +373,7 @@ def test_without_writing_back_in_windows_all_is_flushed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = _Kernel(errno.ENOSYS, 0)
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: kernel)
+    monkeypatch.setattr(linux, "_libc", kernel)
     storage = _background(tmp_path)
     draft = _draft(storage, np.zeros(200, np.float32))
     draft.write()

@@ -1,58 +1,33 @@
-"""Linux system calls that Python's ``os`` lacks: death signals, subreapers, private mounts, dropped capabilities."""
+"""What a function may see and do: private mounts, and no capabilities; and the children of a process."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["become_subreaper", "children", "die_with_parent", "hide_paths"]
+from geofed_pb.linux import CLONE_NEWNS, CLONE_NEWUSER, call
 
-_PR_SET_PDEATHSIG = 1
-"""prctl option, as of `linux/prctl.h`: signal that the process gets when its parent ends."""
+__all__ = ["children", "hide_paths"]
+
 _PR_SET_DUMPABLE = 4
 """prctl option, as of `linux/prctl.h`: whether others of this user may read the process's memory."""
 _PR_CAPBSET_DROP = 24
 """prctl option, as of `linux/prctl.h`: drop a capability from the bounding set."""
-_PR_SET_CHILD_SUBREAPER = 36
-"""prctl option, as of `linux/prctl.h`: become the parent of orphaned descendants."""
 _PR_SET_NO_NEW_PRIVS = 38
 """prctl option, as of `linux/prctl.h`: no program that is executed may add privileges."""
 _PR_CAP_AMBIENT = 47
 """prctl option, as of `linux/prctl.h`: change the ambient capabilities."""
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 """Argument of `_PR_CAP_AMBIENT`, as of `linux/prctl.h`: clear all."""
-_CLONE_NEWNS = 0x00020000
-"""unshare flag, as of `linux/sched.h`: a new mount namespace."""
-_CLONE_NEWUSER = 0x10000000
-"""unshare flag, as of `linux/sched.h`: a new user namespace."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _CAPABILITY_VERSION_3 = 0x20080522
 """Version of capset's header with 64-bit sets, `_LINUX_CAPABILITY_VERSION_3` of `linux/capability.h`."""
 _LAST_CAPABILITY = 63
 """Highest number of a capability in 64-bit sets; the kernel rejects those that it does not know."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def die_with_parent(parent_pid: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel end this process when the thread that started it ends.
-
-    If the parent has already ended, this process ends immediately. Any change of credentials clears the setting, so
-    call this after ``hide_paths``.
-    """
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def become_subreaper() -> None:
-    """Adopt orphaned descendants, so that a function's daemonised children can still be found and ended."""
-    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def children(pid: int | str = "self") -> list[int]:
@@ -73,7 +48,7 @@ def hide_paths(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[s
     again, since the present one may be covered.
     """
     uid, gid = os.getuid(), os.getgid()
-    _check(_libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS), "unshare")
+    call("unshare", CLONE_NEWUSER | CLONE_NEWNS)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
@@ -81,7 +56,7 @@ def hide_paths(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[s
         _cover_all(hidden, kept, read_only)
     finally:
         _drop_capabilities()
-        _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl(PR_SET_DUMPABLE)")
+        call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _cover_all(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[str]) -> None:
@@ -109,22 +84,20 @@ def _cover(path: str) -> bool:
 
 
 def _drop_capabilities() -> None:
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl(PR_SET_NO_NEW_PRIVS)")
-    _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
-    for capability in range(_LAST_CAPABILITY + 1):
-        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break
+    call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        call("prctl", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    with contextlib.suppress(OSError):
+        for capability in range(_LAST_CAPABILITY + 1):
+            call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(header, nothing), "capset")
+    call("capset", header, nothing)
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    result = _libc.mount(source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), None)
-    _check(result, f"mount on {target}")
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+    try:
+        call("mount", source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), None)
+    except OSError as error:
+        error.filename = target
+        raise

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from geofed_pb import linux
 from region_agent.gateway.embedded.replicas import kernel
 from region_agent.gateway.embedded.replicas.calls import CallContext, CallQueue, resolve_handler
 from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
@@ -105,7 +106,7 @@ def _isolate(spec: ReplicaSpec, parent_pid: int) -> str:
         return "none"
     finally:
         os.chdir(spec.directory)
-        kernel.die_with_parent(parent_pid)
+        linux.die_with_parent(parent_pid)
     return "mount-namespace"
 
 

@@ -28,6 +28,7 @@ import tempfile
 import traceback
 from types import FrameType
 
+from geofed_pb import linux
 from region_agent.gateway.embedded.replicas import kernel, replica
 
 __all__ = ["main"]
@@ -48,7 +49,7 @@ class Zygote:
 
     def run(self, preload: list[str]) -> None:
         """Serve until the gateway closes the socket."""
-        kernel.become_subreaper()
+        linux.become_subreaper()
         # Objects of modules stay, so collecting garbage during imports is useless; it takes a fifth of torch's import.
         gc.disable()
         failed = [name for name in preload if not _preload(name)]
@@ -105,7 +106,7 @@ class Zygote:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            kernel.die_with_parent(self._pid)
+            linux.die_with_parent(self._pid)
             self._link.close()
             os.close(self._wakeup_read)
             os.close(self._wakeup_write)
@@ -201,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--preload", action="append", default=[])
     parser.add_argument("--python-path", action="append", default=[])
     options = parser.parse_args(arguments)
-    kernel.die_with_parent(options.parent, signal.SIGTERM)
+    linux.die_with_parent(options.parent, signal.SIGTERM)
     sys.path.extend(options.python_path)
     Zygote(socket.socket(fileno=options.link_fd)).run(options.preload)
 

@@ -9,10 +9,10 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource, sys
-from region_agent.worker.training.heap import keep_pages
+from geofed_pb.linux import keep_freed_memory
 
 if sys.argv[1] == "keeps":
-    keep_pages()
+    keep_freed_memory()
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
