@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from scheduler._model import Demand, PipelineShape, PipelineStage, Reason, Region, Snapshot
 from sync.channel import channel_kinds
+from sync.codec import merged_size_factor
 
 if TYPE_CHECKING:
     from scheduler.pipeline import PipelineProblem, PlannedPipeline
@@ -29,8 +30,6 @@ USUAL_BASE_MB, LEAST_BASE_MB = 300.0, 128.0
 WORTH = 0.95
 """Ratio of a step's time (or cost, if the job minimises it) in bfloat16 to float32 below which stages send bfloat16. It
 rounds activations and their gradients to 8 bits of mantissa, so it must be worth that."""
-MERGED_SHARE = {"bf16": 0.5, "int8": 0.25, "fp8": 0.25, "int4": 0.13}
-"""Size of a dense gradient in a merge by its codec, as a share of float32."""
 SPARE = 0.2
 """Share of a worker's memory that is left free, as for workers that hold the whole model."""
 
@@ -112,7 +111,7 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
     free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
     return _staged(
         profile, prices.function_usd_per_gb_second, demand.batch, sizes, workers or max(1, free), demand.stages,
-        demand.minimise, demand.activations, MERGED_SHARE.get(demand.merging_codec, 1.0), region.capacity.cores,
+        demand.minimise, demand.activations, merged_size_factor(demand.merging_codec), region.capacity.cores,
         round(snapshot.stage_paces.get(region.name, 1.0), 3),
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from functools import cache
 from geofed_pb.errors import GeofedError
 from sync.codec._contract import Automatic, Codec, Tensors
 from sync.codec._feedback import ErrorFeedback
+from sync.codec._list_values import VALUE_FORMATS
 from sync.codec._mixed import MIXED, Mixed
 from sync.codec._slabs import decoded
 from sync.codec.bf16 import BFloat16
@@ -34,9 +35,12 @@ __all__ = [
     "codec_named",
     "codecs",
     "decoded",
+    "merged_size_factor",
     "with_state",
 ]
 
+_LONG_VECTOR = 1 << 20
+"""Elements of a vector that is long enough for its encoded size to be proportional to its length."""
 _PLUGIN_MARKS = range(12, MIXED)
 """Marks that codecs of other packages may have."""
 
@@ -67,6 +71,17 @@ def codecs(least: Automatic = Automatic.NEVER) -> tuple[str, ...]:
 def codec_named(name: str) -> Codec:
     """Return the codec of that name. Raises ``GeofedError("CONFIG_INVALID")`` if it is unknown."""
     return _REGISTRY.named(name)
+
+
+def merged_size_factor(codec: str) -> float:
+    """Return the bytes of a vector without zeros that workers merge (`merge.codec`), as a multiple of those in float32.
+
+    Codecs with a format of values encode lists of the coordinates that are not zero, or all of them where that is
+    smaller. Raises ``GeofedError("CONFIG_INVALID")`` for an unknown codec.
+    """
+    if codec in VALUE_FORMATS:
+        return VALUE_FORMATS[codec].nbytes(_LONG_VECTOR) / (4 * _LONG_VECTOR)
+    return codec_named(codec).size_factor
 
 
 def with_state(codec: Codec, trained: int, size: int) -> Codec:

@@ -14,7 +14,7 @@ import numpy as np
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.codec import codec_named
+from sync.codec import merged_size_factor
 from sync.collective import Merged, Settings, Settled, State, collective_named
 from sync.layout import Vector
 from sync.merging._arithmetic import MeanOf
@@ -23,7 +23,6 @@ from sync.merging._exchange import Event, Given
 from sync.merging._members import Member, chunk_bounds, owners
 from sync.merging._plan import Call, ReductionPlan
 from sync.merging._reduce_exchange import Pull, ReduceExchange
-from sync.merging.lists import FORMS
 
 __all__ = ["Buckets", "MeanCollective", "driver_of", "plan_of", "with_weight"]
 
@@ -32,8 +31,6 @@ _ALIGN = 256
 _MIN_CHUNKS_IN_PARTS = 3
 """Fewest chunks for which passing a vector in parts is worth it: one chunk cannot be sent before all of it is complete,
 and of two, one worker would have to read most of both."""
-_LONG_LIST = 1 << 20
-"""Elements of a list that is so long that what it has beside its values does not count."""
 
 
 def plan_of(member: Member, size: int, settings: Settings, place: str) -> ReductionPlan:
@@ -50,14 +47,7 @@ def plan_of(member: Member, size: int, settings: Settings, place: str) -> Reduct
     place = f"{place}/{member.attempt}" + (f"-without-{without}" if without else "")
     overlapped = method.overlapped and not settings.faithful
     asked = None if settings.faithful else settings.asked
-    return ReductionPlan(member, bounds, groups, place, overlapped, asked, _element_bytes(settings.codec))
-
-
-def _element_bytes(codec: str) -> float:
-    """Return the encoded bytes per element of a vector without zeros."""
-    if codec in FORMS:
-        return FORMS[codec].nbytes(_LONG_LIST) / _LONG_LIST
-    return 4.0 * codec_named(codec).size_factor
+    return ReductionPlan(member, bounds, groups, place, overlapped, asked, 4.0 * merged_size_factor(settings.codec))
 
 
 def _groups(present: Sequence[int], chunks: int, settings: Settings, salt: str) -> tuple[tuple[int, ...], ...]:

@@ -279,6 +279,7 @@ SURFACES = {
         "codec_by_mark",
         "codecs",
         "decoded",
+        "merged_size_factor",
         "with_state",
     },
     "sync.collective": {
@@ -318,7 +319,7 @@ SURFACES = {
         "probe",
         "succession",
     },
-    "sync.merging.lists": {"FORMS", "AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"},
+    "sync.merging.lists": {"AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"},
     "sync.device": {"device", "finish"},
     "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
     "sync.flat": {"FlatModel", "layout_of"},

@@ -2,6 +2,5 @@
 
 from sync.merging.lists._entries import AsPublished, ListCodec, Lists, ListsAndState
 from sync.merging.lists._places import Places
-from sync.merging.lists._values import FORMS
 
-__all__ = ["FORMS", "AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]
+__all__ = ["AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]

@@ -1,4 +1,4 @@
-"""Encoding of vectors with few entries as lists: positions (`_places`) and values (`_values`).
+"""Encoding of vectors with few entries as lists: positions (`_places`) and values (`sync.codec._list_values`).
 
 An entry takes at most 5 bytes, at any density with values of 16 bits or fewer, and down to one entry in 64 with float32
 values. A list is one array of bytes: each further array in a frame would take about 60 bytes more, and a range of a
@@ -14,9 +14,9 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync.codec import Codec, Float32, Tensors
 from sync.codec._arrays import require
+from sync.codec._list_values import VALUE_FORMATS, Bytes
 from sync.layout import Vector
-from sync.merging.lists._places import Bytes, Places, pack_places, unpack_places
-from sync.merging.lists._values import FORMS
+from sync.merging.lists._places import Places, pack_places, unpack_places
 
 __all__ = ["AsPublished", "ListCodec", "Lists", "ListsAndState", "Places"]
 
@@ -47,9 +47,9 @@ class Lists(ListCodec):
 
     def __init__(self, values: str) -> None:
         """``values``: fp32, bf16, fp8 or int4. Raises ``GeofedError("CONFIG_INVALID")`` for any other."""
-        if values not in FORMS:
-            raise GeofedError("CONFIG_INVALID", f"lists have values in {', '.join(FORMS)}, not in {values}")
-        self._values = FORMS[values]
+        if values not in VALUE_FORMATS:
+            raise GeofedError("CONFIG_INVALID", f"lists have values in {', '.join(VALUE_FORMATS)}, not in {values}")
+        self._values = VALUE_FORMATS[values]
         self.name, self.lossy = f"lists-{values}", self._values.lossy
 
     def encode(self, vector: Vector) -> Tensors:

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sync.codec._arrays import require
+from sync.codec._list_values import Bytes
 
-__all__ = ["Bytes", "Places", "pack_places", "unpack_places"]
+__all__ = ["Places", "pack_places", "unpack_places"]
 
-Bytes = npt.NDArray[np.uint8]
 Places = npt.NDArray[np.intp]
 _RANKS, _GROUPS, _BITS = 1, 2, 3
 _COUNT = np.dtype("<u4")

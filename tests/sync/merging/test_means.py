@@ -15,7 +15,9 @@ from support.memory_channel import MemoryChannel
 from support.virtual_channel import Program, Virtual
 
 from geofed_pb.errors import GeofedError
+from sync.codec import merged_size_factor
 from sync.collective import ChannelCosts, Merged, Settings
+from sync.collective._contract import CODECS
 from sync.layout import Vector
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member
@@ -281,3 +283,11 @@ def test_what_is_not_finite_is_told_before_it_is_coded(codec: str, value: float)
     values[7] = value
     with pytest.raises(GeofedError, match="TASK_FAILED"):
         MeanOf(codec, [slice(0, 100)], None).part(0, values)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_dense_vector_takes_the_bytes_that_planners_expect(codec: str) -> None:
+    (vector,) = vectors_of(1, 1 << 16, 1)
+    tensors = MeanOf(codec, [slice(0, vector.size)], None).part(0, vector)
+    taken = sum(np.asarray(array).nbytes for array in tensors.values())
+    assert taken / vector.nbytes == pytest.approx(merged_size_factor(codec), rel=1e-3)

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from sync.codec import BFloat16
 from sync.codec._arrays import require
+from sync.codec.bf16 import BFloat16
 from sync.layout import Vector
-from sync.merging.lists._places import Bytes
 
-__all__ = ["FORMS", "Float8", "Int4", "Values"]
+__all__ = ["VALUE_FORMATS", "Bytes", "Float8", "Int4", "Values"]
 
+Bytes = npt.NDArray[np.uint8]
 _LARGEST = np.finfo(np.float32).max
 
 
@@ -138,5 +139,5 @@ class Int4:
         return -(-count // self._BLOCK) + -(-count // 2)
 
 
-FORMS: dict[str, Values] = {"fp32": _Float32(), "bf16": _BFloat16(), "fp8": Float8(), "int4": Int4()}
+VALUE_FORMATS: dict[str, Values] = {"fp32": _Float32(), "bf16": _BFloat16(), "fp8": Float8(), "int4": Int4()}
 """The formats, by their names in job files."""
