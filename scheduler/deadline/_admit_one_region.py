@@ -16,7 +16,7 @@ from scheduler.deadline._fill import fill, wish_of
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Rules
 from scheduler.deadline._spread import still_until
 
-_FEW = 200
+_MAX_REFILLED_PROMISES = 200
 """Number of promises up to which a region is filled again for a job that fits in no other way; beyond, that takes too
 long."""
 _PUSHED_MOST = 12
@@ -115,7 +115,7 @@ class _Desk:
                 self.new[region].append(placed)
                 return True
             book = self._repaired(region, placed, wish)
-            if book is None and len(self.old[region]) + len(self.new[region]) <= _FEW:
+            if book is None and len(self.old[region]) + len(self.new[region]) <= _MAX_REFILLED_PROMISES:
                 book = self._filled(region, [*self.new[region], placed])
             if book is not None:
                 self.books[region] = book

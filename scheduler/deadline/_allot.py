@@ -35,7 +35,7 @@ _ROUNDS, _REPAIRED = 2, 64
 tried."""
 _TIGHTER_S, _TIGHTER = 2.0, 0.05
 """Seconds beyond a job's lateness by which its window is tightened, and the largest share of the window for that."""
-_FEW = 200
+_MAX_REORDERED_JOBS = 200
 """Number of jobs with deadlines up to which other orders are tried; beyond, that takes too long."""
 
 
@@ -223,7 +223,7 @@ def promised_at_once(gangs: Sequence[Gang], held: Mapping[str, Held], user: str)
         if gang.user != user or gang.best_effort or gang.name not in held:
             continue
         mine = held[gang.name]
-        for begin, end, pace in zip(mine.times, mine.times[1:], mine.paces, strict=False):
+        for begin, end, pace in zip(mine.times, mine.times[1:], mine.pace_indices, strict=False):
             count = sum(gang.workers(pace).values())
             steps += [(begin, count), (end, -count)]
     total = most = 0
@@ -270,7 +270,7 @@ def _promises(
             held[gang.name] = ledger.all_there_is(gang, rules)
         if best is None or len(missing) < best[0]:
             best = len(missing), ledger, held
-        if not missing or len(asking) > _FEW:
+        if not missing or len(asking) > _MAX_REORDERED_JOBS:
             break
         first = [*missing, *(gang for gang in first if gang not in missing)] if lean else []
     assert best is not None

@@ -70,7 +70,7 @@ def _devices_at(capacity: DeviceCapacity, at: float) -> int:
 def levels_held(held: Held) -> Plan:
     """Return the held paces as levels; the last one other than none lasts to the end, for jobs that are paused
     meanwhile."""
-    steps = [(at, pace + 1) for at, pace in zip(held.times, held.paces, strict=False)]
+    steps = [(at, pace + 1) for at, pace in zip(held.times, held.pace_indices, strict=False)]
     while len(steps) > 1 and not steps[-1][1]:
         steps.pop()
     return tuple(steps)

@@ -191,7 +191,7 @@ def _lean_pace(gang: Gang, now: float, rules: Rules) -> int:
 
 def _begins_s(held: Held) -> float:
     """The first instant at which workers are held; infinite: never."""
-    return next((at for at, pace in zip(held.times, held.paces, strict=False) if pace >= 0), math.inf)
+    return next((at for at, pace in zip(held.times, held.pace_indices, strict=False) if pace >= 0), math.inf)
 
 
 def _job(gang: Gang) -> DeadlineJob:

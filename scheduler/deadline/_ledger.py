@@ -100,18 +100,19 @@ class Gang:
 
 @dataclass(frozen=True)
 class Held:
-    """What a gang is sure to get: an index of its paces on each step of time; -1: it stands still."""
+    """What a gang is sure to get: one of its paces, or none, on each step of time."""
 
     times: tuple[float, ...]
-    """Instants, one more than paces; the last is the end."""
-    paces: tuple[int, ...]
+    """Instants, one more than steps; the last is the end."""
+    pace_indices: tuple[int, ...]
+    """Index of the gang's pace on each step; -1: it stands still."""
     late: bool = False
     """The deadline cannot be met even with all that is free."""
     course: tuple[tuple[float, int], ...] = ()
     """(instant, pace from then on): what it will have if nothing unforeseen happens, spare workers included. Together
     with those of all others it was simulated to the end with all pauses, and no gang was late."""
     ladder: tuple[StaffingPace, ...] = ()
-    """Paces that `paces` and `course` are indices of: the gang's at the time of the answer. They may have changed
+    """Paces that `pace_indices` and `course` refer to: the gang's at the time of the answer. They may have changed
     since."""
 
     def on(self, gang: Gang) -> Held | None:
@@ -122,7 +123,7 @@ class Held:
         if self.ladder == gang.paces:
             return self
         steps = {-1: -1}
-        for index in {*self.paces, *(pace for _, pace in self.course)} - {-1}:
+        for index in {*self.pace_indices, *(pace for _, pace in self.course)} - {-1}:
             if index >= len(self.ladder):
                 return None
             had = self.ladder[index].workers
@@ -131,14 +132,14 @@ class Held:
             steps[index] = sum(within) - 1
             if steps[index] < 0:
                 return None
-        paces = tuple(steps[pace] for pace in self.paces)
+        indices = tuple(steps[pace] for pace in self.pace_indices)
         course = tuple((at, steps[pace]) for at, pace in self.course)
-        return replace(self, paces=paces, course=course, ladder=gang.paces)
+        return replace(self, pace_indices=indices, course=course, ladder=gang.paces)
 
     @property
     def now(self) -> int:
         """Index of the pace held in the first interval; -1: the gang stands still."""
-        return self.paces[0] if self.paces else -1
+        return self.pace_indices[0] if self.pace_indices else -1
 
     @property
     def end_s(self) -> float:
@@ -234,7 +235,7 @@ class WorkerLedger:
         inside = [at for at in before.times if at > self.now]
         end = [self.point(at) for at in inside][-1]
         steps = np.searchsorted(np.array(before.times[:-1]), self.times[:end], side="right") - 1
-        chosen = np.array(before.paces, dtype=np.int64)[np.maximum(steps, 0)] + 1
+        chosen = np.array(before.pace_indices, dtype=np.int64)[np.maximum(steps, 0)] + 1
         if chosen.max(initial=0) > len(gang.paces) or (self.fitting(gang)[:end] < chosen).any():
             return None
         rates = np.array([0.0, *(pace.rate for pace in gang.paces)])

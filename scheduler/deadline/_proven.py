@@ -25,7 +25,7 @@ __all__ = ["Proven", "prove"]
 
 _ROUNDS = 2
 """Attempts to repair a plan that makes a job late, by reserving more time for it."""
-_FEW = 64
+_MAX_REPAIRED_JOBS = 64
 """Number of jobs up to which that is tried; beyond, it takes too long and rarely helps."""
 _TIGHTER_S, _TIGHTER = 2.0, 0.05
 """Seconds beyond a job's lateness by which its window is tightened, and the largest share of the window for that."""
@@ -137,7 +137,9 @@ class _Court:
 
         A job without any slack would prevent all changes that pause it.
         """
-        for job in self.asked if math.isinf(self.asking.usual_device_s) and len(self.jobs) <= _FEW else ():
+        for job in (
+            self.asked if math.isinf(self.asking.usual_device_s) and len(self.jobs) <= _MAX_REPAIRED_JOBS else ()
+        ):
             taken = [new for new in self.asked if new.name in {each.name for each in found.promised}]
             if job not in taken:
                 more = self._tried([*taken, job], {}, replace(self.asking, margin=0.0))
@@ -149,7 +151,7 @@ class _Court:
     def _repaired(self, asked: Sequence[DeadlineJob]) -> _Found:
         """Return the plan, computed again with more time for the jobs that it makes late."""
         found = self._tried(asked, {}, self.asking)
-        for _ in range(_ROUNDS if len(self.jobs) <= _FEW else 0):
+        for _ in range(_ROUNDS if len(self.jobs) <= _MAX_REPAIRED_JOBS else 0):
             if found.course.holds:
                 break
             tight = dict(found.tight)

@@ -39,8 +39,9 @@ class Settings:
     or int4."""
     trained: int | None = None
     """Number of leading coordinates that gradients train; None: all."""
-    significance: float = 0.7
-    """``isp``: v of the filter |change / weight| > v / sqrt(t + 1); 0 passes every change."""
+    significance: float = 0.0
+    """``isp``: v of the filter |change / weight| > v / sqrt(t + 1); 0 passes every change. What a job gets that gives
+    none is `CollectiveMethod.significance`."""
     timeout_seconds: float = 300.0
     """Timeout of a worker that waits for the others in one exchange."""
     in_parts: bool = False

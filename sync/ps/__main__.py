@@ -59,7 +59,7 @@ async def serve(config: PsConfig) -> None:
         # If there is only one region, there is nothing to exchange in the background.
         background=background,
         quorum=int(settings.quorum),
-        lead=int(settings.lead),
+        max_rounds_ahead=int(settings.lead),
         grace_seconds=settings.grace_seconds,
         waiting=WaitingSettings.of(config.waiting),
         rerouted=bool(settings.choose_topology),

@@ -580,14 +580,18 @@ class Miniature:
         evaluate_every: int,
         *,
         quorum: int | None = None,
-        lead: int = 0,
+        max_rounds_ahead: int = 0,
         neighbours: Pairs = (),
         rerouted: bool = False,
         sums: bool = False,
     ) -> None:
         """``quorum`` None: synchronous exchange."""
         names = tuple(f"r{index}" for index in range(regions))
-        more = {"background": quorum is not None and regions > 1, "quorum": quorum or 0, "lead": lead}
+        more = {
+            "background": quorum is not None and regions > 1,
+            "quorum": quorum or 0,
+            "max_rounds_ahead": max_rounds_ahead,
+        }
         more |= {"rerouted": rerouted, "sums": sums and more["background"]}
         self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every, **more)) for n in names}
         self.ways = Ways(neighbours)

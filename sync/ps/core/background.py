@@ -443,7 +443,7 @@ class Background(Machine):
         view = self._view()
         if self._boundary.arrived and (late := self.waiting.late(view)):
             if self.setup.quorum:
-                return f"{self.setup.lead} rounds ahead of {', '.join(late)}"
+                return f"{self.setup.max_rounds_ahead} rounds ahead of {', '.join(late)}"
             return f"waiting for round {self.waiting.awaited_round(late[0], view)} of {', '.join(late)}"
         if self.held_up and (slower := self.waiting.slower(view)):
             return f"in step with {', '.join(slower)}"

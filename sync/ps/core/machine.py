@@ -88,7 +88,7 @@ class Setup:
     quorum: int = 0
     """With background exchange: number of regions, including this one, whose new updates a merge waits for; 0: all that
     keep up, each with its update of the same round."""
-    lead: int = 0
+    max_rounds_ahead: int = 0
     """Rounds by which this region may be ahead of the last update that it has of any other region that keeps up; 0: any
     number."""
     grace_seconds: float = 0.0
@@ -528,7 +528,7 @@ class Machine(abc.ABC):
     def _sum_up(self) -> list[Action]:
         if not self.setup.sums or self.state_lost:
             return []
-        # With a quorum every update is sent as planned: the lead bounds how many can pile up.
+        # With a quorum every update is sent as planned: `max_rounds_ahead` bounds how many can pile up.
         return list(self.ledger.sum_up(backlogs=not self.setup.quorum))
 
     def _forget(self) -> list[Action]:

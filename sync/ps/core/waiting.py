@@ -15,7 +15,8 @@ Which round of each other region must be here:
    (``max_rejoin_lag_rounds``) as much older as it lacked then.
 5. Last quarter (``final_fraction_together``): the round before the last one, of every region, without a limit.
 6. With a quorum (a setting of the job): a merge waits for so many regions' updates for at most its grace time, and the
-   workers for regions that are more than ``lead`` rounds behind (stale synchronous parallel, Ho et al. 2013).
+   workers for regions that are more than ``max_rounds_ahead`` rounds behind (stale synchronous parallel, Ho et al.
+   2013).
 7. What comes from a region that is far ahead, and very many updates, are merged as they come (``far_ahead_rounds``,
    ``max_waiting_updates``).
 
@@ -220,7 +221,7 @@ class WaitingPolicy:
 
     def late(self, view: WaitView) -> tuple[str, ...]:
         """Return the regions that lack the round that the merge waits for, or the workers if they have ended theirs."""
-        if self.setup.quorum and (not self.setup.lead or view.own_last):
+        if self.setup.quorum and (not self.setup.max_rounds_ahead or view.own_last):
             return ()
         away = view.last_merged | view.last_here
         if not self._near_end(view):
@@ -232,7 +233,7 @@ class WaitingPolicy:
         """Return the round of a region that must be here for the merge, or for the workers once they are done."""
         settings = self.setup.waiting
         if self.setup.quorum:
-            return view.ended - self.setup.lead
+            return view.ended - self.setup.max_rounds_ahead
         if view.ended <= settings.first_rounds_together:
             return view.ended
         if not view.workers_done:
@@ -324,7 +325,7 @@ class WaitingPolicy:
             self.budget.end(now)
             return Hold(view.ended, late, alone, elsewhere, now + settings.alone_seconds, math.inf)
         latest = now + self.gaps.longest_hold_seconds(own, late)
-        if not self.setup.quorum and math.isfinite(latest):  # with a quorum, the lead bounds the distance
+        if not self.setup.quorum and math.isfinite(latest):  # with a quorum, `max_rounds_ahead` bounds the distance
             perhaps_slower = {*late} - ({*elsewhere} if settings.heard_elsewhere_is_on_time else set())
             due = self.gaps.due_at(perhaps_slower, now, self.durations.usual(own))
             allowed = self.budget.hold_seconds(now, self.gaps.usual_seconds(own), due)

@@ -87,7 +87,7 @@ def used(paces: Mapping[str, int], jobs: Sequence[Gang]) -> dict[str, int]:
 
 
 def progress(job: Gang, held: Held) -> float:
-    spans = zip(held.times, held.times[1:], held.paces, strict=False)
+    spans = zip(held.times, held.times[1:], held.pace_indices, strict=False)
     return sum((end - begin) * job.paces[pace].rate for begin, end, pace in spans if pace >= 0)
 
 
@@ -107,7 +107,7 @@ def test_nobody_has_what_is_not_there_and_what_is_held_does_the_work_in_time(
             if held is None or at >= held.end_s or at < held.times[0]:
                 continue
             index = max(i for i, begin in enumerate(held.times[:-1]) if begin <= at)
-            for region, count in job.workers(held.paces[index]).items():
+            for region, count in job.workers(held.pace_indices[index]).items():
                 total[region] += count
         assert all(total[region] <= capacities[region].devices for region in REGIONS)
     for job in jobs:
@@ -302,7 +302,7 @@ def test_no_offer_has_a_user_hold_more_than_its_quota(
             workers = sum(
                 sum(gang.workers(pace).values())
                 for gang, holding in mine
-                for begin, end, pace in zip(holding.times, holding.times[1:], holding.paces, strict=False)
+                for begin, end, pace in zip(holding.times, holding.times[1:], holding.pace_indices, strict=False)
                 if begin <= at < end
             )
             assert workers <= promised_at_once(taken, held, "ann") <= limit

@@ -30,7 +30,7 @@ def test_nobody_comes_while_a_job_that_can_take_no_pause_ends() -> None:
 
 
 def test_with_very_many_promises_a_job_pushes_a_dozen_others_back_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_admit_one_region, "_FEW", 0)
+    monkeypatch.setattr(_admit_one_region, "_MAX_REFILLED_PROMISES", 0)
     one = SpeedCurve((1,), (1.0,))
 
     def promised(count: int, work: float = 90.0) -> set[str]:

@@ -90,7 +90,7 @@ def test_what_others_were_promised_counts() -> None:
     begins_s, ends_s = answer.held["job"].times[-2], answer.held["job"].end_s
     assert begins_s >= 110.0 - 1e-9
     assert ends_s <= 200.0
-    assert answer.held["job"].paces[-1] == 1, "so it needs two in each then"
+    assert answer.held["job"].pace_indices[-1] == 1, "so it needs two in each then"
     assert not answer.late
 
 

@@ -301,7 +301,7 @@ def test_the_next_invocation_holds_back_the_same(chunks: int | None, codec: str)
 
 @pytest.mark.parametrize("chunks", [None, 2])
 def test_what_gradients_do_not_train_is_averaged_on_settling(chunks: int | None) -> None:
-    models, exact, _ = share(3, 1000, Settings("isp", chunks=chunks, trained=900), 4)
+    models, exact, _ = share(3, 1000, Settings("isp", significance=0.7, chunks=chunks, trained=900), 4)
     assert len({model.tobytes() for model in models}) == 1
     np.testing.assert_allclose(models[0][:900], exact[:900], rtol=1e-4, atol=1e-5)
     # Every worker has added its own number four times.
@@ -310,7 +310,10 @@ def test_what_gradients_do_not_train_is_averaged_on_settling(chunks: int | None)
 
 @pytest.mark.parametrize("chunks", [None, 2])
 def test_what_the_channel_holds_does_not_grow(chunks: int | None) -> None:
-    held = [len(share(4, 1000, Settings("isp", chunks=chunks), count, every=3)[2].values) for count in (6, 12)]
+    held = [
+        len(share(4, 1000, Settings("isp", significance=0.7, chunks=chunks), count, every=3)[2].values)
+        for count in (6, 12)
+    ]
     assert held[0] == held[1] <= 2 * 4 + 2 * 4
 
 
@@ -343,8 +346,8 @@ def test_ranges_move_fewer_bytes_than_all_to_all() -> None:
 
 def test_what_cannot_be_shared_is_refused() -> None:
     with pytest.raises(GeofedError, match="not in int8"):
-        ChangeCollective(Settings("isp", codec="int8"), Member(0, 2, 1), MemoryChannel(), "c", 10)
-    one = ChangeCollective(Settings("isp"), Member(0, 2, 1), MemoryChannel(), "c", 10)
+        ChangeCollective(Settings("isp", significance=0.7, codec="int8"), Member(0, 2, 1), MemoryChannel(), "c", 10)
+    one = ChangeCollective(Settings("isp", significance=0.7), Member(0, 2, 1), MemoryChannel(), "c", 10)
     vector: Any = np.zeros(10, np.float32)
     for call in (
         lambda: one.merge(1, vector, 1.0),
@@ -359,7 +362,7 @@ def test_what_cannot_be_shared_is_refused() -> None:
 
 
 def test_alone_there_is_nothing_to_share() -> None:
-    one = ChangeCollective(Settings("isp"), Member(0, 1, 1), MemoryChannel(), "c", 10)
+    one = ChangeCollective(Settings("isp", significance=0.7), Member(0, 1, 1), MemoryChannel(), "c", 10)
     vector = np.ones(10, np.float32)
     assert one.merge(1, vector, 1.0, vector) == ()
     assert one.settle(1, vector).model is None

@@ -127,7 +127,9 @@ def test_workers_share_changes(
     np.testing.assert_allclose(np.frombuffer(models[0], np.float32), exact, atol=1e-4)
 
 
-@pytest.mark.parametrize("settings", [ALL[1], ALL[2], ALL[3], ALL[5], Settings("isp", chunks=2)], ids=names)
+@pytest.mark.parametrize(
+    "settings", [ALL[1], ALL[2], ALL[3], ALL[5], Settings("isp", significance=0.7, chunks=2)], ids=names
+)
 def test_a_channel_that_tells_nobody_is_asked_for_one_value(
     settings: Settings, opened: Callable[..., list[Any]]
 ) -> None:
@@ -252,7 +254,9 @@ def test_closing_ends_what_still_waits(opened: Callable[..., list[Any]]) -> None
 
 
 @pytest.mark.parametrize(
-    "settings", [ALL[3], ALL[5], ALL[6], ALL[7], Settings("isp"), Settings("isp", chunks=2)], ids=names
+    "settings",
+    [ALL[3], ALL[5], ALL[6], ALL[7], Settings("isp", significance=0.7), Settings("isp", chunks=2)],
+    ids=names,
 )
 def test_another_invocation_goes_on_where_the_last_one_stopped(
     settings: Settings, opened: Callable[..., list[Any]]
@@ -362,7 +366,7 @@ def test_a_worker_alone_needs_no_channel(opened: Callable[..., list[Any]]) -> No
     [
         Settings("ring"),  # type: ignore[arg-type]
         Settings(codec="topk"),
-        Settings("isp", codec="int8"),
+        Settings("isp", significance=0.7, codec="int8"),
         Settings(chunks=4),
         Settings(chunks=0),
         Settings("all-reduce", chunks=2),

@@ -38,15 +38,32 @@ class AnythingMayHappen(RuleBasedStateMachine):
         steps=st.integers(1, 2),
         every=st.integers(0, 2),
         quorum=st.sampled_from([None, None, 0, 0, 1, 2, 3]),
-        lead=st.integers(0, 2),
+        max_rounds_ahead=st.integers(0, 2),
         ways=st.sampled_from(["mesh", "star", "chain"]),
     )
     def begin(
-        self, regions: int, workers: int, rounds: int, steps: int, every: int, quorum: int | None, lead: int, ways: str
+        self,
+        regions: int,
+        workers: int,
+        rounds: int,
+        steps: int,
+        every: int,
+        quorum: int | None,
+        max_rounds_ahead: int,
+        ways: str,
     ) -> None:
         pairs = {"mesh": (), "star": ((0, 1), (0, 2)), "chain": ((0, 1), (1, 2))}[ways] if regions == 3 else ()
         neighbours = tuple((f"r{a}", f"r{b}") for a, b in pairs)
-        self.all = Miniature(regions, workers, rounds, steps, every, quorum=quorum, lead=lead, neighbours=neighbours)
+        self.all = Miniature(
+            regions,
+            workers,
+            rounds,
+            steps,
+            every,
+            quorum=quorum,
+            max_rounds_ahead=max_rounds_ahead,
+            neighbours=neighbours,
+        )
 
     def _site(self, number: int) -> Site:
         return list(self.all.sites.values())[number % len(self.all.sites)]

@@ -47,7 +47,7 @@ class RegionsAreAway(WaysChange):
     def begin(self, regions: int, rounds: int, quorum: int, first: str, rerouted: bool) -> None:
         ways = _ways(first, regions) if regions > 2 else ()
         self.all = Miniature(
-            regions, 1, rounds, 1, 0, quorum=quorum, lead=0, neighbours=ways, rerouted=rerouted, sums=True
+            regions, 1, rounds, 1, 0, quorum=quorum, max_rounds_ahead=0, neighbours=ways, rerouted=rerouted, sums=True
         )
         self.rerouted = rerouted
 

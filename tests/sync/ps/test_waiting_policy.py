@@ -35,7 +35,9 @@ def _policy(*, quorum: int = 0, round_seconds: float = 0.0, changed: WaitingSett
     ``round_seconds``: what the region's own rounds take.
     """
     waiting = changed or WaitingSettings()
-    setup = Setup("a", ("a", "b", "c"), 2, 40, 1, 0, quorum=quorum, lead=8, background=True, waiting=waiting)
+    setup = Setup(
+        "a", ("a", "b", "c"), 2, 40, 1, 0, quorum=quorum, max_rounds_ahead=8, background=True, waiting=waiting
+    )
     policy = WaitingPolicy(setup)
     policy.grace_over_round = 20
     for region in setup.regions:

@@ -31,7 +31,7 @@ class WaysChange(AnythingMayHappen):
     )
     def begin(self, regions: int, rounds: int, quorum: int | None, first: str) -> None:
         self.all = Miniature(
-            regions, 1, rounds, 1, 0, quorum=quorum, lead=1, neighbours=_ways(first, regions), rerouted=True
+            regions, 1, rounds, 1, 0, quorum=quorum, max_rounds_ahead=1, neighbours=_ways(first, regions), rerouted=True
         )
 
     @rule(kind=st.sampled_from([*_KINDS, "around"]))
