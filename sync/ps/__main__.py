@@ -47,39 +47,11 @@ _STOP_GRACE_SECONDS = 2.0
 
 async def serve(config: PsConfig) -> None:
     """Run a partition's parameter server until it is stopped. Raises ``GeofedError`` if it fails."""
-    settings, _ = ExchangeSettings.of(config.wan_settings)
-    background = bool(settings.background) and len(config.regions) > 1
-    setup = Setup(
-        region=config.region,
-        regions=tuple(sorted(config.regions)),
-        workers=config.workers,
-        rounds=config.rounds,
-        steps_per_round=config.steps_per_round,
-        evaluate_every=config.evaluate_every,
-        # If there is only one region, there is nothing to exchange in the background.
-        background=background,
-        quorum=int(settings.quorum),
-        max_rounds_ahead=int(settings.lead),
-        grace_seconds=settings.grace_seconds,
-        waiting=WaitingSettings.of(config.waiting),
-        rerouted=bool(settings.choose_topology),
-        sums=background and not (settings.damping or settings.compensation),
-    )
     identity = functools.partial(_identity, config)
     identity()
-    channel = open_channel(config.channel, config.channel_address)
-    policy = policy_of(config.wan_policy, config.wan_settings)
-    storage = Storage(config.state_dir, setup)
-    codec, shares = codec_named(config.codec), dict(config.shares)
-    executor = ActionExecutor(
-        setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model
-    )
-    engine = Engine(executor, settings)
+    engine = _engine(config)
     links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)
-    engine.machine.state_lost = config.begun and engine.machine.sequence == NO_MODEL and not storage.marked
-    if not engine.machine.state_lost:
-        storage.mark()
     engine.feed(Configured(config.epoch, config.attempt, ()))
     workers, exchange = grpc.aio.server(options=server_options()), grpc.aio.server(options=server_options())
     worker_pb2_grpc.add_WorkerPortServicer_to_server(WorkerService(engine, config), workers)
@@ -99,6 +71,54 @@ async def serve(config: PsConfig) -> None:
         rejoining = asyncio.create_task(rejoin(engine, config, identity), name="rejoin the job")
         rejoining.add_done_callback(functools.partial(_rejoined, engine))
     write_durably(config.ready_file, [json.dumps(ports).encode()])
+    await _until_stopped(admin, engine)
+    await links.close()
+    await asyncio.gather(workers.stop(_STOP_GRACE_SECONDS), exchange.stop(_STOP_GRACE_SECONDS))
+    await engine.close()
+    if engine.failed is not None:
+        raise engine.failed
+
+
+def _engine(config: PsConfig) -> Engine:
+    """Make the engine, with the state that is stored."""
+    settings, _ = ExchangeSettings.of(config.wan_settings)
+    setup = _setup(config, settings)
+    channel = open_channel(config.channel, config.channel_address)
+    policy = policy_of(config.wan_policy, config.wan_settings)
+    storage = Storage(config.state_dir, setup)
+    codec, shares = codec_named(config.codec), dict(config.shares)
+    executor = ActionExecutor(
+        setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model
+    )
+    engine = Engine(executor, settings)
+    engine.machine.state_lost = config.begun and engine.machine.sequence == NO_MODEL and not storage.marked
+    if not engine.machine.state_lost:
+        storage.mark()
+    return engine
+
+
+def _setup(config: PsConfig, settings: ExchangeSettings) -> Setup:
+    # If there is only one region, there is nothing to exchange in the background.
+    background = bool(settings.background) and len(config.regions) > 1
+    return Setup(
+        region=config.region,
+        regions=tuple(sorted(config.regions)),
+        workers=config.workers,
+        rounds=config.rounds,
+        steps_per_round=config.steps_per_round,
+        evaluate_every=config.evaluate_every,
+        background=background,
+        quorum=int(settings.quorum),
+        max_rounds_ahead=int(settings.lead),
+        grace_seconds=settings.grace_seconds,
+        waiting=WaitingSettings.of(config.waiting),
+        rerouted=bool(settings.choose_topology),
+        sums=background and not (settings.damping or settings.compensation),
+    )
+
+
+async def _until_stopped(admin: AdminService, engine: Engine) -> None:
+    """Wait for a signal, a call that stops the server, or a failure."""
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, admin.stopped.set)
@@ -106,11 +126,6 @@ async def serve(config: PsConfig) -> None:
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
-    await links.close()
-    await asyncio.gather(workers.stop(_STOP_GRACE_SECONDS), exchange.stop(_STOP_GRACE_SECONDS))
-    await engine.close()
-    if engine.failed is not None:
-        raise engine.failed
 
 
 def _rejoined(engine: Engine, task: asyncio.Task[None]) -> None:

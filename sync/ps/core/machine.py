@@ -368,34 +368,12 @@ class Machine(abc.ABC):
             case RoundEndLogged():
                 return self._was_logged(event)
             case OwnUpdateStored():
-                self.ledger.add(event.manifest)
-                self._update_bytes = event.manifest.total_bytes
-                self._boundary.preparing = False
-                return self._was_prepared(event.manifest) + self._ship() + self._try_apply()
+                return self._was_stored(event.manifest)
             case Stored():
                 self.ledger.add(event.manifest)
                 return self._heard(event.manifest) + self._ship() + self._try_apply()
-            case PeerHas():
-                self.ledger.note(event.region, event.origin or self.setup.region, event.sequence)
-                self.ledger.sums.reached(event.region)
-                # If the peer has part of a sum, it now gets the rest of the updates instead.
-                shipped = self._ship() if self.ledger.sums.has_any else []
-                return shipped + self._forget() + self._try_apply()
-            case Tried():
-                self.ledger.sums.tried(event.region, event.manifest)
-                return []
-            case Unreached():
-                self.ledger.sums.unreached(event.region)
-                return self._sum_up()
-            case Summed():
-                self.ledger.sums.add(event.peer, event.manifest)
-                return self._ship()
-            case SumGone():
-                self.ledger.sums.remove(event.manifest)
-                return self._ship()
-            case StateLost():
-                self.ledger.state_lost(event.region)
-                return self._ship()
+            case PeerHas() | StateLost() | Tried() | Unreached() | Summed() | SumGone():
+                return self._delivering(event)
             case TimerFired():
                 return self._timer_fired()
             case Restarted():
@@ -412,11 +390,7 @@ class Machine(abc.ABC):
                 self._live_step, self._loss = max(self._live_step, event.step), event.loss
                 return []
             case CallGone():
-                self._attaching.pop(event.call, None)
-                self._merge.waiting.pop(event.call, None)
-                self._boundary.waiting.pop(event.call, None)
-                self._evaluation.waiting.discard(event.call)
-                return []
+                return self._call_gone(event.call)
 
     def _configured(self, event: Configured) -> list[Action]:
         self.epoch = max(self.epoch, event.epoch)
@@ -454,6 +428,13 @@ class Machine(abc.ABC):
 
     def _waiting(self) -> list[int]:
         return [*self._merge.waiting, *self._boundary.waiting, *self._attaching, *self._evaluation.waiting]
+
+    def _call_gone(self, call: int) -> list[Action]:
+        self._attaching.pop(call, None)
+        self._merge.waiting.pop(call, None)
+        self._boundary.waiting.pop(call, None)
+        self._evaluation.waiting.discard(call)
+        return []
 
     def _fenced(self, call: int, attempt: int) -> list[Action] | None:
         """Return the refusal of a call of an old attempt, or None. (A newer attempt in a signed token means that it has
@@ -521,6 +502,38 @@ class Machine(abc.ABC):
         steps = (ends[0].step - self._open_step) * len(ends)
         self.step_seconds = computing / steps if steps > 0 else 0.0
         return ends[0], weight
+
+    # Delivery to the peers
+
+    def _was_stored(self, manifest: Manifest) -> list[Action]:
+        self.ledger.add(manifest)
+        self._update_bytes = manifest.total_bytes
+        self._boundary.preparing = False
+        return self._was_prepared(manifest) + self._ship() + self._try_apply()
+
+    def _delivering(self, event: PeerHas | StateLost | Tried | Unreached | Summed | SumGone) -> list[Action]:
+        """Handle what is known of a peer, of its link, or of a sum of updates for it."""
+        sums = self.ledger.sums
+        match event:
+            case PeerHas():
+                self.ledger.note(event.region, event.origin or self.setup.region, event.sequence)
+                sums.reached(event.region)
+                # If the peer has part of a sum, it now gets the rest of the updates instead.
+                shipped = self._ship() if sums.has_any else []
+                return shipped + self._forget() + self._try_apply()
+            case Tried():
+                sums.tried(event.region, event.manifest)
+                return []
+            case Unreached():
+                sums.unreached(event.region)
+                return self._sum_up()
+            case StateLost():
+                self.ledger.state_lost(event.region)
+            case Summed():
+                sums.add(event.peer, event.manifest)
+            case SumGone():
+                sums.remove(event.manifest)
+        return self._ship()
 
     def _ship(self) -> list[Action]:
         return [*self.ledger.ships(self.epoch), *self._sum_up()]
