@@ -8,7 +8,6 @@ shared memory, those of the channel. All workers share the cores of the machine.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ import torch
 from isp_data import Flat, Task, batches
 from isp_learning import Curve, Method
 
+from geofed_pb.linux import CLONE_NEWNET, call
 from sync.layout import Vector
 from sync.merging import ChangeCollective, MeanCollective, Member
 from sync.store import open_channel
@@ -36,7 +36,6 @@ from sync.store import open_channel
 __all__ = ["DDP", "Link", "possible", "run"]
 
 DDP = "PyTorch DDP, gloo"
-_CLONE_NEWNET = 0x40000000
 _CLONE_NEWUTS = 0x04000000
 _BRIDGE, _STORE = "ispbench", "10.77.0.254"
 _PATIENCE_SECONDS = 120.0
@@ -145,8 +144,7 @@ def _memory() -> str | None:
 def _worker(scene: _Scene, number: int) -> None:
     try:
         torch.set_num_threads(1)
-        if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET | _CLONE_NEWUTS):
-            raise OSError(ctypes.get_errno(), "no network namespace")
+        call("unshare", CLONE_NEWNET | _CLONE_NEWUTS)
         # Gloo looks the machine's name up, which not every machine can do.
         socket.sethostname("localhost")
         scene.ready.wait(_PATIENCE_SECONDS)
