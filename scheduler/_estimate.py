@@ -125,7 +125,7 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     low, high = _SPREAD[basis]
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
     copied, paid = _copies(plan.copies, regions)
-    # Who makes another first model than the first region, as another version of torch may, is sent it.
+    # A region whose first model differs from the first region's, as with another version of torch, is sent that one.
     doubtful = 0.0 if snapshot.first_model_given else float(len(over.way) * update_bytes(model_bytes, "fp32"))
     sent_bytes, copied_bytes = float(sum(link_bytes.values())), float(sum(copied.values()))
     usd, copied_usd = sum(cost.usd for cost in items), sum(cost.usd for cost in paid)
@@ -238,7 +238,7 @@ def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
 
 
 def _speed_basis(region: Region, snapshot: Snapshot) -> str:
-    # Who knows of a run knows the model's size too; where it does not, that says nothing of this task.
+    # An earlier run of the task also tells the model's size; a speed without a size is another task's.
     if region.name in snapshot.speeds and snapshot.model_bytes:
         return "other batch" if region.name in snapshot.other_batch else "measured"
     if region.name in snapshot.probed:

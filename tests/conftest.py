@@ -22,7 +22,7 @@ from support.processes import alive
 from support.turns import turn
 from xdist.scheduler import LoadScopeScheduling
 
-from region_agent.gateway.embedded.replicas import kernel
+from region_agent.gateway.embedded.replicas import isolation
 
 _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
@@ -168,7 +168,7 @@ def _traces(starts: bool) -> dict[str, set[object]]:
     """
     listening = {(c.fd, c.laddr) for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
     return {
-        "processes": set(_children() | _marked()) if starts else set(kernel.children()),
+        "processes": set(_children() | _marked()) if starts else set(isolation.children()),
         "threads": {thread for thread in threading.enumerate() if not thread.daemon},
         "listening sockets": set(listening),
     }
@@ -188,7 +188,7 @@ def _marked() -> set[int]:
 
 def _children() -> set[int]:
     # Mostly there is none, which the kernel tells at once; to look for those of all processes takes 3 ms.
-    if not kernel.children():
+    if not isolation.children():
         return set()
     return {child.pid for child in psutil.Process().children(recursive=True) if alive(child)}
 

@@ -382,7 +382,7 @@ class Merge(_Section):
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
     """For `k-reduce`: workers that merge no part continue with the mean from this many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
-    """For `isp`: v in the filter abs(change / weight) > v / sqrt(step). Default: 0.7."""
+    """For `isp`: v in the filter abs(change / weight) > v / sqrt(step + 1), step = 0, 1, ... Default: 0.7."""
 
 
 class Function(_Section):

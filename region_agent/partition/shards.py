@@ -39,7 +39,7 @@ class PartitionShards:
         report: Callable[[bool], None],
         record_event: Callable[[RecordEvent], None],
     ) -> None:
-        """``report`` sends a report on the partition to the control plane; its parameter: durably."""
+        """``report(durable)`` sends a report on the partition to the control plane."""
         self._config, self._identity, self._start = config, identity, start
         self._report, self._record_event = report, record_event
         self.folder = folder

@@ -61,9 +61,9 @@ class Offer:
     deadline_s: float | None
     """The instant that can be promised; None: not one of those that were asked for."""
     earliest_s: float
-    """Where to search for an instant that can be promised: when the job would be done with everything free from now on.
-    The earliest possible instant can be a little later, where others have just what they need; infinite: none as things
-    are."""
+    """Lower bound of an instant that can be promised: the job's end with all free capacity from now on. The earliest
+    possible instant can be a little later, where other jobs have just what they need. Infinite: none with the present
+    capacity."""
     over_quota: bool = False
     """Whether only the user's quota prevents the promise."""
     held: Mapping[str, Held] = field(default_factory=dict)

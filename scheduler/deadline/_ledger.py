@@ -29,7 +29,7 @@ class StaffingPace:
     workers: Mapping[str, int]
     """Workers by region."""
     rate: float
-    """Rounds a second, to be promised on."""
+    """Rounds a second that promises may rely on."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Gang:
     held: int = -1
     """Index of the pace that it has now; -1: no workers."""
     wish: int = 0
-    """Index of the pace that its owner pays for where the workers are not needed otherwise."""
+    """Index of the pace to run at while the workers are free: the fastest that is worth its cost."""
     fixed: bool = False
     """Whether it has one pace, which it keeps from its begin to its end."""
     since_s: float = 0.0
@@ -64,11 +64,11 @@ class Gang:
     value: float = 1.0
     """Value of its deadline; where promises break, those of least value break first."""
     insists: bool = False
-    """Whether its wish was evaluated elsewhere: it grows to that also where the time it saves is not worth a change."""
+    """Whether ``wish`` was decided elsewhere: the gang grows to it even if the time saved is less than the pause."""
 
     preemptible: bool = False
-    """Whether its present workers may be taken away. For lasting workers it counts as one without any, and gets them
-    only once its promise needs them."""
+    """Whether its present workers are preemptible. Among on-demand workers it counts as having none, and gets some only
+    once its deadline needs them."""
 
     def __post_init__(self) -> None:
         if not self.paces:
@@ -100,17 +100,17 @@ class Gang:
 
 @dataclass(frozen=True)
 class Held:
-    """What a gang is sure to get: one of its paces, or none, on each step of time."""
+    """Reservation of a gang: one of its paces, or none, in each interval of time."""
 
     times: tuple[float, ...]
-    """Instants, one more than steps; the last is the end."""
+    """Boundaries of the intervals, one more than intervals; the last is the end."""
     pace_indices: tuple[int, ...]
-    """Index of the gang's pace on each step; -1: it stands still."""
+    """Index of the gang's pace in each interval; -1: it has no workers."""
     late: bool = False
-    """The deadline cannot be met even with all that is free."""
+    """Whether the deadline cannot be met even with all free capacity."""
     course: tuple[tuple[float, int], ...] = ()
-    """(instant, pace from then on): what it will have if nothing unforeseen happens, spare workers included. Together
-    with those of all others it was simulated to the end with all pauses, and no gang was late."""
+    """(instant, pace from then on): forecast with spare workers included. The forecasts of all gangs were simulated
+    together to the end, with all pauses, and no gang was late."""
     ladder: tuple[StaffingPace, ...] = ()
     """Paces that `pace_indices` and `course` refer to: the gang's at the time of the answer. They may have changed
     since."""
@@ -128,7 +128,7 @@ class Held:
                 return None
             had = self.ladder[index].workers
             within = (all(count <= had.get(region, 0) for region, count in pace.workers.items()) for pace in gang.paces)
-            # In no region do paces descend in workers: those that are within come first.
+            # Workers never decrease from one pace to the next, so the paces that fit come first.
             steps[index] = sum(within) - 1
             if steps[index] < 0:
                 return None
@@ -199,10 +199,10 @@ class WorkerLedger:
     def least(self, gang: Gang, deadline_s: float, rules: Rules, margin: float, *, lean: bool = False) -> Held | None:
         """Hold the least worker time that is done by the deadline, less a margin; None if nothing is enough.
 
-        Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two adjacent paces: up to some instant the slower
-        one, from then on the faster; a gang that runs at the faster one already keeps it first. On each step it has
-        what fits there, up to that pace. A running gang keeps its pace where that is about as cheap, unless all must be
-        ``lean``. A fixed gang gets the earliest stretch in which it fits.
+        Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two adjacent paces: the slower one up to some
+        instant, the faster one after it, or in reverse order if the gang runs at the faster one already. In each
+        interval the gang has what fits, up to that pace. A running gang keeps its pace if that costs about the same,
+        unless ``lean``. A fixed gang gets the earliest interval in which it fits.
         """
         window = deadline_s - self.now
         window -= margin * max(0.0, window - rules.grace_s)
@@ -350,7 +350,7 @@ def _switch_in_time(gang: Gang, times: NDArray[np.float64], fit: NDArray[np.int6
         return None
     lower = rates[np.minimum(fit, top - 1)]
     early = gang.held + 1 >= top
-    # To slow down once is a pause more; where there is no time for it, it never does.
+    # Slowing down costs one more pause; without time for it, the gang keeps the faster pace.
     surplus = max(0.0, surplus - pause * early)
     gain = np.cumsum(spans * (upper - lower))
     goal = float(gain[-1]) - surplus if early else surplus

@@ -17,24 +17,24 @@ from scheduler.placement._sites import SLACK, Floats, Ints, Need, Sites
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The prices of a job's unions in some regions; row 0 is the empty union."""
+    """Cost of each union of a job's shard groups in some regions; row 0 is the empty union."""
 
     regions: Ints
     """Ascending."""
     added: Floats
-    """[union, region] USD that a union adds where it goes, without the WAN of a new partition."""
+    """USD that a union adds in a region, without the WAN traffic of a new partition; shape (unions, regions)."""
     pinned_at: Ints
     """Columns of the regions of pinned shards."""
     pinned_usd: float
     hub_usd: Floats
-    """[region] Cost of the pinned partitions' rounds if the hub is there."""
+    """Cost of the pinned partitions' rounds by region of the hub; shape (regions,)."""
     hubs: Ints
     """Columns of the regions that may be the hub."""
 
 
 @dataclass(frozen=True)
 class SplitBound:
-    """The best split of the free groups, before it is known whether two unions meet."""
+    """The best split of the free groups; two unions may still be in one region."""
 
     usd: float
     hub: int
@@ -83,7 +83,7 @@ def part_of(table: Table, columns: Ints, hubs: Ints) -> Table:
 
 
 def barring(table: Table, barred: tuple[tuple[int, int], ...]) -> Table:
-    """The table without some unions, each as (union, column), in some regions."""
+    """Return the table with some choices forbidden, each a (union, column of the region)."""
     if not barred:
         return table
     added = table.added.copy()
@@ -135,7 +135,7 @@ def best_split(sites: Sites, need: Need, table: Table) -> SplitBound | None:
 
 
 def _splits(least: Floats, added: Floats) -> tuple[Floats, Floats]:
-    """[hub] The least sum over splits of all groups, and over those with a union at the hub."""
+    """Return the least sums, shape (hubs,): over all splits of the groups, and over those with a union at the hub."""
     loose, tied = np.zeros_like(least), np.full_like(least, math.inf)
     for mask in range(1, len(least)):
         low, part = mask & -mask, mask

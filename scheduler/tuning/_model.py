@@ -1,4 +1,4 @@
-"""What tuning knows of a task, a platform and a channel, and what it may choose. Frozen dataclasses; units in names."""
+"""Inputs and outputs of the configuration search: task, platform, channel, choices, prediction. Units in names."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from sync.collective import ChannelCosts, Correction, collectives
 
 @dataclass(frozen=True)
 class ChannelProfile(ChannelCosts):
-    """One worker's use of a region's channel, as it was measured, and what it costs."""
+    """Measured speed of a region's channel for one worker, and its prices."""
 
     _: KW_ONLY
     name: str
     full_rate_mb: float = 0.0
-    """Memory from which a function has its whole bandwidth, in proportion below; 0: memory buys none."""
+    """Memory at which a function gets the full bandwidth; below, it is proportional. 0: independent of memory."""
 
 
 @dataclass(frozen=True)
 class Compute:
     """Seconds of a step's forward and backward pass: ``fixed + per sample * batch / share``.
 
-    ``share`` is what a function's memory buys it of a core: memory / ``full_core_mb``, at most 1, as the clouds
-    have it (AWS Lambda: 1769 MB). FasDL's a (B + b) / (M + m) has no such end: it promises single-threaded code more
-    speed for ever.
+    ``share`` is the part of a core that a function's memory buys: memory / ``full_core_mb``, at most 1 (AWS Lambda:
+    1769 MB a core). FasDL's a (B + b) / (M + m) has no upper limit, so it predicts that single-threaded code gets
+    faster with any amount of memory.
     """
 
     fixed_seconds: float
     seconds_per_sample: float
     full_core_mb: float = 0.0
-    """0: memory buys no speed, as on a platform of one's own."""
+    """Memory that buys one core; 0: speed does not depend on memory, as on one's own machines."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """MB that a worker needs: ``base + per sample * batch``, and for each byte of the model what merging holds."""
+    """MB that a worker needs: ``base + per sample * batch``, plus the buffers that its collective states."""
 
     base_mb: float
     mb_per_sample: float
     least_mb: float = 0.0
-    """What it needs besides its steps, as for an evaluation."""
+    """Lower bound, from work other than steps, such as an evaluation."""
     spare: float = 0.2
-    """Share of it that is left free besides."""
+    """Share of a function's memory that must stay free."""
 
 
 @dataclass(frozen=True)
@@ -50,34 +50,33 @@ class Convergence:
     """How many iterations a job needs: ``least * (1 + noise / global batch)``, McCandlish et al.'s (arXiv 1812.06162,
     eq. 2.11).
 
-    A job that is given epochs makes the steps that these take: there ``samples`` is set, and a larger batch loses
-    nothing.
+    A job with a number of epochs has ``samples`` set instead: a larger batch then needs fewer iterations.
     """
 
     samples: float | None = None
-    """That the job passes over; None: it continues until a goal."""
+    """Samples that the job trains on in all; None: it trains until it reaches its goal."""
     least_steps: float = 0.0
-    """To the goal with a batch without end."""
+    """Iterations to the goal in the limit of an infinite batch."""
     noise_samples: float = 0.0
-    """The gradient noise scale: the batch from which on doubling it saves less than half of the steps."""
+    """Gradient noise scale, in samples: a batch of this size needs twice ``least_steps``."""
     staleness: int = 0
-    """Merges by which workers that own no chunk are behind, with a collective that takes it."""
+    """Iterations by which merged gradients may be late, for collectives that support it."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Where functions run."""
+    """Prices and limits of the platform that runs the functions."""
 
     usd_per_gb_second: float
     usd_per_call: float = 0.0
     server_usd_per_hour: float = 0.0
-    """Of the parameter server beside the workers."""
+    """Price of the parameter server."""
     slice_seconds: float = 30.0
     """An invocation ends at the first step boundary after this."""
     start_seconds: float = 0.0
-    """From the answer to the first step."""
+    """Time from the start of the job to the first step."""
     again_seconds: float = 0.0
-    """Of each further invocation in a worker's chain, until its first step."""
+    """Time from each further invocation of a worker to its first step."""
 
 
 @dataclass(frozen=True)
@@ -85,26 +84,26 @@ class TaskModel:
     """All coefficients of one task in one region."""
 
     model_bytes: float
-    """Of one vector that workers merge, as it travels."""
+    """Encoded size of the vector that one worker contributes to a merge."""
     compute: Compute
     memory: Memory
     progress: Convergence
     platform: Platform
     channels: tuple[ChannelProfile, ...]
     corrections: dict[str, Correction] = field(default_factory=dict)
-    """By channel; none: the closed form as it is."""
+    """Measured corrections of the cost formula, by channel; absent: the formula is used unchanged."""
     faithful: bool = False
-    """Collectives as published: one request after the other, values found by listing."""
+    """Whether collectives run as published: one request after the other, and values found by listing the store."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen; each in ascending order."""
+    """Choices of the search, each in ascending order."""
 
     memories_mb: tuple[int, ...]
     workers: tuple[int, ...]
     batches: tuple[int, ...]
-    """Of one worker."""
+    """Samples of one worker in one step."""
     collectives: tuple[str, ...] = field(default_factory=lambda: collectives(lambda method: method.predictable))
     chunks: tuple[int, ...] | None = None
     """K of collectives that take one; None: from 1 to the number of workers."""
@@ -114,7 +113,7 @@ class Space:
 
 @dataclass(frozen=True)
 class TuningLimits:
-    """What must be kept."""
+    """Limits that a configuration must keep."""
 
     deadline_seconds: float = math.inf
     budget_usd: float = math.inf
@@ -122,7 +121,7 @@ class TuningLimits:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One choice."""
+    """One configuration of a region."""
 
     memory_mb: int
     workers: int
@@ -135,18 +134,19 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a configuration takes."""
+    """Predicted time, cost and memory of a configuration."""
 
     configuration: Configuration
     iteration_seconds: float
     compute_seconds: float
-    """Of it."""
+    """Part of ``iteration_seconds`` that is compute."""
     merge_seconds: float
+    """Part of ``iteration_seconds`` that is merging."""
     iterations: int
     seconds: float
-    """In all, starts included."""
+    """Total time, starts included."""
     usd: float
     requests_usd: float
-    """Of it."""
+    """Part of ``usd`` that the channel's requests cost."""
     needed_mb: float
     """Memory that a worker needs; never more than it has."""

@@ -102,7 +102,7 @@ class Float8:
 class Int4:
     """Encodes values as multiples, from -7 to 7, of a power of two for every 64 values: 4.13 bits per value.
 
-    Values below half of that power become zero: a value is sent if it is relevant compared with its neighbours.
+    Values below half of that power become zero: a value is sent if it is large enough within its block.
     """
 
     lossy = True

@@ -1,5 +1,8 @@
 """The collective ``isp``: workers exchange the significant changes of their models (MLLess,
-10.1145/3464298.3494884, section 3.1)."""
+10.1145/3464298.3494884, section 3.1).
+
+The filter itself is in `sync.merging.SignificanceFilter`.
+"""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ PAUSE_ROUNDS = 5
 CAUTION_FACTOR = 4
 """`ControllerState.relax_rounds` is multiplied by this after a change that was made too early."""
 CALM_FACTOR = 8
-"""It is halved after this many times its rounds without a change."""
+"""`ControllerState.relax_rounds` is halved after this many times ``relax_rounds`` rounds without a change."""
 MAX_RELAX_ROUNDS = 96
-"""Upper bound of it."""
+"""Upper bound of `ControllerState.relax_rounds`."""
 TOO_EARLY_ROUNDS = 100
 """A change to a less lossy setting was made too early if it has to be undone within so many rounds."""
 MIN_MBPS = 1e-3
@@ -120,13 +120,13 @@ class ControllerState:
     changed_ago: int = PAUSE_ROUNDS
     """Rounds since the last change of codec or interval."""
     needed: tuple[_Rung, ...] = ()
-    """Settings that the last consecutive rounds needed, if the current one was not enough."""
+    """Cheapest sufficient setting of each of the last consecutive rounds in which the current one was not enough."""
     spare_rounds: int = 0
     """Consecutive rounds for which a less lossy setting or a shorter interval would have been enough."""
     spare_needs: _Rung = (0, 0)
-    """The setting that would have been enough for all of these."""
+    """Setting that would have been enough for all ``spare_rounds``."""
     relax_rounds: int = HOLD_ROUNDS
-    """Such rounds that are needed before it is chosen; grows when that was too early."""
+    """``spare_rounds`` needed before ``spare_needs`` is chosen; grows after a choice that was too early."""
     relaxed_ago: int = TOO_EARLY_ROUNDS
     """Rounds since a less lossy setting or a shorter interval was last chosen."""
     calm_rounds: int = 0
@@ -149,8 +149,8 @@ def initial(bounds: Bounds, codec: str | None = None) -> ControllerState:
 def observe(state: ControllerState, seen: Observation) -> tuple[ControllerState, str]:
     """Process the measurements of one round; return the next state, and what changes and why ("": nothing).
 
-    At most one of codec and interval changes, and not within five rounds after the last change. That no change can help
-    is told once.
+    At most one of codec and interval changes, and not within `PAUSE_ROUNDS` after the last change. If no change can
+    help, this is reported once.
     """
     state = replace(state, links={name: _goodput(state, name, link) for name, link in seen.links.items()})
     if not state.links or seen.step_seconds <= 0:

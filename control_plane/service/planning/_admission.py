@@ -24,7 +24,7 @@ from control_plane.service.planning._gangs import (
 from control_plane.service.planning._planning import lasting_workers_now, on_preemptible, snapshot_of, workers_now
 from control_plane.service.planning._scaling import is_tuned
 from control_plane.service.state._draft import Draft, JobEntry
-from control_plane.service.state._quota import over_quota, quota_of, turn_of
+from control_plane.service.state._quota import over_quota, rules_for, turn_of
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Declined, Demand, Plan, Planner
 from scheduler.deadline import Gang, Held, allot_kinds, offer
@@ -169,12 +169,12 @@ class PendingAdmission:
         new = replace(new, served_s=self.served.get(user, 0.0))
         if demand.deadline_seconds is None:
             return new, self.held
-        capacities, quota = capacities_of(draft.regions.values()), quota_of(draft.users, user)
-        offered = offer(draft.at, capacities, self.gangs, new, quota, before=self.held)
+        capacities, rules = capacities_of(draft.regions.values()), rules_for(draft.users, user)
+        offered = offer(draft.at, capacities, self.gangs, new, rules, before=self.held)
         if offered.over_quota:
-            return over_quota(draft.at, capacities, self.gangs, new, quota, self.held)
+            return over_quota(draft.at, capacities, self.gangs, new, rules, self.held)
         if offered.deadline_s is None:
-            alone = not self.gangs or offer(draft.at, capacities, [], new, quota).deadline_s is None
+            alone = not self.gangs or offer(draft.at, capacities, [], new, rules).deadline_s is None
             return too_late(offered, demand, chosen, draft.at, alone=alone)
         return new, offered.held
 

@@ -10,7 +10,7 @@ from control_plane.store import UserRow
 from scheduler import Declined, Reason
 from scheduler.deadline import LIVE, DeviceCapacity, Gang, Held, Rules, offer
 
-__all__ = ["over_quota", "quota_of", "turn_of"]
+__all__ = ["over_quota", "rules_for", "turn_of"]
 
 _LATER_DATES = 12
 """Number of later deadlines that are tried for a user whose quota is used up."""
@@ -18,7 +18,7 @@ _LAST_DATE_WINDOWS = 2.0
 """Distance of the last one from the user's latest deadline, in multiples of the requested time span."""
 
 
-def quota_of(users: Mapping[str, UserRow], user: str) -> Rules:
+def rules_for(users: Mapping[str, UserRow], user: str) -> Rules:
     """Return the rules of promises to a user. The operator, and users without a quota, have no limit."""
     limit = users[user].promised_workers if user in users else None
     return LIVE if limit is None else replace(LIVE, quotas={user: limit})

@@ -25,7 +25,7 @@ class RoundSums:
     compute_seconds: float = 0.0
 
     def rescale(self, factor: float) -> None:
-        """Convert the sums to a share of ``factor`` times the samples in each step."""
+        """Multiply the sums, as after a change of the worker's share of each step's samples by ``factor``."""
         self.samples, self.loss_sum = self.samples * factor, self.loss_sum * factor
 
     @property

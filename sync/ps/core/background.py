@@ -63,20 +63,20 @@ class Background(Machine):
         """The last round whose end is in the log."""
         self._logging = False
         self._correction_key = recovered.correction_key
-        """What the last merge leads the workers to the model with, at the next end of a round."""
+        """Store key of the correction that the workers apply at the next end of a round to reach the merged model."""
         self._lasts = set(recovered.lasts)
         self._own_last = recovered.ended is not None and setup.is_last(recovered.ended)
         self._told_to_end = any(manifest.ends for manifest in recovered.inbox)
         self._start_key, self._start_sequence = recovered.model_key, self._ended_sequence
-        """A worker without a place of its own finds the model of the open round here, if it began with this one."""
+        """Store key of the model that the open round began with, for workers that join; and its round."""
         self._restart_wanted = self._restarting = False
         self.waiting = WaitingPolicy(setup)
         self._timer_at = math.inf
-        """When the timer fires that is set; infinity: none is."""
+        """Instant at which the timer fires; infinity: no timer is set."""
         self.round_seconds = 0.0
         """Duration of the last round, without the time that the workers waited for other regions; 0: not known."""
         self.stretch = 1
-        """Times the planned interval that rounds should last, as seen from here."""
+        """Factor by which this region wants rounds to be longer than the planned interval."""
         self._stretches = {
             manifest.region: manifest.stretch
             for manifest in sorted((*recovered.inbox, *recovered.outbox), key=lambda m: m.sequence)
@@ -161,7 +161,7 @@ class Background(Machine):
             sequence=self._reached,
             step=self._open_step,
             model_key=self._model_key if self._complete else self._start_key if begins else "",
-            # Who makes no more steps needs none; what workers hand over goes with their attempt.
+            # Without further steps a worker needs no state, and a new attempt discards the state of the last one.
             state_key=self._state_key if begins and not self._own_last else "",
             boundary=settling,
             finished=self._complete,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from region_agent.gateway.embedded.replicas import kernel
+from region_agent.gateway.embedded.replicas import isolation
 from region_agent.gateway.quantities import format_bytes
 
 __all__ = ["over_limit_text", "private_bytes", "usage"]
@@ -35,7 +35,7 @@ def private_bytes(pid: int, enough: int) -> int:
 
 
 def _descendants(pid: int) -> list[int]:
-    found = kernel.children(pid)
+    found = isolation.children(pid)
     return found + [descendant for child in found for descendant in _descendants(child)]
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from geofed_pb import linux
-from region_agent.gateway.embedded.replicas import kernel
+from region_agent.gateway.embedded.replicas import isolation
 from region_agent.gateway.embedded.replicas.calls import CallContext, CallQueue, resolve_handler
 from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 
@@ -67,7 +67,7 @@ def main(control: socket.socket, parent_pid: int) -> int:
     tempfile.tempdir = None
     os.chdir(spec.directory)
     listener = _listen()
-    isolation = _isolate(spec, parent_pid)
+    state = _isolate(spec, parent_pid)
     if spec.cold_start_s:
         time.sleep(spec.cold_start_s)
     _settle_libraries(spec.threads)
@@ -75,7 +75,7 @@ def main(control: socket.socket, parent_pid: int) -> int:
     calls = CallQueue(resolve_handler(spec.handler), CallContext(spec.name))
     server = ReplicaServer(listener, calls.call, spec.max_inflight)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
-    control.sendall(json.dumps({"ready": True, "isolation": isolation}).encode() + b"\n")
+    control.sendall(json.dumps({"ready": True, "isolation": state}).encode() + b"\n")
     control.close()
     calls.work(spec.max_inflight)
     return 0
@@ -100,7 +100,7 @@ def _isolate(spec: ReplicaSpec, parent_pid: int) -> str:
     if not spec.hidden:
         return "none"
     try:
-        kernel.hide_paths(spec.hidden, [spec.directory, *spec.kept], spec.read_only)
+        isolation.hide_paths(spec.hidden, [spec.directory, *spec.kept], spec.read_only)
     except OSError as error:
         print(f"cannot hide {', '.join(spec.hidden)} from this function: {error}", file=sys.stderr)
         return "none"

@@ -29,7 +29,7 @@ import traceback
 from types import FrameType
 
 from geofed_pb import linux
-from region_agent.gateway.embedded.replicas import kernel, replica
+from region_agent.gateway.embedded.replicas import isolation, replica
 
 __all__ = ["main"]
 
@@ -147,7 +147,7 @@ class Zygote:
     def _end_orphans(self) -> None:
         """End children of functions that left their process group and lost their parent."""
         own = set(self._pids.values())
-        for pid in kernel.children():
+        for pid in isolation.children():
             if pid not in own:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -182,7 +182,7 @@ def _can_isolate() -> bool:
         pid = os.fork()
         if pid == 0:
             try:
-                kernel.hide_paths([directory], [])
+                isolation.hide_paths([directory], [])
                 os._exit(0)
             except OSError:
                 os._exit(1)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from region_agent.gateway.embedded.replicas import kernel
+from region_agent.gateway.embedded.replicas import isolation
 
 __all__ = ["ZygoteEvents", "ZygoteLink"]
 
@@ -173,7 +173,7 @@ class ZygoteLink:
 
 def end_orphans() -> None:
     """Kill processes that a killed zygote has left; as a subreaper this process has inherited them."""
-    while orphans := kernel.children():
+    while orphans := isolation.children():
         for pid in orphans:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
