@@ -148,7 +148,7 @@ def test_whose_code_a_job_is_made_of_is_read_from_it_and_nobody_may_say_otherwis
             request = control_pb2.SubmitRequest(request_id="r1", spec_json=loaded.json, bundle_digest=digest)
             claimed = b"\x22\x05other"  # field 4, which had a client say it
             request = control_pb2.SubmitRequest.FromString(request.SerializeToString() + claimed)
-            job = (await stage.client._stub.Submit(request, **stage.client._options())).job
+            job = (await stage.client._stub.Submit(request, metadata=stage.client._metadata)).job
             with open_store(f"sqlite:///{serve_config.state_dir / 'state.db'}") as store:
                 stored = store.job(job.id)
             assert stored is not None
