@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import ast
+import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
+_TIME = re.compile(r"With `--quick` it takes (.+? (?:seconds|minutes?))\.")
 
 
 def main() -> None:
-    """Each command with the first sentence of what it says of itself."""
-    print("make bench NAME [ARGS='--quick --json PATH']\n")
+    """Print each command with the time of a quick run and the first sentence of its docstring."""
+    print("make bench NAME [ARGS='--quick --json PATH']\n\n  NAME               with --quick")
+    for name, text in commands():
+        time = _TIME.search(text)
+        sentence = text.split(". ")[0].rstrip(".")
+        lines = textwrap.wrap(sentence, 80 - 35)
+        print(f"  {name:<18} {time[1] if time else 'not timed':<14}", ("\n" + " " * 36).join(lines))
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Yield name and docstring, on one line, of each benchmark."""
     for path in sorted(HERE.glob("*.py")):
         tree = ast.parse(path.read_text())
         if path != Path(__file__) and _is_command(tree):
-            first = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
-            print(f"  {path.stem:<18} {first}")
+            yield path.stem, " ".join((ast.get_docstring(tree) or "").split())
 
 
 def _is_command(tree: ast.Module) -> bool:

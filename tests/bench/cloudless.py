@@ -10,6 +10,8 @@ with `train.workers: auto` ("ours"), in turn. Money is what the regions' own met
 saved if nobody was paid for waiting: the part of greedy's worker time, priced, in which workers wait for the slower
 region. Before them runs one short job that teaches the planner the speeds; what it predicts of the others stands
 beside what was measured.
+
+With `--quick` it takes 2 minutes.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ was counted elsewhere, by kind, and in bytes of values:
 
 Looks are asked of nobody twice: a wait that is answered with nothing is a request as well. The account is what the
 metered use costs; it comes out of the same figures.
+
+With `--quick` it takes 30 seconds.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ and within proven shares, with what these miss; the time that passes, and beside
 thread. Medians of three runs, in turn, or one run with --quick. A plan of a job has one function size and one
 number of replicas: 60 layers of that are measured apart. Gain: the planner against equal cuts and equal memory in GPipe
 order, FuncPipe's set-up, by its own model of time; with one mechanism switched off at a time.
+
+With `--quick` it takes 1 minute.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ curves, of that seed.
 DDP (gloo) is measured, two processes on the cores of this machine, at the price of a virtual machine of two.
 
 With `--live` nothing of that is run: the tuners steer real jobs instead (`scaling_live.py`).
+
+With `--quick` it takes 4 minutes.
 """
 
 from __future__ import annotations

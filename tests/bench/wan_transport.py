@@ -6,6 +6,8 @@ Ours is a sender in one region and the exchange service in the other, each in it
 with checksums, written to disk, verified against the digest and flushed before the acknowledgement that ends the clock.
 Raw TCP sends the same bytes over 1, 4 or 8 warm connections with default sockets, in equal parts, to a receiver that
 drops them, until each connection has been acknowledged. Every bar is held against the best of the three.
+
+With `--quick` it takes 2 minutes.
 """
 
 from __future__ import annotations
