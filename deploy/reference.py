@@ -80,15 +80,15 @@ class Reference:
 
     def _section(self, name: str, schema: Schema) -> Iterator[str]:
         required = " Required." if name in self._schema.get("required", ()) else ""
-        beside = any("enum" in each for each in self._alternatives(schema))
-        described = self._alternatives(schema)[-1]["description"] if beside else self._described(name, schema)
+        has_names = any("enum" in each for each in self._alternatives(schema))
+        described = self._alternatives(schema)[-1]["description"] if has_names else self._described(name, schema)
         yield f"## {name}\n\n{_text(described)}{required}\n"
         if "discriminator" in schema:
             for kind, reference in schema["discriminator"]["mapping"].items():
                 variant = self._resolved({"$ref": reference})
                 yield f"### {name} of kind {kind}\n\n{_text(variant['description'])}\n"
                 yield self._table(self._keys(variant, f"{name}."))
-        elif beside:
+        elif has_names:
             yield self._table(self._key(name, schema, required=False))
         else:
             yield self._table(self._below(name, schema))

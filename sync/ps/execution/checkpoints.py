@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from sync.channel import Channel
@@ -59,7 +59,7 @@ class Checkpoints:
         due |= replay_is_large and now - self._at >= self._took
         if due and self._pending is None:
             checkpoint = self._storage.begin_checkpoint(state, action, ended, attempt)
-            writer = _checkpoint_thread()
+            writer = background_thread()
             self._pending = _PendingWrite(
                 checkpoint, now, writer.submit(checkpoint.write), writer.submit(_flushed, checkpoint)
             )
@@ -83,11 +83,6 @@ class Checkpoints:
         self._pending = None
         self._storage.finish_checkpoint(pending.checkpoint)
         self._took = self._at - pending.begun
-
-
-def _checkpoint_thread() -> Executor:
-    """Return the pool that writes a checkpoint, which may take longer than the action that begins it."""
-    return background_thread()
 
 
 def _flushed(checkpoint: PendingCheckpoint) -> float:

@@ -477,7 +477,7 @@ def play(
         for module in (executor_module, checkpoints):
             patch.setattr(module, "time", clock)
         patch.setattr(executor_module, "background_thread", AtOnce)
-        patch.setattr(checkpoints, "_checkpoint_thread", lambda: Later(late))
+        patch.setattr(checkpoints, "background_thread", lambda: Later(late))
         operations = Operations(patch, deaths)
         if power:
             operations.platter = Platter(folder / "a" / "ps")

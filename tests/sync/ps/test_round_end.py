@@ -140,7 +140,7 @@ def test_who_begins_anew_from_the_model_is_led_nowhere_after_a_crash_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: type[Executor]
 ) -> None:
     """A correction made again would be another one under the name of what a replay of the log makes."""
-    monkeypatch.setattr(checkpoints, "_checkpoint_thread", beside)
+    monkeypatch.setattr(checkpoints, "background_thread", beside)
     setup, channel = replace(SETUP, regions=("a", "b"), workers=1, background=True), FileChannel(tmp_path / "channel")
 
     def life() -> ActionExecutor:
@@ -188,7 +188,7 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
         monkeypatch.setattr(FileChannel, "limits", Limits(1 << 40, 16 * held * 4 * SIZE))
     else:
         monkeypatch.setattr(checkpoints, "_REPLAY_BYTES", held * 4 * SIZE)
-    monkeypatch.setattr(checkpoints, "_checkpoint_thread", AtOnce)
+    monkeypatch.setattr(checkpoints, "background_thread", AtOnce)
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
@@ -214,7 +214,7 @@ def test_what_workers_hand_over_does_not_pile_up_with_background_exchange(
 ) -> None:
     """An attempt may last for as long as its job, and hand over the optimiser's state again and again."""
     monkeypatch.setattr(checkpoints, "_CHECKPOINT_TIME_FRACTION", 1e12)
-    monkeypatch.setattr(checkpoints, "_checkpoint_thread", AtOnce)
+    monkeypatch.setattr(checkpoints, "background_thread", AtOnce)
     setup = replace(SETUP, workers=1, background=True)
     storage, channel = Storage(tmp_path / "ps", setup), FileChannel(tmp_path / "channel")
     storage.keep_layout(Layout((Slot("w", (SIZE,), "float32"),), 1))
