@@ -40,7 +40,9 @@ MOST_METRICS = 1000
 TRUNCATED = "… truncated"
 """End of a text that was shortened."""
 
-_UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNFIT = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line separators, lone surrogates, and characters that change the direction of writing: with these
+a text can be shown as another one."""
 _TRUNCATED = TRUNCATED.encode()
 _Item = TypeVar("_Item")
 
@@ -48,9 +50,9 @@ _Item = TypeVar("_Item")
 def clean(text: str, most_bytes: int = TEXT_BYTES) -> str:
     """Return a text that is valid UTF-8 of at most ``most_bytes`` bytes (at least 20), without control characters.
 
-    Tabs and line feeds are kept. Other control characters and lone surrogates are replaced by Python escapes; a byte
-    that `os.fsdecode` could not decode by the escape of that byte. A text that is shortened ends with `TRUNCATED`. A
-    clean text is returned unchanged.
+    Tabs and line feeds are kept. Other control characters, characters that change the direction of writing and lone
+    surrogates are replaced by Python escapes; a byte that `os.fsdecode` could not decode by the escape of that byte. A
+    text that is shortened ends with `TRUNCATED`. A clean text is returned unchanged.
     """
     # No character takes less than a byte, so later characters would be cut off in any case.
     shown = _UNFIT.sub(_escaped, text[: most_bytes + 1]).encode()
