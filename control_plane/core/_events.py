@@ -174,6 +174,10 @@ class Connected:
     boot_id: str
     """Identifies the agent's process."""
     lease_seconds: float
+    fault: str = ""
+    """First fault of the region's catalogue; empty: it has none."""
+    address: str = ""
+    """IP address that the agent connects from; empty: not known."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,50 @@ class ClockJumped:
     lease_seconds: float
 
 
-RegionEvent = Connected | Heartbeat | Disconnected | ControlPlaneRestarted | ClockJumped | Tick
+@dataclass(frozen=True)
+class CatalogueChecked:
+    """A region's catalogue has changed within a session."""
+
+    at: float
+    fault: str
+    """First fault of the catalogue; empty: it has none."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """The operator lets a region have no new jobs, or have them again."""
+
+    at: float
+    draining: bool
+
+
+@dataclass(frozen=True)
+class Revoked:
+    """The operator has revoked the region's certificates."""
+
+    at: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Enrolled:
+    """A region has joined and received a certificate."""
+
+    at: float
+
+
+RegionEvent = (
+    Connected
+    | Heartbeat
+    | Disconnected
+    | ControlPlaneRestarted
+    | ClockJumped
+    | CatalogueChecked
+    | Drained
+    | Revoked
+    | Enrolled
+    | Tick
+)
 
 # --- actions
 

@@ -1,5 +1,7 @@
 """State machine of a region: invited → live ⇄ unreachable → lost → live.
 
+Beside the phase, a region may be misconfigured, draining or revoked: then no new job is planned with it.
+
 Every message of the agent renews the region's lease, which is kept in memory only. After a restart of the control plane
 every region gets a new lease, since agents could not reach a control plane that was down.
 """
@@ -10,11 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from control_plane.core._events import (
+    CatalogueChecked,
     ClockJumped,
     Connected,
     ControlPlaneRestarted,
     Disconnected,
+    Drained,
     EndSession,
+    Enrolled,
     Heartbeat,
     NotifyJobs,
     Record,
@@ -23,6 +28,7 @@ from control_plane.core._events import (
     RegionLive,
     RegionLost,
     RegionUnreachable,
+    Revoked,
     Tick,
 )
 
@@ -45,6 +51,28 @@ class RegionState:
     """Identifies the agent's process."""
     last_contact: float = 0.0
     lease_ends: float = 0.0
+    fault: str = ""
+    """First fault of the catalogue that the agent has sent last; empty: it has none."""
+    draining: bool = False
+    """Whether the operator lets it have no new jobs."""
+    address: str = ""
+    """IP address that its agent connects from; empty: not known."""
+    revoked: bool = False
+    """Whether the operator has revoked its certificates; it may join again with a new invitation."""
+
+    @property
+    def standing(self) -> str:
+        """The phase as shown to users; "revoked", "misconfigured" or "draining" where that keeps new jobs away."""
+        if self.revoked:
+            return "revoked"
+        if self.phase in ("live", "unreachable"):
+            return "misconfigured" if self.fault else "draining" if self.draining else self.phase
+        return self.phase
+
+    @property
+    def takes_new_jobs(self) -> bool:
+        """Whether jobs may be planned with it: its lease has not expired, and nothing keeps new jobs away."""
+        return self.phase in ("live", "unreachable") and not (self.fault or self.draining or self.revoked)
 
 
 class RegionMachine:
@@ -65,6 +93,15 @@ class RegionMachine:
             return self._control_plane_restarted(event)
         if isinstance(event, ClockJumped):
             return self._clock_jumped(event)
+        if isinstance(event, CatalogueChecked):
+            return self._checked(event.fault)
+        if isinstance(event, Drained):
+            return self._drained(event)
+        if isinstance(event, Revoked):
+            return self._revoked(event)
+        if isinstance(event, Enrolled):
+            self.state = replace(self.state, revoked=False)
+            return []
         return self._tick(event)
 
     def _connected(self, event: Connected) -> list[RegionAction]:
@@ -78,6 +115,7 @@ class RegionMachine:
             session=before.session + 1,
             connected=True,
             boot_id=event.boot_id,
+            address=event.address,
             last_contact=event.at,
             lease_ends=event.at + event.lease_seconds,
         )
@@ -92,7 +130,32 @@ class RegionMachine:
                 )
             )
         actions.append(NotifyJobs(RegionLive(event.at, before.name, restarted)))
-        return actions
+        return actions + self._checked(event.fault)
+
+    def _checked(self, fault: str) -> list[RegionAction]:
+        before = self.state
+        self.state = replace(before, fault=fault)
+        if fault == before.fault:
+            return []
+        text = f"region {before.name} gets no new jobs: {fault}" if fault else f"region {before.name} is valid again"
+        return [Record("region.misconfigured", text, before.name, {"fault": fault})]
+
+    def _drained(self, event: Drained) -> list[RegionAction]:
+        before = self.state
+        if event.draining == before.draining:
+            return []
+        self.state = replace(before, draining=event.draining)
+        what = "gets no new jobs; its running jobs continue" if event.draining else "gets new jobs again"
+        return [Record("region.drained", f"region {before.name} {what}", before.name, {"draining": event.draining})]
+
+    def _revoked(self, event: Revoked) -> list[RegionAction]:
+        before = self.state
+        if before.revoked:
+            return []
+        lost = self._lost(event.at) if before.phase in ("live", "unreachable") else []
+        self.state = replace(self.state, revoked=True)
+        text = f"region {before.name} was shut out" + (f": {event.reason}" if event.reason else "")
+        return [Record("region.revoked", text, before.name, {"reason": event.reason}), *lost]
 
     def _heartbeat(self, event: Heartbeat) -> list[RegionAction]:
         before = self.state

@@ -17,7 +17,7 @@ from control_plane.core import TERMINAL, Report, WanLink, wan_links
 from control_plane.service.state._federation import ACTIVE, Federation
 from geofed_pb.errors import GeofedError
 
-REGION_PHASES = ("invited", "live", "unreachable", "lost")
+REGION_PHASES = ("invited", "live", "misconfigured", "draining", "unreachable", "lost", "revoked")
 LINK_GAUGES: tuple[tuple[str, str, Callable[[WanLink], float | None]], ...] = (
     ("geofed_link_up", "1 if the last attempt to reach the destination succeeded", lambda link: link.state != "down"),
     ("geofed_link_rtt_seconds", "Round-trip time", lambda link: link.rtt_ms / 1e3 or None),
@@ -164,7 +164,7 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
         yield from (up, lease, expires)
         states = GaugeMetricFamily("geofed_regions", "Regions by state", labels=["state"])
         for phase in REGION_PHASES:
-            states.add_metric([phase], sum(e.state.phase == phase for e in federation.regions.values()))
+            states.add_metric([phase], sum(e.state.standing == phase for e in federation.regions.values()))
         yield states
         yield GaugeMetricFamily("geofed_sessions", "Connected agents", value=len(federation.sessions))
         pending = GaugeMetricFamily("geofed_commands_pending", "Commands not yet acknowledged", labels=["region"])

@@ -34,6 +34,7 @@ __all__ = [
     "channel_options",
     "clock_of",
     "error_of",
+    "peer_address",
     "peer_common_name",
     "read_pem",
     "region_name",
@@ -141,6 +142,12 @@ def peer_common_name(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
     for name in context.auth_context().get("x509_common_name") or ():
         return name.decode()
     return None
+
+
+def peer_address(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Return the IP address that the client connects from; empty if it is none, as over a Unix socket."""
+    kind, _, rest = unquote(context.peer()).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
 
 
 def to_proto(error: GeofedError) -> common_pb2.Error:

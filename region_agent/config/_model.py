@@ -5,6 +5,7 @@ Docstrings of attributes are the descriptions in the JSON Schema, and in the ref
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -28,6 +29,10 @@ def _check_port_range(ports: tuple[int, int]) -> tuple[int, int]:
     if ports[0] >= ports[1]:
         raise ValueError(f"{ports[0]} to {ports[1]} has fewer than two ports; write the first and the last of a range")
     return ports
+
+
+def _network(text: str) -> str:
+    return str(ipaddress.ip_network(text))
 
 
 class Section(BaseModel):
@@ -252,6 +257,10 @@ class PolicyConfig(Section):
     """Whether log lines of job code may leave the region."""
     accept_shards: bool = True
     """Whether shards of other regions may be processed here, if their residency allows it."""
+    peer_networks: tuple[Annotated[str, AfterValidator(_network)], ...] | None = None
+    """Networks in which this region connects to other regions' servers: `203.0.113.0/24`, `2001:db8::/32`. Default: the
+    address that the other region's agent connects from; and private addresses and the loopback interface, if that
+    agent, too, connects from such an address."""
 
 
 Host = Annotated[str, AfterValidator(bracketed)]

@@ -20,6 +20,7 @@ from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
 from region_agent.link.identity import Identity
+from region_agent.link.networks import resolved
 from region_agent.partition.calls import (
     RegionInputs,
     WorkerInputs,
@@ -81,10 +82,15 @@ from sync.channel import channel_kind
 from sync.collective import DEFAULT, collective_named
 from sync.ps.config import PsConfig
 from sync.store import fence_key
+from sync.transport.sockets import DIAL_FAULT
 
 __all__ = ["PartitionContext", "PartitionRunner"]
 
 _log = structlog.get_logger("geofed.partition")
+_RESOLVE_SECONDS = 60.0
+"""Interval at which the host names of other regions' servers are resolved again."""
+_RESOLVE_AGAIN_SECONDS = 5.0
+"""Pause after a name could not be resolved."""
 _METER_SECONDS = 1.0
 """Shortest interval at which the parameter server's counters are stored."""
 _ACCOUNT_SECONDS = 5.0
@@ -188,6 +194,8 @@ class PartitionRunner:
         self._logged_state = ""
         self._progress_mark: tuple[object, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+        """Resolves the addresses of the other regions."""
         self._wanted_config: ConfigurePs | None = None
 
     # Events in
@@ -219,17 +227,46 @@ class PartitionRunner:
 
     def peers(self, message: agent_pb2.Peers) -> None:
         """Set the addresses of the other regions' parameter servers, and which regions exchange directly."""
-        peers = tuple(PsPeer(p.region, p.epoch, p.address) for p in message.peers)
+        if self._following is not None:
+            self._following.cancel()
+        self._following = asyncio.create_task(self._guarded(self._follow(message), ActionFailed))
+
+    async def _follow(self, message: agent_pb2.Peers) -> None:
+        """Resolve the other regions' addresses, again every minute, and pass on those that may be connected to."""
         neighbours, former = (tuple((pair.a, pair.b) for pair in ps) for ps in (message.neighbours, message.former))
-        self.feed(PeersKnown(peers, PsTopology(message.routes, neighbours, former), message.finish))
+        topology = PsTopology(message.routes, neighbours, former)
+        networks, told = self._context.config.policy.peer_networks, None
+        while self.machine.state not in ("stopped", "failed"):
+            try:
+                peers = []
+                for p in message.peers:
+                    own = p.region == self.start.region
+                    address = p.address if own else await resolved(p.address, p.region, p.seen, networks)
+                    peers.append(PsPeer(p.region, p.epoch, address))
+            except GeofedError as error:
+                if not error.retryable:
+                    raise
+                _log.warning("the addresses of a job's regions are not known", job=self.job, error=str(error))
+            else:
+                if peers != told:
+                    told = peers
+                    self.feed(PeersKnown(tuple(peers), topology, message.finish))
+            await asyncio.sleep(_RESOLVE_SECONDS if told else _RESOLVE_AGAIN_SECONDS)
 
     async def drained(self) -> None:
         """Wait until all background tasks have ended, as after a stop."""
+        await self._unfollow()
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
+    async def _unfollow(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+
     async def close(self) -> None:
         """End the partition's processes and tasks; its state stays on disk."""
+        await self._unfollow()
         await _cancel(self._tasks)
 
     async def forget_state(self) -> None:
@@ -398,7 +435,7 @@ class PartitionRunner:
                 await self._ps_config(action),
                 self._folder / "ps.json",
                 self._context.identity,
-                lambda line: self._context.log(self.job, "ps", line),
+                self._log_of_server,
                 log_format=self._context.log_format,
             )
             await ps.start()
@@ -413,6 +450,13 @@ class PartitionRunner:
                 await ps.stop()
             self._ps_runs = False
         self.feed(PsEnded(reason))
+
+    def _log_of_server(self, line: str) -> None:
+        """Take a line of the parameter server's log. What answers at another region's address is not for users."""
+        if DIAL_FAULT in line:
+            _log.warning(line, job=self.job)
+        else:
+            self._context.log(self.job, "ps", line)
 
     async def _while_ps_runs(self, ps: PsProcess) -> GeofedError:
         """Watch the parameter server until it ends; returns the reason."""

@@ -19,6 +19,7 @@ from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import channel, error_of, region_name, to_proto
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
+from region_agent.link.networks import resolved
 from region_agent.partition.billing import egress, money_of
 from region_agent.partition.events import RecordEvent
 from region_agent.policy import check_sending
@@ -101,6 +102,8 @@ class Sending:
         self.state, self.condition = "sent" if sent else "sending", ""
         self._error: GeofedError | None = None
         self._peer_sender: PeerSender | None = None
+        self._address = ""
+        """Address of the other region's agent, as resolved for the present attempt."""
         self._transfer_task: asyncio.Task[None] | None = None
         """The sender's background task."""
         self._counted, self._sent = 0, 0
@@ -141,7 +144,7 @@ class Sending:
                     await self._send()
                     return
             except (GeofedError, grpc.RpcError, OSError) as raised:
-                error = _error_from(raised)
+                error = _error_from(raised, self.order)
             moved = self._sent > before
             failures = 1 if moved else failures + 1
             pause = _FIRST_PAUSE_SECONDS if moved else min(pause * 2, _LONGEST_PAUSE_SECONDS)
@@ -163,6 +166,7 @@ class Sending:
     async def _send(self) -> None:
         order, config = self.order, self._context.config
         check_sending(config, order, None)
+        self._address = await resolved(order.address, order.to, order.seen, config.policy.peer_networks)
         peer = await self._introduction()
         check_sending(config, order, peer.cloud)
         self.condition = "reading the shard"
@@ -186,7 +190,7 @@ class Sending:
         """Ask the other region for its cloud and the files that it has; its certificate proves its name."""
         order, tls = self.order, self._context.identity()
         async with channel(
-            order.address,
+            self._address,
             ca_pem=tls.ca_pem,
             name=region_name(order.to),
             certificate_pem=tls.certificate_pem,
@@ -223,7 +227,7 @@ class Sending:
         )
         self._counted = 0
         try:
-            peer = PeerAddress(order.to, order.epoch, order.address)
+            peer = PeerAddress(order.to, order.epoch, self._address)
             peer_sender.ship(peer, tuple(m for m in manifests if m.sequence == LIST_SEQUENCE) or manifests)
             list_stored = LIST_SEQUENCE not in progress.left
             while progress.left:
@@ -267,7 +271,7 @@ class Sending:
         meter = peer_sender.meter
         self.condition = f"sent {meter.sent_bytes:,} of {shard.total_bytes:,} bytes"
         if not meter.up:
-            self.condition += f"; the link is down: {meter.fault}"
+            self.condition += "; the link is down"
         elif meter.slow_path:
             self.condition += f"; a slower path is used: {meter.slow_path}"
         self._report(durable=False)
@@ -309,7 +313,11 @@ class Sending:
         context.report(message, durable)
 
 
-def _error_from(error: Exception) -> GeofedError:
-    if isinstance(error, GeofedError):
-        return error
-    return error_of(error) if isinstance(error, grpc.RpcError) else GeofedError("UNAVAILABLE", str(error))
+def _error_from(error: Exception, order: agent_pb2.SendShard) -> GeofedError:
+    found = error_of(error) if isinstance(error, grpc.RpcError) else error
+    if isinstance(found, GeofedError) and found.code not in ("UNAVAILABLE", "CERTIFICATE_INVALID", "INTERNAL"):
+        return found
+    # What answers at the other region's address is not for users.
+    _log.warning("a shard could not be sent", job=order.job, error=str(found))
+    text = f"the servers of {order.to} cannot be reached"
+    return GeofedError("UNAVAILABLE", text, hint="the logs of both regions' agents have the reason")

@@ -247,7 +247,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         notes = [waiting] if waiting else []
         for region, peer_sender in sorted(self._links.peer_senders.items()):
             if not peer_sender.meter.up:
-                notes.append(f"link to {region} is down: {peer_sender.meter.fault}")
+                notes.append(f"link to {region} is down")
             elif peer_sender.meter.slow_path:
                 notes.append(f"large updates to {region} take a slower path: {peer_sender.meter.slow_path}")
         return "; ".join(notes)

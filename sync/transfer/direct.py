@@ -57,7 +57,7 @@ class LinkMeter:
     up: bool = True
     """Whether the last attempt to reach the peer succeeded; a connection that was replaced early does not count."""
     fault: str = ""
-    """Why the last attempt failed, if ``up`` is false."""
+    """Why the last attempt failed, if ``up`` is false; for operators alone."""
     slow_path: str = ""
     """Why large updates take a slower path than bulk streams that this side opens; empty: they do not."""
 

@@ -26,7 +26,7 @@ from sync.transfer.direct import ConnectionReplaced, DirectConnection, LinkMeter
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.wire import manifest_to_proto
 from sync.transport.outgoing import Content
-from sync.transport.sockets import Tls
+from sync.transport.sockets import DIAL_FAULT, Tls
 
 __all__ = ["PeerSender", "SenderCallbacks"]
 
@@ -224,11 +224,11 @@ class PeerSender:
     async def _note_failure(self, error: Exception) -> None:
         reason = error_of(error) if isinstance(error, grpc.RpcError) else error
         if isinstance(reason, ConnectionReplaced):
-            _log.info("connection to %s replaced by a new one: %s", self._region, reason)
+            _log.info("%s: connection to %s replaced by a new one: %s", DIAL_FAULT, self._region, reason)
             self._direct.note_stall()
         elif self._waiting:
             if self.meter.up:
-                _log.warning("link to %s is down: %s", self._region, reason)
+                _log.warning("%s: link to %s is down: %s", DIAL_FAULT, self._region, reason)
             self.meter.up, self.meter.fault = False, str(reason) or type(reason).__name__
         self.meter.failures += 1
         self._link_is_good = False
@@ -356,8 +356,9 @@ class PeerSender:
     def _fall_back(self, error: Exception) -> None:
         """Send large updates through the exchange port for a while."""
         self._bulk_refused_until = time.monotonic() + _BULK_RETRY_SECONDS
-        self.meter.slow_path = f"one stream, since the bulk port cannot be reached: {error}"
-        _log.warning("large updates to %s are sent over %s", self._region, self.meter.slow_path)
+        self.meter.slow_path = "one stream, since the bulk port cannot be reached"
+        path = self.meter.slow_path
+        _log.warning("%s: large updates to %s are sent over %s: %s", DIAL_FAULT, self._region, path, error)
         self._broke()
 
     @contextlib.contextmanager

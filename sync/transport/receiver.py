@@ -15,7 +15,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import sync_pb2
 from sync.transport.partial_file import PartialFile
-from sync.transport.sockets import Tls, accept_tls, common_name, dial, listen
+from sync.transport.sockets import DIAL_FAULT, Tls, accept_tls, common_name, dial, listen
 from sync.transport.stream import hello
 from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
@@ -149,7 +149,7 @@ class BulkPort:
         try:
             connection = dial(address, region, self._identity(), _HANDSHAKE_SECONDS)
         except (OSError, ValueError, GeofedError) as error:
-            _log.warning("cannot open a bulk stream to %s at %s:%d: %s", region, *address, error)
+            _log.warning("%s: cannot open a bulk stream to %s at %s:%d: %s", DIAL_FAULT, region, *address, error)
             return
         with self._kept(connection):
             connection.sendall(hello(self._job, collects=True, ticket=ticket))

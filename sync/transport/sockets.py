@@ -19,6 +19,7 @@ from typing import Any
 from geofed_pb.rpc import region_name
 
 __all__ = [
+    "DIAL_FAULT",
     "TcpInfo",
     "Tls",
     "accept_tls",
@@ -31,6 +32,9 @@ __all__ = [
     "unacknowledged_bytes",
 ]
 
+DIAL_FAULT = "dial fault"
+"""Begins log lines that say what a connection to another region met. They are for operators alone: a region that gives
+the address of a third machine must not learn from a job's log what answers there."""
 _KEEPALIVE_SECONDS = 10
 """Idle time before TCP keepalive probes are sent."""
 _MIN_BUFFER_BYTES = 4 << 20

@@ -151,7 +151,9 @@ class Succession:
         there = {
             name
             for name, region in self._federation.regions.items()
-            if name not in _taken(entry) and region.state.phase == "live" and at - region.state.since >= _STABLE_SECONDS
+            if name not in _taken(entry)
+            and region.state.standing == "live"
+            and at - region.state.since >= _STABLE_SECONDS
         }
         before, asked_at = self._evaluated.get(job, (set(), -math.inf))
         if not there or (there == before and at - asked_at < _REPLAN_INTERVAL_SECONDS):
@@ -218,7 +220,7 @@ class Succession:
             wanted = {*regions, *(copy.source for copy in decided.plan.copies)}
             for name in sorted(wanted - taken):
                 region = draft.region(name)
-                if region is None or region.state.phase != "live":
+                if region is None or region.state.standing != "live":
                     raise GeofedError("UNAVAILABLE", f"region {name} has become unreachable")
             if (stored := draft.job(new_job.id)) is not None:
                 draft.add_job(replace(stored, spec=rest))

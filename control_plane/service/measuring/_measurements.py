@@ -82,7 +82,7 @@ class Measurements:
         held = [name for name in wanted if self.train_samples(name, dataset)]
         if not held:
             raise GeofedError("DATASET_UNKNOWN", f"no allowed region has a training split of {dataset}")
-        live = [name for name in held if regions[name].state.phase == "live"]
+        live = [name for name in held if regions[name].state.standing == "live"]
         if not live:
             text = f"no agent of a region that holds {dataset} is connected: {', '.join(held)}"
             raise GeofedError("INADMISSIBLE", text, hint="start their agents: `region-agent run`")

@@ -208,7 +208,7 @@ def frozen(draft: Draft) -> Draft:
 def _inputs_of(draft: Draft, region: str) -> object:
     """Return what a plan depends on in a region; None if the region is not usable."""
     entry = draft.region(region)
-    if entry is None or entry.state.phase not in ("live", "unreachable"):
+    if entry is None or not entry.state.takes_new_jobs:
         return None
     return entry.catalogue, _fixed_workers(draft).get(region, 0)
 

@@ -213,13 +213,21 @@ class Allocation:
     def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
         free, served = free_workers(draft), self._served(draft)
         absent = [region for region in planned_workers(entry.plan) if region not in free]
+        closed = [
+            name
+            for name in planned_workers(entry.plan)
+            if name not in absent and not draft.regions[name].state.takes_new_jobs
+        ]
         # Workers count as free only after the jobs that give them up were commanded to.
         free_for_it = free_preemptible(draft) if preemptible else free
         available = all(count <= free_for_it.get(region, 0) for region, count in workers.items())
-        if not absent and workers and available:
+        if not absent and not closed and workers and available:
             begin(draft, entry, workers, preemptible=preemptible)
             return
         returns = f"for {', '.join(absent)} to reconnect" if absent else ""
+        if closed and not absent:
+            states = (f"{name} ({draft.regions[name].state.standing})" for name in closed)
+            returns = f"for {', '.join(states)} to take new jobs"
         waits_for = returns or what_for(
             entry.plan, jobs_before(draft, entry.plan, entry.row.id, turn_of_entry(entry, served), served)
         )

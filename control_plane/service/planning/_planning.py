@@ -21,11 +21,11 @@ from scheduler.tuning import TaskProfile
 def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
     """Return the scheduler's view of the federation, with all measurements of a task at a batch.
 
-    A region that is unreachable but whose lease has not expired counts as live.
+    A region that is unreachable but whose lease has not expired counts as live; one that takes no new jobs as absent.
     """
     live, absent = [], []
     for entry in regions:
-        if entry.state.phase in ("live", "unreachable") and entry.catalogue is not None:
+        if entry.state.takes_new_jobs and entry.catalogue is not None:
             live.append(entry.catalogue)
         else:
             absent.append(entry.row.name)

@@ -18,7 +18,7 @@ STALE_DAYS = 90
 
 
 def warnings_of(chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
-    """Return warnings about regions that are unreachable or lost, and about outdated prices."""
+    """Return warnings about regions that are unreachable, lost or closed to new jobs, and about outdated prices."""
     taken = [*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)]
     return (*_away(taken, spec, regions), *_stale(taken, regions, at))
 
@@ -26,8 +26,8 @@ def warnings_of(chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry],
 def _away(taken: list[str], spec: JobSpec, regions: Mapping[str, RegionEntry]) -> Iterator[str]:
     use, avoid = spec.regions.use, spec.regions.avoid
     for name, entry in sorted(regions.items()):
-        phase = entry.state.phase
-        if phase not in ("unreachable", "lost"):
+        phase = entry.state.standing
+        if phase in ("live", "invited"):
             continue
         if name in taken:
             yield f"region {name} is {phase}; the job cannot start without it"

@@ -24,7 +24,7 @@ from control_plane.service.state._draft import Draft, JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
-from geofed_pb.rpc import answering, peer_common_name, streaming
+from geofed_pb.rpc import answering, peer_address, peer_common_name, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 MAX_MODEL_BYTES = 64 << 30
@@ -57,7 +57,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         first = await anext(aiter(requests), None)
         if first is None or not first.HasField("hello"):
             raise GeofedError("FRAME_INVALID", "the first message of a session must be hello")
-        session = await federation.connect(region, first.hello)
+        session = await federation.connect(region, first.hello, peer_address(context))
         reader = asyncio.create_task(self._read(session, requests))
         context.add_done_callback(lambda _: self._close(session, reader))  # type: ignore[arg-type]
         yield agent_pb2.ToAgent(

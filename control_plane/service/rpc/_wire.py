@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from control_plane.core import (
     MeterTotals,
     Partition,
     Record,
+    RegionState,
     Report,
     SendPeers,
     SendPublish,
@@ -132,14 +133,19 @@ def error_message(failure: Failure) -> common_pb2.Error:
     )
 
 
-def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.ToAgent:
-    """Return the command for an action, without a sequence number."""
+def command_of(
+    action: JobAction, row: JobRow, spec: JobSpec, plan: Plan, known: Callable[[str], RegionState]
+) -> agent_pb2.ToAgent:
+    """Return the command for an action, without a sequence number. ``known`` returns a region's state."""
     if isinstance(action, Record):
         raise TypeError("a Record is not a command")
     if isinstance(action, SendStart):
         return agent_pb2.ToAgent(start=_start(action, row, spec, plan))
     if isinstance(action, SendPeers):
-        peers = [agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address) for p in action.peers]
+        peers = [
+            agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address, seen=known(p.region).address)
+            for p in action.peers
+        ]
         message = agent_pb2.Peers(
             job=row.id,
             epoch=action.epoch,
@@ -172,6 +178,7 @@ def command_of(action: JobAction, row: JobRow, spec: JobSpec, plan: Plan) -> age
             dataset=spec.data.dataset,
             to=action.destination,
             address=action.address,
+            seen=known(action.destination).address,
         )
         return agent_pb2.ToAgent(send_shard=order)
     stop = agent_pb2.StopPartition(job=row.id, epoch=action.epoch, reason=action.reason, discard=action.discard)

@@ -112,6 +112,10 @@ class Draft:
         self.changed_jobs[entry.row.id] = entry
         self._durable = True
 
+    def _state_of(self, region: str) -> RegionState:
+        entry = self.region(region)
+        return entry.state if entry is not None else RegionState(region)
+
     def put_region(self, entry: RegionEntry) -> None:
         """Add a region, or replace it."""
         self.changed_regions[entry.row.name] = entry
@@ -158,7 +162,7 @@ class Draft:
             if isinstance(action, Record):
                 self._take_record(job_id, action)
             else:
-                payload = command_of(action, entry.row, entry.spec, entry.plan).SerializeToString()
+                payload = command_of(action, entry.row, entry.spec, entry.plan, self._state_of).SerializeToString()
                 self.commands.append(CommandRow(action.region, job_id, payload))
         row = entry.row
         if machine.state.terminal:
@@ -192,7 +196,8 @@ class Draft:
         actions = machine.handle(event)
         self.changed_regions[name] = replace(entry, state=machine.state)
         before, after = entry.state, machine.state
-        if (before.phase, before.boot_id, before.session) != (after.phase, after.boot_id, after.session):
+        passing = {"last_contact": 0.0, "lease_ends": 0.0, "connected": False, "since": 0.0}
+        if replace(before, **passing) != replace(after, **passing):  # type: ignore[arg-type]
             self._durable = True
         for action in actions:
             if isinstance(action, EndSession):

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 from control_plane.blobs import BlobStore
 from control_plane.core import (
     TERMINAL,
+    CatalogueChecked,
     ClockJumped,
     Connected,
     ControlPlaneRestarted,
@@ -37,18 +38,18 @@ from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._routing import Routing
 from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import job_message, to_json
+from control_plane.service.state._catalogue import fault_of, read_catalogue
 from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import JobSpec, packed_code_digest, parse_json
 from control_plane.store import Change, CommandRow, Committed, JobRow, Store, UserRow
+from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
-from scheduler import Region as Catalogue
 
 _T = TypeVar("_T")
 _PLAN = TypeAdapter(Plan)
-_CATALOGUE = TypeAdapter(Catalogue)
 _log = structlog.get_logger("geofed.federation")
 MAX_TICK_GAP_SECONDS = 5.0
 """Longest time between two ticks; a longer one means that the process was suspended or the clock was set."""
@@ -115,8 +116,14 @@ class Federation:
         await self.read(lambda store: store.begin())
         self.users = {user.name: user for user in await self.read(lambda store: store.users())}
         for row in await self.read(lambda store: store.regions()):
-            catalogue = _CATALOGUE.validate_json(row.catalogue_json) if row.catalogue_json else None
-            self.regions[row.name] = RegionEntry(row, region_state_from_json(row.state_json), catalogue)
+            catalogue, state = None, region_state_from_json(row.state_json)
+            if row.catalogue_json:
+                try:
+                    catalogue = read_catalogue(row.name, row.catalogue_json)
+                except GeofedError as error:
+                    # Stored by a version with other bounds.
+                    state = replace(state, fault=error.message)
+            self.regions[row.name] = RegionEntry(row, state, catalogue)
             cursors = await self.read(partial(Store.cursors, region=row.name))
             self._report_cursors[row.name] = cursors.report_cursor
         for job in await self.read(lambda store: store.jobs(phases=ACTIVE, limit=100_000)):
@@ -215,24 +222,28 @@ class Federation:
 
     # --- agents
 
-    async def connect(self, region: str, hello: agent_pb2.Hello) -> AgentSession:
-        """Open a session; an earlier one of the region ends.
+    async def connect(self, region: str, hello: agent_pb2.Hello, address: str = "") -> AgentSession:
+        """Open a session of an agent that connects from an IP address; an earlier one of the region ends.
 
-        Raises ``GeofedError("CONFIG_INVALID")`` if the agent's catalogue is invalid.
+        With an invalid catalogue the region keeps its last valid one, for the jobs that it has, and gets no new ones.
         """
-        catalogue = _catalogue_of(region, hello.catalogue_json)
+        fault = ""
+        try:
+            catalogue = read_catalogue(region, hello.catalogue_json)
+        except GeofedError as error:
+            fault, catalogue = error.message, None
         async with self.change() as draft:
             before = self._known(draft, region)
-            draft.apply_to_region(region, Connected(draft.at, hello.boot_id, self.lease.total_seconds()))
+            boot_id = clean(hello.boot_id, NAME_BYTES)
+            lease = self.lease.total_seconds()
+            draft.apply_to_region(region, Connected(draft.at, boot_id, lease, fault, address))
             entry = self._known(draft, region)
             await self._resume(draft, before, hello)
-            row = replace(
-                entry.row,
-                cloud=catalogue.cloud,
-                agent_version=hello.agent_version[:64],
-                catalogue_json=hello.catalogue_json,
-            )
-            draft.put_region(replace(entry, row=row, catalogue=catalogue))
+            row = replace(entry.row, agent_version=clean(hello.agent_version[:64], 64))
+            if catalogue is not None:
+                row = replace(row, cloud=catalogue.cloud, catalogue_json=to_json(asdict(catalogue)))
+                entry = replace(entry, catalogue=catalogue)
+            draft.put_region(replace(entry, row=row))
             _, applied = draft.report_cursor or (region, self.report_cursor(region))
             session = AgentSession(region, entry.state.session, hello.command_cursor, applied)
         self.sessions[region] = session
@@ -270,6 +281,9 @@ class Federation:
                 return
             before = known.capacity.preemptible
             catalogue = replace(known, capacity=replace(known.capacity, preemptible=preemptible))
+            if fault := fault_of(session.region, catalogue):
+                draft.apply_to_region(session.region, CatalogueChecked(draft.at, fault))
+                return
             row = replace(entry.row, catalogue_json=to_json(asdict(catalogue)))
             draft.put_region(replace(entry, row=row, catalogue=catalogue))
             text = f"{session.region} now has {preemptible} preemptible workers instead of {before}"
@@ -411,12 +425,15 @@ class Federation:
             "invited": "waiting for its agent to join" if not entry.row.serials else "waiting for its agent to connect",
             "unreachable": f"no message received; its lease expires in {left:.0f} s",
             "lost": "its lease has expired; waiting for its agent to reconnect",
+            "misconfigured": f"it gets no new jobs: {state.fault}",
+            "draining": "it gets no new jobs, as the operator has ordered",
+            "revoked": "its certificates are revoked; it may join again with a new invitation",
         }
         return control_pb2.Region(
             name=entry.row.name,
             cloud=entry.row.cloud,
-            state=state.phase,
-            condition=conditions.get(state.phase, ""),
+            state=state.standing,
+            condition=conditions.get(state.standing, ""),
             last_contact=state.last_contact,
             agent_version=entry.row.agent_version,
             catalogue_json=entry.row.catalogue_json,
@@ -457,15 +474,3 @@ def _entry(row: JobRow) -> JobEntry:
     return JobEntry(
         row, job_state_from_json(row.state_json), parse_json(row.spec_json), _PLAN.validate_json(row.plan_json)
     )
-
-
-def _catalogue_of(region: str, text: str) -> Catalogue:
-    try:
-        catalogue = _CATALOGUE.validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise GeofedError("CONFIG_INVALID", f"the catalogue of region {region}: {where}: {first['msg']}") from None
-    if catalogue.name != region:
-        raise GeofedError("CONFIG_INVALID", f"the certificate is of region {region}, the catalogue of {catalogue.name}")
-    return catalogue

@@ -269,7 +269,7 @@ class RegionPair(_message.Message):
     def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former", "finish")
+    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former", "finish", "revoked")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -277,6 +277,7 @@ class Peers(_message.Message):
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
@@ -284,17 +285,20 @@ class Peers(_message.Message):
     neighbours: _containers.RepeatedCompositeFieldContainer[RegionPair]
     former: _containers.RepeatedCompositeFieldContainer[RegionPair]
     finish: bool
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ...) -> None: ...
+    revoked: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ..., revoked: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("region", "epoch", "address")
+    __slots__ = ("region", "epoch", "address", "seen")
     REGION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     region: str
     epoch: int
     address: str
-    def __init__(self, region: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+    seen: str
+    def __init__(self, region: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., seen: _Optional[str] = ...) -> None: ...
 
 class StopPartition(_message.Message):
     __slots__ = ("job", "epoch", "reason", "discard")
@@ -309,18 +313,20 @@ class StopPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., discard: bool = ...) -> None: ...
 
 class SendShard(_message.Message):
-    __slots__ = ("job", "epoch", "dataset", "to", "address")
+    __slots__ = ("job", "epoch", "dataset", "to", "address", "seen")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SEEN_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     dataset: str
     to: str
     address: str
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., dataset: _Optional[str] = ..., to: _Optional[str] = ..., address: _Optional[str] = ...) -> None: ...
+    seen: str
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., dataset: _Optional[str] = ..., to: _Optional[str] = ..., address: _Optional[str] = ..., seen: _Optional[str] = ...) -> None: ...
 
 class ScalePartition(_message.Message):
     __slots__ = ("job", "epoch", "workers", "reason", "batch", "preemptible", "learning_rate", "order")
