@@ -60,8 +60,11 @@ def job_view(job: control_pb2.Job) -> Data:
 
 
 def _slack(job: control_pb2.Job) -> float | None:
-    """Return the seconds between the expected end and the promised deadline; negative: missed, or about to be."""
-    if not job.deadline_at:
+    """Return the seconds between the expected end and the promised deadline; negative: missed, or about to be.
+
+    None: no deadline is promised, or the job ended without the result that was promised.
+    """
+    if not job.deadline_at or job.successor or job.state in ("failed", "cancelled"):
         return None
     if job.finished_at:
         return job.deadline_at - job.finished_at
@@ -73,6 +76,22 @@ def _slack(job: control_pb2.Job) -> float | None:
     estimate = {} if job.expected_seconds else (_loaded(job.plan_json) or {}).get("estimate", {})
     planned = job.expected_seconds or float(estimate.get("seconds", {}).get("expected", 0.0))
     return job.deadline_at - max(now, (job.started_at or now) + planned)
+
+
+def slack_text(view: Data) -> str:
+    """Format by how much a job keeps or misses its promised deadline, or has; empty without a deadline."""
+    if view["deadline_at"] is None:
+        return ""
+    if view["successor"]:
+        return f"now that of {view['successor']}"
+    ended, slack = view["finished_at"] is not None, view["slack_seconds"]
+    if slack is None:
+        return f"not met: the job {standing_text(view['state'])}"
+    if slack >= 0:
+        words = "met with {} to spare" if ended else "slack {}"
+    else:
+        words = "missed by {}" if ended else "will be missed by {}"
+    return words.format(seconds_text(abs(slack)))
 
 
 def job_summary(view: Data) -> Data:

@@ -85,7 +85,7 @@ def _regions(view: Data) -> RenderableType:
     for head in ("round", "step", "loss", "samples/s"):
         table.add_column(head, justify="right")
     table.add_column("metrics")
-    for head in ("WAN sent", "$ so far"):
+    for head in ("WAN sent", "cost"):
         table.add_column(head, justify="right")
     table.add_column("condition", style="yellow")
     for part in view["partitions"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from control_plane._view import Data, bytes_text, seconds_text, usd_text
+from control_plane._view import Data, bytes_text, seconds_text, slack_text, usd_text
 from control_plane.cli._output import columns, fields
 
 
@@ -35,13 +35,7 @@ def _deadline(view: Data) -> str:
     """Format the promised deadline, and by how much it is or will be kept or missed."""
     if view["deadline_at"] is None:
         return ""
-    slack = view["slack_seconds"]
-    ended = view["finished_at"] is not None
-    if slack >= 0:
-        words = "met with {} to spare" if ended else "slack {}"
-    else:
-        words = "missed by {}" if ended else "will be missed by {}"
-    return f"{view['deadline_at']}, {words.format(seconds_text(abs(slack)))}"
+    return f"{view['deadline_at']}, {slack_text(view)}"
 
 
 def initial_model_text(model: Data | None) -> str:
@@ -89,16 +83,23 @@ def description_text(view: Data) -> str:
     if view["result"]:
         parts.append("RESULT\n" + result_text(view))
     else:
-        parts.append("NOW\n" + "\n\n".join([partition_table(view), *shard_table(view["shards"])]))
-        links = {f"{p['region']}>{other}": sent for p in view["partitions"] for other, sent in p["sent_bytes"].items()}
-        links |= {f"{s['source']}>{s['destination']}": s["sent_bytes"] for s in view["shards"]}
-        if links:
-            parts.append("WAN BYTES SO FAR\n" + link_table(links, (view["plan"] or {}).get("estimate", {})))
-        money = [{"region": part["region"], **charge} for part in view["partitions"] for charge in part["money"]]
-        money += [{"region": shard["source"], **charge} for shard in view["shards"] for charge in shard["money"]]
-        if money:
-            parts.append("COST SO FAR\n" + money_table(money))
+        parts += _account_so_far(view)
     return "\n\n".join(parts)
+
+
+def _account_so_far(view: Data) -> list[str]:
+    """Format where a job without a result stands, and what it has sent and cost."""
+    now, so_far = ("NOW", " SO FAR") if view["finished_at"] is None else ("AT THE END", "")
+    parts = [f"{now}\n" + "\n\n".join([partition_table(view), *shard_table(view["shards"])])]
+    links = {f"{p['region']}>{other}": sent for p in view["partitions"] for other, sent in p["sent_bytes"].items()}
+    links |= {f"{s['source']}>{s['destination']}": s["sent_bytes"] for s in view["shards"]}
+    if links:
+        parts.append(f"WAN BYTES{so_far}\n" + link_table(links, (view["plan"] or {}).get("estimate", {})))
+    money = [{"region": part["region"], **charge} for part in view["partitions"] for charge in part["money"]]
+    money += [{"region": shard["source"], **charge} for shard in view["shards"] for charge in shard["money"]]
+    if money:
+        parts.append(f"COST{so_far}\n" + money_table(money))
+    return parts
 
 
 def shard_table(shards: list[Data]) -> list[str]:

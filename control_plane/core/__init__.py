@@ -49,7 +49,9 @@ from control_plane.core._job import MAX_PUBLISHES, JobMachine
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._meters import with_late_charges
 from control_plane.core._region import RegionMachine, RegionState
+from control_plane.core._report_events import loss_of_round
 from control_plane.core._state import (
+    ENDED_PARTITION,
     TERMINAL,
     Charge,
     Copy,
@@ -69,6 +71,7 @@ from control_plane.core._state import (
 )
 
 __all__ = [
+    "ENDED_PARTITION",
     "MAX_PUBLISHES",
     "TERMINAL",
     "CancelRequested",
@@ -130,6 +133,7 @@ __all__ = [
     "federated_metrics",
     "job_state_from_json",
     "job_state_to_json",
+    "loss_of_round",
     "may_end_early",
     "region_state_from_json",
     "region_state_to_json",

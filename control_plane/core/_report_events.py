@@ -24,8 +24,9 @@ def records_of(part: Partition, report: Report) -> list[Record]:
             data["error"] = {"code": report.error.code, "message": report.error.message}
         found.append(Record("partition.state", text, name, data))
     if report.round > last.round:
-        figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": report.loss}
-        found.append(Record("partition.round", f"{name}: round {report.round}, loss {report.loss:.4f}", name, figures))
+        loss = loss_of_round(report)
+        figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": loss}
+        found.append(Record("partition.round", f"{name}: round {report.round}, loss {loss:.4f}", name, figures))
     now = report.evaluation
     if now.metrics and now.round > last.evaluation.round:
         shown = sorted(now.metrics.items())[:_SHOWN_METRICS]
@@ -45,6 +46,11 @@ def records_of(part: Partition, report: Report) -> list[Record]:
         data = {"round": now.round, "error": now.error}
         found.append(Record("partition.unmeasured", text, name, data))
     return found
+
+
+def loss_of_round(report: Report) -> float:
+    """Return the mean loss of the report's round; agents of older versions report only that of the last steps."""
+    return report.loss if report.round_loss is None else report.round_loss
 
 
 def fewer_workers(part: Partition, report: Report) -> Record | None:
@@ -70,7 +76,8 @@ def fewer_workers(part: Partition, report: Report) -> Record | None:
 def never_backwards(report: Report, last: Report | None) -> Report:
     """Keep the last report's progress if a report is behind it, as after a restart of the parameter server."""
     if last is None or report.round >= last.round:
-        return report
+        same = last is not None and report.round == last.round and report.round_loss is None
+        return replace(report, round_loss=last.round_loss) if last is not None and same else report
     now, known = report.totals, last.totals
     return replace(
         report,
@@ -78,6 +85,7 @@ def never_backwards(report: Report, last: Report | None) -> Report:
         step=last.step,
         samples=last.samples,
         loss=last.loss,
+        round_loss=last.round_loss,
         evaluation=last.evaluation,
         exchange=replace(report.exchange, applied_updates=last.exchange.applied_updates),
         totals=MeterTotals(

@@ -123,6 +123,9 @@ class Report:
     step: int = 0
     samples: int = 0
     loss: float = 0.0
+    """Of the last steps, which may be in a later round."""
+    round_loss: float | None = None
+    """Mean loss of the last completed round; None: not reported."""
     model_digest: str = ""
     blob_digest: str = ""
     error: Failure | None = None

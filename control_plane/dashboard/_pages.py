@@ -24,6 +24,7 @@ from control_plane._view import (
     job_view,
     region_view,
     seconds_text,
+    slack_text,
     time_text,
     usd_text,
 )
@@ -75,6 +76,8 @@ class Dashboard:
             "seconds": seconds_text,
             "number": _number,
             "time": _time,
+            "slack": slack_text,
+            "slack_class": _slack_class,
         }
         self._style = (Path(__file__).parent / "style.css").read_text()
 
@@ -194,6 +197,12 @@ def _money(job: Data) -> list[tuple[str, str, float]]:
 def _time(text: str | None) -> str:
     """Format a time that `time_text` returned."""
     return f"{text[:10]} {text[11:19]} UTC" if text else ""
+
+
+def _slack_class(job: Data) -> str:
+    """Return the style of a job's deadline."""
+    kept = job["successor"] or (job["slack_seconds"] is not None and job["slack_seconds"] >= 0)
+    return "good" if kept else "bad"
 
 
 def _number(value: float | None) -> str:

@@ -136,6 +136,7 @@ def report_of(
         step=status.step,
         samples=status.samples,
         loss=status.loss,
+        round_loss=status.round_loss if status.HasField("round_loss") else None,
         model_digest=status.model_digest,
         meter=meter.identity,
         totals=agent_pb2.MeterTotals(

@@ -217,6 +217,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             step=progress.step,
             samples=int(progress.samples),
             loss=progress.loss,
+            round_loss=progress.round_loss,
             metrics=progress.metrics,
             metrics_samples=int(progress.metrics_samples),
             metrics_round=progress.metrics_sequence,

@@ -153,7 +153,8 @@ def test_the_account_of_an_ended_job_takes_in_what_its_regions_tell_late(
             a, b = await bring_up(stage)
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
-            b.report(job, "training", meter=5, round=1, totals={"money": spent(1.0)})
+            waits = "waiting for round 6 of a"
+            b.report(job, "training", meter=5, round=1, condition=waits, totals={"money": spent(1.0)})
             await b.settled()
             a.report(
                 job,
@@ -164,6 +165,7 @@ def test_the_account_of_an_ended_job_takes_in_what_its_regions_tell_late(
             )
             await b.command("stop")
             done = await stage.client.job(job)
+            assert [(part.state, part.condition) for part in done.partitions] == [("failed", ""), ("stopping", "")]
             assert json.loads(done.result_json)["usd"] == 3.0
             assert done.condition == "cost not final: the last calls of b are not counted yet"
             ends = await stage.events(job)

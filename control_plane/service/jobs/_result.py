@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from control_plane.core import Copy, JobState, Partition, Report, federated_metrics
+from control_plane.core import Copy, JobState, Partition, Report, federated_metrics, loss_of_round
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
@@ -170,7 +170,7 @@ def _region(part: Partition, planned: PlannedPartition | None, training_seconds:
         "samples_per_second": report.speed.samples_per_second,
         "compute_seconds": report.speed.compute_seconds,
         "wait_seconds": report.speed.wait_seconds,
-        "loss": report.loss,
+        "loss": loss_of_round(report),
         "metrics": report.evaluation.metrics,
         "metrics_samples": report.evaluation.samples,
         "applied_updates": report.exchange.applied_updates,

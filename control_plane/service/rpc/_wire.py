@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from control_plane._finite import finite
 from control_plane.core import (
+    ENDED_PARTITION,
     Charge,
     Copy,
     Evaluation,
@@ -56,6 +57,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         step=message.step,
         samples=message.samples,
         loss=message.loss,
+        round_loss=message.round_loss if message.HasField("round_loss") else None,
         model_digest=message.model_digest,
         blob_digest=message.blob_digest,
         error=failure_of(message.error) if message.HasField("error") else None,
@@ -275,11 +277,12 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         plan_json=row.plan_json,
         result_json=row.result_json,
         partitions=[
-            _partition(part, contacts.get(part.region, 0.0), workers.get(part.region, 0)) for part in state.partitions
+            _partition(part, contacts.get(part.region, 0.0), workers.get(part.region, 0), ended=state.terminal)
+            for part in state.partitions
         ],
         rounds=plan.rounds,
         links=[control_pb2.WanLink(**asdict(link)) for link in wan_links(state)],
-        copies=[_copy(copy) for copy in state.copies],
+        copies=[_copy(copy, ended=state.terminal) for copy in state.copies],
         deadline_at=state.deadline_at or 0.0,
         initial_model=control_pb2.InitialModel(**asdict(state.initial_model)) if state.initial_model else None,
         successor=state.successor,
@@ -290,17 +293,24 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
     return message
 
 
-def _copy(copy: Copy) -> control_pb2.ShardCopy:
+def _copy(copy: Copy, *, ended: bool) -> control_pb2.ShardCopy:
     report = copy.report or Report(copy.epoch, "")
     return control_pb2.ShardCopy(
         source=copy.source,
         destination=copy.destination,
         state=copy.state,
-        condition=f"region is {copy.link}" if copy.link != "live" else report.condition,
+        condition="" if ended else f"region is {copy.link}" if copy.link != "live" else report.condition,
         bytes=copy.bytes,
         sent_bytes=report.totals.sent_bytes.get(copy.destination, 0),
         money=_money(report),
     )
+
+
+def _state_at_end(part: Partition) -> str:
+    """Return the state of a partition of an ended job, which trains no more whatever it has reported last."""
+    if part.state in ENDED_PARTITION or part.report is None:
+        return part.state
+    return "lost" if part.link == "lost" else "stopping"
 
 
 def _money(report: Report) -> list[common_pb2.Money]:
@@ -310,12 +320,14 @@ def _money(report: Report) -> list[common_pb2.Money]:
     ]
 
 
-def _partition(part: Partition, last_contact: float, planned_workers: int) -> control_pb2.PartitionStatus:
+def _partition(
+    part: Partition, last_contact: float, planned_workers: int, *, ended: bool
+) -> control_pb2.PartitionStatus:
     report = part.report or Report(part.epoch, "")
     away = "" if part.link == "live" else f"region is {part.link}"
     return control_pb2.PartitionStatus(
         region=part.region,
-        state=part.state,
+        state=_state_at_end(part) if ended else part.state,
         epoch=part.epoch,
         round=report.round,
         step=report.step,
@@ -323,7 +335,8 @@ def _partition(part: Partition, last_contact: float, planned_workers: int) -> co
         loss=report.loss,
         # Before the first report, the planned number.
         workers=report.workers if report.attempt else planned_workers,
-        condition=away or report.condition,
+        # Nothing of an ended job waits.
+        condition="" if ended else away or report.condition,
         metrics=report.evaluation.metrics,
         sent_bytes=report.totals.sent_bytes,
         money=_money(report),

@@ -379,7 +379,7 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links")
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss")
     class LinksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -411,6 +411,7 @@ class PartitionReport(_message.Message):
     SPEED_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_LOSS_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     state: str
@@ -435,7 +436,8 @@ class PartitionReport(_message.Message):
     speed: Speed
     exchange: WanExchange
     links: _containers.MessageMap[str, LinkReport]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ...) -> None: ...
+    round_loss: float
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ...) -> None: ...
 
 class MeterTotals(_message.Message):
     __slots__ = ("money", "sent_bytes", "received_bytes")

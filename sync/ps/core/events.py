@@ -320,3 +320,5 @@ class Progress:
     """Version of the known neighbours; 0: those that the job began with."""
     update_bytes: int = 0
     """Size of our last update; 0: none yet."""
+    round_loss: float | None = None
+    """Mean loss of the last completed round; None: not known, as after a restart."""

@@ -198,6 +198,8 @@ class Machine(abc.ABC):
         """Whether this attempt's own initial model has been compared, in regions other than the first."""
         self._metrics = recovered.metrics
         self._loss, self._speed = 0.0, 0.0
+        self._round_losses: dict[int, float | None] = {}
+        """Mean losses of the last two rounds that the workers have ended, by sequence."""
         self.step_seconds = 0.0
         """Computing time of one step in the last round; 0: not known."""
         self._live_step = recovered.step
@@ -253,6 +255,7 @@ class Machine(abc.ABC):
             interval=self._until - self._open_step,
             routes=self.ledger.routes,
             update_bytes=self._update_bytes,
+            round_loss=self._round_losses.get(self._reached),
         )
 
     def verdict(self, manifest: Manifest, via: str = "") -> Verdict:
@@ -494,7 +497,8 @@ class Machine(abc.ABC):
         groups = {end.group for end in ends}
         if len({(end.group, end.digest) for end in ends}) > len(groups) or len({end.step for end in ends}) > 1:
             return Failed("INTERNAL", f"workers hold different models at the end of round {ends[0].sequence}")
-        self._loss = mean_loss(ends)
+        self._loss, sequence = mean_loss(ends), ends[0].sequence
+        self._round_losses = {sequence - 1: self._round_losses.get(sequence - 1), sequence: self._loss}
         self._live_step = ends[0].step
         weight = sum(end.samples for end in ends)
         computing = sum(end.compute_seconds for end in ends)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -10,16 +12,21 @@ from support.budget import budget
 from support.federation_in_miniature import Miniature, Site
 
 from geofed_pb.bounds import MOST_METRICS
-from sync.ps.core.actions import Failed, Refuse, Reply
+from sync.ps.core.actions import Failed, LogRoundEnd, MergeUpdates, Refuse, Reply, StoreOwnUpdate
 from sync.ps.core.answers import AttachAnswer
+from sync.ps.core.background import Background
 from sync.ps.core.events import (
     Attached,
     BoundaryArrived,
     Configured,
     Evaluated,
+    Event,
     MetricsStored,
     OwnUpdateStored,
     ReduceArrived,
+    RoundEndLogged,
+    Stored,
+    UpdatesMerged,
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
@@ -305,3 +312,38 @@ def test_progress_names_whom_a_round_waits_for() -> None:
     machine.handle(OwnUpdateStored(_manifest("a", 1)))
     assert machine.progress.phase == "exchanging"
     assert machine.progress.condition == "waiting for the update of round 1 from b"
+
+
+def test_the_loss_of_a_round_is_that_rounds() -> None:
+    """In the background the last round counts only once the other region's last update is merged, too."""
+    setup = Setup("a", ("a", "b"), 1, 2, 1, 0, background=True)
+    there = Recovered(0, attempt=1, marks=(("b", 0),), correction_key="correction/0")
+    machine = Background(setup, there)
+    machine.handle(Configured(1, 1, ()))
+    seen: list[tuple[int, float | None]] = []
+
+    def heard(event: Event) -> None:
+        todo = machine.handle(event)
+        while todo:
+            answer = _done(todo.pop(0))
+            todo += machine.handle(answer) if answer is not None else []
+
+    for sequence, loss in ((1, 0.5), (2, 0.25)):
+        place = f"b/1/{sequence}/model"
+        heard(BoundaryArrived(1, 0, 1, sequence, sequence, "d", place, "", 1.0, loss))
+        seen.append((machine.progress.sequence, machine.progress.round_loss))
+        heard(Stored(replace(_manifest("b", sequence), last=sequence == 2)))
+    assert seen == [(1, 0.5), (1, 0.5)]
+    assert (machine.progress.sequence, machine.progress.round_loss) == (2, 0.25)
+
+
+def _done(action: object) -> Event | None:
+    """What a server's disk answers."""
+    match action:
+        case LogRoundEnd():
+            return RoundEndLogged(action)
+        case StoreOwnUpdate():
+            return OwnUpdateStored(replace(_manifest("a", action.sequence), last=action.last))
+        case MergeUpdates():
+            return UpdatesMerged(action, "", f"model/{action.sequence}", "", "correction")
+    return None

@@ -1,0 +1,30 @@
+"""What the commands and the dashboard show of a job, from its message alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from control_plane._view import job_view, slack_text
+from geofed_pb.v1 import control_pb2
+
+
+def _job(**fields: object) -> control_pb2.Job:
+    return control_pb2.Job(id="digits-1", name="digits", created_at=1.0, started_at=2.0, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("state", "finished_at", "successor", "slack", "text"),
+    [
+        ("succeeded", 40.0, "", 60.0, "met with 1 min 0 s to spare"),
+        ("succeeded", 130.0, "", -30.0, "missed by 30.0 s"),
+        ("failed", 2.5, "", None, "not met: the job has failed"),
+        ("cancelled", 2.5, "", None, "not met: the job was cancelled"),
+        ("succeeded", 40.0, "digits-2", None, "now that of digits-2"),
+    ],
+)
+def test_only_a_job_with_its_result_has_met_its_deadline(
+    state: str, finished_at: float, successor: str, slack: float | None, text: str
+) -> None:
+    view = job_view(_job(state=state, finished_at=finished_at, successor=successor, deadline_at=100.0))
+    assert (view["slack_seconds"], slack_text(view)) == (slack, text)
+    assert slack_text(job_view(_job(state=state, finished_at=finished_at))) == ""
