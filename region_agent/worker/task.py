@@ -33,6 +33,15 @@ _MAX_FILES = 10_000
 """Largest number of files and folders in a task folder."""
 _DEFAULT_LEARNING_RATE = 0.05
 """Learning rate of the default optimiser, SGD, where ``task.config.lr`` is not set."""
+_SOURCE = 80
+"""Characters of a source line that an error shows: such a line is usually recognised by its beginning."""
+_CALLERS = 3
+"""Lines of a traceback that an error shows besides the innermost one, which is mostly enough to find the cause."""
+_PACKAGE_MISSING = (
+    "install {} where the region's workers run, in the environment of `region-agent` or in the image of its functions, "
+    "or put it into the task folder"
+)
+"""Hint of an error about a module that cannot be imported."""
 _GPU_TOO_SMALL = "a smaller batch, fewer workers on each GPU, or a plan that cuts the model into stages needs less"
 """Hint of an error about the GPU's memory."""
 
@@ -196,7 +205,7 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> TaskModule:
 
 @contextmanager
 def task_errors(folder: Path, doing: str) -> Iterator[None]:
-    """Turn an exception of the user's code into TASK_FAILED, with the innermost line of the user's own files.
+    """Turn an exception of the user's code into TASK_FAILED, with the lines of the user's own files.
 
     ``doing`` names the call in the message.
     """
@@ -223,13 +232,21 @@ def task_fault(error: BaseException, folder: Path, doing: str) -> GeofedError:
         message = "(its text cannot be printed)"
     # Shortened here, so that the place, which comes last, is always kept.
     text = clean(f"{doing} raised {type(error).__name__}: {message}", TEXT_BYTES // 2)
-    return GeofedError("TASK_FAILED", f"{text}{_place(error, folder)}")
+    hint = _PACKAGE_MISSING.format(error.name) if isinstance(error, ModuleNotFoundError) else None
+    return GeofedError("TASK_FAILED", f"{text}{_place(error, folder)}", hint=hint)
 
 
 def _place(error: BaseException, folder: Path) -> str:
-    """Return " at FILE:LINE" of the innermost line in the user's files; empty if there is none."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    """Return the traceback in the user's own files, as " at FILE:LINE (SOURCE), called at FILE:LINE (SOURCE)".
+
+    Empty if the error comes from none of their lines.
+    """
+    frames = [(frame.filename, frame.lineno, frame.line) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
-        frames.append((error.filename, error.lineno))
-    own = [(Path(name), line) for name, line in frames if Path(name).is_relative_to(folder)]
-    return f" at {own[-1][0].relative_to(folder)}:{own[-1][1]}" if own else ""
+        frames.append((error.filename, error.lineno, error.text))
+    own = [frame for frame in frames if Path(frame[0]).is_relative_to(folder)]
+    shown = [
+        f"{Path(name).relative_to(folder)}:{line}" + (f" ({source.strip()[:_SOURCE]})" if source else "")
+        for name, line, source in own
+    ]
+    return f" at {', called at '.join(shown[: -_CALLERS - 2 : -1])}" if shown else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -161,6 +162,31 @@ def test_a_model_that_cannot_be_made_is_told_at_once_and_makes_no_job(
     run(scenario())
 
 
+def test_a_step_that_fails_makes_no_job(serve_config: ServeConfig, job_file: Path) -> None:
+    """The next region confirms it, unless its data or packages cannot be the cause; nothing of it is kept."""
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage, "a") as one, scales(stage, "b") as two:
+            for number, note in enumerate(("loss raised KeyError: 'y' at task.py:3 (batch['y'])", UNDEFINED), 1):
+                answer = asyncio.create_task(stage.submit(job_file))
+                for agent in (one, two) if "KeyError" in note else (one,):
+                    command = await agent.command("probe", number)
+                    agent.tell_profile(command.id, weight=weight(steps=[], note=f"TASK_FAILED: {note}"))
+                with pytest.raises(GeofedError, match=re.escape(f"TASK_FAILED: {'b' if number == 1 else 'a'}: {note}")):
+                    await answer
+            assert not await stage.client.jobs(ended=True)
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await one.command("probe", 3)
+            one.tell_profile(command.id, weight=weight(steps=[], note="TASK_FAILED: loss raised KeyError: 'y'"))
+            two.tell_profile((await two.command("probe", 2)).id, weight=weight())
+            told = await answer
+            assert told["estimate"]["basis"] == "likened"
+            assert "the probe in another region failed: a: loss raised KeyError: 'y'" in told["warnings"]
+
+    run(scenario())
+
+
+UNDEFINED = "loss raised NameError: name 'y' is not defined at task.py:9 (y), called at task.py:3 (f(x))"
 LACKS = "import raised ModuleNotFoundError: No module named 'timm' at task.py:2"
 
 
@@ -226,6 +252,11 @@ TOO_LARGE = "model raised RuntimeError: [enforce fail] DefaultCPUAllocator: can'
         ((TOO_LARGE,), True, False),
         # A plan may choose a larger function.
         ((TOO_LARGE, TOO_LARGE), False, False),
+        (("loss raised NameError: name 'x' is not defined at task.py:9 (x), called at task.py:3 (f(x))",), False, True),
+        (("loss raised RuntimeError: mat1 and mat2 shapes cannot be multiplied at task.py:9 (m(x))",), True, True),
+        (("loss raised RuntimeError: CUDA error: no kernel image at task.py:9 (m(x))",), True, False),
+        (("the backward pass raised RuntimeError: element 0 of tensors does not require grad",), True, True),
+        (("model raised RuntimeError: no server at task.py:9 (m(x))",), True, False),
         # In no line of the task.
         (("model raised KeyError: 'width'",), True, False),
         (("model raised OSError: 0x7f1 at task.py:3", "model raised OSError: 0x9 at task.py:3"), False, True),

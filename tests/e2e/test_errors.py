@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.failures import Told, command, told
+from support.failures import AT_WORK, PROBED, Told, command, failing_at_work, told
 from support.running import TEMPLATES, Running, check_succeeded, eventually
 from support.timing import cpu_seconds
 
@@ -28,7 +28,6 @@ RAISES_IN_LOSS = (
 EATS_MEMORY_WHERE_IT_MEASURES = (
     "def metrics(model, batches):\n    held = []\n    while True:\n        held.append(np.ones(4 << 20))\n"
 )
-DIVERGES = "def loss(model, batch):\n    return model(batch[0]).sum() * float('nan')\n"
 EATS_MEMORY = "held = []\n\n\ndef loss(model, batch):\n    while True:\n        held.append(np.ones(4 << 20))\n"
 
 
@@ -60,8 +59,9 @@ def _newest(running: Running) -> str:
     ],
 )
 def test_a_task_that_raises_is_named_by_its_own_line(shared: Running, task: str, doing: str, cause: str) -> None:
-    job = _job(shared, task)
-    failure = _submit(shared, job, more=("--watch",))
+    job = shared.job_folder(failing_at_work(_SHIPPED, task)) / "job.yaml"
+    shared.federation.control_plane("submit", str(job), "--set", PROBED, "--dry-run")
+    failure = _submit(shared, job, AT_WORK, more=("--watch",))
     name = _newest(shared)
     line = next(n for n, text in enumerate((job.parent / "task.py").read_text().splitlines(), 1) if cause in text)
     assert (failure.code, failure.exit_status) == ("JOB_FAILED", 1)
@@ -75,14 +75,26 @@ def test_a_task_that_raises_is_named_by_its_own_line(shared: Running, task: str,
     assert told(shared.federation.control_plane("wait", name, check=False)).text == failure.text
 
 
-@pytest.mark.parametrize("more", [(), ("--dry-run",)])
-def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(shared: Running, more: tuple[str, ...]) -> None:
-    job = _job(shared, RAISES_IN_MODEL)
+@pytest.mark.parametrize(
+    ("task", "more", "says"),
+    [
+        (RAISES_IN_MODEL, (), "model raised RuntimeError: no such layer"),
+        (RAISES_IN_MODEL, ("--dry-run",), "model raised RuntimeError: no such layer"),
+        (RAISES_IN_LOSS, (), "loss raised AttributeError: 'Tensor' object has no attribute 'unknown'"),
+    ],
+)
+def test_a_task_that_cannot_make_one_step_is_told_before_there_is_a_job(
+    shared: Running, task: str, more: tuple[str, ...], says: str
+) -> None:
+    job = _job(shared, task)
     before = shared.federation.control_plane("list", "--all", "-o", "name").stdout
     failure = _submit(shared, job, more=more)
-    line = next(n for n, text in enumerate((job.parent / "task.py").read_text().splitlines(), 1) if "no such" in text)
+    lines = (job.parent / "task.py").read_text().splitlines()
+    # Each line of the task's own on the way, the innermost one first.
+    on_the_way = [text.strip() for text in reversed(task.splitlines()) if text.strip().startswith(("raise", "return"))]
+    places = [f"task.py:{lines.index(f'    {text}') + 1} ({text})" for text in on_the_way]
     assert (failure.code, failure.exit_status) == ("TASK_FAILED", 1)
-    assert f"model raised RuntimeError: no such layer at task.py:{line}" in failure.text
+    assert f"{says} at {', called at '.join(places)}" in failure.text
     assert "no job was created" in failure.hint
     assert shared.federation.control_plane("list", "--all", "-o", "name").stdout == before
 
@@ -90,7 +102,6 @@ def test_a_model_that_cannot_be_made_is_told_before_there_is_a_job(shared: Runni
 @pytest.mark.parametrize(
     ("task", "settings", "code", "words"),
     [
-        (DIVERGES, (), "TASK_FAILED", "the loss is nan at step 1"),
         (EATS_MEMORY, ("function.memoryMb=256",), "FUNCTION_OUT_OF_MEMORY", "256"),
         ("", ("data.dataset=gone",), "SHARD_UNREADABLE", "gone.npz not found"),
         ("", ("data.dataset=damaged",), "TASK_FAILED", "damaged.npz is no .npz file"),

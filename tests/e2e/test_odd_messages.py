@@ -9,7 +9,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from support.failures import Told, told
+from support.failures import AT_WORK, PROBED, Told, failing_at_work, told
 from support.running import TEMPLATES, Running, check_succeeded, eventually
 
 from geofed_pb.bounds import MOST_METRICS, TEXT_BYTES, TRUNCATED
@@ -41,8 +41,10 @@ def _job(running: Running, task: str) -> Path:
 
 def _submit(running: Running, task: str) -> Told:
     """How the command says that such a job has failed."""
-    chosen = [part for setting in TINY for part in ("--set", setting)]
-    return told(running.federation.control_plane("submit", str(_job(running, task)), *chosen, "--wait", check=False))
+    job = str(running.job_folder(failing_at_work(_SHIPPED, task)) / "job.yaml")
+    running.federation.control_plane("submit", job, "--set", PROBED, "--dry-run")
+    chosen = [part for setting in (*TINY, AT_WORK) for part in ("--set", setting)]
+    return told(running.federation.control_plane("submit", job, *chosen, "--wait", check=False))
 
 
 def _newest(running: Running) -> str:

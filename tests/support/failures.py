@@ -38,6 +38,23 @@ def told(done: subprocess.CompletedProcess[str]) -> Told:
     return Told(code, text.strip(), hint, done.returncode)
 
 
+PROBED, AT_WORK = "task.config.lr=0.1", "task.config.lr=9"
+"""Settings with which a task of `failing_at_work` is as it was shipped, and with which it fails."""
+
+
+def failing_at_work(shipped: str, functions: str) -> str:
+    """A task module whose own `dataset` and `loss` come only with `AT_WORK`: a probe with `PROBED` finds nothing."""
+    return (
+        f"{shipped}\n_shipped = dict(globals())\n\n\n{functions}\n\n_broken = dict(globals())\n\n\n"
+        "def dataset(uri, split, config):\n"
+        "    global _chosen\n"
+        "    _chosen = _broken if config['lr'] == 9 else _shipped\n"
+        "    return _chosen['dataset'](uri, split, config)\n\n\n"
+        "def loss(model, batch):\n"
+        "    return _chosen['loss'](model, batch)\n"
+    )
+
+
 def command(name: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run an installed command to its end."""
     argv = [str(COMMANDS / name), *map(str, arguments)]

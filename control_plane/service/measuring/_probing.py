@@ -41,8 +41,8 @@ _REST_SECONDS = 60.0
 """Time after which a task that could not be probed may be tried again."""
 _TASK_CODES = frozenset({"TASK_FAILED", "TASK_INVALID"})
 """Error codes of running the task's code. The cause may still be its environment, such as a missing package."""
-_RAISED, _PLACE = re.compile(r"[\w' ]{1,60} raised (\w+)"), re.compile(r" at [^\s:]{1,200}:\d+$")
-"""Beginning and end of a worker's message on an exception of the user's code: its type, and file and line."""
+_RAISED, _PLACE = re.compile(r"([\w' ]{1,60}) raised (\w+)"), re.compile(r" at [^\s:]{1,200}:\d+(?= \(|,|$)")
+"""In a worker's message on an exception of the user's code: the call and the type, and file and line."""
 _CODE_ERRORS = frozenset(
     {
         "AttributeError", "IndentationError", "IndexError", "KeyError", "NameError", "NotImplementedError",
@@ -51,6 +51,16 @@ _CODE_ERRORS = frozenset(
 )  # fmt: skip
 """Exceptions that are certainly faults of the code if a line of the task raises them. An ImportError, an OSError or a
 RuntimeError, which PyTorch uses for many causes, may be due to the environment."""
+_EVERYWHERE = frozenset({"IndentationError", "NameError", "SyntaxError", "TabError", "UnboundLocalError"})
+"""Those of them that depend on neither the data nor the installed packages, and so occur in every region."""
+_STEP_ERRORS = frozenset({"AssertionError", "RuntimeError", "ValueError"})
+"""Exceptions of a step that are faults of the code, too, such as shapes that do not fit each other."""
+_STEPPING = re.compile(r"(loss|the loss|the backward pass|the model's \S+|the optimiser's step) raised ")
+"""Beginning of a worker's message on a step that failed."""
+_NO_LINE = ("the backward pass", "the optimiser's step")
+"""Calls that raise outside of the task's own lines."""
+_SURROUNDINGS = re.compile(r"CUDA|cuDNN|CUBLAS|NCCL|memory|connect|download|No space", re.IGNORECASE)
+"""Messages of `_STEP_ERRORS` that may be due to the environment."""
 _INCOMPLETE = re.compile(r"does not define|there is no task module|\breturned\b|must return")
 """Messages of TASK_INVALID that do not depend on the environment."""
 _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate memory|OutOfMemoryError|MemoryError")
@@ -58,6 +68,8 @@ _OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|out of memory|can't allocate m
 _MAX_BYTES, _MAX_BATCH, _MAX_STEPS = 2**46, 2**31, 16
 _MIN_SECONDS, _MAX_SECONDS = 1e-6, 1e6
 """Limits of plausible results. Values beyond are errors of the agent, and would distort every later plan."""
+_ELSEWHERE = "the probe in another region failed: "
+"""Beginning of what a note says of another region."""
 _MAX_NOTE_CHARACTERS = 1000
 """Limit of a stored note."""
 _log = structlog.get_logger("geofed.probing")
@@ -93,17 +105,19 @@ class Probing:
         """Return all measurements of a task. A new task is probed first, if its code is uploaded; wait for that at most
         the time set at construction.
 
-        Raises ``GeofedError``: TASK_FAILED or TASK_INVALID if the task certainly cannot create its model.
+        Raises ``GeofedError``: TASK_FAILED or TASK_INVALID if the task certainly cannot create its model, or make a
+        step.
         """
         keys = task_keys(spec, code_digest)
         learnt = await self._stored(keys)
         if bundle_digest and not learnt.of_own_code(keys[0]) and not _is_complete(learnt.weight):
             why = await self._probed(keys[0], spec, bundle_digest)
             learnt = await self._stored(keys)
+            if why is not None and why.certain:
+                given = why.error.hint if why.error.hint != why.error.entry.hint else "correct the task module"
+                hint = f"{given}; it failed in a probe before the plan, and no job was created"
+                raise GeofedError(why.error.code, why.error.message, hint=hint)
             if learnt.weight is None and why is not None:
-                if why.certain:
-                    hint = "correct the task module; it failed in a probe before the plan, and no job was created"
-                    raise GeofedError(why.error.code, why.error.message, hint=hint)
                 return replace(learnt, note=f"the task was not probed: {why.error.message}")
         return replace(learnt, note=self._note(learnt, keys[0]))
 
@@ -142,7 +156,7 @@ class Probing:
     async def _probe(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unprobed | None:
         """Try one region after another until one has probed the task; return why none has, else None."""
         failed: dict[str, GeofedError] = {}
-        tried = False
+        tried, row = False, None
         try:
             ends = time.monotonic() + _LIMIT_SECONDS
             async with asyncio.timeout(_LIMIT_SECONDS + _LAST_REPORT_SECONDS):
@@ -157,11 +171,13 @@ class Probing:
                         row = await self._probe_in(command, key, spec.metadata.name, failed)
                     except GeofedError as error:
                         failed[region] = error
-                        if (fault := _certain_fault(failed, alone)) is not None:
-                            return _Unprobed(fault, certain=True)
                     else:
-                        self._rest(key, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
-                        return None
+                        if (error_of_step := _step_error(row)) is None:
+                            self._rest(key, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
+                            return None
+                        failed[region] = error_of_step
+                    if (fault := _certain_fault(failed, alone)) is not None:
+                        return _Unprobed(fault, certain=True)
             none = GeofedError("INADMISSIBLE", "no region that holds its data has a free worker")
             why = _of_task(failed) or next(reversed(failed.values()), none)
         except TimeoutError:
@@ -228,7 +244,7 @@ class Probing:
             failed: errors in other regions, which are noted in the plan.
         """
         region, fault = command.region, _of_task(failed)
-        elsewhere = f"the probe in another region failed: {fault.message}" if fault else ""
+        elsewhere = f"{_ELSEWHERE}{fault.message}" if fault else ""
         row: WeightRow | None = None
         try:
             async with aclosing(self._measurements.run(agent_pb2.ToAgent(probe=command))) as reports:
@@ -272,7 +288,7 @@ def _certain_fault(failed: Mapping[str, GeofedError], alone: bool) -> GeofedErro
         if _OUT_OF_MEMORY.search(text):
             continue
         fault = _fault(error.code, text)
-        if fault in seen or (alone and _is_own(error.code, text)):
+        if fault in seen or _is_everywhere(error.code, text) or (alone and _is_own(error.code, text)):
             return error
         seen.add(fault)
     return None
@@ -289,7 +305,25 @@ def _is_own(code: str, text: str) -> bool:
     if code == "TASK_INVALID":
         return _INCOMPLETE.search(text) is not None
     raised, place = _RAISED.match(text), _PLACE.search(text[-_MAX_NOTE_CHARACTERS:])
-    return code == "TASK_FAILED" and raised is not None and place is not None and raised[1] in _CODE_ERRORS
+    if code != "TASK_FAILED" or raised is None or (place is None and raised[1] not in _NO_LINE):
+        return False
+    of_step = _STEPPING.match(text) is not None and _SURROUNDINGS.search(text) is None
+    return raised[2] in _CODE_ERRORS or (of_step and raised[2] in _STEP_ERRORS)
+
+
+def _is_everywhere(code: str, text: str) -> bool:
+    """Whether an error is certainly the fault of the task's code, whatever the region's data and packages are."""
+    raised = _RAISED.match(text)
+    everywhere = code == "TASK_INVALID" or (raised is not None and raised[2] in _EVERYWHERE)
+    return everywhere and _is_own(code, text)
+
+
+def _step_error(row: WeightRow) -> GeofedError | None:
+    """Return the error of the task's code with which the probe's steps ended; None: they were timed, or something else
+    was in the way."""
+    code, _, text = row.note.partition(f"; {_ELSEWHERE}")[0].partition(": ")
+    failed = row.steps_json == "[]" and code in _TASK_CODES
+    return GeofedError(code, f"{row.region}: {text}") if failed else None
 
 
 def _of_task(failed: Mapping[str, GeofedError]) -> GeofedError | None:
@@ -302,12 +336,8 @@ def _joined(*notes: str) -> str:
 
 
 def _is_complete(weight: WeightRow | None) -> bool:
-    """Whether another probe cannot find more: steps were timed, or the task's own code fails. Other causes, such as a
-    missing file, may be gone the next time."""
-    if weight is None or weight.steps_json != "[]":
-        return weight is not None
-    code, _, text = weight.note.partition(": ")
-    return _is_own(code, text)
+    """Whether another probe cannot find more: steps were timed. What was in the way may be gone the next time."""
+    return weight is not None and weight.steps_json != "[]"
 
 
 def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> WeightRow:

@@ -27,11 +27,18 @@ def test_a_task_is_found_with_its_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("x = 1\n1 / 0\n", "import raised ZeroDivisionError: division by zero at task.py:2"),
-        ("x = 1\n\nif x\n", "import raised SyntaxError: expected ':' (task.py, line 3) at task.py:3"),
-        ("import nowhere\n", "import raised ModuleNotFoundError: No module named 'nowhere' at task.py:1"),
-        ("import part\n", "import raised ValueError: deep at part.py:2"),
-        ("import sys\nsys.exit()\n", "import raised SystemExit:  at task.py:2"),
+        ("x = 1\n1 / 0\n", "import raised ZeroDivisionError: division by zero at task.py:2 (1 / 0)"),
+        ("x = 1\n\nif x\n", "import raised SyntaxError: expected ':' (task.py, line 3) at task.py:3 (if x)"),
+        (
+            "import nowhere\n",
+            "import raised ModuleNotFoundError: No module named 'nowhere' at task.py:1 (import nowhere)",
+        ),
+        (
+            "import part\n",
+            "import raised ValueError: deep at part.py:2 (raise ValueError('deep')), called at part.py:3 (f()), "
+            "called at task.py:1 (import part)",
+        ),
+        ("import sys\nsys.exit()\n", "import raised SystemExit:  at task.py:2 (sys.exit())"),
     ],
 )
 def test_errors_name_the_users_line(tmp_path: Path, text: str, says: str) -> None:
@@ -39,6 +46,7 @@ def test_errors_name_the_users_line(tmp_path: Path, text: str, says: str) -> Non
         _load(tmp_path, {"task.py": text, "part.py": "def f():\n    raise ValueError('deep')\nf()\n"})
     assert raised.value.code == "TASK_FAILED"
     assert raised.value.message == says
+    assert raised.value.hint.startswith("install nowhere") == ("nowhere" in text)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
