@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -12,20 +12,55 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from control_plane._address import bound_socket, split_address
 from control_plane.dashboard import Dashboard
-from control_plane.service import MetricsExporter
+from control_plane.service import Leading, MetricsExporter
+from geofed_pb.errors import GeofedError
+
+
+def serving_routes(meter: MetricsExporter, dashboard: Dashboard, leading: Leading) -> list[BaseRoute]:
+    """Return the pages of a control plane that leads."""
+
+    async def metrics(request: Request) -> Response:
+        return Response(await meter.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    async def healthz(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    routes = [*dashboard.routes, Route("/metrics", metrics), Route("/healthz", healthz)]
+    return [_while(leading, route) for route in routes]
+
+
+def standby_routes(refusal: GeofedError) -> list[BaseRoute]:
+    """Return the pages of a control plane that stands by: each has status 503."""
+
+    async def unavailable(request: Request) -> Response:
+        return JSONResponse({"status": "standby", "message": refusal.message}, 503)
+
+    return [Route("/{path:path}", unavailable)]
+
+
+def _while(leading: Leading, route: Route) -> Route:
+    """Have a page answer only while the control plane leads."""
+
+    async def page(request: Request) -> Response:
+        try:
+            leading.check()
+        except GeofedError as error:
+            return JSONResponse({"status": "standby", "message": error.message}, 503)
+        response: Response = await route.endpoint(request)
+        return response
+
+    return Route(route.path, page, methods=route.methods)
 
 
 class Web:
     """HTTPS server of the dashboard, `/metrics` and `/healthz`; it serves while its context is open."""
 
-    def __init__(self, meter: MetricsExporter, dashboard: Dashboard, listen: str, certificate: Path, key: Path) -> None:
-        self._meter = meter
+    def __init__(self, routes: Sequence[BaseRoute], listen: str, certificate: Path, key: Path) -> None:
         self._listen = listen
-        routes = [*dashboard.routes, Route("/metrics", self._metrics), Route("/healthz", self._healthz)]
         self._server = _WithoutSignals(
             uvicorn.Config(
                 Starlette(routes=routes),
@@ -50,12 +85,6 @@ class Web:
         self._server.should_exit = True
         await self._task
         self._socket.close()
-
-    async def _metrics(self, request: Request) -> Response:
-        return Response(await self._meter.exposition(), media_type=CONTENT_TYPE_LATEST)
-
-    async def _healthz(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
 
 
 class _WithoutSignals(uvicorn.Server):

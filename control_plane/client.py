@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
+import grpc.aio
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.address import addresses_of
+from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, with_token
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
@@ -22,6 +24,8 @@ _Reply = TypeVar("_Reply")
 OnBreak = Callable[[GeofedError], None]
 RETRY_WAIT = timedelta(seconds=0.5)
 """Time between two attempts to resume an interrupted stream."""
+CHOICE = timedelta(seconds=4)
+"""Timeout of the question whether a control plane leads; longer than an attempt to connect."""
 TIMEOUT = timedelta(seconds=20)
 """Timeout of a call."""
 PROBE_WAIT = timedelta(seconds=10)
@@ -33,7 +37,7 @@ class Context:
     """Address and credentials of a control plane."""
 
     address: str
-    """host:port of the control port."""
+    """host:port of the control port; of several control planes on one database, separated by commas."""
     ca_file: Path
     token_file: Path
     federation: str = ""
@@ -57,9 +61,54 @@ class ControlClient:
     """A connection to the control plane; use it as an async context manager."""
 
     def __init__(self, address: str, ca_pem: bytes, token: str) -> None:
-        self._channel = channel(address, ca_pem=ca_pem, name=CONTROL_PLANE_NAME)
-        self._stub = control_pb2_grpc.ControlStub(self._channel)
+        self._addresses = addresses_of(address) or (address,)
+        self._ca_pem = ca_pem
         self._metadata = with_token(token)
+        self._chosen = len(self._addresses) == 1
+        """Whether the channel is to the control plane that leads, or to the only one."""
+        self._choosing = asyncio.Lock()
+        self._former: list[grpc.aio.Channel] = []
+        """Channels to other control planes, on which calls may still be ending."""
+        self._open(self._addresses[0])
+
+    def _open(self, address: str) -> None:
+        self._channel = channel(address, ca_pem=self._ca_pem, name=CONTROL_PLANE_NAME)
+        self._stub = control_pb2_grpc.ControlStub(self._channel)
+
+    async def _choose(self) -> None:
+        """Connect to the control plane that leads. Raises ``GeofedError``: UNAVAILABLE or STANDBY if none does."""
+        failure: GeofedError | None = None
+        for address in self._addresses:
+            self._former.append(self._channel)
+            self._open(address)
+            try:
+                with _mapped():
+                    await self._stub.Version(
+                        control_pb2.VersionRequest(), metadata=self._metadata, timeout=CHOICE.total_seconds()
+                    )
+            except GeofedError as error:
+                if error.code not in OUTAGE:
+                    raise
+                failure = error if failure is None or error.code == "STANDBY" else failure
+                continue
+            self._chosen = True
+            return
+        assert failure is not None
+        raise failure
+
+    @asynccontextmanager
+    async def _calling(self) -> AsyncIterator[None]:
+        """Make a call to the control plane that leads; failures are raised as ``GeofedError``."""
+        async with self._choosing:
+            if not self._chosen:
+                await self._choose()
+        try:
+            with _mapped():
+                yield
+        except GeofedError as error:
+            if error.code in OUTAGE:
+                self._chosen = len(self._addresses) == 1
+            raise
 
     @classmethod
     def connect(cls, context: Context) -> ControlClient:
@@ -75,17 +124,18 @@ class ControlClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close(None)
+        for each in (*self._former, self._channel):
+            await each.close(None)
 
     async def version(self) -> control_pb2.VersionReply:
         """Return the server's version and the federation's name."""
-        return await self._answer(self._stub.Version, control_pb2.VersionRequest())
+        return await self._answer(lambda stub: stub.Version, control_pb2.VersionRequest())
 
     async def put_bundle(self, content: bytes, digest: str) -> None:
         """Upload a job's code unless it is uploaded already; resume an interrupted upload."""
-        have: common_pb2.BlobAck = await self._answer(self._stub.StatBlob, common_pb2.BlobRequest(digest=digest))
+        have: common_pb2.BlobAck = await self._answer(lambda stub: stub.StatBlob, common_pb2.BlobRequest(digest=digest))
         if not have.complete:
-            await self._answer(self._stub.PutBlob, _chunks(content, digest, have.have_bytes))
+            await self._answer(lambda stub: stub.PutBlob, _chunks(content, digest, have.have_bytes))
 
     async def plan(self, spec_json: str, code_digest: str = "", bundle_digest: str = "") -> control_pb2.PlanReply:
         """Plan a job without submitting it.
@@ -95,12 +145,12 @@ class ControlClient:
             bundle_digest: digest of the uploaded code, so that a new task can be probed first.
         """
         request = control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest, bundle_digest=bundle_digest)
-        return await self._answer(self._stub.Plan, request, PROBE_WAIT)
+        return await self._answer(lambda stub: stub.Plan, request, PROBE_WAIT)
 
     async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
         """Submit a job; once for each request ID."""
         request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
-        return await self._answer(self._stub.Submit, request, PROBE_WAIT)
+        return await self._answer(lambda stub: stub.Submit, request, PROBE_WAIT)
 
     async def profile(
         self,
@@ -116,13 +166,13 @@ class ControlClient:
             bundle_digest=bundle_digest,
             memories_mb=memories_mb,
         )
-        with _mapped():
+        async with self._calling():
             async for progress in self._stub.Profile(request, metadata=self._metadata):
                 yield progress
 
     async def job(self, job: str) -> control_pb2.Job:
         """Return a job by ID or name."""
-        return await self._answer(self._stub.GetJob, control_pb2.JobRequest(job=job))
+        return await self._answer(lambda stub: stub.GetJob, control_pb2.JobRequest(job=job))
 
     async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
         """Return jobs, newest first, without spec, plan and result."""
@@ -130,33 +180,35 @@ class ControlClient:
         while True:
             after = found[-1].id if found else ""
             request = control_pb2.ListJobsRequest(all=ended, limit=limit - len(found), after=after)
-            reply: control_pb2.ListJobsReply = await self._answer(self._stub.ListJobs, request)
+            reply: control_pb2.ListJobsReply = await self._answer(lambda stub: stub.ListJobs, request)
             found += reply.jobs
             if not reply.more or not reply.jobs or len(found) >= limit:
                 return found
 
     async def cancel(self, job: str, reason: str = "") -> control_pb2.Job:
         """Cancel a job."""
-        return await self._answer(self._stub.Cancel, control_pb2.CancelRequest(job=job, reason=reason))
+        return await self._answer(lambda stub: stub.Cancel, control_pb2.CancelRequest(job=job, reason=reason))
 
     async def finish(self, job: str, reason: str = "") -> control_pb2.Job:
         """End a job with its current model."""
-        return await self._answer(self._stub.Finish, control_pb2.FinishRequest(job=job, reason=reason))
+        return await self._answer(lambda stub: stub.Finish, control_pb2.FinishRequest(job=job, reason=reason))
 
     async def replan(self, job: str, reason: str = "") -> control_pb2.Job:
         """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
-        return await self._answer(self._stub.Replan, control_pb2.ReplanRequest(job=job, reason=reason))
+        return await self._answer(lambda stub: stub.Replan, control_pb2.ReplanRequest(job=job, reason=reason))
 
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
-        return await self._answer(self._stub.Scale, control_pb2.ScaleRequest(job=job, workers=workers, reason=reason))
+        return await self._answer(
+            lambda stub: stub.Scale, control_pb2.ScaleRequest(job=job, workers=workers, reason=reason)
+        )
 
     async def regions(self) -> list[control_pb2.Region]:
         """Return all regions, sorted by name."""
         found: list[control_pb2.Region] = []
         while True:
             request = control_pb2.ListRegionsRequest(after=found[-1].name if found else "", paged=True)
-            reply: control_pb2.ListRegionsReply = await self._answer(self._stub.ListRegions, request)
+            reply: control_pb2.ListRegionsReply = await self._answer(lambda stub: stub.ListRegions, request)
             found += reply.regions
             if not reply.more or not reply.regions:
                 return found
@@ -164,12 +216,12 @@ class ControlClient:
     async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
         """Create a one-time token for a region."""
         request = control_pb2.InviteRequest(region=region, ttl_seconds=int(ttl.total_seconds()))
-        return await self._answer(self._stub.Invite, request)
+        return await self._answer(lambda stub: stub.Invite, request)
 
     async def add_user(self, name: str, promised_workers: int | None = None) -> control_pb2.UserReply:
         """Create a user; the reply has its token."""
         request = control_pb2.AddUserRequest(name=name, promised_workers=promised_workers)
-        return await self._answer(self._stub.AddUser, request)
+        return await self._answer(lambda stub: stub.AddUser, request)
 
     async def change_user(
         self, name: str, promised_workers: int | None = None, *, no_quota: bool = False, new_token: bool = False
@@ -178,15 +230,17 @@ class ControlClient:
         request = control_pb2.ChangeUserRequest(
             name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token
         )
-        return await self._answer(self._stub.ChangeUser, request)
+        return await self._answer(lambda stub: stub.ChangeUser, request)
 
     async def remove_user(self, name: str) -> control_pb2.User:
         """Remove a user."""
-        return await self._answer(self._stub.RemoveUser, control_pb2.RemoveUserRequest(name=name))
+        return await self._answer(lambda stub: stub.RemoveUser, control_pb2.RemoveUserRequest(name=name))
 
     async def users(self) -> list[control_pb2.User]:
         """Return the users that the caller may see, sorted by name."""
-        reply: control_pb2.ListUsersReply = await self._answer(self._stub.ListUsers, control_pb2.ListUsersRequest())
+        reply: control_pb2.ListUsersReply = await self._answer(
+            lambda stub: stub.ListUsers, control_pb2.ListUsersRequest()
+        )
         return list(reply.users)
 
     async def watch(
@@ -201,7 +255,7 @@ class ControlClient:
         while True:
             request = control_pb2.WatchRequest(job=job, cursor=cursor, follow=follow)
             try:
-                with _mapped():
+                async with self._calling():
                     async for event in self._stub.Watch(request, metadata=self._metadata, wait_for_ready=follow):
                         cursor = event.cursor
                         yield event
@@ -209,7 +263,7 @@ class ControlClient:
                             return
                 return
             except GeofedError as error:
-                if not follow or error.code != "UNAVAILABLE":
+                if not follow or error.code not in OUTAGE:
                     raise
                 if on_break is not None:
                     on_break(error)
@@ -229,13 +283,13 @@ class ControlClient:
         while True:
             request = control_pb2.LogsRequest(job=job, region=region, cursor=cursor, tail=tail, follow=follow)
             try:
-                with _mapped():
+                async with self._calling():
                     async for line in self._stub.Logs(request, metadata=self._metadata, wait_for_ready=follow):
                         cursor = line.cursor
                         yield line
                 return
             except GeofedError as error:
-                if not follow or error.code != "UNAVAILABLE":
+                if not follow or error.code not in OUTAGE:
                     raise
                 if on_break is not None:
                     on_break(error)
@@ -243,16 +297,17 @@ class ControlClient:
 
     async def model(self, job: str, *, offset: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:
         """Yield the bytes of a job's model from `offset` on; each chunk has the digest."""
-        with _mapped():
+        async with self._calling():
             request = control_pb2.ModelRequest(job=job, offset=offset)
             async for chunk in self._stub.GetModel(request, metadata=self._metadata):
                 yield chunk
 
     async def _answer(
-        self, call: Callable[..., Awaitable[_Reply]], request: object, more: timedelta = timedelta()
+        self, method: Callable[[Any], Callable[..., Awaitable[_Reply]]], request: object, more: timedelta = timedelta()
     ) -> _Reply:
-        """Make a call and return its answer; `more` is added to its timeout."""
-        with _mapped():
+        """Call a method of the stub and return its answer; `more` is added to its timeout."""
+        async with self._calling():
+            call = method(self._stub)
             return await call(request, metadata=self._metadata, timeout=(TIMEOUT + more).total_seconds())
 
 

@@ -89,18 +89,8 @@ class Authority:
     @classmethod
     def open(cls, folder: Path, federation: str, now: datetime) -> Authority:
         """Load the CA of a folder, or create it. Raises ``GeofedError("STATE_INVALID")`` if it is damaged."""
-        certificate_path, key_path = folder / "ca.crt", folder / "ca.key"
-        if certificate_path.exists() and not key_path.exists():
-            raise GeofedError("STATE_INVALID", f"{folder} has ca.crt, but its key ca.key is missing")
-        if certificate_path.exists():
-            try:
-                certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
-                key = serialization.load_pem_private_key(key_path.read_bytes(), None)
-            except ValueError as error:
-                raise GeofedError("STATE_INVALID", f"the CA in {folder} cannot be read: {error}") from None
-            if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-                raise GeofedError("STATE_INVALID", f"ca.key in {folder} does not belong to ca.crt")
-            return cls(folder, certificate, key)
+        if (found := cls.load(folder)) is not None:
+            return found
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         certificate, key = _make_ca(federation, now)
         # The certificate last: after a crash in between, the key is not in use yet and is replaced.
@@ -108,6 +98,28 @@ class Authority:
         write_durably(folder / "ca.key", [_key_pem(key)], mode=0o600)
         write_durably(folder / "ca.crt", [pem], mode=0o644)
         return cls(folder, certificate, key)
+
+    @classmethod
+    def load(cls, folder: Path) -> Authority | None:
+        """Load the CA of a folder; None if there is none. Raises ``GeofedError("STATE_INVALID")`` if it is damaged."""
+        certificate_path, key_path = folder / "ca.crt", folder / "ca.key"
+        if not certificate_path.exists():
+            return None
+        if not key_path.exists():
+            raise GeofedError("STATE_INVALID", f"{folder} has ca.crt, but its key ca.key is missing")
+        try:
+            certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
+            key = serialization.load_pem_private_key(key_path.read_bytes(), None)
+        except ValueError as error:
+            raise GeofedError("STATE_INVALID", f"the CA in {folder} cannot be read: {error}") from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+            raise GeofedError("STATE_INVALID", f"ca.key in {folder} does not belong to ca.crt")
+        return cls(folder, certificate, key)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the CA's certificate."""
+        return f"sha256:{self._certificate.fingerprint(hashes.SHA256()).hex()}"
 
     @property
     def ca_file(self) -> Path:

@@ -11,11 +11,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -23,7 +25,8 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from control_plane._address import advertised_host, bound_socket, split_address
-from control_plane._web import Web
+from control_plane._standby import WhileLeading, standby_server
+from control_plane._web import Web, serving_routes, standby_routes
 from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
@@ -34,13 +37,16 @@ from control_plane.service import (
     ControlService,
     EnrolmentService,
     Federation,
+    Leading,
     Measurements,
     MetricsExporter,
     Probing,
     Profiling,
+    Silence,
+    StoreThreads,
     Succession,
 )
-from control_plane.store import Store, open_store
+from control_plane.store import Store, open_store, sqlite_file, upgrade_store
 from geofed_pb.address import joined
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
@@ -51,6 +57,13 @@ _log = structlog.get_logger("geofed.server")
 _WILDCARDS = ("0.0.0.0", "::", "")
 GRACE = timedelta(seconds=3)
 """Time for calls in flight to finish after SIGTERM."""
+_LOOK_SECONDS = 0.5
+"""Time between two looks of a control plane that stands by at the leader's signs of life."""
+_RETRY_SECONDS = 1.0
+"""Time between two attempts to lead again."""
+_AUTHORITY = "authority"
+"""Key of the fingerprint of the federation's certificate authority in the database."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,9 @@ class ServeConfig:
     metrics_listen: str = "127.0.0.1:7445"
     advertise: tuple[str, ...] = ()
     """Public hosts, or host:port; the first goes into invitations."""
+    peers: tuple[str, ...] = ()
+    """Control ports of the other control planes on the same database, as host or host:port; clients and agents try
+    them, too."""
     database_url: str | None = None
     lease: timedelta = timedelta(seconds=30)
     federation: str = "geofed"
@@ -87,31 +103,157 @@ class Ports:
 
 
 async def serve(config: ServeConfig) -> None:
-    """Run until a stop signal.
+    """Run until a stop signal: lead, or stand by while another control plane leads on the same database.
 
     Raises ``GeofedError``: PORT_IN_USE, CONFIG_INVALID, STATE_INVALID, DISK_FULL; UNAVAILABLE if the database cannot be
-    reached.
+    reached at the start.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in config.stop_signals:
         loop.add_signal_handler(number, stop.set)
-    async with running(config) as ports:
-        _log.info("ready", **asdict(ports))
-        await stop.wait()
-        _log.info("stopping")
+    has_led = False
+    while not stop.is_set():
+        async with AsyncExitStack() as stack:
+            try:
+                served = await _unless(stop, _opened(config, stack))
+            except GeofedError as error:
+                if not has_led or not error.retryable:
+                    raise
+                _log.warning("cannot lead again yet", code=error.code, error=error.message)
+                await _unless(stop, asyncio.sleep(_RETRY_SECONDS))
+                continue
+            if served is None:
+                break
+            _log.info("ready", **asdict(served.ports))
+            has_led, config = True, served.config
+            await _unless(stop, served.lost.wait())
+            _log.info("stopping")
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
+    """Return the result of the work; None if `stop` is set before, which cancels the work."""
+    working = asyncio.ensure_future(work)
+    tasks = (working, asyncio.ensure_future(stop.wait()))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 @asynccontextmanager
 async def running(config: ServeConfig) -> AsyncIterator[Ports]:
     """Run a control plane while the context is open."""
     async with AsyncExitStack() as stack:
+        served = await _opened(config, stack)
+        yield served.ports
+
+
+@dataclass(frozen=True)
+class _Served:
+    ports: Ports
+    lost: asyncio.Event
+    """Set once another control plane may lead."""
+    config: ServeConfig
+    """With the actual ports."""
+
+
+async def _opened(config: ServeConfig, stack: AsyncExitStack) -> _Served:
+    """Lead as soon as no other control plane does, load the state and serve."""
+    try:
+        config, store, leading = await _lead(config, stack)
+        state = await _open_state(config, store, leading, stack)
+        ports = await _listen(config, state, stack)
+    except OSError as error:
+        raise _as_geofed(error) from error
+    return _Served(ports, leading.lost, _at(config, ports))
+
+
+def _at(config: ServeConfig, ports: Ports) -> ServeConfig:
+    """Return the configuration with the actual ports."""
+    return replace(
+        config,
+        listen=joined(split_address(config.listen)[0], ports.control),
+        agent_listen=joined(split_address(config.agent_listen)[0], ports.agent),
+        metrics_listen=joined(split_address(config.metrics_listen)[0], ports.metrics),
+    )
+
+
+async def _lead(config: ServeConfig, stack: AsyncExitStack) -> tuple[ServeConfig, Store, Leading]:
+    """Open the database and begin to lead; until then, stand by."""
+    _prepare(config.state_dir)
+    own = config.database_url is None
+    if (file := sqlite_file(_database_url(config))) is not None:
+        stack.enter_context(_only_one(config.state_dir if own else file, config.state_dir / "lock" if own else None))
+    if own:
+        # Set before SQLite writes to it, since its journal files inherit the mode.
+        _database_file(config).touch(mode=0o600)
+        _database_file(config).chmod(0o600)
+    store = stack.enter_context(open_store(_database_url(config), upgrade=file is not None))
+    threads = StoreThreads(store, 1)
+    stack.push_async_callback(threads.close)
+    async with AsyncExitStack() as standing:
+        config = await _take(config, store, threads, standing)
+    leading = Leading(store)
+    stack.push_async_callback(_release, threads, leading)
+    stack.push_async_callback(_cancel, asyncio.create_task(leading.keep()))
+    if store.shared:
+        await asyncio.to_thread(upgrade_store, store)
+    return config, store, leading
+
+
+async def _take(config: ServeConfig, store: Store, threads: StoreThreads, standing: AsyncExitStack) -> ServeConfig:
+    """Return once this control plane leads. Meanwhile tell everybody who asks that another one does."""
+    silence, stands_by = Silence(), False
+    name = f"{_own_address(config)} (process {os.getpid()} on {socket.gethostname()})"
+    while True:
         try:
-            state = await _open_state(config, stack)
-            ports = await _listen(config, state, stack)
-        except OSError as error:
-            raise _as_geofed(error) from error
-        yield ports
+            seen = await threads.run(Store.leadership)
+            if not store.shared or silence.may_take(seen):
+                if await threads.run(partial(Store.take, seen=seen, holder=name)):
+                    return config
+            elif not stands_by and (authority := await threads.run(lambda store: store.meta(_AUTHORITY))):
+                config = await _stand_by(config, seen.holder, authority, standing)
+                stands_by = True
+        except GeofedError as error:
+            if not error.retryable:
+                raise
+            _log.warning("the database does not answer", code=error.code, error=error.message)
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _stand_by(config: ServeConfig, leader: str, authority: str, standing: AsyncExitStack) -> ServeConfig:
+    """Listen, and refuse every call; return the configuration with the actual ports."""
+    error = GeofedError("STANDBY", f"this control plane stands by; the leader is {leader}")
+    now = utc_now(time.time())
+    own = Authority.load(config.state_dir / "pki")
+    if own is None or own.fingerprint != authority:
+        raise _foreign(config)
+    certificate, key = own.server_certificate(_own_names(config), now)
+    pair = [(key.read_bytes(), certificate.read_bytes())]
+    control = await standby_server(error, server_options())
+    agents = await standby_server(error, server_options())
+    mutual = grpc.ssl_server_credentials(pair, own.ca_pem, require_client_auth=True)
+    control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
+    agent_port = _bind(agents, config.agent_listen, mutual)
+    web = await standing.enter_async_context(Web(standby_routes(error), config.metrics_listen, certificate, key))
+    for server in (control, agents):
+        await server.start()
+        standing.push_async_callback(server.stop, None)
+    ports = Ports(control_port, agent_port, web.port)
+    _log.info("standing by", leader=leader, **asdict(ports))
+    _write_ready(config, ports, leads=False)
+    return _at(config, ports)
+
+
+async def _release(threads: StoreThreads, leading: Leading) -> None:
+    """Let another control plane take over at once."""
+    if not leading.lost.is_set():
+        with contextlib.suppress(GeofedError):
+            await threads.run(Store.release)
 
 
 @dataclass(frozen=True)
@@ -123,29 +265,32 @@ class _State:
     key: Path
 
 
-async def _open_state(config: ServeConfig, stack: AsyncExitStack) -> _State:
-    """Open keys and database, and load the state, before any request is served."""
-    _prepare(config.state_dir)
-    stack.enter_context(_only_one(config.state_dir))
+async def _open_state(config: ServeConfig, store: Store, leading: Leading, stack: AsyncExitStack) -> _State:
+    """Open the keys, and load the state, before any request is served."""
     now = utc_now(time.time())
-    if config.database_url is None:
-        # Set before SQLite writes to it, since its journal files inherit the mode.
-        _database_file(config).touch(mode=0o600)
-        _database_file(config).chmod(0o600)
-    store = stack.enter_context(open_store(_database_url(config)))
     name = _named(store, config.federation)
     authority = Authority.open(config.state_dir / "pki", name, now)
+    if store.meta(_AUTHORITY) not in (None, authority.fingerprint):
+        raise _foreign(config)
+    store.put_meta(_AUTHORITY, authority.fingerprint)
     certificate, key = authority.server_certificate(_own_names(config), now)
-    federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, name)
+    federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, name, leading)
     stack.push_async_callback(federation.close)
     await federation.load()
     return _State(federation, authority, _admin_token(config.state_dir, store), certificate, key)
+
+
+def _foreign(config: ServeConfig) -> GeofedError:
+    text = f"the database belongs to a federation whose keys are not those in {config.state_dir / 'pki'}"
+    hint = "control planes on one database need the same state directory, shared or mounted"
+    return GeofedError("CONFIG_INVALID", text, hint=hint)
 
 
 async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> Ports:
     """Bind all ports before serving on any, since replies on one port contain the others."""
     federation, authority = state.federation, state.authority
     meter, dashboard = MetricsExporter(federation), Dashboard(federation, state.token_hash)
+    interceptors = [meter, WhileLeading(federation.leading)]
     measurements = Measurements(federation)
     probing = Probing(federation, measurements, config.probe_wait)
     stack.push_async_callback(probing.close)
@@ -155,11 +300,11 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     users = ControlService(federation, profiling, probing, succession, access)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
-    control = grpc.aio.server(interceptors=[meter], options=server_options())
+    control = grpc.aio.server(interceptors=interceptors, options=server_options())
     control_pb2_grpc.add_ControlServicer_to_server(users, control)
     control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
     health_pb2_grpc.add_HealthServicer_to_server(checks, control)
-    agents = grpc.aio.server(interceptors=[meter], options=server_options())
+    agents = grpc.aio.server(interceptors=interceptors, options=server_options())
     hub = AgentHubService(federation, measurements, authority, config.region_certificate_life)
     agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
 
@@ -168,7 +313,8 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
     enrolment.agent_port = _bind(agents, config.agent_listen, mutual)
     users.access = replace(users.access, address=_reached_at(config, control_port))
-    web = await stack.enter_async_context(Web(meter, dashboard, config.metrics_listen, state.certificate, state.key))
+    routes = serving_routes(meter, dashboard, federation.leading)
+    web = await stack.enter_async_context(Web(routes, config.metrics_listen, state.certificate, state.key))
     ports = Ports(control_port, enrolment.agent_port, web.port)
     for server in (control, agents):
         await server.start()
@@ -206,16 +352,16 @@ def _prepare(state_dir: Path) -> None:
 
 
 @contextmanager
-def _only_one(state_dir: Path) -> Iterator[None]:
-    """Lock the state directory, since two control planes on the same state would each handle some of the messages."""
-    with (state_dir / "lock").open("w") as file:
+def _only_one(what: Path, lock: Path | None = None) -> Iterator[None]:
+    """Lock a state directory or an SQLite file, which two control planes cannot share."""
+    with (lock or what.with_name(f"{what.name}.lock")).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise GeofedError(
                 "ILLEGAL_STATE",
-                f"another control plane uses {state_dir}",
-                hint="stop it, or choose another --state-dir",
+                f"another control plane uses {what}",
+                hint="stop it, or choose another --state-dir; two control planes can share a PostgreSQL database only",
             ) from None
         yield
 
@@ -254,7 +400,7 @@ def _own_names(config: ServeConfig) -> list[str]:
         "127.0.0.1",
         "::1",
         socket.gethostname(),
-        *(advertised_host(name) for name in config.advertise),
+        *(advertised_host(name) for name in (*config.advertise, *config.peers)),
         *([] if listening in _WILDCARDS else [listening]),
     ]
 
@@ -264,14 +410,19 @@ def _write_context(config: ServeConfig, state: _State, ports: Ports) -> None:
     host = split_address(config.listen)[0]
     local = joined({"::": "::1", "0.0.0.0": "127.0.0.1", "": "127.0.0.1"}.get(host, host), ports.control)
     context = {
-        "address": _reached_at(config, ports.control) if config.advertise else local,
+        "address": _reached_at(config, ports.control) if config.advertise or config.peers else local,
         "ca_file": str(state.authority.ca_file.resolve()),
         "token_file": str((config.state_dir / "admin.token").resolve()),
         "federation": state.federation.name,
     }
     write_durably(config.state_dir / "context.json", [json.dumps(context, indent=2).encode()], mode=0o644)
+    _write_ready(config, ports, leads=True)
+
+
+def _write_ready(config: ServeConfig, ports: Ports, *, leads: bool) -> None:
     if config.ready_file is not None:
-        facts = {**asdict(ports), "pid": os.getpid(), "address": _reached_at(config, ports.control)}
+        address = _own_address(config, ports.control)
+        facts = {**asdict(ports), "pid": os.getpid(), "address": address, "leads": leads}
         write_durably(config.ready_file, [json.dumps(facts).encode()], mode=0o644)
 
 
@@ -284,15 +435,24 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
         raise GeofedError("PORT_IN_USE", f"cannot listen on {address}") from None
 
 
-def _reached_at(config: ServeConfig, port: int) -> str:
-    """Return the host:port for invitations."""
+def _own_address(config: ServeConfig, port: int | None = None) -> str:
+    """Return the host:port at which others reach this control plane."""
+    port = split_address(config.listen)[1] if port is None else port
     if not config.advertise:
         host = split_address(config.listen)[0]
         return joined(socket.gethostname() if host in _WILDCARDS else host, port)
-    first = config.advertise[0]
-    host = advertised_host(first)
-    # Unchanged if it has a port.
-    return joined(host, port) if host in (first, first.strip("[]")) else first
+    return _with_port(config.advertise[0], port)
+
+
+def _reached_at(config: ServeConfig, port: int) -> str:
+    """Return the addresses for invitations and contexts, separated by commas."""
+    return ",".join([_own_address(config, port), *(_with_port(peer, port) for peer in config.peers)])
+
+
+def _with_port(address: str, port: int) -> str:
+    """Return an address with a port; unchanged if it has one."""
+    host = advertised_host(address)
+    return joined(host, port) if host in (address, address.strip("[]")) else address
 
 
 def _as_geofed(error: OSError) -> GeofedError:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import grpc.aio
 
-from geofed_pb.errors import GeofedError
+from geofed_pb.address import addresses_of
+from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
 from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
@@ -102,10 +103,20 @@ async def _clock(identity: Identity) -> str:
 
 
 async def _ask_control_plane(identity: Identity) -> tuple[float, float | None]:
-    """Measure a request to the control plane over TLS; returns its seconds, and those that this clock is ahead."""
-    federation = identity.federation
+    """Measure a request to the control plane that leads; returns its seconds, and those that this clock is ahead."""
+    addresses = addresses_of(identity.federation.address)
+    for address in addresses[:-1]:
+        try:
+            return await _ask(address, identity)
+        except GeofedError as error:
+            if error.code not in OUTAGE:
+                raise
+    return await _ask(addresses[-1], identity)
+
+
+async def _ask(address: str, identity: Identity) -> tuple[float, float | None]:
     connection = channel(
-        federation.address,
+        address,
         ca_pem=identity.ca_file.read_bytes(),
         name=CONTROL_PLANE_NAME,
         certificate_pem=identity.certificate_file.read_bytes(),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from control_plane._view import ENDED, Data, clock, event_view, job_view
 from control_plane.cli._output import emit_line, say
 from control_plane.cli._settings import Format, is_interactive, settings
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
@@ -148,7 +148,7 @@ async def _view_of(watched: _Watched) -> Data:
             watched.outage.call_succeeded()
             return view
         except GeofedError as error:
-            if error.code != "UNAVAILABLE":
+            if error.code not in OUTAGE:
                 raise
             watched.outage.call_failed(error)
         await asyncio.sleep(REFRESH.total_seconds())

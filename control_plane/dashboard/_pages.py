@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from control_plane._view import (
     ENDED,
@@ -82,7 +82,7 @@ class Dashboard:
         self._style = (Path(__file__).parent / "style.css").read_text()
 
     @property
-    def routes(self) -> list[BaseRoute]:
+    def routes(self) -> list[Route]:
         """Routes of the overview, of a job's page and of the style sheet; the pages need a token."""
         return [
             Route("/", self._guarded(self._overview)),

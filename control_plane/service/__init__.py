@@ -11,6 +11,7 @@ from control_plane.service.rpc._enrolment import EnrolmentService
 from control_plane.service.rpc._users import Caller, caller_of
 from control_plane.service.rpc._wire import event_message
 from control_plane.service.state._federation import Federation
+from control_plane.service.state._leading import Leading, Silence, StoreThreads
 
 __all__ = [
     "WAIT",
@@ -20,10 +21,13 @@ __all__ = [
     "ControlService",
     "EnrolmentService",
     "Federation",
+    "Leading",
     "Measurements",
     "MetricsExporter",
     "Probing",
     "Profiling",
+    "Silence",
+    "StoreThreads",
     "Succession",
     "caller_of",
     "event_message",

@@ -1,6 +1,6 @@
 """Durable state of the control plane, in SQLite or PostgreSQL."""
 
-from control_plane.store._open import open_store
+from control_plane.store._open import open_store, sqlite_file, upgrade_store
 from control_plane.store._records import (
     Change,
     CommandRow,
@@ -9,13 +9,14 @@ from control_plane.store._records import (
     EventRow,
     Invitation,
     JobRow,
+    Leadership,
     LogRow,
     RegionRow,
     RunRow,
     UserRow,
     WeightRow,
 )
-from control_plane.store._store import Store
+from control_plane.store._store import OutcomeUnknown, Store
 
 __all__ = [
     "Change",
@@ -25,11 +26,15 @@ __all__ = [
     "EventRow",
     "Invitation",
     "JobRow",
+    "Leadership",
     "LogRow",
+    "OutcomeUnknown",
     "RegionRow",
     "RunRow",
     "Store",
     "UserRow",
     "WeightRow",
     "open_store",
+    "sqlite_file",
+    "upgrade_store",
 ]

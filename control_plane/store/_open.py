@@ -2,55 +2,114 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sqlite3
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from alembic import command
 from alembic.config import Config
 from alembic.util.exc import CommandError
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from control_plane.store._store import MAX_LOG_LINES, Store, _mapped
 from geofed_pb.errors import GeofedError
 
+CONNECT_SECONDS = 3
+"""Timeout of a connection to PostgreSQL; libpq takes whole seconds."""
+STATEMENT_SECONDS = 6
+"""Timeout of a statement, a lock, and a pause within a transaction: a leader that is suspended in a transaction holds
+the leadership's row no longer than this."""
+_POSTGRES_OPTIONS = " ".join(
+    f"-c {name}={STATEMENT_SECONDS}s"
+    for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+)
 
-def open_store(url: str, *, max_log_lines: int = MAX_LOG_LINES) -> Store:
+
+def open_store(url: str, *, max_log_lines: int = MAX_LOG_LINES, upgrade: bool = True) -> Store:
     """Open the store at ``sqlite:///path`` or ``postgresql://…`` and run pending migrations.
+
+    Args:
+        upgrade: whether to migrate a database that another control plane may be using.
 
     Raises ``GeofedError``: CONFIG_INVALID for an invalid URL; STATE_INVALID if the database is damaged or of a newer
     version; UNAVAILABLE if it cannot be reached.
     """
-    engine = _engine(url)
+    engine, interrupt = _engine(url)
     try:
-        with _mapped(), engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
-            _migrate(connection)
-    except CommandError as error:
-        engine.dispose()
-        raise GeofedError("STATE_INVALID", f"the database belongs to another version of geofed: {error}") from error
+        with _mapped():
+            fresh = not inspect(engine).has_table("leadership")
+        if upgrade or fresh:
+            _upgrade(engine)
+        return Store(engine, max_log_lines=max_log_lines, interrupt=interrupt)
     except GeofedError:
         engine.dispose()
         raise
-    return Store(engine, max_log_lines=max_log_lines)
 
 
-def _engine(url: str) -> Engine:
+def sqlite_file(url: str) -> Path | None:
+    """Return the file of an SQLite database; None for PostgreSQL, an invalid URL, or a database in memory."""
+    with suppress(ArgumentError):
+        parsed = make_url(url)
+        if parsed.drivername.startswith("sqlite") and parsed.database:
+            return Path(parsed.database)
+    return None
+
+
+def upgrade_store(store: Store) -> None:
+    """Run pending migrations. Raises ``GeofedError``: STATE_INVALID, UNAVAILABLE."""
+    _upgrade(store.engine)
+
+
+def _upgrade(engine: Engine) -> None:
+    try:
+        with _mapped(), engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+            if engine.dialect.name == "postgresql":
+                # A migration may take longer than any other statement.
+                connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+            _migrate(connection)
+    except CommandError as error:
+        raise GeofedError("STATE_INVALID", f"the database belongs to another version of geofed: {error}") from error
+
+
+def _engine(url: str) -> tuple[Engine, Callable[[], None]]:
+    """Return the engine, and a function that breaks its connections."""
     try:
         parsed = make_url(url)
         if parsed.drivername in ("postgres", "postgresql"):
             parsed = parsed.set(drivername="postgresql+psycopg")
         if not parsed.drivername.startswith(("sqlite", "postgresql")):
             raise GeofedError("CONFIG_INVALID", f"{parsed.drivername} is not supported; use sqlite or postgresql")
-        engine = create_engine(parsed, pool_pre_ping=parsed.drivername.startswith("postgresql"))
+        if parsed.drivername.startswith("sqlite"):
+            engine = create_engine(parsed)
+        else:
+            given = {"connect_timeout": CONNECT_SECONDS, "options": _POSTGRES_OPTIONS}
+            arguments = {name: value for name, value in given.items() if name not in parsed.query}
+            engine = create_engine(parsed, pool_pre_ping=True, connect_args=arguments)
     except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
         hint = "for PostgreSQL, in a clone of geofed, pip install '.[postgres]'; write the URL like postgresql://user@host/name"
         raise GeofedError("CONFIG_INVALID", f"the database URL cannot be used: {error}", hint=hint) from error
     if parsed.drivername.startswith("sqlite"):
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
-    return engine
+        return engine, lambda: None
+    sockets: WeakSet[Any] = WeakSet()
+    event.listen(engine, "connect", lambda connection, _: sockets.add(connection))
+    return engine, lambda: _break(list(sockets))
+
+
+def _break(connections: Iterable[Any]) -> None:
+    """Shut down the sockets of connections, on which other threads may be waiting."""
+    for connection in connections:
+        # Closed connections have no socket.
+        with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as shared:
+            shared.shutdown(socket.SHUT_RDWR)
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, record: Any) -> None:

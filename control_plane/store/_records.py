@@ -203,3 +203,15 @@ class Committed:
     commands: tuple[CommandRow, ...] = ()
     logged: bool = False
     """Whether log lines were stored."""
+
+
+@dataclass(frozen=True)
+class Leadership:
+    """Which control plane may write to the store."""
+
+    epoch: int
+    """Increases whenever a control plane takes over; transactions of earlier epochs are refused."""
+    beats: int
+    """Increases with each sign of life of the leader."""
+    holder: str
+    """Name and address of the leader; empty: none."""

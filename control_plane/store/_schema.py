@@ -145,3 +145,12 @@ meta = Table(
     Column("key", String(64), primary_key=True),
     Column("value", Text, nullable=False),
 )
+leadership = Table(
+    "leadership",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("beats", BigInteger, nullable=False),
+    Column("changes", BigInteger, nullable=False),
+    Column("holder", String(256), nullable=False),
+)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Table, and_, delete, func, insert, or_, select, update
-from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, OperationalError
+from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, OperationalError, SQLAlchemyError
 
 from control_plane.store import _schema as t
 from control_plane.store._records import (
@@ -21,6 +22,7 @@ from control_plane.store._records import (
     EventRow,
     Invitation,
     JobRow,
+    Leadership,
     LogRow,
     RegionRow,
     RunRow,
@@ -31,14 +33,38 @@ from geofed_pb.errors import GeofedError
 
 MAX_LOG_LINES = 20_000
 """Limit of stored log lines of a job; the oldest are dropped."""
+SETTLE_SECONDS = 5.0
+"""How long a commit whose answer was lost is looked up. It covers a restart of the database's connection pooler or a
+switch to its replica; a longer outage ends the leadership instead."""
+_SETTLE_PAUSE_SECONDS = 0.2
+"""Time between two attempts to look up a commit."""
+
+
+class OutcomeUnknown(Exception):
+    """The database did not answer whether a transaction was committed, and could not be asked again."""
 
 
 class Store:
-    """Reads return committed state; all writes go through `commit`, one transaction each."""
+    """Reads return committed state; all writes go through `commit`, one transaction each.
 
-    def __init__(self, engine: Engine, *, max_log_lines: int = MAX_LOG_LINES) -> None:
-        self._engine = engine
+    Transactions are of the epoch in which the store was opened, or which it has begun by `take`. They are refused with
+    STANDBY once another store has begun a later one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_log_lines: int = MAX_LOG_LINES,
+        interrupt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine = engine
         self._max_log_lines = max_log_lines
+        self.interrupt = interrupt
+        """Break all connections, so that calls in other threads that wait for the database fail at once."""
+        self.shared = engine.dialect.name == "postgresql"
+        """Whether other control planes can reach the database; a file lock keeps them from SQLite."""
+        self._epoch = self.leadership().epoch
 
     def __enter__(self) -> Store:
         return self
@@ -50,12 +76,16 @@ class Store:
 
     def close(self) -> None:
         """Close all connections."""
-        self._engine.dispose()
+        self.engine.dispose()
 
     # --- writing
 
     def commit(self, change: Change) -> Committed:
-        """Store a change in one transaction. Raises ``GeofedError``: REQUEST_CONFLICT, DISK_FULL, UNAVAILABLE."""
+        """Store a change in one transaction.
+
+        Raises ``GeofedError``, and nothing is stored: REQUEST_CONFLICT, DISK_FULL, UNAVAILABLE; STANDBY if another
+        control plane leads. Raises ``OutcomeUnknown``.
+        """
         with self._writing() as connection:
             if change.renumbered_region:
                 of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
@@ -97,6 +127,43 @@ class Store:
         with self._writing() as connection:
             first = update(t.regions).where(t.regions.c.shared_seq.is_(None))
             connection.execute(first.values(shared_seq=t.regions.c.command_seq))
+
+    # --- leading
+
+    def leadership(self) -> Leadership:
+        """Return which control plane leads."""
+        with self._reading() as connection:
+            row = connection.execute(select(t.leadership.c.epoch, t.leadership.c.beats, t.leadership.c.holder)).one()
+            return Leadership(*row)
+
+    def take(self, seen: Leadership, holder: str) -> bool:
+        """Begin a new epoch, unless the leader has given a sign of life since `seen`; return whether it has begun."""
+        unchanged = and_(t.leadership.c.epoch == seen.epoch, t.leadership.c.beats == seen.beats)
+        begun = {"epoch": seen.epoch + 1, "beats": 0, "holder": holder[:256]}
+        with self._transaction() as connection:
+            taken = connection.execute(update(t.leadership).where(unchanged).values(**begun)).rowcount == 1
+        if taken:
+            self._epoch = seen.epoch + 1
+        return taken
+
+    def beat(self) -> None:
+        """Give a sign of life. Raises ``GeofedError("STANDBY")`` if another control plane leads."""
+        with self._transaction() as connection:
+            self._write_as_leader(connection, beats=t.leadership.c.beats + 1)
+
+    def release(self) -> None:
+        """Let another control plane lead at once."""
+        with self._transaction() as connection:
+            self._write_as_leader(connection, holder="")
+
+    def _write_as_leader(self, connection: Connection, **values: Any) -> int:
+        """Update the row of the leadership, which also locks it until the transaction ends, so that no other control
+        plane takes over in between; return the number of the last change."""
+        own = update(t.leadership).where(t.leadership.c.epoch == self._epoch).values(**values)
+        number = connection.execute(own.returning(t.leadership.c.changes)).scalar()
+        if number is None:
+            raise GeofedError("STANDBY", "another control plane leads now")
+        return int(number)
 
     # --- reading
 
@@ -302,12 +369,54 @@ class Store:
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
-        with _mapped(), self._engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+        """Run a transaction as the leader. If its commit fails, whether it was stored is looked up."""
+        number = 0
+        with self._transaction(lambda: self._settle(number)) as connection:
+            number = self._write_as_leader(connection, changes=t.leadership.c.changes + 1)
             yield connection
 
     @contextmanager
+    def _transaction(self, settle: Callable[[], bool] = lambda: False) -> Iterator[Connection]:
+        """Run a transaction. If its commit fails, `settle` says whether it was stored."""
+        with _mapped(), self.engine.connect().execution_options(geofed_write=True) as connection:
+            transaction = connection.begin()
+            try:
+                yield connection
+            except BaseException:
+                with suppress(SQLAlchemyError):
+                    # If this fails, the connection is lost, and the database rolls back.
+                    transaction.rollback()
+                raise
+            try:
+                transaction.commit()
+            except SQLAlchemyError:
+                connection.invalidate()
+                if not settle():
+                    raise
+
+    def _settle(self, number: int) -> bool:
+        """Return whether the change with this number was committed. Raises ``OutcomeUnknown``.
+
+        The row is read with a lock: a commit that is still in progress is waited for.
+        """
+        give_up = time.monotonic() + SETTLE_SECONDS
+        own = select(t.leadership.c.changes).where(t.leadership.c.epoch == self._epoch).with_for_update()
+        while True:
+            try:
+                with self.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+                    last = connection.execute(own).scalar()
+            except SQLAlchemyError as error:
+                if time.monotonic() > give_up:
+                    raise OutcomeUnknown from error
+                time.sleep(_SETTLE_PAUSE_SECONDS)
+                continue
+            if last is None:
+                raise OutcomeUnknown  # another control plane leads, whose changes have other numbers
+            return int(last) >= number
+
+    @contextmanager
     def _reading(self) -> Iterator[Connection]:
-        with _mapped(), self._engine.connect() as connection, connection.begin():
+        with _mapped(), self.engine.connect() as connection, connection.begin():
             yield connection
 
 

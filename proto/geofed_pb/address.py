@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["bracketed", "joined"]
+__all__ = ["addresses_of", "bracketed", "joined"]
 
 
 def bracketed(host: str) -> str:
@@ -25,3 +25,8 @@ def bracketed(host: str) -> str:
 def joined(host: str, port: int) -> str:
     """Return ``host:port``; raises ``ValueError`` as `bracketed` does."""
     return f"{bracketed(host)}:{port}"
+
+
+def addresses_of(text: str) -> tuple[str, ...]:
+    """Return the addresses of the control planes of a federation, which are separated by commas."""
+    return tuple(address for part in text.split(",") if (address := part.strip()))

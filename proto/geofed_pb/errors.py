@@ -17,7 +17,7 @@ from enum import IntEnum
 
 from geofed_pb.bounds import clean
 
-__all__ = ["CATALOGUE", "Entry", "Exit", "GeofedError", "unforeseen_as_internal"]
+__all__ = ["CATALOGUE", "OUTAGE", "Entry", "Exit", "GeofedError", "unforeseen_as_internal"]
 
 
 class Exit(IntEnum):
@@ -103,6 +103,9 @@ CATALOGUE: dict[str, Entry] = {
     "REGION_LOST": Entry(Exit.JOB_ENDED_BADLY, True, "see that the region's agent runs and reaches the control plane"),
     # services and processes
     "UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the control plane runs and that its address is right"),
+    "STANDBY": Entry(
+        Exit.UNAVAILABLE, True, "ask the control plane that leads; a context's address may list both, with a comma"
+    ),
     "GATEWAY_UNAVAILABLE": Entry(
         Exit.UNAVAILABLE, True, "see that the function gateway runs and that its address is right"
     ),
@@ -161,6 +164,10 @@ CATALOGUE: dict[str, Entry] = {
     # geofed itself
     "INTERNAL": Entry(Exit.BUG, False, "a bug in geofed; run again with --debug and report it"),
 }
+
+
+OUTAGE = frozenset({"UNAVAILABLE", "STANDBY"})
+"""Codes of a control plane that does not answer now; another one may, or the same one later."""
 
 
 class GeofedError(Exception):

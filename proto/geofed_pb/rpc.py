@@ -37,6 +37,7 @@ __all__ = [
     "peer_address",
     "peer_common_name",
     "read_pem",
+    "refuse",
     "region_name",
     "server_options",
     "streaming",
@@ -223,7 +224,8 @@ def _plain(details: str) -> str:
 _Servicer = TypeVar("_Servicer")
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: GeofedError) -> None:
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], error: GeofedError) -> None:
+    """End a call with an error and its code."""
     status = _STATUS.get(error.exit, grpc.StatusCode.INTERNAL)
     message = to_proto(error)
     message.message, message.hint = clean(error.message, _MESSAGE_BYTES), clean(error.hint, _HINT_BYTES)
@@ -233,9 +235,9 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: GeofedError
 
 async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method: str, error: Exception) -> None:
     if isinstance(error, OSError) and error.errno == 28:
-        await _abort(context, GeofedError("DISK_FULL", f"no space left: {error.filename or 'state directory'}"))
+        await refuse(context, GeofedError("DISK_FULL", f"no space left: {error.filename or 'state directory'}"))
     _log.exception("%s failed", method)
-    await _abort(context, GeofedError("INTERNAL", f"{type(error).__name__} in {method}"))
+    await refuse(context, GeofedError("INTERNAL", f"{type(error).__name__} in {method}"))
 
 
 @contextlib.asynccontextmanager
@@ -244,7 +246,7 @@ async def _errors_with_code(context: grpc.aio.ServicerContext[Any, Any], method:
     try:
         yield
     except GeofedError as error:
-        await _abort(context, error)
+        await refuse(context, error)
     except (asyncio.CancelledError, grpc.aio.AbortError):
         raise
     except Exception as error:  # noqa: BLE001 - no error may leave the process without a code

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import grpc
 
-from geofed_pb.address import joined
-from geofed_pb.errors import GeofedError
+from geofed_pb.address import addresses_of, joined
+from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of
 from geofed_pb.v1 import control_pb2, control_pb2_grpc
 from region_agent.link.identity import Identity, JoinedFederation, make_request, read_invitation
@@ -25,17 +25,21 @@ async def join_federation(token: str, state_dir: Path, address: str | None = Non
     """
     invitation = read_invitation(token)
     key_pem, request = make_request(invitation.region)
-    target = _address(address or invitation.address)
-    async with channel(target, ca_pem=invitation.ca_pem, name=CONTROL_PLANE_NAME) as connection:
-        stub = control_pb2_grpc.EnrolmentStub(connection)
-        try:
-            joined = await stub.Join(
-                control_pb2.JoinRequest(secret=invitation.secret, csr_pem=request), timeout=20, wait_for_ready=False
-            )
-        except grpc.RpcError as error:
-            raise error_of(error) from None
-    host = target.rpartition(":")[0]
-    federation = JoinedFederation(joined.region, f"{host}:{joined.agent_port}", joined.federation)
+    targets = [_address(text) for text in addresses_of(address or invitation.address) or ("",)]
+    for target in targets:
+        async with channel(target, ca_pem=invitation.ca_pem, name=CONTROL_PLANE_NAME) as connection:
+            stub = control_pb2_grpc.EnrolmentStub(connection)
+            question = control_pb2.JoinRequest(secret=invitation.secret, csr_pem=request)
+            try:
+                joined = await stub.Join(question, timeout=20, wait_for_ready=False)
+                break
+            except grpc.RpcError as raised:
+                error = error_of(raised)
+                if error.code not in OUTAGE or target == targets[-1]:
+                    raise error from None
+    # The control planes of a federation have the same agent port.
+    agents = ",".join(f"{target.rpartition(':')[0]}:{joined.agent_port}" for target in targets)
+    federation = JoinedFederation(joined.region, agents, joined.federation)
     Identity(state_dir).store(federation, key_pem, joined.certificate_pem, joined.ca_pem)
     return federation
 

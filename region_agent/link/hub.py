@@ -18,6 +18,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from geofed_pb.address import addresses_of
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
@@ -101,6 +102,8 @@ class Hub:
         """The region's description in the present session is out of date."""
         self.lease_seconds = _DEFAULT_LEASE_SECONDS
         self.connected = False
+        self._failed_sessions = 0
+        """Attempts to open a session that have failed; each further one is with the next control plane."""
         self._session_changed = asyncio.Event()
         """A session has begun or ended since the last `session_changed`."""
         self._reports = ReportQueue(store)
@@ -175,6 +178,7 @@ class Hub:
                 self._note(error)
             finally:
                 was_connected, self.connected = self.connected, False
+                self._failed_sessions += not was_connected
                 if was_connected:
                     self._session_changed.set()
             backoff = _BACKOFF_FIRST_SECONDS if was_connected else min(backoff * 2, _BACKOFF_LONGEST_SECONDS)
@@ -379,10 +383,15 @@ class Hub:
             except grpc.RpcError as error:
                 raise error_of(error) from None
 
+    def _address(self) -> str:
+        """Return the address of the control plane that is tried now."""
+        addresses = addresses_of(self._identity.federation.address)
+        return addresses[self._failed_sessions % len(addresses)]
+
     def _connect(self) -> grpc.aio.Channel:
         identity = self._identity
         return channel(
-            identity.federation.address,
+            self._address(),
             ca_pem=identity.ca_file.read_bytes(),
             name=CONTROL_PLANE_NAME,
             certificate_pem=identity.certificate_file.read_bytes(),

@@ -30,7 +30,7 @@ class Invitation:
     """Decoded invitation, as `control-plane region invite` prints it."""
 
     address: str
-    """host:port of the control port."""
+    """host:port of the control port; several are separated by commas."""
     ca_pem: bytes
     """Certificate of the federation's authority, with which the first connection verifies the control plane."""
     region: str
@@ -69,7 +69,7 @@ class JoinedFederation:
 
     region: str
     address: str
-    """host:port of the agent port."""
+    """host:port of the agent port; of several control planes on one database, separated by commas."""
     federation: str
 
 

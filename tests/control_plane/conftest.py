@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.postgres import Postgres, postgres_server
 
 from control_plane.client import Context, ControlClient
 from control_plane.server import ServeConfig, running
@@ -32,6 +33,12 @@ def model(config): ...
 def dataset(uri, split, config): ...
 def loss(model, batch): ...
 """
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    with postgres_server() as server:
+        yield server
 
 
 @pytest.fixture

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
 import sqlite3
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +11,7 @@ from pathlib import Path
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from support.postgres import Postgres
 
 from control_plane.core import (
     Charge,
@@ -46,46 +42,6 @@ from geofed_pb.errors import GeofedError
 
 JOB = JobRow("j1", "digits", "r1", "c", "b", "t", "{}", "{}", "{}", "running", 1.0)
 REGION = RegionRow("a", "cloud", "1", "{}", "{}", ("1", "2"), 9.0)
-
-
-def postgres_binaries() -> Path | None:
-    found = [path.parent for path in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))]
-    on_path = shutil.which("initdb")
-    return found[-1] if found else Path(on_path).resolve().parent if on_path else None
-
-
-@pytest.fixture(scope="session")
-def postgres_url() -> Iterator[str]:
-    """A real server of one's own on a socket in a fresh folder."""
-    binaries = postgres_binaries()
-    if binaries is None:
-        pytest.skip("PostgreSQL is not installed (Debian: postgresql)")
-    as_user: list[str] = []
-    # Not in pytest's folders: those are closed to others, and the server refuses to run as root.
-    folder = Path(tempfile.mkdtemp(prefix="geofed-pg-"))
-    if os.geteuid() == 0:
-        if shutil.which("setpriv") is None:
-            pytest.skip("PostgreSQL refuses to run as root, and setpriv (util-linux) is missing")
-        as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
-        shutil.chown(folder, "nobody", "nogroup")
-    data = folder / "data"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-
-    def call(*words: str) -> None:
-        done = subprocess.run([*as_user, *words], capture_output=True, text=True, cwd="/", timeout=60)
-        assert done.returncode == 0, done.stderr + done.stdout
-
-    call(str(binaries / "initdb"), "-D", str(data), "-U", "geofed", "-A", "trust", "--no-sync")
-    options = f"-p {port} -k {folder} -c listen_addresses='' -c fsync=off"
-    log = str(folder / "log")
-    call(str(binaries / "pg_ctl"), "-D", str(data), "-o", options, "-l", log, "-w", "start")
-    try:
-        yield f"postgresql://geofed@/postgres?host={folder}&port={port}"
-    finally:
-        call(str(binaries / "pg_ctl"), "-D", str(data), "-m", "immediate", "-w", "stop")
-        shutil.rmtree(folder)
 
 
 class Contract:
@@ -213,7 +169,7 @@ class Contract:
             assert store.meta("key") == "value"
 
     def test_migrations_lead_to_the_schema(self, store: Store) -> None:
-        with store._engine.connect() as connection:
+        with store.engine.connect() as connection:
             assert compare_metadata(MigrationContext.configure(connection), metadata) == []
 
     def test_a_job_of_an_earlier_version_keeps_what_its_regions_reported(self, store: Store, url: str) -> None:
@@ -232,7 +188,8 @@ class Contract:
         }
         old = {"job": "j1", "lost_limit_seconds": 1.0, "created_at": 0.0, "phase": "running", "partitions": parts}
         store.commit(Change(jobs=(replace(JOB, state_json=json.dumps(old | {"copies": [copy]})),)))
-        with store._engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+        with store.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+            connection.exec_driver_sql("DROP TABLE leadership")
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")
         with open_store(url) as upgraded:
             (row,) = upgraded.jobs()
@@ -249,7 +206,7 @@ class Contract:
         assert state.copies[0].report.totals.sent_bytes == {"b": 1}
 
     def test_a_newer_database_is_not_touched(self, store: Store, url: str) -> None:
-        with store._engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+        with store.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = 'from_the_future'")
         with pytest.raises(GeofedError, match="STATE_INVALID"):
             open_store(url)
@@ -266,13 +223,13 @@ class TestSqlite(Contract):
             open_store(f"sqlite:///{tmp_path}/bad.db")
 
     def test_it_is_durable(self, store: Store, tmp_path: Path) -> None:
-        with store._engine.connect() as connection:
+        with store.engine.connect() as connection:
             assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
             assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
 
     def test_a_full_disk_loses_nothing(self, store: Store) -> None:
         store.commit(Change(regions=(REGION,)))
-        with store._engine.connect() as connection:
+        with store.engine.connect() as connection:
             pages = connection.exec_driver_sql("PRAGMA page_count").scalar()
             connection.exec_driver_sql(f"PRAGMA max_page_count={pages}")
         with pytest.raises(GeofedError, match="DISK_FULL"):
@@ -284,13 +241,8 @@ class TestSqlite(Contract):
 @pytest.mark.processes
 class TestPostgres(Contract):
     @pytest.fixture
-    def url(self, postgres_url: str, request: pytest.FixtureRequest) -> str:
-        import psycopg
-
-        name = request.node.name.lower()[:60]
-        with psycopg.connect(postgres_url, autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"')  # type: ignore[call-overload]
-        return postgres_url.replace("/postgres?", f"/{name}?")
+    def url(self, postgres: Postgres) -> str:
+        return postgres.database()
 
 
 def test_what_is_no_database_url_is_refused() -> None:

@@ -78,6 +78,17 @@ def test_a_session_that_begins_or_ends_is_told_to_who_waits_for_it(tmp_path: Pat
     play(scene, tmp_path)
 
 
+def test_the_other_control_plane_is_tried_where_one_does_not_answer(tmp_path: Path) -> None:
+    async def scene(control: ControlPlane, agent: Agent) -> None:
+        session = await control.next_session()
+        await session.welcome()
+        session.end()
+        await (await control.next_session()).welcome()
+
+    # Nobody listens on port 1.
+    play(scene, tmp_path, before="127.0.0.1:1, ")
+
+
 def test_a_command_that_could_not_be_stored_comes_again(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         agent.refuse_once = GeofedError("DISK_FULL", "no space")

@@ -148,12 +148,13 @@ class ControlPlane(agent_pb2_grpc.AgentHubServicer):
 class Agent:
     """A hub with its store and identity, whose commands are stored and written down."""
 
-    def __init__(self, folder: Path, control_plane: ControlPlane, **life: Any) -> None:
+    def __init__(self, folder: Path, control_plane: ControlPlane, *, before: str = "", **life: Any) -> None:
+        """``before``: addresses of other control planes, each with a comma, that are tried first."""
         self.identity, self.store = Identity(folder), AgentStore(folder / "agent.db")
         key_pem, _ = make_request("east")
         key = serialization.load_pem_private_key(key_pem, None)
         issued = control_plane.authority.issue("east", "east.region.geofed", key=key, **life)  # type: ignore[arg-type]
-        federation = JoinedFederation("east", control_plane.address, "test")
+        federation = JoinedFederation("east", before + control_plane.address, "test")
         self.identity.store(federation, key_pem, issued.certificate_pem, issued.ca_pem)
         self.hub = Hub(self.identity, self.store, lambda: "{}", "1.0")
         self.taken: list[tuple[str, int]] = []

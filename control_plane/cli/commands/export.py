@@ -16,7 +16,7 @@ from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import emit, fields, unwritable
 from control_plane.cli._settings import Format
 from control_plane.cli.commands.jobs import JobArgument
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
@@ -94,7 +94,7 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
                         have += len(chunk.data)
                     break
                 except GeofedError as error:
-                    if error.code != "UNAVAILABLE" or attempt == _ATTEMPTS:
+                    if error.code not in OUTAGE or attempt == _ATTEMPTS:
                         raise
                     await asyncio.sleep(_RETRY_SECONDS)
             file.flush()

@@ -15,7 +15,7 @@ from control_plane.cli._job_file import JobFile, read_job
 from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import columns, emit, fields, say, unwritable
 from control_plane.cli._settings import Format
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
@@ -79,7 +79,7 @@ async def run_profile(
                 return result
             say(f"{progress.region}: {progress.text}" if progress.region else progress.text)
     except GeofedError as error:
-        if error.code != "UNAVAILABLE":
+        if error.code not in OUTAGE:
             raise
         hint = f"{error.hint}; --request-id {request_id} continues this profile"
         raise GeofedError("UNAVAILABLE", error.message, hint=hint) from None

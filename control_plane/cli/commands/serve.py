@@ -33,6 +33,12 @@ def serve(
         list[str] | None,
         typer.Option(help="Public host or host:port of this server; the first one goes into invitations."),
     ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="host or host:port of another control plane on the same PostgreSQL database; it goes into invitations."
+        ),
+    ] = None,
     database_url: _DatabaseUrl = None,
     database_url_file: Annotated[Path | None, typer.Option(help="File with the database URL.")] = None,
     lease: Annotated[str, typer.Option(help="Time after which a region without contact is lost.")] = "30s",
@@ -60,6 +66,7 @@ def serve(
         agent_listen=agent_listen,
         metrics_listen=metrics_listen,
         advertise=tuple(advertise or ()),
+        peers=tuple(peer or ()),
         database_url=_database_url(database_url, database_url_file),
         lease=lease_time,
         federation=federation,

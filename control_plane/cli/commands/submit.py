@@ -15,7 +15,7 @@ from control_plane.cli._job_file import JobFile, read_job
 from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import emit, fields, say, unwritable
 from control_plane.cli._settings import Format
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
@@ -134,7 +134,7 @@ class _Submission:
             await client.put_bundle(content, digest)
             reply = await client.submit(self.loaded.json, digest, self.request_id)
         except GeofedError as error:
-            if error.code != "UNAVAILABLE":
+            if error.code not in OUTAGE:
                 raise
             hint = f"{error.hint}; retry with --request-id {self.request_id} to create the job at most once"
             raise GeofedError("UNAVAILABLE", error.message, hint=hint) from None

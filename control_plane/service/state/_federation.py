@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -40,9 +39,10 @@ from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import job_message, to_json
 from control_plane.service.state._catalogue import fault_of, read_catalogue
 from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
+from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import JobSpec, packed_code_digest, parse_json
-from control_plane.store import Change, CommandRow, Committed, JobRow, Store, UserRow
+from control_plane.store import Change, CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
@@ -63,8 +63,17 @@ ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "ca
 class Federation:
     """Regions, jobs, users and sessions; all changes of state go through `change`."""
 
-    def __init__(self, store: Store, blobs: BlobStore, clock: Callable[[], float], lease: timedelta, name: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        blobs: BlobStore,
+        clock: Callable[[], float],
+        lease: timedelta,
+        name: str,
+        leading: Leading | None = None,
+    ) -> None:
         self.name = name
+        self.leading = leading or Leading(store)
         self.blobs = blobs
         self.clock = clock
         self.lease = lease
@@ -76,7 +85,6 @@ class Federation:
         self.users: dict[str, UserRow] = {}
         self.sessions: dict[str, AgentSession] = {}
         self._report_cursors: dict[str, int] = {}
-        self._store = store
         self._lock = asyncio.Lock()
         self.planning = asyncio.Lock()
         """Held while a new job is planned, and taken before `change`: jobs are planned one after another, so that each
@@ -89,7 +97,7 @@ class Federation:
         self.routing = Routing()
         self._logged_failures: set[tuple[str, type[Exception]]] = set()
         """Reviews and exception types that were logged already."""
-        self._threads = ThreadPoolExecutor(4, "geofed-store")
+        self._threads = StoreThreads(store, 4)
 
     async def load(self) -> None:
         """Load the stored state into memory, before any request is served.
@@ -141,11 +149,11 @@ class Federation:
         """Stop the store's threads once the last change is stored."""
         self._closed = True
         async with self._lock:
-            self._threads.shutdown(wait=True)
+            await self._threads.close()
 
     async def read(self, query: Callable[[Store], _T]) -> _T:
-        """Run a query of the store in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, query, self._store)
+        """Run a query of the store in a thread, with a time limit."""
+        return await self._threads.run(query)
 
     async def code_digest(self, bundle_digest: str) -> str:
         """Return the digest of an uploaded bundle's code, by which the same task is recognised.
@@ -173,9 +181,10 @@ class Federation:
     async def change(self) -> AsyncIterator[Draft]:
         """Yield a draft of the next change; store it and make it visible when the block ends without an error.
 
-        A draft whose `void` is set is dropped.
+        A draft whose `void` is set is dropped. Raises ``GeofedError("STANDBY")`` if this control plane does not lead.
         """
         async with self._lock:
+            self.leading.check()
             draft = Draft(self.clock(), self.jobs, self.regions, self.users)
             yield draft
             if draft.void:
@@ -183,7 +192,7 @@ class Federation:
             await _uncancelled(self._commit(draft, draft.to_change()))
 
     async def _commit(self, draft: Draft, change: Change | None) -> None:
-        committed = await self.read(lambda store: store.commit(change)) if change is not None else Committed()
+        committed = await self._stored(change) if change is not None else Committed()
         if draft.renumbered_region:
             self._report_cursors[draft.renumbered_region] = 0
         if draft.report_cursor:
@@ -212,6 +221,19 @@ class Federation:
             self.events_notifier.ring()
         if committed.logged:
             self.logs_notifier.ring()
+
+    async def _stored(self, change: Change) -> Committed:
+        """Store a change. If it is unknown whether it was stored, this control plane stops leading, since its memory
+        may differ from the store."""
+        try:
+            return await self.read(lambda store: store.commit(change))
+        except OutcomeUnknown:
+            self.leading.step_down("the database has not answered whether a change was stored")
+            raise GeofedError("UNAVAILABLE", "the database has not answered whether the change was stored") from None
+        except GeofedError as error:
+            if error.code == "STANDBY":
+                self.leading.step_down(error.message)
+            raise
 
     @staticmethod
     def _why_ended(draft: Draft, region: str) -> GeofedError:
@@ -308,7 +330,7 @@ class Federation:
     async def acknowledge_commands(self, session: AgentSession, seq: int) -> None:
         """Record that the agent has stored its commands up to sequence number `seq`."""
         async with self._lock:
-            await self.read(lambda store: store.commit(Change(command_cursor=(session.region, seq))))
+            await self._stored(Change(command_cursor=(session.region, seq)))
 
     def report_cursor(self, region: str) -> int:
         """Return the sequence number of the last applied report of a region."""
