@@ -153,7 +153,7 @@ def _why_longer(pace: float) -> tuple[str, ...]:
     """Return a text on what a step's time is based on besides the profile."""
     if pace == 1.0:
         return ()
-    return (f"a step is reckoned {pace:.2f} times as long as by the profile: so it was in earlier runs",)
+    return (f"a step is expected to take {pace:.2f} times as long as in the profile, as in earlier runs",)
 
 
 def _measured(profile: TaskProfile) -> bool:

@@ -194,11 +194,17 @@ def _planned(
 
 
 def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
-    """Return warnings where functions cannot hold the model, or where steps larger than a shard change the number of
-    epochs."""
+    """Return warnings where functions cannot hold PyTorch or the model, or where steps larger than a shard change
+    the number of epochs."""
     told = []
     held_mb = _COPIES * (snapshot.model_bytes or 0) / 2**20
     for part in chosen.partitions:
+        if part.memory_mb < _TORCH_MB:
+            told.append(
+                f"functions of {part.memory_mb} MB in {part.region} are smaller than PyTorch, which takes about "
+                f"{_TORCH_MB} MB: only workers that share it, as those of the agent's own gateway do, can run; ask for "
+                "more (function.memoryMb)"
+            )
         if part.pipeline is None and held_mb > part.memory_mb:
             told.append(
                 f"functions of {part.memory_mb} MB in {part.region} cannot hold the model: parameters and gradients "
@@ -448,5 +454,7 @@ def _by_speed(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, 
 
 _COPIES = 2
 """Copies of the model in a worker's memory, at least: parameters and gradients."""
+_TORCH_MB = 320
+"""Memory of a worker that has imported PyTorch and done nothing else, in MB, as measured with torch 2 for CPUs."""
 _ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

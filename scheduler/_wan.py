@@ -181,9 +181,9 @@ def _why_not(other: Topology, chosen: Topology, demand: Demand, compute: float |
     dearer = other.usd_per_round - chosen.usd_per_round
     words = []
     if slower > 0.0005:
-        words.append(f"{slower:.1%} slower")
+        words.append(f"an exchange takes {slower:.0%} longer" if slower >= 0.01 else "an exchange takes longer")
     if dearer > 1e-9:
-        words.append(f"${dearer:.4f} a round dearer")
+        words.append(f"costs ${dearer:.4f} more a round")
     if demand.minimise == "cost" and compute is not None and other.seconds > HIDDEN_SHARE * compute >= chosen.seconds:
-        words.append("too long to hide behind the round's compute")
+        words.append("takes longer than the steps that are made meanwhile")
     return " and ".join(words) or "saves nothing that counts"

@@ -14,18 +14,24 @@ _WIDTH, _HEIGHT = 760, 460
 _LEFT, _TOP, _RIGHT, _BOTTOM = 90, 50, 30, 70
 """Margins around the plot, in pixels; they hold titles and axis labels."""
 _COLOURS = ("#b45309", "#1d4ed8", "#047857", "#7e22ce", "#be123c", "#475569")
+_TITLE = "predicted time and cost: dots are Pareto-optimal, circles the best of other numbers of workers"
 _PADDING = 0.08
 """Free space before the first and after the last point, as a fraction of the axis."""
 
 
-def front_picture(fronts: dict[str, list[Data]]) -> str:
-    """Return an SVG document with predicted time on the x axis, cost on the y axis, and a line for each region."""
-    points = [row for rows in fronts.values() for row in rows]
+def front_picture(fronts: dict[str, list[Data]], others: dict[str, list[Data]] | None = None) -> str:
+    """Return an SVG document with predicted time on the x axis, cost on the y axis, and a line for each region.
+
+    Args:
+        others: further configurations of each region, which the front's are better than; drawn as circles.
+    """
+    others = others or {}
+    points = [row for rows in (*fronts.values(), *others.values()) for row in rows]
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="13">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
-        _text(_WIDTH / 2, 26, "predicted time and cost of the Pareto-optimal configurations", 'font-weight="bold"'),
+        _text(_WIDTH / 2, 26, _TITLE, 'font-weight="bold"'),
     ]
     if not points:
         return (
@@ -49,6 +55,11 @@ def front_picture(fronts: dict[str, list[Data]]) -> str:
         lines += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{escape(_tooltip(row))}</title></circle>'
             for (x, y), row in zip(positions, rows, strict=True)
+        ]
+        lines += [
+            f'<circle cx="{across.pixel(row["seconds"]):.1f}" cy="{up.pixel(row["usd"]):.1f}" r="4" fill="none" '
+            f'stroke="{colour}"><title>{escape(_tooltip(row))}</title></circle>'
+            for row in others.get(name, ())
         ]
         lines.append(_text(_LEFT + 110 * number + 40, _HEIGHT - 18, name, f'fill="{colour}" font-weight="bold"'))
     return "\n".join([*lines, "</svg>"]) + "\n"

@@ -146,6 +146,8 @@ def plan_text(plan: Data) -> str:
             ("time", _range(estimate["seconds"], seconds_text)),
             ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),
             ("cost", _range(estimate["usd"], usd_text)),
+            ("deadline", _deadline_promise(plan)),
+            ("budget", _budget_promise(plan)),
             ("model", _model(estimate)),
             ("based on", _BASIS.get(estimate["basis"], estimate["basis"])),
             ("start", _START.get(estimate.get("start_basis", ""), "")),
@@ -172,7 +174,7 @@ def plan_text(plan: Data) -> str:
         for part in plan["partitions"]
         if part.get("pipeline")
     ]
-    data = columns(["SHARD IN", "RESIDENCY"], [[region, verdict] for region, verdict in plan["residency"].items()])
+    data = columns(["DATA OF", "PROCESSED"], [[region, where] for region, where in plan["residency"].items()])
     parts = [head, _phases_table(estimate), regions, *stages, data, _copies_table(plan.get("copies", []))]
     parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
@@ -211,8 +213,35 @@ def _exchange(plan: Data) -> str:
     seconds = plan.get("exchange_seconds", 0.0)
     duration = f", {seconds_text(seconds)} a round" if seconds else ""
     mesh = plan["topology"] == "mesh"
+    if len(plan["partitions"]) < 2:
+        return "none: one region trains alone"
+    how = "in the background, while training continues" if _in_background(plan) else "synchronous: all regions wait"
     pairs = "" if mesh else ", ".join(f"{a}-{b}" for a, b in plan.get("neighbours", []))
-    return f"{plan['topology']}{duration}" + (f" ({pairs})" if pairs else "")
+    return f"{how}; {plan['topology']}{duration}" + (f" ({pairs})" if pairs else "")
+
+
+def _in_background(plan: Data) -> bool:
+    return bool(plan.get("wan_settings", {}).get("background"))
+
+
+def _deadline_promise(plan: Data) -> str:
+    """Format the deadline that the plan promises; plans of older versions do not say."""
+    promise, most = plan.get("promise"), seconds_text(plan["estimate"]["seconds"]["high"])
+    if not promise or not promise["deadline_asked"]:
+        return ""
+    if promise["deadline_at"] is None:
+        return "none can be promised; the job is admitted nevertheless, as `objective.soft` allows"
+    later = "" if promise["deadline_step"] == 0 else f", number {promise['deadline_step']} of `objective.soft`"
+    return f"{promise['deadline_at']} is promised{later}; training takes {most} at most"
+
+
+def _budget_promise(plan: Data) -> str:
+    """Format the budget that the plan keeps; plans of older versions do not say."""
+    budget = (plan.get("promise") or {}).get("budget_usd")
+    most = usd_text(plan["estimate"]["usd"]["high"])
+    if not budget:
+        return ""
+    return f"{usd_text(budget)} is kept: {most} at most is expected, and the job ends once it is spent"
 
 
 def _early(result: Data) -> str:
@@ -296,7 +325,7 @@ def link_table(sent: dict[str, int], predicted: Data) -> str:
 def wan_table(links: list[Data]) -> str:
     """Format the current state of the WAN links."""
     return columns(
-        ["LINK", "STATE", "RTT MS", "MBIT/S", "STREAMS", "CODEC", "STEPS", "SENT", "RECEIVED", "STALE", "REFUSED"],
+        ["LINK", "STATE", "RTT MS", "MBIT/S", "STREAMS", "CODEC", "STEPS", "SENT", "RECEIVED", "STALENESS", "REFUSED"],
         [
             [
                 f"{link['source']} > {link['destination']}",
@@ -341,7 +370,7 @@ _BASIS = {
     "measured": "earlier runs of this task",
     "other batch": "earlier runs of this task with another batch",
     "probed": "a probe: a few steps of the task by one worker",
-    "likened": "a probe in one region, scaled to the others by the speeds that their operators state",
+    "likened": "a probe in one region: the others count as equally fast, unless their operators state other speeds",
     "stated": "the speeds that the regions' operators state",
     "prior": "default speeds: none were stated or measured",
 }

@@ -172,7 +172,7 @@ def calibrate(
     result = Emulator.attach(state_dir).calibrate(seconds=seconds, links=pairs)
     result.write(write or state_dir / "calibration.json")
     table: list[list[object]] = [
-        ["FROM", "TO", "RTT MS", "MEASURED", "MBIT/S", "MEASURED", "LOSS", "MEASURED", "VERDICT"]
+        ["FROM", "TO", "RTT MS", "MEASURED", "MBIT/S", "MEASURED", "LOSS", "MEASURED", "RESULT"]
     ]
     for row in result.links:
         asked = "-" if row.rate_mbps is None else row.rate_mbps

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.cli._front import front_picture
 from control_plane.server import ServeConfig
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import load, pack
@@ -57,6 +58,11 @@ async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: S
         result = json.loads(told[-1].result_json)["regions"]["a"]
         assert result["samples_per_second"] == pytest.approx(10 / 0.012)
         assert result["chosen"] in result["front"]
+        shown = [*result["front"], *result["others"]]
+        assert {one["workers"] for one in shown} == {1, 2}, "a configuration with each number of workers"
+        picture = front_picture({"a": result["front"]}, {"a": result["others"]})
+        assert picture.count("<circle") == len(shown)
+        assert picture.count('fill="none" stroke="#b45309"><title>') == len(result["others"]) > 0
         seconds = [one["seconds"] for one in result["front"]]
         assert seconds == sorted(seconds)
         with pytest.raises(GeofedError, match="FORBIDDEN"):

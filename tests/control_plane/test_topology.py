@@ -33,8 +33,8 @@ def snapshot(*apart: str) -> Snapshot:
     return Snapshot(tuple(regions), model_bytes=5_000_000)
 
 
-def spec_of(job_file: Path, topology: str) -> JobSpec:
-    return load(job_file, [f"wan.topology={topology}"]).spec
+def spec_of(job_file: Path, topology: str, *more: str) -> JobSpec:
+    return load(job_file, [f"wan.topology={topology}", *more]).spec
 
 
 def planned(job_file: Path, topology: str, *apart: str) -> Plan:
@@ -74,6 +74,11 @@ def test_people_see_the_topology_its_time_and_what_else_was_evaluated(job_file: 
     text = plan_text(json.loads(plan_json(planned(job_file, "auto", "a>c"))))
     (line,) = [line for line in text.splitlines() if line.startswith("exchange")]
     assert " s a round (a-b, b-c)" in line
+    waits = plan(snapshot(), to_demand(spec_of(job_file, "auto", "wan.exchange=synchronous"), "j", NOW))
+    assert isinstance(waits, Plan)
+    assert "synchronous: all regions wait; mesh" in plan_text(json.loads(plan_json(waits)))
+    other = json.loads(plan_json(replace(waits, wan_settings={"background": 1.0})))
+    assert "in the background, while training continues; mesh" in plan_text(other)
     assert "mesh: a and c have no direct path" in text
 
 

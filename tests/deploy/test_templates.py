@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.templates import make_data
 from torch.utils.data import default_collate
 
 from control_plane.spec import load
@@ -172,12 +173,21 @@ def test_the_text_model_learns_the_made_up_text(tmp_path: Path) -> None:
     assert 0 < told["bits_per_character"] < 6
 
 
+def test_no_template_replaces_the_data_of_another(tmp_path: Path) -> None:
+    made = []
+    for name in ("text", "sparse-logistic-regression", "matrix-factorisation"):
+        written, _ = make_data(name, "--regions", "a,b", "--out", str(tmp_path))
+        made += [part["path"] for parts in written.values() for part in parts.values()]
+    assert len(set(made)) == 3 * 2 * 2
+    assert {str(file) for file in tmp_path.glob("*/*")} == set(made)
+
+
 def test_a_text_of_the_users_is_cut_without_loss(tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("".join(f"line {number}: ünïcode\n" for number in range(500)), encoding="utf-8")
     argv = [sys.executable, str(TEMPLATES / "text" / "make_data.py"), "--regions", "a,b"]
     subprocess.run([*argv, "--out", str(tmp_path), "--text", str(text)], capture_output=True, check=True)
-    pieces = [(tmp_path / r / f"{s}.txt").read_text(encoding="utf-8") for r in "ab" for s in ("train", "test")]
+    pieces = [(tmp_path / r / f"letters-{s}.txt").read_text(encoding="utf-8") for r in "ab" for s in ("train", "test")]
     assert "".join(pieces) == text.read_text(encoding="utf-8")
 
 

@@ -288,4 +288,4 @@ def test_a_job_asks_for_a_pipeline_and_gets_it(running_pair: Running) -> None:
     for ran, again in zip(ended["result"]["regions"], later["partitions"], strict=True):
         pace = min(max(ran["step_seconds"] / ran["predicted_step_seconds"], 0.5), 4.0)
         assert again["pipeline"]["pace"] == pytest.approx(pace, abs=0.001)
-        assert again["pipeline"]["why"][-1].startswith("a step is reckoned ")
+        assert again["pipeline"]["why"][-1].startswith("a step is expected to take ")

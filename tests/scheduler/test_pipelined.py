@@ -136,7 +136,7 @@ def test_what_runs_have_found_a_step_to_take_counts_and_is_told() -> None:
     assert (a.pace, a.stages, a.micro_batch) == (1.25, a_before.stages, a_before.micro_batch)
     assert a.why == (
         *a_before.why,
-        "a step is reckoned 1.25 times as long as by the profile: so it was in earlier runs",
+        "a step is expected to take 1.25 times as long as in the profile, as in earlier runs",
     )
     assert later.partitions[0].samples_per_second == pytest.approx(first.partitions[0].samples_per_second / 1.25)
     assert later.estimate.seconds.expected > first.estimate.seconds.expected

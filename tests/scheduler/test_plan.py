@@ -196,6 +196,12 @@ def test_functions_that_cannot_hold_the_model_are_told_of() -> None:
     assert "function.memoryMb" in told
 
 
+def test_functions_smaller_than_torch_are_told() -> None:
+    (told,) = planned(Snapshot((region("a", 500),)), demand(memory_mb=64)).warnings
+    assert told.startswith("functions of 64 MB in a are smaller than PyTorch, which takes about 320 MB")
+    assert planned(Snapshot((region("a", 500),)), demand(memory_mb=512)).warnings == ()
+
+
 def test_a_step_that_is_larger_than_a_shard_is_told() -> None:
     regions = (region("a", 500), region("b", 3000))
     assert planned(Snapshot(regions), demand(batch=100)).warnings == ()

@@ -60,7 +60,9 @@ def profile(
         from control_plane.cli._front import front_picture
 
         try:
-            plot.write_text(front_picture({name: one["front"] for name, one in result["regions"].items()}))
+            regions = result["regions"].items()
+            others = {name: one.get("others", []) for name, one in regions}
+            plot.write_text(front_picture({name: one["front"] for name, one in regions}, others))
         except OSError as error:
             raise unwritable(plot, error) from None
         say(f"wrote {plot}")

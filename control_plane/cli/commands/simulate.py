@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from control_plane._view import Data
+from control_plane._view import Data, seconds_text
 from control_plane.cli._options import Output
 from control_plane.cli._output import columns, emit, say, unwritable
 from control_plane.cli._settings import Format, is_interactive
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _CLUSTER = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 _MAX_DEVICES = 1 << 16
 """Limit of NODES times DEVICES; it bounds the simulation's memory."""
+_LINE_SECONDS = 10.0
+"""Time between two lines of progress where stderr is no terminal."""
 _DEFAULT_POLICIES = ["geofed", "elasticflow"]
 
 
@@ -121,6 +124,8 @@ def simulate(
         _write_csv(csv_file, runs)
     if plot is not None:
         _write_plot(plot, runs)
+    if bound:
+        say("computing the upper bound for any scheduler")
     most = ceiling(jobs, scenario.devices) if bound else None
     data = [_view(run, None if most is None else most.met) for run in runs]
     emit(data, table=_table, name=lambda view: str(view["policy"]))
@@ -199,8 +204,27 @@ class _Bar:
         self._progress.stop()
 
 
+class PlainProgress:
+    """Writes a line to stderr every ten seconds, with an estimate of the time left."""
+
+    def __init__(
+        self, name: str, now: Callable[[], float] = time.monotonic, write: Callable[[str], None] = say
+    ) -> None:
+        self._name, self._now, self._write = name, now, write
+        self._begun = self._said = now()
+
+    def __call__(self, done: int, jobs: int) -> None:
+        """Report that so many jobs of the trace have ended."""
+        now = self._now()
+        if now - self._said < _LINE_SECONDS or not done:
+            return
+        self._said = now
+        left = (now - self._begun) / done * (jobs - done)
+        self._write(f"{self._name}: {done:,} of {jobs:,} jobs, about {seconds_text(left)} left")
+
+
 def _progress(name: str, jobs: int) -> AbstractContextManager[Callable[[int, int], None]]:
-    return _Bar(name, jobs) if is_interactive() else nullcontext(lambda done, jobs: None)
+    return _Bar(name, jobs) if is_interactive() else nullcontext(PlainProgress(name))
 
 
 def _write_csv(path: Path, runs: Sequence[SimulationRun]) -> None:

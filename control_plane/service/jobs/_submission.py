@@ -6,8 +6,10 @@ import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from control_plane.core import InitialModel, ScaleRequested, StartDelayed, job_state_to_json
+from control_plane.pki import utc_now
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.planning._admission import AdmittedJob
@@ -65,7 +67,18 @@ async def answer_plan(
     if isinstance(answer, Declined):
         return plan_json(answer), False
     warnings = _warnings_of(answer.plan, spec, learnt, federation.regions, federation.clock())
-    return plan_json(answer.plan, answer.waits_for, warnings, initial_model), True
+    return plan_json(answer.plan, answer.waits_for, warnings, initial_model, _promise_of(answer, spec)), True
+
+
+def _promise_of(decided: AdmittedJob, spec: JobSpec) -> dict[str, Any]:
+    """Return what a plan promises: the deadline and the budget. ``deadline_step``: which of the soft deadlines."""
+    at = decided.deadline_at
+    return {
+        "deadline_asked": spec.objective.deadline is not None,
+        "deadline_at": utc_now(at).isoformat(timespec="seconds").replace("+00:00", "Z") if at is not None else None,
+        "deadline_step": decided.step,
+        "budget_usd": spec.objective.budget,
+    }
 
 
 def _warnings_of(
@@ -182,7 +195,7 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
     warnings = _warnings_of(decided.plan, spec, new.learnt, draft.regions, draft.at)
     row = replace(
         row,
-        plan_json=plan_json(decided.plan, warnings=warnings, initial_model=model),
+        plan_json=plan_json(decided.plan, "", warnings, model, _promise_of(decided, spec)),
         state_json=job_state_to_json(state),
         phase=state.phase,
         created_at=draft.at,

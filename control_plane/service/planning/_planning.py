@@ -88,10 +88,13 @@ def plan_json(
     waits_for: str = "",
     warnings: Sequence[str] = (),
     initial_model: InitialModel | None = None,
+    promise: dict[str, Any] | None = None,
 ) -> str:
-    """Return the scheduler's answer as JSON, with what the job waits for, all warnings, and the model to start from."""
+    """Return the scheduler's answer as JSON, with what the job waits for, all warnings, the model to start from, and
+    what is promised."""
     own = answer.warnings if isinstance(answer, Plan) else ()
     more: dict[str, Any] = {"waits_for": waits_for, "warnings": [*own, *warnings]}
+    more["promise"] = promise
     more["initial_model"] = asdict(initial_model) if initial_model is not None else None
     return to_json(asdict(answer) | {name: value for name, value in more.items() if value})
 

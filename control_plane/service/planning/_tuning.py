@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -30,6 +30,7 @@ from sync.collective import collective_named
 
 _PROFILE = TypeAdapter(TaskProfile)
 _MERGE = TypeAdapter(MergePoint)
+_Item = TypeVar("_Item")
 _MAX_FRONT_POINTS = 60
 """Number of points returned of a longer front, evenly spaced and with both ends."""
 
@@ -82,7 +83,15 @@ def tuned(
         "compute": asdict(task.compute),
         "chosen": _as_dict(chosen) if chosen is not None else None,
         "front": [_as_dict(one) for one in _thinned(whole)],
+        "others": [_as_dict(one) for one in _best_of_each(task, space) if one not in whole],
     }
+
+
+def _best_of_each(task: TaskModel, space: Space) -> list[Prediction]:
+    """Return the cheapest configuration with each number of workers, for comparison with the front."""
+    counts = _thinned(space.workers)
+    found = (cheapest(task, replace(space, workers=(count,))) for count in counts)
+    return [one for one in found if one is not None]
 
 
 def _task(
@@ -133,7 +142,7 @@ def _as_dict(one: Prediction) -> dict[str, Any]:
     return {**fields.pop("configuration"), **fields}
 
 
-def _thinned(whole: tuple[Prediction, ...]) -> list[Prediction]:
+def _thinned(whole: Sequence[_Item]) -> list[_Item]:
     if len(whole) <= _MAX_FRONT_POINTS:
         return list(whole)
     step = (len(whole) - 1) / (_MAX_FRONT_POINTS - 1)

@@ -71,7 +71,7 @@ def main():
         for number, (region, user, item, rating, time) in enumerate(source):
             split = "test" if number % TEST_EVERY == TEST_EVERY - 1 else "train"
             if (region, split) not in files:
-                path = given.out / region / f"{split}.{ending}"
+                path = given.out / region / f"ratings-{split}.{ending}"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files[region, split] = stack.enter_context(path.open("w", encoding="ascii"))
                 written[region][split] = {"path": str(path), "samples": 0}

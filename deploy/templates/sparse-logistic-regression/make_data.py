@@ -98,7 +98,7 @@ def main():
         ):
             split = "test" if number % TEST_EVERY == TEST_EVERY - 1 else "train"
             if (region, split) not in files:
-                path = given.out / region / f"{split}.txt"
+                path = given.out / region / f"clicks-{split}.txt"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 files[region, split] = stack.enter_context(path.open("w", encoding="ascii"))
                 written[region][split] = {"path": str(path), "samples": 0}

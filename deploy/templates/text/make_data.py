@@ -71,7 +71,7 @@ def main():
         border = round(len(text) * (1 - TEST_PART))
         written[region] = {}
         for split, part in (("train", text[:border]), ("test", text[border:])):
-            path = given.out / region / f"{split}.txt"
+            path = given.out / region / f"letters-{split}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(part, encoding="utf-8")
             written[region][split] = {"path": str(path), "samples": max(0, (len(part) - 1) // LENGTH)}

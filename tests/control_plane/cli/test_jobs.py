@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import select
 import signal
 import stat
@@ -162,9 +163,12 @@ def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str
     texts = {text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
     assert {"a", "b"} < texts
     assert any("a → b: " in text for text in texts if text)
-    for part in ("SHARD IN", "ALTERNATIVES", "egress to b"):
+    for part in ("DATA OF", "ALTERNATIVES", "egress to b"):
         assert part in run("explain", job_file).out
     assert run("list", "--all", "-o", "json").data == before
+    bounded = run("explain", job_file, "--set", "objective.deadline=2h", "--set", "objective.budget=9").out
+    assert re.search(r"^deadline +\d{4}-\S+Z is promised; training takes .+ at most$", bounded, re.MULTILINE)
+    assert re.search(r"^budget +\$9\.00 is kept: \$\S+ at most is expected", bounded, re.MULTILINE)
     hurried = run("explain", job_file, "--set", "objective.deadline=1s")
     assert hurried.status == 9
     assert "could be promised" in hurried.err

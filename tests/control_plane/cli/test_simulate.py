@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from control_plane.cli.commands.simulate import PlainProgress
 from scheduler.simulate import POLICIES
 from tests.control_plane.cli.conftest import Run
 
@@ -88,3 +89,14 @@ def test_what_is_wrong_is_said(
     assert (ran.status, ran.error["code"]) == (status, code)
     assert message in ran.error["message"]
     assert ran.error["hint"]
+
+
+def test_a_long_simulation_says_how_far_it_is() -> None:
+    times, said = iter([0.0, 5.0, 10.0, 12.0, 20.0]), list[str]()
+    progress = PlainProgress("geofed", lambda: next(times), said.append)
+    for done in (100, 250, 300, 500):
+        progress(done, 1000)
+    assert said == [
+        "geofed: 250 of 1,000 jobs, about 30.0 s left",
+        "geofed: 500 of 1,000 jobs, about 20.0 s left",
+    ]
