@@ -175,7 +175,13 @@ class ControlClient:
         return await self._answer(lambda stub: stub.GetJob, control_pb2.JobRequest(job=job))
 
     async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
-        """Return jobs, newest first, without spec, plan and result."""
+        """Return the jobs that the caller may read, newest first, without spec, plan and result."""
+        return (await self.jobs_and_occupied(ended=ended, limit=limit))[0]
+
+    async def jobs_and_occupied(
+        self, *, ended: bool = False, limit: int = 100
+    ) -> tuple[list[control_pb2.Job], dict[str, int]]:
+        """Return the same jobs, and by region the workers of all other active jobs."""
         found: list[control_pb2.Job] = []
         while True:
             after = found[-1].id if found else ""
@@ -183,7 +189,7 @@ class ControlClient:
             reply: control_pb2.ListJobsReply = await self._answer(lambda stub: stub.ListJobs, request)
             found += reply.jobs
             if not reply.more or not reply.jobs or len(found) >= limit:
-                return found
+                return found, dict(reply.occupied)
 
     async def cancel(self, job: str, reason: str = "") -> control_pb2.Job:
         """Cancel a job."""
@@ -196,6 +202,10 @@ class ControlClient:
     async def replan(self, job: str, reason: str = "") -> control_pb2.Job:
         """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
         return await self._answer(lambda stub: stub.Replan, control_pb2.ReplanRequest(job=job, reason=reason))
+
+    async def share(self, job: str, user: str, *, end: bool = False) -> control_pb2.Job:
+        """Let a user read a job or, with ``end``, not any more."""
+        return await self._answer(self._stub.Share, control_pb2.ShareRequest(job=job, user=user, end=end))
 
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
@@ -212,6 +222,14 @@ class ControlClient:
             found += reply.regions
             if not reply.more or not reply.regions:
                 return found
+
+    async def change_region(
+        self, region: str, change: str, reason: str = "", *, move: bool = False
+    ) -> control_pb2.Region:
+        """Change a region: "drain", "undrain", "revoke" or "remove"; with ``move`` its running jobs are replanned."""
+        wanted = f"CHANGE_{change.upper()}"
+        request = control_pb2.ChangeRegionRequest(region=region, change=wanted, reason=reason, move=move)
+        return await self._answer(self._stub.ChangeRegion, request)
 
     async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
         """Create a one-time token for a region."""

@@ -27,8 +27,9 @@ CA_LIFE = timedelta(days=3650)
 """Lifetime of the CA's certificate."""
 SERVER_LIFE = timedelta(days=365)
 """Lifetime of the control plane's certificate; it is renewed at half of it."""
-REGION_LIFE = timedelta(days=30)
-"""Default lifetime of a region's certificate."""
+REGION_LIFE = timedelta(days=7)
+"""Default lifetime of a region's certificate, renewed at half of it. It bounds how long a peer that cannot be told of
+a revocation accepts the certificate; and an agent may be without a control plane for half of it, a long weekend."""
 BACKDATE = timedelta(minutes=5)
 """Certificates are valid from this long before their creation, for clocks that are behind."""
 _TOKEN_PREFIX = "geofed1."

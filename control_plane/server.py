@@ -31,6 +31,8 @@ from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
 from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
 from control_plane.service import (
+    AGENT_RULES,
+    CONTROL_RULES,
     WAIT,
     AccessConfig,
     AgentHubService,
@@ -42,11 +44,14 @@ from control_plane.service import (
     MetricsExporter,
     Probing,
     Profiling,
+    RegionCheck,
     Silence,
     StoreThreads,
     Succession,
+    UserCheck,
 )
 from control_plane.store import Store, open_store, sqlite_file, upgrade_store
+from geofed_pb.access import AccessInterceptor
 from geofed_pb.address import joined
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
@@ -296,15 +301,18 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.push_async_callback(probing.close)
     profiling = Profiling(federation, measurements)
     succession = Succession(federation)
-    access = AccessConfig(state.token_hash, authority.ca_pem, "")
+    access = AccessConfig(authority.ca_pem, "")
     users = ControlService(federation, profiling, probing, succession, access)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
-    control = grpc.aio.server(interceptors=interceptors, options=server_options())
+    of_users = AccessInterceptor(CONTROL_RULES, UserCheck(federation, state.token_hash))
+    of_agents = AccessInterceptor(AGENT_RULES, RegionCheck(federation))
+    federation.rights_changed = partial(_recheck, of_users, of_agents)
+    control = grpc.aio.server(interceptors=[*interceptors, of_users], options=server_options())
     control_pb2_grpc.add_ControlServicer_to_server(users, control)
     control_pb2_grpc.add_EnrolmentServicer_to_server(enrolment, control)
     health_pb2_grpc.add_HealthServicer_to_server(checks, control)
-    agents = grpc.aio.server(interceptors=interceptors, options=server_options())
+    agents = grpc.aio.server(interceptors=[*interceptors, of_agents], options=server_options())
     hub = AgentHubService(federation, measurements, authority, config.region_certificate_life)
     agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
 
@@ -325,6 +333,12 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _write_context(config, state, ports)
     return ports
+
+
+async def _recheck(*interceptors: AccessInterceptor) -> None:
+    """End the calls under way whose callers may not make them any more."""
+    for interceptor in interceptors:
+        await interceptor.recheck()
 
 
 async def _tick(federation: Federation) -> None:

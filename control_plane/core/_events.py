@@ -133,10 +133,12 @@ class RegionUnreachable:
 
 @dataclass(frozen=True)
 class RegionLost:
-    """A region's lease has expired."""
+    """A region's lease has expired, or the region was shut out."""
 
     at: float
     region: str
+    final: bool = False
+    """Whether the operator has shut the region out, so that it does not come back."""
 
 
 @dataclass(frozen=True)

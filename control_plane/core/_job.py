@@ -521,6 +521,9 @@ class JobMachine:
 
     def _region_lost(self, event: RegionLost) -> None:
         copy, part = self.state.copy_from(event.region), self.state.partition(event.region)
+        if event.final and (part or copy) and self.state.phase != "cancelling":
+            self._fail(event.at, Failure("REGION_LOST", f"region {event.region} was shut out by the operator"))
+            return
         if copy is not None:
             self._relink_source(copy, "lost", event.at)
             if self.state.phase == "cancelling":

@@ -152,10 +152,13 @@ class RegionMachine:
         before = self.state
         if before.revoked:
             return []
-        lost = self._lost(event.at) if before.phase in ("live", "unreachable") else []
-        self.state = replace(self.state, revoked=True)
+        ended: list[RegionAction] = [EndSession(before.session)] if before.connected else []
+        self.state = replace(before, connected=False, revoked=True)
+        if before.phase in ("live", "unreachable"):
+            self.state = replace(self.state, phase="lost", since=event.at)
         text = f"region {before.name} was shut out" + (f": {event.reason}" if event.reason else "")
-        return [Record("region.revoked", text, before.name, {"reason": event.reason}), *lost]
+        record = Record("region.revoked", text, before.name, {"reason": event.reason})
+        return [*ended, record, NotifyJobs(RegionLost(event.at, before.name, final=True))]
 
     def _heartbeat(self, event: Heartbeat) -> list[RegionAction]:
         before = self.state

@@ -123,15 +123,17 @@ class Dashboard:
     async def _overview(self, request: Request, caller: Caller) -> str:
         federation = self._federation
         # Active jobs are in memory; the latest ended ones are read from the store.
-        newest = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
+        known = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
+        newest = [entry for entry in known if caller.may_read(entry.row)]
         active = [job_view(federation.summarise(entry)) for entry in newest[:_ACTIVE_JOBS]]
-        ended = [job_view(federation.summarise(entry)) for entry in await federation.list_jobs(TERMINAL, _ENDED_JOBS)]
+        latest = await federation.list_jobs(TERMINAL, _ENDED_JOBS, reader=caller.user)
+        ended = [job_view(federation.summarise(entry)) for entry in latest]
         after = request.query_params.get("regions-after", "")
         names = sorted(name for name in federation.regions if name > after)
         shown = [federation.regions[name] for name in names[:_REGIONS]]
         regions = [region_view(federation.describe_region(entry)) for entry in shown]
         used: dict[str, int] = {}
-        for part in (part for entry in newest for part in entry.state.partitions):
+        for part in (part for entry in known for part in entry.state.partitions):
             used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
         return self._templates.get_template("overview.html").render(
             active=active,
@@ -145,7 +147,8 @@ class Dashboard:
 
     async def _job(self, request: Request, caller: Caller) -> str:
         federation = self._federation
-        entry = await federation.find_job(request.path_params["job"])
+        entry = await federation.find_job(request.path_params["job"], caller.may_read)
+        caller.require("read", entry.row)
         job = job_view(federation.describe(entry))
         newest = partial(Store.newest_events, job=job["id"])
         events = await federation.read(partial(newest, limit=_EVENTS))

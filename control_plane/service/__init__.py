@@ -5,6 +5,7 @@ from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._probing import WAIT, Probing
 from control_plane.service.measuring._profiling import Profiling
+from control_plane.service.rpc._access import AGENT_RULES, CONTROL_RULES, RegionCheck, UserCheck
 from control_plane.service.rpc._agents import AgentHubService
 from control_plane.service.rpc._control import AccessConfig, ControlService
 from control_plane.service.rpc._enrolment import EnrolmentService
@@ -14,6 +15,8 @@ from control_plane.service.state._federation import Federation
 from control_plane.service.state._leading import Leading, Silence, StoreThreads
 
 __all__ = [
+    "AGENT_RULES",
+    "CONTROL_RULES",
     "WAIT",
     "AccessConfig",
     "AgentHubService",
@@ -26,9 +29,11 @@ __all__ = [
     "MetricsExporter",
     "Probing",
     "Profiling",
+    "RegionCheck",
     "Silence",
     "StoreThreads",
     "Succession",
+    "UserCheck",
     "caller_of",
     "event_message",
 ]

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from control_plane.core import TERMINAL, Report, WanLink, wan_links
 from control_plane.service.state._federation import ACTIVE, Federation
+from geofed_pb.access import wrapped
 from geofed_pb.errors import GeofedError
 
 REGION_PHASES = ("invited", "live", "misconfigured", "draining", "unreachable", "lost", "revoked")
@@ -181,24 +182,10 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
     ) -> Any:
         """Wrap a call's handler so that its end is counted."""
         handler = await continuation(handler_call_details)
-        method = str(handler_call_details.method)
         if handler is None:
             return handler
-        if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            behaviour = self._counted_stream(handler.stream_stream or handler.unary_stream, method)
-        else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            behaviour = self._counted_answer(handler.stream_unary or handler.unary_unary, method)
-        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+        count = self._counted_stream if handler.response_streaming else self._counted_answer
+        return wrapped(handler, functools.partial(count, method=str(handler_call_details.method)))
 
     def _counted_answer(self, behaviour: Any, method: str) -> Any:
         @functools.wraps(behaviour)

@@ -28,6 +28,10 @@ class JobRow:
     """Name of the user who submitted the job; empty: the operator."""
     unpromised_worker_seconds: float = 0.0
     """Worker seconds used by an ended job without a promised deadline; else 0."""
+    signature_json: str = ""
+    """The submitter's signature over specification and code; empty: unsigned."""
+    shared_with: tuple[str, ...] = ()
+    """Users that may read the job beside its own."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,16 @@ class Invitation:
 
 
 @dataclass(frozen=True)
+class Revocation:
+    """A certificate that is not valid any more."""
+
+    serial: str
+    region: str
+    expires: float
+    """Time after which the certificate has expired anyway."""
+
+
+@dataclass(frozen=True)
 class UserRow:
     """A user who may submit jobs, in addition to the operator."""
 
@@ -109,6 +123,8 @@ class UserRow:
     promised_workers: int | None
     """Quota: limit of workers reserved for the user's promises at any time, over all regions; None: unlimited."""
     created_at: float
+    public_key: str = ""
+    """Public key that the user's submissions are signed with; empty: none is registered."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,10 @@ class Change:
     users: tuple[UserRow, ...] = ()
     """New or changed users."""
     removed_users: tuple[str, ...] = ()
+    removed_region: str = ""
+    """Region to forget with its commands and invitations; empty: none."""
+    revocations: tuple[Revocation, ...] = ()
+    """Newly revoked certificates."""
     report_cursor: tuple[str, int] | None = None
     """Region and sequence number of the report that is applied."""
     command_cursor: tuple[str, int] | None = None

@@ -45,6 +45,8 @@ jobs = Table(
     Column("result_json", Text, nullable=False),
     Column("user", String(64), nullable=False, server_default=""),
     Column("unpromised_worker_seconds", Double, nullable=False, server_default="0"),
+    Column("signature_json", Text, nullable=False, server_default=""),
+    Column("shared_with", Text, nullable=False, server_default="[]"),
 )
 users = Table(
     "users",
@@ -53,6 +55,7 @@ users = Table(
     Column("token_hash", String(80), nullable=False, unique=True),
     Column("promised_workers", Integer),
     Column("created_at", Double, nullable=False),
+    Column("public_key", Text, nullable=False, server_default=""),
 )
 events = Table(
     "events",
@@ -82,6 +85,13 @@ regions = Table(
     Column("command_cursor", BigInteger, nullable=False),
     Column("report_cursor", BigInteger, nullable=False),
     Column("shared_seq", BigInteger, nullable=True),
+)
+revocations = Table(
+    "revocations",
+    metadata,
+    Column("serial", String(64), primary_key=True),
+    Column("region", String(64), nullable=False),
+    Column("expires", Double, nullable=False),
 )
 commands = Table(
     "commands",

@@ -25,6 +25,7 @@ from control_plane.store._records import (
     Leadership,
     LogRow,
     RegionRow,
+    Revocation,
     RunRow,
     UserRow,
     WeightRow,
@@ -96,7 +97,8 @@ class Store:
                 name, seq = change.dropped_command
                 connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
             for job in change.jobs:
-                _put(connection, t.jobs, {"id": job.id}, asdict(job))
+                shared = json.dumps(job.shared_with)
+                _put(connection, t.jobs, {"id": job.id}, asdict(job) | {"shared_with": shared})
             for region in change.regions:
                 self._put_region(connection, region)
             for invitation in change.invitations:
@@ -105,6 +107,12 @@ class Store:
                 _put(connection, t.users, {"name": user.name}, asdict(user))
             if change.removed_users:
                 connection.execute(delete(t.users).where(t.users.c.name.in_(change.removed_users)))
+            for revoked in change.revocations:
+                _put(connection, t.revocations, {"serial": revoked.serial}, asdict(revoked))
+            if name := change.removed_region:
+                for table, column in (("commands", "region"), ("invitations", "region"), ("regions", "name")):
+                    of_table = t.metadata.tables[table]
+                    connection.execute(delete(of_table).where(of_table.c[column] == name))
             for run in change.runs:
                 _put(connection, t.runs, {"job": run.job, "region": run.region}, asdict(run))
             for weight in change.weights:
@@ -181,9 +189,16 @@ class Store:
         """Return the jobs with a name, newest first."""
         return self._jobs(t.jobs.c.name == name, 100)
 
-    def jobs(self, *, phases: frozenset[str] | None = None, limit: int = 1000, after: str = "") -> list[JobRow]:
-        """Return jobs in `phases` (None: any), newest first, starting after the job with ID `after`."""
+    def jobs(
+        self, *, phases: frozenset[str] | None = None, limit: int = 1000, after: str = "", reader: str = ""
+    ) -> list[JobRow]:
+        """Return jobs in `phases` (None: any), newest first, starting after the job with ID `after`.
+
+        ``reader``: only jobs that are this user's or shared with it; empty: all.
+        """
         wanted: list[Any] = [t.jobs.c.phase.in_(phases)] if phases is not None else []
+        if reader:
+            wanted.append(or_(t.jobs.c.user == reader, t.jobs.c.shared_with.contains(json.dumps(reader))))
         if after:
             created = select(t.jobs.c.created_at).where(t.jobs.c.id == after).scalar_subquery()
             older = t.jobs.c.created_at < created
@@ -200,6 +215,12 @@ class Store:
         with self._reading() as connection:
             rows = connection.execute(select(*names).order_by(t.regions.c.name)).mappings()
             return [RegionRow(**{**row, "serials": tuple(json.loads(row["serials"]))}) for row in rows]
+
+    def revocations(self, at: float) -> list[Revocation]:
+        """Return the revoked certificates that have not expired at a time."""
+        with self._reading() as connection:
+            wanted = select(t.revocations).where(t.revocations.c.expires > at).order_by(t.revocations.c.serial)
+            return [Revocation(**row) for row in connection.execute(wanted).mappings()]
 
     def cursors(self, region: str) -> Cursors:
         """Return the sequence numbers of a region; zeros if it is unknown."""
@@ -264,6 +285,12 @@ class Store:
             row = connection.execute(wanted).mappings().first()
             return Invitation(**row) if row else None
 
+    def open_invitations(self, region: str) -> list[Invitation]:
+        """Return the invitations of a region that are not used."""
+        with self._reading() as connection:
+            unused = and_(t.invitations.c.region == region, t.invitations.c.used_at == 0)
+            return [Invitation(**row) for row in connection.execute(select(t.invitations).where(unused)).mappings()]
+
     def users(self) -> list[UserRow]:
         """Return all users, sorted by name."""
         with self._reading() as connection:
@@ -302,7 +329,8 @@ class Store:
     def _jobs(self, condition: Any, limit: int) -> list[JobRow]:
         wanted = select(t.jobs).where(condition).order_by(t.jobs.c.created_at.desc(), t.jobs.c.id).limit(limit)
         with self._reading() as connection:
-            return [JobRow(**row) for row in connection.execute(wanted).mappings()]
+            rows = connection.execute(wanted).mappings()
+            return [JobRow(**{**row, "shared_with": tuple(json.loads(row["shared_with"]))}) for row in rows]
 
     def _put_region(self, connection: Connection, region: RegionRow) -> None:
         values = asdict(region) | {"serials": json.dumps(region.serials)}

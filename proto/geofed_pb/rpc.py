@@ -34,10 +34,13 @@ __all__ = [
     "channel_options",
     "clock_of",
     "error_of",
+    "errors_with_code",
     "peer_address",
-    "peer_common_name",
+    "peer_region",
+    "peer_serial",
     "read_pem",
     "refuse",
+    "region_in",
     "region_name",
     "server_options",
     "streaming",
@@ -49,6 +52,8 @@ CHUNK_BYTES = 1 << 20
 """Bytes of a blob in one message."""
 CONTROL_PLANE_NAME = "control-plane.geofed"
 """DNS name in the control plane's certificate."""
+_REGION_SUFFIX = ".region.geofed"
+"""End of the DNS name in a region's certificate."""
 _ERROR_KEY = "geofed-error-bin"
 """Key of the error in the trailing metadata of a failed call."""
 _CLOCK_KEY = "geofed-clock"
@@ -77,7 +82,7 @@ _STATUS = {
 
 def region_name(region: str) -> str:
     """Return the DNS name in the certificates of a region."""
-    return f"{region}.region.geofed"
+    return f"{region}{_REGION_SUFFIX}"
 
 
 def channel_options() -> list[tuple[str, Any]]:
@@ -138,11 +143,31 @@ def with_token(token: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),)
 
 
-def peer_common_name(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
-    """Return the common name of the client's certificate; None if it has sent none."""
-    for name in context.auth_context().get("x509_common_name") or ():
-        return name.decode()
-    return None
+def peer_region(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    """Return the region that the client's certificate is for; None if it has sent none, or one of something else."""
+    names = context.auth_context().get("x509_subject_alternative_name") or ()
+    return region_in(name.decode(errors="replace") for name in names)
+
+
+def region_in(names: Iterable[str]) -> str | None:
+    """Return the region that one of a certificate's names is of; None if there is none, or more than one."""
+    found = {name.removesuffix(_REGION_SUFFIX) for name in names if name.endswith(_REGION_SUFFIX)}
+    return found.pop() if len(found) == 1 else None
+
+
+def peer_serial(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Return the serial number of the client's certificate in hexadecimal; empty if it has sent none."""
+    for pem in context.auth_context().get("x509_pem_cert") or ():
+        return _serial_of(pem)
+    return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _serial_of(pem: bytes) -> str:
+    # Imported here, since commands of users import this module and need no certificates.
+    from cryptography import x509
+
+    return f"{x509.load_pem_x509_certificate(pem).serial_number:x}"
 
 
 def peer_address(context: grpc.aio.ServicerContext[Any, Any]) -> str:
@@ -241,7 +266,7 @@ async def _abort_unforeseen(context: grpc.aio.ServicerContext[Any, Any], method:
 
 
 @contextlib.asynccontextmanager
-async def _errors_with_code(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[None]:
+async def errors_with_code(context: grpc.aio.ServicerContext[Any, Any], method: str) -> AsyncIterator[None]:
     """End a call with the code of the error that its method raises."""
     try:
         yield
@@ -260,7 +285,7 @@ def answering(
 
     @functools.wraps(method)
     async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        async with _errors_with_code(context, method.__qualname__):
+        async with errors_with_code(context, method.__qualname__):
             answer = await method(self, request, context)
             context.set_trailing_metadata((_clock(),))
             return answer
@@ -275,7 +300,7 @@ def streaming(
 
     @functools.wraps(method)
     async def call(self: _Servicer, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-        async with _errors_with_code(context, method.__qualname__):
+        async with errors_with_code(context, method.__qualname__):
             async for message in method(self, request, context):
                 yield message
 

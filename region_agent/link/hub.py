@@ -237,6 +237,8 @@ class Hub:
         self._session_changed.set()
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
+        if welcome.HasField("revoked"):
+            self._identity.revoke(welcome.revoked.serials)
         _log.info("session with the control plane", session=welcome.session)
         if self._reports.resume(welcome.report_cursor):
             _log.warning("this state directory is older than the control plane's records: it was lost or restored")
@@ -303,6 +305,8 @@ class Hub:
                 commands.send_shard(message.seq, message.send_shard)
             case "profile":
                 commands.profile(message.profile)
+            case "revoked":
+                self._identity.revoke(message.revoked.serials)
             case "probe":
                 commands.probe(message.probe)
 

@@ -7,6 +7,7 @@ import binascii
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from cryptography.x509.oid import NameOID
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import CATALOGUE, GeofedError
+from sync.transport.revoked import RevokedSerials
 from sync.transport.sockets import Tls
 
 __all__ = ["Identity", "Invitation", "make_request", "read_invitation"]
@@ -81,6 +83,9 @@ class Identity:
         self.ca_file = self.folder / "ca.pem"
         self.certificate_file = self.folder / "certificate.pem"
         self.key_file = self.folder / "key.pem"
+        self.revoked_file = self.folder / "revoked.json"
+        """Serial numbers of revoked certificates, as the control plane has sent them last."""
+        self.revoked = RevokedSerials(self.revoked_file)
         self._federation_file = self.folder / "federation.json"
 
     def store(self, federation: JoinedFederation, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> None:
@@ -112,7 +117,13 @@ class Identity:
 
     def tls(self) -> Tls:
         """Read the present key and certificate; the files change when the certificate is renewed."""
-        return Tls(self.ca_file.read_bytes(), self.certificate_file.read_bytes(), self.key_file.read_bytes())
+        pems = self.ca_file.read_bytes(), self.certificate_file.read_bytes(), self.key_file.read_bytes()
+        return Tls(*pems, self.revoked)
+
+    def revoke(self, serials: Iterable[str]) -> None:
+        """Keep the serial numbers of all revoked certificates, for all servers of this region."""
+        if frozenset(serials) != self.revoked.serials:
+            write_durably(self.revoked_file, [json.dumps(sorted(serials)).encode()], mode=0o600)
 
     @property
     def certificate(self) -> x509.Certificate:

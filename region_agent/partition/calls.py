@@ -196,4 +196,5 @@ def server_config_of(
         ca_file=identity.ca_file,
         certificate_file=identity.certificate_file,
         key_file=identity.key_file,
+        revoked_file=identity.revoked_file,
     )

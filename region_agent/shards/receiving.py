@@ -15,14 +15,16 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from geofed_pb.access import AccessInterceptor
 from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import answering, peer_common_name, server_options
+from geofed_pb.rpc import answering, peer_region, server_options
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
 from region_agent.shards.listing import MAX_LIST_BYTES, ShardList, read_list
 from region_agent.worker.invocation import ShardFile
+from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
 from sync.transfer.arrival import Tickets
 from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
 from sync.transfer.listening import credentials, listen
@@ -206,7 +208,7 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         self, request: sync_pb2.IntroduceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> sync_pb2.Introduction:
         """Answer with this region's cloud and the files that it has already."""
-        shard_store = self.stores[self.admit(peer_common_name(context), request.job)]
+        shard_store = self.stores[self.admit(peer_region(context), request.job)]
         return sync_pb2.Introduction(
             region=self._region,
             cloud=self._cloud,
@@ -243,7 +245,9 @@ async def open_port(port: ShardPort, config: RegionConfig, identity: Callable[[]
     """
     host = config.server.exchange_host
     _, exchange, bulk = free_ports(host, _upper_half(config.server.ports), (0, 0, 0))
-    server = grpc.aio.server(options=server_options())
+    revoked = identity().revoked
+    access = AccessInterceptor(EXCHANGE_RULES, PeerCheck(config.name, lambda: frozenset(port.stores), revoked))
+    server = grpc.aio.server(interceptors=[access], options=server_options())
     sync_pb2_grpc.add_ExchangeServicer_to_server(port, server)
     sync_pb2_grpc.add_ShardPortServicer_to_server(port, server)
     try:
@@ -254,7 +258,11 @@ async def open_port(port: ShardPort, config: RegionConfig, identity: Callable[[]
             except OSError:
                 raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{bulk}") from None
         await server.start()
-        yield f"{config.advertise}:{listens}"
+        ending = asyncio.create_task(end_revoked(revoked, access, lambda: port.bulk))
+        try:
+            yield f"{config.advertise}:{listens}"
+        finally:
+            ending.cancel()
     finally:
         try:
             await server.stop(_STOP_GRACE_SECONDS)

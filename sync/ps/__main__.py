@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
+from geofed_pb.access import AccessInterceptor
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import die_with_parent, keep_freed_memory
@@ -35,9 +36,11 @@ from sync.ps.exchange import ExchangeService, Links
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
 from sync.ps.rejoin import rejoin
-from sync.ps.server import AdminService, WorkerService
+from sync.ps.server import WORKER_RULES, AdminService, WorkerCheck, WorkerService
 from sync.store import open_channel
+from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
 from sync.transfer.listening import credentials, listen
+from sync.transport.revoked import RevokedSerials
 from sync.transport.sockets import Tls
 from sync.wan import ExchangeSettings, policy_of
 
@@ -47,13 +50,18 @@ _STOP_GRACE_SECONDS = 2.0
 
 async def serve(config: PsConfig) -> None:
     """Run a partition's parameter server until it is stopped. Raises ``GeofedError`` if it fails."""
-    identity = functools.partial(_identity, config)
+    revoked = RevokedSerials(config.revoked_file)
+    identity = functools.partial(_identity, config, revoked)
     identity()
     engine = _engine(config)
     links = Links(engine, config, identity)
     admin = AdminService(engine, config, links)
     engine.feed(Configured(config.epoch, config.attempt, ()))
-    workers, exchange = grpc.aio.server(options=server_options()), grpc.aio.server(options=server_options())
+    peers = frozenset(config.regions) - {config.region}
+    of_peers = AccessInterceptor(EXCHANGE_RULES, PeerCheck(config.region, lambda: peers, revoked))
+    of_workers = AccessInterceptor(WORKER_RULES, WorkerCheck(config))
+    workers = grpc.aio.server(interceptors=[of_workers], options=server_options())
+    exchange = grpc.aio.server(interceptors=[of_peers], options=server_options())
     worker_pb2_grpc.add_WorkerPortServicer_to_server(WorkerService(engine, config), workers)
     service = ExchangeService(engine, config, links)
     sync_pb2_grpc.add_ExchangeServicer_to_server(service, exchange)
@@ -67,11 +75,13 @@ async def serve(config: PsConfig) -> None:
     await workers.start()
     await exchange.start()
     links.start()
+    ending = asyncio.create_task(end_revoked(revoked, of_peers, lambda: service.bulk))
     if engine.machine.state_lost:
         rejoining = asyncio.create_task(rejoin(engine, config, identity), name="rejoin the job")
         rejoining.add_done_callback(functools.partial(_rejoined, engine))
     write_durably(config.ready_file, [json.dumps(ports).encode()])
     await _until_stopped(admin, engine)
+    ending.cancel()
     await links.close()
     await asyncio.gather(workers.stop(_STOP_GRACE_SECONDS), exchange.stop(_STOP_GRACE_SECONDS))
     await engine.close()
@@ -137,12 +147,13 @@ def _rejoined(engine: Engine, task: asyncio.Task[None]) -> None:
         engine.fail(failure)
 
 
-def _identity(config: PsConfig) -> Tls:
+def _identity(config: PsConfig, revoked: RevokedSerials) -> Tls:
     """Read the TLS identity from its files: the agent renews the certificate while this process runs."""
     return Tls(
         read_pem(config.ca_file, "the federation's certificate authority"),
         read_pem(config.certificate_file, "the region's certificate"),
         read_pem(config.key_file, "the region's key"),
+        revoked,
     )
 
 

@@ -60,6 +60,8 @@ class PsConfig(BaseModel):
     ca_file: Path
     certificate_file: Path
     key_file: Path
+    revoked_file: Path | None = None
+    """JSON list of the serial numbers of revoked certificates, which the agent keeps up to date."""
     stall_seconds: float = 30.0
     """Timeout of a transfer without progress; it is then resumed."""
 

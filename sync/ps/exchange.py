@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import CHUNK_BYTES, answering, peer_common_name, streaming
+from geofed_pb.rpc import CHUNK_BYTES, answering, peer_region, streaming
 from geofed_pb.v1 import common_pb2, sync_pb2
 from sync.ps.config import PsConfig
 from sync.ps.core.actions import SendUpdates
@@ -244,14 +244,14 @@ class ExchangeService(Intake):
 
     @answering
     async def Rejoin(self, request: sync_pb2.RejoinRequest, context: _Context) -> sync_pb2.RejoinReply:
-        caller = self.admit(peer_common_name(context), request.job)
+        caller = self.admit(peer_region(context), request.job)
         self._engine.feed(StateLost(caller))
         layout = self._engine.storage.layout
         return rejoin_reply(self._engine.machine, request.job, "" if layout is None else layout.to_json())
 
     @streaming
     async def Fetch(self, request: sync_pb2.FetchRequest, context: _Context) -> AsyncIterator[common_pb2.BlobChunk]:
-        self.admit(peer_common_name(context), request.job)
+        self.admit(peer_region(context), request.job)
         storage, digest = self._engine.storage, ""
         if request.region not in self._config.regions and not request.checkpoint:
             raise GeofedError("FORBIDDEN", f"{request.region} is not a region of this job")
@@ -283,6 +283,6 @@ class ExchangeService(Intake):
 
     @streaming
     async def Collect(self, request: sync_pb2.CollectRequest, context: _Context) -> AsyncIterator[sync_pb2.CollectCall]:
-        caller = self.admit(peer_common_name(context), request.job)
+        caller = self.admit(peer_region(context), request.job)
         async for call in self._links.calls_to(caller):
             yield call

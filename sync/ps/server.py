@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from geofed_pb.access import Rule
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import CHUNK_BYTES, answering, peer_common_name, streaming, to_proto
+from geofed_pb.rpc import CHUNK_BYTES, answering, streaming, to_proto
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync.layout import Layout
 from sync.ps.config import PsConfig
@@ -23,7 +25,7 @@ from sync.ps.execution.export import to_safetensors
 from sync.ps.tokens import WorkerIdentity, verify
 from sync.transfer.manifest import PeerAddress
 
-__all__ = ["AdminService", "WorkerService"]
+__all__ = ["WORKER_RULES", "AdminService", "WorkerCheck", "WorkerService"]
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -33,17 +35,38 @@ WATCH_INTERVAL_SECONDS = 0.25
 """Shortest interval between two statuses of a Watch call."""
 
 
+WORKER_RULES = {
+    f"/geofed.v1.WorkerPort/{name}": Rule(("worker",), note="its own job, region, number and attempt")
+    for name in ("Attach", "Reduce", "Stepped", "Boundary", "Evaluated")
+}
+"""Rules of the port for the region's workers."""
+_worker: ContextVar[WorkerIdentity] = ContextVar("worker")
+"""The worker whose call runs."""
+
+
+class WorkerCheck:
+    """Checks calls of the region's workers by the token that the agent has signed."""
+
+    def __init__(self, config: PsConfig) -> None:
+        self._config = config
+
+    async def __call__(self, rule: Rule, context: _Context, request: Any, *, again: bool) -> None:
+        """Raise ``GeofedError``: UNAUTHENTICATED, FORBIDDEN."""
+        config = self._config
+        identity = verify(context.invocation_metadata() or (), config.token_key, config.job, config.region)
+        if not 0 <= identity.worker < identity.workers:
+            raise GeofedError("FORBIDDEN", f"worker {identity.worker} of {identity.workers}")
+        _worker.set(identity)
+
+
 class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     """Serves the workers of the region."""
 
     def __init__(self, engine: Engine, config: PsConfig) -> None:
         self._engine, self._config = engine, config
 
-    def _authenticate(self, context: _Context) -> WorkerIdentity:
-        config = self._config
-        identity = verify(context.invocation_metadata() or (), config.token_key, config.job, config.region)
-        if not 0 <= identity.worker < identity.workers:
-            raise GeofedError("FORBIDDEN", f"worker {identity.worker} of {identity.workers}")
+    def _authenticate(self) -> WorkerIdentity:
+        identity = _worker.get()
         if self._engine.failed is not None:
             raise self._engine.failed
         machine = self._engine.machine
@@ -54,7 +77,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Attach(self, request: worker_pb2.AttachRequest, context: _Context) -> worker_pb2.AttachReply:
-        who = self._authenticate(context)
+        who = self._authenticate()
         layout = Layout.from_json(request.layout_json)
         if self._engine.storage.layout is None and who.attempt >= self._engine.machine.attempt:
             await self._engine.keep_layout(layout)
@@ -80,7 +103,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Reduce(self, request: worker_pb2.ReduceRequest, context: _Context) -> worker_pb2.ReduceReply:
-        who = self._authenticate(context)
+        who = self._authenticate()
         key = merged_key(who.attempt, request.step)
         if who.attempt == self._engine.machine.attempt and self._engine.channel.has(key):
             # An earlier process merged it, and the worker missed the answer.
@@ -97,7 +120,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Stepped(self, request: worker_pb2.SteppedRequest, context: _Context) -> worker_pb2.SteppedReply:
-        who, present = self._authenticate(context), self._engine.machine.attempt
+        who, present = self._authenticate(), self._engine.machine.attempt
         if who.attempt < present:
             raise GeofedError("FENCED", f"attempt {present} has taken over from {who.attempt}")
         self._engine.feed(Stepped(request.step, request.loss))
@@ -105,7 +128,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Boundary(self, request: worker_pb2.BoundaryRequest, context: _Context) -> worker_pb2.BoundaryReply:
-        who = self._authenticate(context)
+        who = self._authenticate()
 
         def arrived(call: int) -> Event:
             return BoundaryArrived(
@@ -138,7 +161,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
 
     @answering
     async def Evaluated(self, request: worker_pb2.EvaluatedRequest, context: _Context) -> worker_pb2.EvaluatedReply:
-        who = self._authenticate(context)
+        who = self._authenticate()
         values = (request.round, request.samples, dict(request.metrics), request.error)
         answer = await self._engine.ask(
             lambda call: Evaluated(call, who.worker, who.attempt, *values), CALL_TIMEOUT_SECONDS
@@ -153,14 +176,8 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         self._engine, self._config, self._links = engine, config, links
         self.stopped = asyncio.Event()
 
-    def _check(self, context: _Context) -> None:
-        caller = peer_common_name(context)
-        if caller != self._config.region:
-            raise GeofedError("FORBIDDEN", f"{caller} is not the region of this parameter server")
-
     @answering
     async def Configure(self, request: sync_pb2.PsConfig, context: _Context) -> sync_pb2.PsStatus:
-        self._check(context)
         peers = tuple(PeerAddress(peer.region, peer.epoch, peer.address) for peer in request.peers)
         unknown = {peer.region for peer in peers} - set(self._config.regions)
         if unknown:
@@ -183,7 +200,6 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
 
     @streaming
     async def Watch(self, request: sync_pb2.PsWatchRequest, context: _Context) -> AsyncIterator[sync_pb2.PsStatus]:
-        self._check(context)
         version = -1
         while True:
             version = await self._engine.changed_since(version)
@@ -194,7 +210,6 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
     async def GetModel(
         self, request: sync_pb2.PsModelRequest, context: _Context
     ) -> AsyncIterator[common_pb2.BlobChunk]:
-        self._check(context)
         model = await self._engine.model()
         layout, progress = self._engine.storage.layout, self._engine.machine.progress
         if model is None or layout is None:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import answering, peer_common_name
+from geofed_pb.rpc import answering, peer_region
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.transfer.arrival import Arrival, Tickets, key_of
 from sync.transfer.manifest import Manifest, Verdict
@@ -152,7 +152,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
         A local copy is used where the region already has one.
         """
-        caller = peer_common_name(context) or ""
+        caller = peer_region(context) or ""
         manifest = self.check(request, caller)
         await self.take_local_copy(request.job, manifest, caller)
         return self._answer(request.job, manifest, caller)
@@ -164,7 +164,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         Raises `GeofedError`: ``FENCED`` where a newer stream sends the same update, and what `check` raises for
         its manifest.
         """
-        caller = peer_common_name(context) or ""
+        caller = peer_region(context) or ""
         arrival: Arrival | None = None
         stream, manifest, job = 0, None, ""
         async for chunk in request:

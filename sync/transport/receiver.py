@@ -15,7 +15,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import sync_pb2
 from sync.transport.partial_file import PartialFile
-from sync.transport.sockets import DIAL_FAULT, Tls, accept_tls, common_name, dial, listen
+from sync.transport.sockets import DIAL_FAULT, Tls, accept_tls, dial, listen, region_of, serial_of
 from sync.transport.stream import hello
 from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
@@ -64,7 +64,7 @@ class BulkPort:
         self._job, self._identity, self._handler = job, identity, handler
         self._listener = listen(host, port)
         self.port: int = self._listener.getsockname()[1]
-        self._open_connections: set[socket.socket] = set()
+        self._open_connections: set[ssl.SSLSocket] = set()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -91,14 +91,22 @@ class BulkPort:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        self._shut_down(lambda _: True)
+        for thread in list(self._threads):
+            thread.join(_CLOSE_SECONDS)
+
+    def end_revoked(self) -> None:
+        """Close the connections of peers whose certificates are revoked by now."""
+        revoked = self._identity().revoked.serials
+        self._shut_down(lambda connection: serial_of(connection) in revoked)
+
+    def _shut_down(self, wanted: Callable[[ssl.SSLSocket], bool]) -> None:
         with self._lock:
-            connections = list(self._open_connections)
+            connections = [connection for connection in self._open_connections if wanted(connection)]
         for connection in connections:
             # This shuts down the TCP connection: the TLS socket's own method would leave its reader with ciphertext.
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
-        for thread in list(self._threads):
-            thread.join(_CLOSE_SECONDS)
 
     # Connections
 
@@ -131,7 +139,7 @@ class BulkPort:
             plain.close()
             return
         with self._kept(connection):
-            caller = common_name(connection)
+            caller = region_of(connection)
             head = parse(_exactly(connection, HEAD_BYTES))
             if head.kind is not FrameKind.HELLO:
                 raise GeofedError("FRAME_INVALID", f"the first frame of a stream is {head.kind.name}")

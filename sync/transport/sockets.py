@@ -11,12 +11,14 @@ import ssl
 import struct
 import termios
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from geofed_pb.rpc import region_name
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import region_in, region_name
+from sync.transport.revoked import RevokedSerials
 
 __all__ = [
     "DIAL_FAULT",
@@ -24,9 +26,10 @@ __all__ = [
     "Tls",
     "accept_tls",
     "buffer_bytes",
-    "common_name",
     "dial",
     "listen",
+    "region_of",
+    "serial_of",
     "tcp_info",
     "tune",
     "unacknowledged_bytes",
@@ -63,6 +66,8 @@ class Tls:
     ca_pem: bytes
     certificate_pem: bytes
     key_pem: bytes
+    revoked: RevokedSerials = field(default_factory=RevokedSerials, compare=False)
+    """Certificates that are refused although the CA has signed them."""
 
 
 @lru_cache(maxsize=8)
@@ -90,11 +95,21 @@ def _unnamed_file(content: bytes) -> Iterator[str]:
 
 
 def dial(address: tuple[str, int], region: str, tls: Tls, timeout: float) -> ssl.SSLSocket:
-    """Connect to a region's bulk port. Raises OSError, of which ssl.SSLError is a subclass."""
+    """Connect to a region's bulk port. Raises OSError, of which ssl.SSLError is a subclass; ``GeofedError`` if its
+    certificate is revoked."""
     # Wrapping takes the connection out of `plain`, which then closes nothing.
     with socket.create_connection(address, timeout) as plain:
         tune(plain)
-        return _context(tls, server=False).wrap_socket(plain, server_hostname=region_name(region))
+        return _valid(_context(tls, server=False).wrap_socket(plain, server_hostname=region_name(region)), tls)
+
+
+def _valid(connection: ssl.SSLSocket, tls: Tls) -> ssl.SSLSocket:
+    try:
+        tls.revoked.require(serial_of(connection), region_of(connection))
+    except GeofedError:
+        connection.close()
+        raise
+    return connection
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -106,20 +121,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 def accept_tls(plain: socket.socket, tls: Tls, timeout: float) -> ssl.SSLSocket:
     """Accept a TLS connection, as the server's side of `dial`. Raises OSError, also if the client shows no valid
-    certificate."""
+    certificate; ``GeofedError`` if the certificate is revoked."""
     plain.settimeout(timeout)
     tune(plain)
-    return _context(tls, server=True).wrap_socket(plain, server_side=True)
+    return _valid(_context(tls, server=True).wrap_socket(plain, server_side=True), tls)
 
 
-def common_name(connection: ssl.SSLSocket) -> str:
-    """Return the common name in the peer's certificate, or ""."""
-    subject: Any = (connection.getpeercert() or {}).get("subject", ())
-    for part in subject:
-        for name, value in part:
-            if name == "commonName":
-                return str(value)
-    return ""
+def region_of(connection: ssl.SSLSocket) -> str:
+    """Return the region that the peer's certificate is for, or ""."""
+    names: Any = (connection.getpeercert() or {}).get("subjectAltName", ())
+    return region_in(value for kind, value in names if kind == "DNS") or ""
+
+
+def serial_of(connection: ssl.SSLSocket) -> str:
+    """Return the serial number of the peer's certificate in hexadecimal."""
+    return f"{int(str((connection.getpeercert() or {}).get('serialNumber', '0')), 16):x}"
 
 
 def tune(connection: socket.socket, send_buffer_bytes: int = 0, bytes_per_second: float = 0.0) -> None:

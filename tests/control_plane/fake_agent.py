@@ -108,6 +108,8 @@ class FakeAgent:
         self.welcome: agent_pb2.Welcome | None = None
         self.failure: Any = None
         self.strict = True
+        self.revoked: list[str] = []
+        """Serial numbers of revoked certificates, as told last."""
         self.probes = False
         """Whether what it is to probe is a command that a test answers; otherwise it cannot, and says so."""
         self._seq = 0
@@ -175,6 +177,9 @@ class FakeAgent:
         kind = message.WhichOneof("body")
         if kind == "welcome":
             self.welcome = message.welcome
+            self.revoked = list(message.welcome.revoked.serials)
+        elif kind == "revoked":
+            self.revoked = list(message.revoked.serials)
         elif kind == "report_ack":
             self._drop_acknowledged(message.report_ack.seq)
         elif message.seq:

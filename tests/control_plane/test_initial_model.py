@@ -110,7 +110,7 @@ def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: Serve
                 await finish(job, a, b)
                 assert (await client.plan(load(job_file, [starting_from(job)]).json)).admissible
             async with as_user(stage, bob) as client:
-                await both(client, job, "FORBIDDEN", "is the job of ann")
+                await both(client, job, "FORBIDDEN", "is another user's job")
             assert (await stage.client.plan(load(job_file, [starting_from(job)]).json)).admissible
             (serve_config.state_dir / "blobs" / digest_of(MODEL).removeprefix("sha256:")).unlink()
             await both(stage.client, job, "MODEL_NOT_FOUND", "is missing")

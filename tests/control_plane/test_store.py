@@ -190,6 +190,9 @@ class Contract:
         store.commit(Change(jobs=(replace(JOB, state_json=json.dumps(old | {"copies": [copy]})),)))
         with store.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
             connection.exec_driver_sql("DROP TABLE leadership")
+            connection.exec_driver_sql("DROP TABLE revocations")
+            for table, column in (("users", "public_key"), ("jobs", "signature_json"), ("jobs", "shared_with")):
+                connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")
         with open_store(url) as upgraded:
             (row,) = upgraded.jobs()

@@ -88,28 +88,36 @@ def test_users_come_and_go_and_their_tokens_are_not_kept(serve_config: ServeConf
     run(scenario())
 
 
-def test_a_job_is_its_users_and_others_may_only_look(serve_config: ServeConfig, job_file: Path) -> None:
+def test_a_job_is_its_users_and_nobody_elses(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
             tokens = [(await stage.client.add_user(name)).token for name in ("ann", "bob")]
             async with as_user(stage, tokens[0]) as ann, as_user(stage, tokens[1]) as bob:
                 job = await submitted(ann, job_file, "r1")
-                assert (job.user, (await bob.job(job.id)).user) == ("ann", "ann")
+                assert job.user == "ann"
                 assert (await submitted(ann, job_file, "r1")).id == job.id
                 await refused(submitted(bob, job_file, "r1"), "REQUEST_CONFLICT", "by another user")
                 await train(job.id, a, b)
-                await refused(bob.cancel(job.id), "FORBIDDEN", f"{job.id} is the job of ann; bob may only read it")
-                await refused(bob.scale(job.id, {"a": 2}), "FORBIDDEN")
-                await refused(bob.cancel(job.name), "FORBIDDEN")
-                await ann.scale(job.id, {"a": 2})
+                for agent in (a, b):
+                    agent.report(job.id, "training", workers=2)
+                    await agent.settled()
+                for call in reading(bob, job.id):
+                    await refused(call, "FORBIDDEN", f"{job.id} is another user's job")
+                await refused(bob.job(job.name), "JOB_NOT_FOUND")
+                assert await bob.jobs_and_occupied(ended=True) == ([], {"a": 2, "b": 2})
+                assert [event async for event in bob.watch("", follow=False)] == []
+                for call in changing(bob, job.id):
+                    await refused(call, "FORBIDDEN", "another user's job")
                 operators = await submitted(stage.client, job_file, "r2", "train.seed=2")
                 assert operators.user == ""
-                await refused(ann.cancel(operators.id), "FORBIDDEN", "the job of the operator")
-                assert {(shown.id, shown.user) for shown in await bob.jobs()} == {(job.id, "ann"), (operators.id, "")}
-                events = [event async for event in bob.watch(job.id, follow=False)]
+                await refused(ann.cancel(operators.id), "FORBIDDEN", "another user's job")
+                assert "1 job of other users" not in operators.condition
+                events = [event async for event in ann.watch(job.id, follow=False)]
                 assert events[0].text == f"job {job.id} was submitted by ann"
-                assert json.loads(events[0].data_json) == {"user": "ann", "initial_model": None}
+                assert json.loads(events[0].data_json)["user"] == "ann"
+                assert {event.job for event in [one async for one in ann.watch("", follow=False)]} == {job.id}
+                assert {shown.id for shown in await stage.client.jobs()} == {job.id, operators.id}
                 await ann.cancel(job.id)
                 await stage.client.remove_user("bob")
                 await refused(bob.job(job.id), "UNAUTHENTICATED")
@@ -118,6 +126,55 @@ def test_a_job_is_its_users_and_others_may_only_look(serve_config: ServeConfig, 
                 await agent.close()
 
     run(scenario())
+
+
+def test_a_shared_job_may_be_read_until_it_is_not_shared_any_more(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            tokens = [(await stage.client.add_user(name)).token for name in ("ann", "bob")]
+            async with as_user(stage, tokens[0]) as ann, as_user(stage, tokens[1]) as bob:
+                job = await submitted(ann, job_file, "r1")
+                await refused(bob.share(job.id, "bob"), "FORBIDDEN")
+                await refused(ann.share(job.id, "eve"), "USER_NOT_FOUND")
+                assert list((await ann.share(job.id, "bob")).shared_with) == ["bob"]
+                assert (await bob.job(job.name)).id == job.id
+                assert [shown.id for shown in await bob.jobs()] == [job.id]
+                assert {event.job for event in [one async for one in bob.watch("", follow=False)]} == {job.id}
+                for call in changing(bob, job.id):
+                    await refused(call, "FORBIDDEN", f"{job.id} is the job of ann; bob may only read it")
+                followed = asyncio.create_task(drained(bob.watch(job.id)))
+                await _soon(lambda: started(followed))
+                await ann.share(job.id, "bob", end=True)
+                await refused(followed, "FORBIDDEN", "another user's job")
+                await refused(bob.job(job.id), "FORBIDDEN")
+                assert "job.shared" in await stage.events(job.id)
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+async def started(task: asyncio.Task[Any]) -> bool:
+    await asyncio.sleep(0.2)
+    return not task.done()
+
+
+async def drained(stream: AsyncIterator[Any]) -> None:
+    async for _ in stream:
+        pass
+
+
+def reading(client: ControlClient, job: str) -> list[Any]:
+    return [
+        client.job(job), drained(client.watch(job, follow=False)), drained(client.logs(job)), drained(client.model(job))
+    ]  # fmt: skip
+
+
+def changing(client: ControlClient, job: str) -> list[Any]:
+    return [
+        client.cancel(job), client.finish(job), client.replan(job), client.scale(job, {"a": 1}), client.share(job, "x")
+    ]  # fmt: skip
 
 
 def test_who_is_removed_hears_nothing_more(serve_config: ServeConfig, job_file: Path) -> None:
@@ -213,11 +270,11 @@ def test_whose_jobs_have_had_less_comes_first_in_line(serve_config: ServeConfig,
                 await a.settled()
                 early = await submitted(ann, job_file, "r2", "train.workers=2", "train.seed=2")
                 late = await submitted(bob, job_file, "r3", "train.workers=2", "train.seed=3")
-                assert late.condition == f"waiting for workers in a, b, behind {had.id}"
+                assert late.condition == "waiting for workers in a, b, behind 1 job of other users"
 
                 async def told() -> bool:
                     condition = (await ann.job(early.id)).condition
-                    return had.id in condition and late.id in condition
+                    return had.id in condition and "1 job of other users" in condition
 
                 await _soon(told)
                 await stage.client.cancel(had.id)
@@ -235,10 +292,10 @@ def test_whose_jobs_have_had_less_comes_first_in_line(serve_config: ServeConfig,
                     agent.identity.region, f"127.0.0.1:{stage.ports.agent}", *_pems(agent.identity)
                 )
                 await agent.connect()
-            third = await submitted(stage.client, job_file, "r4", "train.workers=2", "train.seed=4")
+            await submitted(stage.client, job_file, "r4", "train.workers=2", "train.seed=4")
 
             async def behind() -> bool:
-                return third.id in (await stage.client.job(early.id)).condition
+                return "2 jobs of other users" in (await stage.client.job(early.id)).condition
 
             await _soon(behind)
             for agent in (a, b):

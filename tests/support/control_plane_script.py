@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import serialization
 from support.pki import Authority
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import CONTROL_PLANE_NAME, answering, peer_common_name, server_options, streaming
+from geofed_pb.rpc import CONTROL_PLANE_NAME, answering, peer_region, server_options, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity, JoinedFederation, make_request
@@ -92,7 +92,7 @@ class ControlPlane(agent_pb2_grpc.AgentHubServicer):
 
     @streaming
     async def Session(self, request: AsyncIterator[agent_pb2.FromAgent], context: Any) -> AsyncIterator[Any]:
-        session = Session(peer_common_name(context))
+        session = Session(peer_region(context))
 
         async def read() -> None:
             async for message in request:
@@ -139,7 +139,7 @@ class ControlPlane(agent_pb2_grpc.AgentHubServicer):
     @answering
     async def Renew(self, request: agent_pb2.RenewRequest, context: Any) -> agent_pb2.RenewReply:
         self.renewals += 1
-        region = peer_common_name(context) or ""
+        region = peer_region(context) or ""
         return agent_pb2.RenewReply(
             certificate_pem=self.authority.sign_request(request.csr_pem, region), ca_pem=self.authority.pem
         )

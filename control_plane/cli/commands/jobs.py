@@ -1,4 +1,4 @@
-"""`status`, `list`, `describe`, `wait`, `scale`, `replan`, `finish` and `cancel`."""
+"""`status`, `list`, `describe`, `wait`, `scale`, `replan`, `finish`, `cancel`, `share` and `unshare`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from control_plane._view import Data, job_summary, job_view, region_view, usd_text
-from control_plane.cli._completion import complete_job, complete_region_workers
+from control_plane.cli._completion import complete_job, complete_region_workers, complete_user
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
@@ -60,11 +60,15 @@ def list_jobs(
 ) -> None:
     """List jobs, newest first."""
 
-    async def ask(client: ControlClient) -> list[Data]:
-        return [job_summary(job_view(job)) for job in await client.jobs(ended=ended, limit=limit)]
+    async def ask(client: ControlClient) -> tuple[list[Data], dict[str, int]]:
+        jobs, occupied = await client.jobs_and_occupied(ended=ended, limit=limit)
+        return [job_summary(job_view(job)) for job in jobs], occupied
 
-    views = ask_control_plane(context, ask)
+    views, occupied = ask_control_plane(context, ask)
     emit(views, table=_jobs_table, name=_id_of)
+    if occupied:
+        held = ", ".join(f"{workers} workers in {region}" for region, workers in sorted(occupied.items()))
+        say(f"other users' jobs occupy {held}")
     if not views:
         say("no jobs" if ended else "no jobs are running; --all shows ended ones")
 
@@ -119,6 +123,26 @@ def replan(
 ) -> None:
     """Replan a running job: end it, and continue its model in a new job over the regions that are available now."""
     _request(context, lambda client: client.replan(job, reason))
+
+
+def share(
+    job: JobArgument,
+    user: Annotated[str, typer.Argument(metavar="USER", help="Who may read it.", autocompletion=complete_user)],
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Let another user read a job: its state, events, log, code and model."""
+    _request(context, lambda client: client.share(job, user))
+
+
+def unshare(
+    job: JobArgument,
+    user: Annotated[str, typer.Argument(metavar="USER", help="Who may not.", autocompletion=complete_user)],
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Let a user read a job no longer."""
+    _request(context, lambda client: client.share(job, user, end=True))
 
 
 def _request(context: Path | None, ask: Callable[[ControlClient], Awaitable[control_pb2.Job]]) -> None:

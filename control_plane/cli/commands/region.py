@@ -1,15 +1,16 @@
-"""`region list`, `region describe` and `region invite`."""
+"""`region list`, `describe`, `invite`, `drain`, `undrain`, `revoke` and `remove`."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from control_plane._view import Data, bytes_text, region_view, time_text, usd_text
 from control_plane.cli._completion import complete_region
-from control_plane.cli._connect import ask_control_plane
-from control_plane.cli._options import ContextFile, Output
+from control_plane.cli._connect import ask_control_plane, confirm
+from control_plane.cli._options import ContextFile, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
@@ -61,6 +62,59 @@ def invite(
     emit(data, table=lambda shown: str(shown["token"]), name=_name_of)
     say(f"The token is valid once, until {data['expires']}. Save it to a file on the region's machine, and run there:")
     say(f"  region-agent join --token-file {region}.token")
+
+
+Reason = Annotated[str, typer.Option(help="Reason, for the region's history.")]
+
+
+@app.command()
+def drain(
+    region: RegionName,
+    move: Annotated[bool, typer.Option("--move", help="Replan its running jobs without it, where possible.")] = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Let a region have no new jobs; the running ones continue to their end."""
+    _change(context, region, "drain", move=move)
+
+
+@app.command()
+def undrain(region: RegionName, context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """Let a region have new jobs again."""
+    _change(context, region, "undrain")
+
+
+@app.command()
+def revoke(
+    region: RegionName,
+    reason: Reason = "",
+    yes: Yes = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Shut a region out at once: its certificates and invitations become invalid everywhere, and its jobs fail."""
+    confirm(f"Revoke the certificates of region {region}? Its jobs fail.", yes=yes)
+    _change(context, region, "revoke", reason)
+
+
+@app.command()
+def remove(
+    region: RegionName,
+    reason: Reason = "",
+    yes: Yes = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Revoke a region's certificates and forget the region; it must have no jobs."""
+    confirm(f"Remove region {region}?", yes=yes)
+    _change(context, region, "remove", reason)
+
+
+def _change(context: Path | None, region: str, change: str, reason: str = "", *, move: bool = False) -> None:
+    async def ask(client: ControlClient) -> Data:
+        return region_view(await client.change_region(region, change, reason, move=move))
+
+    emit(ask_control_plane(context, ask), table=_region_text, name=_name_of)
 
 
 async def _regions(client: ControlClient) -> list[Data]:

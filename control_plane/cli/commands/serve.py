@@ -43,7 +43,7 @@ def serve(
     database_url_file: Annotated[Path | None, typer.Option(help="File with the database URL.")] = None,
     lease: Annotated[str, typer.Option(help="Time after which a region without contact is lost.")] = "30s",
     federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",
-    region_certificate_life: Annotated[str, typer.Option(help="Lifetime of the regions' certificates.")] = "30d",
+    region_certificate_life: Annotated[str, typer.Option(help="Lifetime of the regions' certificates.")] = "7d",
     ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
     log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = "text",
 ) -> None:

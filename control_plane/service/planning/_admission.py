@@ -189,7 +189,7 @@ class PendingAdmission:
         need, preemptible = new.workers(now.pace(new.name)), new.name in now.preemptible
         free = free_preemptible(draft) if preemptible else free_workers(draft)
         available = need and all(count <= free.get(region, 0) for region, count in need.items())
-        before = jobs_before(draft, chosen, new.name, turn_of(new), self.served)
+        before = jobs_before(draft, chosen, new.name, self.user, turn_of(new), self.served)
         waits_for = "" if available else what_for(chosen, before)
         ends = None if math.isinf(new.deadline_s) else new.deadline_s
         return AdmittedJob(chosen, ends, need if available else {}, waits_for, preemptible, step)
@@ -251,17 +251,28 @@ def _fixed_workers(draft: Draft) -> dict[str, int]:
 
 
 def jobs_before(
-    draft: Draft, wanted: Plan, job: str, turn: tuple[float, float, float], served: Mapping[str, float]
+    draft: Draft,
+    wanted: Plan,
+    job: str,
+    user: str,
+    turn: tuple[float, float, float],
+    served: Mapping[str, float],
 ) -> list[str]:
-    """Return the jobs that have workers in the regions that a job needs, or are before it in the queue."""
+    """Return the jobs that have workers in the regions that a user's job needs, or are before it in the queue.
+
+    Jobs that the user may not read are only counted.
+    """
     regions = set(planned_workers(wanted))
-    return sorted(
-        entry.row.id
+    before = [
+        entry.row
         for entry in jobs_now(draft)
         if entry.row.id != job
         and regions & set(planned_workers(entry.plan))
         and (entry.state.phase != "queued" or turn_of_entry(entry, served) < turn)
-    )
+    ]
+    shown = sorted(other.id for other in before if user in ("", other.user, *other.shared_with))
+    hidden = len(before) - len(shown)
+    return [*shown, *([f"{hidden} job{'s' if hidden > 1 else ''} of other users"] if hidden else [])]
 
 
 def turn_of_entry(entry: JobEntry, served: Mapping[str, float]) -> tuple[float, float, float]:

@@ -228,9 +228,8 @@ class Allocation:
         if closed and not absent:
             states = (f"{name} ({draft.regions[name].state.standing})" for name in closed)
             returns = f"for {', '.join(states)} to take new jobs"
-        waits_for = returns or what_for(
-            entry.plan, jobs_before(draft, entry.plan, entry.row.id, turn_of_entry(entry, served), served)
-        )
+        turn, row = turn_of_entry(entry, served), entry.row
+        waits_for = returns or what_for(entry.plan, jobs_before(draft, entry.plan, row.id, row.user, turn, served))
         draft.apply_to_job(entry.row.id, StartDelayed(draft.at, waits_for))
 
     def _record_breaches(self, draft: Draft, late: Iterable[str], ends: Mapping[str, float]) -> None:

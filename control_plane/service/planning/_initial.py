@@ -15,14 +15,15 @@ __all__ = ["initial_model_of"]
 async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> InitialModel | None:
     """Return the model that a job of a user (empty: the operator) starts from; None: the task's own.
 
-    Raises ``GeofedError``: JOB_NOT_FOUND; FORBIDDEN for another user's job; MODEL_NOT_FOUND if the job has no model.
+    Raises ``GeofedError``: JOB_NOT_FOUND; FORBIDDEN for a job that the user may not read; MODEL_NOT_FOUND if the job
+    has no model.
     """
     wanted = spec.train.initial_model
     if wanted is None:
         return None
-    entry = await federation.find_job(wanted.job)
+    entry = await federation.find_job(wanted.job, Caller(user).may_read)
     job, state = entry.row.id, entry.state
-    Caller(user).require_own(entry)
+    Caller(user).require("read", entry.row)
     if state.phase != "succeeded" or not state.blob_digest:
         text = f"job {job} {standing_text(state.phase)}; it has no model to start from"
         pending = not state.terminal and state.phase != "cancelling"

@@ -12,25 +12,27 @@ from typing import Any
 
 import grpc.aio
 import structlog
-from cryptography import x509
 
 from control_plane._safetensors import flat_bytes
 from control_plane.core import Heartbeat, Reported
-from control_plane.pki import Authority, serial_of, utc_now
+from control_plane.pki import Authority, utc_now
 from control_plane.service.measuring._measurements import Measurements
+from control_plane.service.rpc._access import region_of
 from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import log_rows, report_of
 from control_plane.service.state._draft import Draft, JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
-from geofed_pb.rpc import answering, peer_address, peer_common_name, streaming
+from geofed_pb.rpc import answering, peer_address, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 MAX_MODEL_BYTES = 64 << 30
 """Limit of an uploaded model's size."""
 _MAX_DATA_CHARACTERS = 64 << 10
 """Limit of an event's JSON data."""
+_HELLO_SECONDS = 10.0
+"""Time limit of a session's first message, which agents send at once."""
 _log = structlog.get_logger("geofed.agents")
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -53,8 +55,12 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     ) -> AsyncIterator[agent_pb2.ToAgent]:
         """Exchange messages with an agent for the life of its connection."""
         federation = self._federation
-        region = self._identify(context)
-        first = await anext(aiter(requests), None)
+        region = region_of(self._federation, context)
+        try:
+            async with asyncio.timeout(_HELLO_SECONDS):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise GeofedError("FRAME_INVALID", f"no hello within {_HELLO_SECONDS:.0f} s") from None
         if first is None or not first.HasField("hello"):
             raise GeofedError("FRAME_INVALID", "the first message of a session must be hello")
         session = await federation.connect(region, first.hello, peer_address(context))
@@ -66,6 +72,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 report_cursor=session.report_cursor,
                 session=session.number,
                 at=federation.clock(),
+                revoked=federation.revoked_certificates(),
             )
         )
         async for message in session.outgoing(
@@ -77,19 +84,17 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     @answering
     async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
         """Return how many bytes of a blob are uploaded."""
-        self._identify(context)
         return self._federation.blobs.stat(request.digest)
 
     @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
         """Upload a model."""
-        self._identify(context)
         return await self._federation.blobs.receive(requests, limit_bytes=MAX_MODEL_BYTES)
 
     @streaming
     async def FetchBlob(self, request: common_pb2.BlobRequest, context: Context) -> AsyncIterator[common_pb2.BlobChunk]:
         """Send a code bundle or an initial model to a region that runs its job."""
-        region = self._identify(context)
+        region = region_of(self._federation, context)
         may = self._federation.may_fetch(region, request.digest) or self._measurements.may_fetch(region, request.digest)
         if not may:
             raise GeofedError("FORBIDDEN", f"no job that runs in {region} needs {request.digest}")
@@ -99,7 +104,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     @answering
     async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> agent_pb2.RenewReply:
         """Issue a region's next certificate; the present one stays valid, too."""
-        region = self._identify(context)
+        region = region_of(self._federation, context)
         federation = self._federation
         async with federation.change() as draft:
             issued = self._authority.sign_region(request.csr_pem, region, utc_now(draft.at), self._region_life)
@@ -114,22 +119,6 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         return agent_pb2.RenewReply(certificate_pem=issued.certificate_pem, ca_pem=self._authority.ca_pem)
 
     # --- helpers
-
-    def _identify(self, context: Context) -> str:
-        region = peer_common_name(context)
-        pems = list(context.auth_context().get("x509_pem_cert") or ())
-        if region is None or not pems:
-            raise GeofedError("UNAUTHENTICATED", "the agent port requires the certificate of a region")
-        entry = self._federation.regions.get(region)
-        if entry is None:
-            raise GeofedError("FORBIDDEN", f"region {region} is not part of this federation")
-        if serial_of(x509.load_pem_x509_certificate(pems[0])) not in entry.row.serials:
-            raise GeofedError(
-                "FORBIDDEN",
-                f"this certificate of region {region} is not valid any more",
-                hint=f"join again: `control-plane region invite {region}`",
-            )
-        return region
 
     def _close(self, session: AgentSession, reader: asyncio.Task[None]) -> None:
         reader.cancel()

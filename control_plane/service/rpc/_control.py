@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -18,14 +18,16 @@ from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.measuring._profiling import Profiling
+from control_plane.service.rpc._access import caller_now
 from control_plane.service.rpc._enrolment import unseen_region
-from control_plane.service.rpc._users import Caller, add_user, caller_of, change_user, list_users, remove_user
+from control_plane.service.rpc._regions import change_region
+from control_plane.service.rpc._users import add_user, change_user, list_users, remove_user
 from control_plane.service.rpc._wire import event_message, log_message
 from control_plane.service.state._draft import JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import MAX_BUNDLE_BYTES
-from control_plane.store import Invitation, Store
+from control_plane.store import EventRow, Invitation, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, streaming
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
@@ -45,17 +47,15 @@ _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
 @dataclass(frozen=True)
 class AccessConfig:
-    """The operator's token, and the address and certificate authority that invitations contain."""
+    """The address and certificate authority that invitations contain."""
 
-    token_hash: str
-    """Hash of the operator's bearer token."""
     ca_pem: bytes
     address: str
     """Public host:port of the control port."""
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """Serves users. Every method requires the operator's or a user's token."""
+    """Serves users. Who may call what is in `CONTROL_RULES`, and was checked before."""
 
     def __init__(
         self,
@@ -75,32 +75,29 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Version(self, request: control_pb2.VersionRequest, context: Context) -> control_pb2.VersionReply:
         """Return the server's version and the federation's name."""
-        self._authenticate(context)
         return control_pb2.VersionReply(version=_version(), federation=self._federation.name)
 
     @answering
     async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
         """Return how many bytes of a bundle are uploaded."""
-        self._authenticate(context)
         return self._federation.blobs.stat(request.digest)
 
     @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
         """Upload a code bundle."""
-        self._authenticate(context)
         return await self._federation.blobs.receive(requests, limit_bytes=MAX_BUNDLE_BYTES)
 
     @answering
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """Plan a job without storing it."""
-        caller = self._authenticate(context)
+        caller = caller_now()
         text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
     @answering
     async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
         """Submit a job; once for each request ID."""
-        caller = self._authenticate(context)
+        caller = caller_now()
         entry, created = await submit(self._federation, self._probing, request, caller.user)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
@@ -109,53 +106,52 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[control_pb2.ProfileNews]:
         """Profile a task in the regions that hold its data; the last message has the result."""
-        self._authenticate(context)
         async for progress in self._profiling.run(request):
             yield progress
 
     @answering
     async def GetJob(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.Job:
         """Return the current state of a job."""
-        self._authenticate(context)
-        return self._federation.describe(await self._federation.find_job(request.job))
+        return self._federation.describe(await self._find(request.job))
 
     @answering
     async def ListJobs(self, request: control_pb2.ListJobsRequest, context: Context) -> control_pb2.ListJobsReply:
-        """Return a page of jobs, newest first."""
-        self._authenticate(context)
+        """Return a page of the jobs that the caller may read, newest first, and what the others occupy."""
+        caller = caller_now()
         limit = min(request.limit or 100, _PAGE_ITEMS)
         phases = ACTIVE | TERMINAL if request.all else ACTIVE
-        entries = await self._federation.list_jobs(phases, limit + 1, request.after)
+        entries = await self._federation.list_jobs(phases, limit + 1, request.after, caller.user)
         jobs, more = _page(map(self._federation.summarise, entries[:limit]))
-        return control_pb2.ListJobsReply(jobs=jobs, more=more or len(entries) > limit)
+        occupied = self._federation.occupied(caller.may_read)
+        return control_pb2.ListJobsReply(jobs=jobs, more=more or len(entries) > limit, occupied=occupied)
 
     @streaming
     async def Watch(self, request: control_pb2.WatchRequest, context: Context) -> AsyncIterator[control_pb2.Event]:
         """Stream the events after a cursor and, with `follow`, new ones until the job has ended; without a job, all
         events."""
-        self._authenticate(context)
         federation, cursor = self._federation, request.cursor
-        job = (await federation.find_job(request.job)).row.id if request.job else None
+        job = (await self._find(request.job)).row.id if request.job else None
         while True:
             seen, ended = federation.events_notifier.count, job is not None and job not in federation.jobs
             rows = await federation.read(partial(Store.events_after, cursor=cursor, job=job))
+            shown = None if job is not None else await self._readable(rows)
             for row in rows:
-                yield event_message(row)
                 cursor = row.cursor
+                if shown is not None and row.job not in shown:
+                    continue
+                yield event_message(row)
                 if row.terminal and job is not None:
                     return
             if not rows:
                 if not request.follow or ended:
                     return
                 await self._next(federation.events_notifier, seen)
-                self._authenticate(context)
 
     @streaming
     async def Logs(self, request: control_pb2.LogsRequest, context: Context) -> AsyncIterator[control_pb2.LogLine]:
         """Stream a job's log lines after a cursor and, with `follow`, new ones until the job has ended."""
-        self._authenticate(context)
         federation, cursor, region = self._federation, request.cursor, request.region
-        entry = await federation.find_job(request.job)
+        entry = await self._find(request.job)
         job, parts = entry.row.id, [part.region for part in entry.plan.partitions]
         if region and region not in parts:
             raise GeofedError("REGION_NOT_FOUND", f"region {region} is not part of job {job}", hint=", ".join(parts))
@@ -171,15 +167,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 if not request.follow or ended:
                     return
                 await self._next(federation.logs_notifier, seen)
-                self._authenticate(context)
 
     @answering
     async def Cancel(self, request: control_pb2.CancelRequest, context: Context) -> control_pb2.Job:
         """Cancel a job; repeating it has no effect. A job that has succeeded or failed cannot be cancelled."""
-        caller = self._authenticate(context)
         federation = self._federation
-        entry = await federation.find_job(request.job)
-        caller.require_own(entry)
+        entry = await self._find(request.job)
         if entry.state.phase in ("succeeded", "failed"):
             raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
         async with federation.change() as draft:
@@ -189,10 +182,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Finish(self, request: control_pb2.FinishRequest, context: Context) -> control_pb2.Job:
         """End a job early with its current model, without a successor. A job that is ending anyway just ends."""
-        caller = self._authenticate(context)
         federation = self._federation
-        entry = await federation.find_job(request.job)
-        caller.require_own(entry)
+        entry = await self._find(request.job)
         phase, job = entry.state.phase, entry.row.id
         if phase in ("queued", "planned", "starting"):
             hint = f"`control-plane cancel {job}` ends it without a model"
@@ -210,9 +201,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
         """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
-        caller = self._authenticate(context)
-        entry = await self._federation.find_job(request.job)
-        caller.require_own(entry)
+        entry = await self._find(request.job)
         if entry.state.terminal:
             raise _ended(entry)
         await self._succession.replan(entry.row.id, request.reason)
@@ -221,18 +210,32 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
-        caller = self._authenticate(context)
-        entry = await self._federation.find_job(request.job)
-        caller.require_own(entry)
+        entry = await self._find(request.job)
         await scale(self._federation, entry.row.id, dict(request.workers), request.reason)
-        return self._federation.describe(await self._federation.find_job(request.job))
+        return self._federation.describe(await self._find(request.job))
+
+    @answering
+    async def Share(self, request: control_pb2.ShareRequest, context: Context) -> control_pb2.Job:
+        """Let a user read a job, or not any more; repeating it has no effect."""
+        federation, entry, user = self._federation, await self._find(request.job), request.user
+        if user not in federation.users and not request.end:
+            raise GeofedError("USER_NOT_FOUND", f"user {user} not found")
+        async with federation.change() as draft:
+            entry = draft.job(entry.row.id) or entry
+            others = {*entry.row.shared_with} - {user}
+            shared = tuple(sorted(others if request.end else {*others, user}))
+            if shared != entry.row.shared_with:
+                draft.add_job(replace(entry, row=replace(entry.row, shared_with=shared)))
+                what = f"is not shared with {user} any more" if request.end else f"is shared with {user}"
+                draft.record("job.shared", f"job {entry.row.id} {what}", job=entry.row.id, data={"users": shared})
+        await federation.rights_changed()
+        return federation.describe(await self._find(entry.row.id))
 
     @answering
     async def ListRegions(
         self, request: control_pb2.ListRegionsRequest, context: Context
     ) -> control_pb2.ListRegionsReply:
         """Return a page of regions, sorted by name."""
-        self._authenticate(context)
         names = sorted(name for name in self._federation.regions if name > request.after)
         described = (self._federation.describe_region(self._federation.regions[name]) for name in names)
         regions, more = _page(described, _PAGE_BYTES if request.paged else _SINGLE_PAGE_BYTES)
@@ -244,7 +247,6 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Invite(self, request: control_pb2.InviteRequest, context: Context) -> control_pb2.InviteReply:
         """Create a one-time token for a region."""
-        self._authenticate(context).require_operator()
         name = request.region
         if not _REGION_NAME.fullmatch(name):
             raise GeofedError(
@@ -263,35 +265,40 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return control_pb2.InviteReply(token=str(token), expires=expires)
 
     @answering
+    async def ChangeRegion(self, request: control_pb2.ChangeRegionRequest, context: Context) -> control_pb2.Region:
+        """Drain a region, revoke its certificates, or remove it."""
+        return await change_region(self._federation, self._succession, request)
+
+    @answering
     async def AddUser(self, request: control_pb2.AddUserRequest, context: Context) -> control_pb2.UserReply:
         """Create a user; only this reply has the token."""
-        self._authenticate(context).require_operator()
         return await add_user(self._federation, request)
 
     @answering
     async def ChangeUser(self, request: control_pb2.ChangeUserRequest, context: Context) -> control_pb2.UserReply:
         """Change a user's quota or token."""
-        self._authenticate(context).require_operator()
-        return await change_user(self._federation, request)
+        changed = await change_user(self._federation, request)
+        await self._federation.rights_changed()
+        return changed
 
     @answering
     async def RemoveUser(self, request: control_pb2.RemoveUserRequest, context: Context) -> control_pb2.User:
         """Remove a user."""
-        self._authenticate(context).require_operator()
-        return await remove_user(self._federation, request.name)
+        removed = await remove_user(self._federation, request.name)
+        await self._federation.rights_changed()
+        return removed
 
     @answering
     async def ListUsers(self, request: control_pb2.ListUsersRequest, context: Context) -> control_pb2.ListUsersReply:
         """Return the users with their quotas and promised workers."""
-        return list_users(self._federation, self._authenticate(context))
+        return list_users(self._federation, caller_now())
 
     @streaming
     async def GetModel(
         self, request: control_pb2.ModelRequest, context: Context
     ) -> AsyncIterator[common_pb2.BlobChunk]:
         """Stream the model of a job that has succeeded."""
-        self._authenticate(context)
-        entry = await self._federation.find_job(request.job)
+        entry = await self._find(request.job)
         if not entry.state.blob_digest:
             raise GeofedError("MODEL_NOT_FOUND", f"job {entry.row.id} is {entry.state.phase}; it has no model")
         async for chunk in self._federation.blobs.send(entry.state.blob_digest, request.offset):
@@ -305,10 +312,22 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if self._federation.stopping:
             raise GeofedError("UNAVAILABLE", "the control plane is stopping")
 
-    def _authenticate(self, context: Context) -> Caller:
-        headers = {str(key): value for key, value in context.invocation_metadata() or ()}
-        authorization = str(headers.get("authorization", ""))
-        return caller_of(authorization, self.access.token_hash, self._federation.users.values())
+    async def _readable(self, rows: Sequence[EventRow]) -> set[str] | None:
+        """Return the jobs of events that the caller may read; None: every event may be read."""
+        caller = caller_now()
+        if not caller.user:
+            return None
+        found = set()
+        for name in {row.job for row in rows if row.job}:
+            entry = self._federation.jobs.get(name)
+            row = entry.row if entry is not None else await self._federation.read(partial(Store.job, job_id=name))
+            if row is not None and caller.may_read(row):
+                found.add(name)
+        return found
+
+    async def _find(self, name: str) -> JobEntry:
+        """Return a job that the caller may know by the name."""
+        return await self._federation.find_job(name, caller_now().may_read)
 
 
 def _page(messages: Iterable[_Message], max_bytes: int = _PAGE_BYTES) -> tuple[list[_Message], bool]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.core import RegionState, region_state_to_json
+from control_plane.core import Enrolled, RegionState, region_state_to_json
 from control_plane.pki import Authority, hash_secret, utc_now
 from control_plane.service.state._draft import RegionEntry
 from control_plane.service.state._federation import Federation
-from control_plane.store import RegionRow
+from control_plane.store import RegionRow, Revocation
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering
 from geofed_pb.v1 import control_pb2, control_pb2_grpc
@@ -47,13 +47,16 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
             issued = self._authority.sign_region(request.csr_pem, region, utc_now(draft.at), self._region_life)
             draft.invitations.append(replace(invitation, used_at=draft.at))
             entry = draft.region(region) or unseen_region(region)
+            draft.revocations += revocations_of(entry.row)
             row = replace(entry.row, serials=(issued.serial,), certificate_expires=issued.expires)
             draft.put_region(replace(entry, row=row))
+            draft.apply_to_region(region, Enrolled(draft.at))
             draft.renumbered_region = region
             draft.record("region.enrolled", f"region {region} has joined and received a certificate", region=region)
         session = federation.sessions.get(region)
         if session is not None:
             session.end(GeofedError("FENCED", f"region {region} has joined again"))
+        await federation.rights_changed()
         return control_pb2.JoinReply(
             region=region,
             certificate_pem=issued.certificate_pem,
@@ -67,3 +70,8 @@ def unseen_region(name: str) -> RegionEntry:
     """Return a region of which only the name is known."""
     state = RegionState(name)
     return RegionEntry(RegionRow(name, "", "", "", region_state_to_json(state), (), 0.0), state, None)
+
+
+def revocations_of(row: RegionRow) -> list[Revocation]:
+    """Return the revocations of a region's present certificates."""
+    return [Revocation(serial, row.name, row.certificate_expires) for serial in row.serials]

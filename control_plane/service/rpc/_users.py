@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from control_plane.pki import hash_secret, new_secret
-from control_plane.service.state._draft import OPERATOR, JobEntry
+from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._federation import Federation
-from control_plane.store import UserRow
+from control_plane.store import JobRow, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
 
@@ -29,16 +29,21 @@ class Caller:
     user: str = ""
     """Name of the user; empty: the operator."""
 
-    def require_operator(self) -> None:
-        """Raise ``GeofedError("FORBIDDEN")`` unless the caller is the operator."""
-        if self.user:
-            raise GeofedError("FORBIDDEN", f"only the operator may do that, not {self.user}")
+    def may_read(self, row: JobRow) -> bool:
+        """Whether the caller may see a job's specification, plan, events, log and model."""
+        return self.user in ("", row.user, *row.shared_with)
 
-    def require_own(self, entry: JobEntry) -> None:
-        """Raise ``GeofedError("FORBIDDEN")`` unless the job is the caller's or the caller is the operator."""
-        if self.user and entry.row.user != self.user:
-            whose = f"the job of {entry.row.user or f'the {OPERATOR}'}"
-            raise GeofedError("FORBIDDEN", f"{entry.row.id} is {whose}; {self.user} may only read it")
+    def require(self, right: str, row: JobRow) -> None:
+        """Raise ``GeofedError("FORBIDDEN")`` unless the caller may "read" or "change" a job.
+
+        A user may change its own jobs, and read those and the ones that are shared with it.
+        """
+        if not self.may_read(row):
+            hint = f"its user can share it: `control-plane share {row.id} {self.user}`"
+            raise GeofedError("FORBIDDEN", f"{row.id} is another user's job", hint=hint)
+        if right == "change" and self.user not in ("", row.user):
+            whose = f"the job of {row.user or f'the {OPERATOR}'}"
+            raise GeofedError("FORBIDDEN", f"{row.id} is {whose}; {self.user} may only read it")
 
 
 def caller_of(authorization: str, operator_hash: str, users: Iterable[UserRow]) -> Caller:

@@ -32,6 +32,7 @@ from control_plane.store import (
     JobRow,
     LogRow,
     RegionRow,
+    Revocation,
     RunRow,
     UserRow,
     WeightRow,
@@ -87,6 +88,9 @@ class Draft:
     invitations: list[Invitation] = field(default_factory=list)
     changed_users: dict[str, UserRow | None] = field(default_factory=dict)
     """None: removed."""
+    removed_region: str = ""
+    """Region that is forgotten; empty: none."""
+    revocations: list[Revocation] = field(default_factory=list)
     report_cursor: tuple[str, int] | None = None
     """Region and sequence number of the agent's report that this draft applies."""
     met: tuple[str, int] | None = None
@@ -212,13 +216,14 @@ class Draft:
         """Return the transaction for the store; None if nothing durable has changed."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
         known = known or self.met or self.dropped_command
-        if not (self._durable or known or self.weights):
+        if not (self._durable or known or self.weights or self.revocations or self.removed_region):
             return None
         return Change(
             jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
             regions=tuple(
                 replace(entry.row, state_json=region_state_to_json(entry.state))
                 for entry in self.changed_regions.values()
+                if entry.row.name != self.removed_region
             ),
             events=tuple(self.events),
             commands=tuple(self.commands),
@@ -227,6 +232,8 @@ class Draft:
             logs=tuple(self.logs),
             invitations=tuple(self.invitations),
             users=tuple(user for user in self.changed_users.values() if user is not None),
+            removed_region=self.removed_region,
+            revocations=tuple(self.revocations),
             removed_users=tuple(name for name, user in self.changed_users.items() if user is None),
             report_cursor=self.report_cursor,
             met=self.met,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -84,6 +84,10 @@ class Federation:
         """Jobs that have not ended."""
         self.users: dict[str, UserRow] = {}
         self.sessions: dict[str, AgentSession] = {}
+        self.revoked: dict[str, float] = {}
+        """Serial numbers of revoked certificates, with the times after which these have expired."""
+        self.rights_changed: Callable[[], Awaitable[None]] = _nothing
+        """Ends the calls under way whose callers may not make them any more."""
         self._report_cursors: dict[str, int] = {}
         self._lock = asyncio.Lock()
         self.planning = asyncio.Lock()
@@ -123,6 +127,8 @@ class Federation:
     async def _load_rows(self) -> None:
         await self.read(lambda store: store.begin())
         self.users = {user.name: user for user in await self.read(lambda store: store.users())}
+        at = self.clock()
+        self.revoked = {row.serial: row.expires for row in await self.read(lambda store: store.revocations(at))}
         for row in await self.read(lambda store: store.regions()):
             catalogue, state = None, region_state_from_json(row.state_json)
             if row.catalogue_json:
@@ -198,6 +204,8 @@ class Federation:
         if draft.report_cursor:
             self._report_cursors[draft.report_cursor[0]] = draft.report_cursor[1]
         self.regions.update(draft.changed_regions)
+        self.regions.pop(draft.removed_region, None)
+        self.revoked |= {row.serial: row.expires for row in draft.revocations}
         for job_id, entry in draft.changed_jobs.items():
             if entry.state.terminal:
                 self.jobs.pop(job_id, None)
@@ -215,6 +223,9 @@ class Federation:
         for region in {command.region for command in committed.commands}:
             if region in self.sessions:
                 self.sessions[region].wake()
+        if draft.revocations:
+            for session in self.sessions.values():
+                session.send(agent_pb2.ToAgent(revoked=self.revoked_certificates()))
         for event in committed.events:
             _log.info(event.text, kind=event.kind, job=event.job or None, region=event.region or None)
         if committed.events:
@@ -238,11 +249,27 @@ class Federation:
     @staticmethod
     def _why_ended(draft: Draft, region: str) -> GeofedError:
         entry = draft.region(region)
+        if entry is not None and entry.state.revoked:
+            return GeofedError("FORBIDDEN", f"region {region} was shut out by the operator")
         if entry is not None and entry.state.phase == "lost":
             return GeofedError("UNAVAILABLE", f"the lease of region {region} has expired; connect again")
         return GeofedError("FENCED", f"a later session of region {region} has replaced this one")
 
     # --- agents
+
+    def require_certificate(self, region: str, serial: str) -> None:
+        """Raise ``GeofedError("FORBIDDEN")`` unless a region's certificate is valid now."""
+        entry = self.regions.get(region)
+        if entry is None:
+            raise GeofedError("FORBIDDEN", f"region {region} is not part of this federation")
+        if serial in self.revoked or serial not in entry.row.serials:
+            text = f"this certificate of region {region} is not valid any more"
+            raise GeofedError("FORBIDDEN", text, hint=f"join again: `control-plane region invite {region}`")
+
+    def revoked_certificates(self) -> agent_pb2.RevokedCertificates:
+        """Return all revoked certificates that have not expired."""
+        at = self.clock()
+        return agent_pb2.RevokedCertificates(serials=sorted(one for one, ends in self.revoked.items() if ends > at))
 
     async def connect(self, region: str, hello: agent_pb2.Hello, address: str = "") -> AgentSession:
         """Open a session of an agent that connects from an IP address; an earlier one of the region ends.
@@ -388,16 +415,16 @@ class Federation:
 
     # --- users
 
-    async def find_job(self, name: str) -> JobEntry:
+    async def find_job(self, name: str, may: Callable[[JobRow], bool] = lambda row: True) -> JobEntry:
         """Return a job by its ID or its unique name. Among a replanned job and its successors, the last has the name.
 
-        Raises ``GeofedError("JOB_NOT_FOUND")``.
+        Only jobs that the caller ``may`` know are found by name. Raises ``GeofedError("JOB_NOT_FOUND")``.
         """
         if name in self.jobs:
             return self.jobs[name]
         row = await self.read(lambda store: store.job(name))
         if row is None:
-            named = await self.read(lambda store: store.jobs_named(name))
+            named = [row for row in await self.read(lambda store: store.jobs_named(name)) if may(row)]
             if not named:
                 raise GeofedError("JOB_NOT_FOUND", f"job {name} not found")
             if len(named) > 1:
@@ -414,13 +441,16 @@ class Federation:
         row = await self.read(lambda store: store.job(job_id))
         return _entry(row) if row is not None and row.phase in TERMINAL else None
 
-    async def list_jobs(self, phases: frozenset[str], limit: int, after: str = "") -> list[JobEntry]:
-        """Return jobs in the given phases, newest first, starting after the job with ID `after`."""
+    async def list_jobs(self, phases: frozenset[str], limit: int, after: str = "", reader: str = "") -> list[JobEntry]:
+        """Return jobs in the given phases, newest first, starting after the job with ID `after`.
+
+        ``reader``: only jobs that this user may read; empty: all.
+        """
         known = dict(self.jobs)
 
         def entries(store: Store) -> list[JobEntry]:
             # Parsed in the thread, since many jobs take long.
-            rows = store.jobs(phases=phases, limit=limit, after=after)
+            rows = store.jobs(phases=phases, limit=limit, after=after, reader=reader)
             return [known.get(row.id) or _entry(row) for row in rows]
 
         return await self.read(entries)
@@ -430,6 +460,7 @@ class Federation:
         contacts = {name: region.state.last_contact for name, region in self.regions.items()}
         message = job_message(entry.row, entry.state, entry.plan, contacts)
         message.user = entry.row.user
+        message.shared_with.extend(entry.row.shared_with)
         return message
 
     def summarise(self, entry: JobEntry) -> control_pb2.Job:
@@ -438,6 +469,14 @@ class Federation:
         for name in ("spec_json", "plan_json", "result_json"):
             message.ClearField(name)
         return message
+
+    def occupied(self, may_read: Callable[[JobRow], bool]) -> dict[str, int]:
+        """Return by region the workers of active jobs that a caller may not read."""
+        found: dict[str, int] = {}
+        for entry in self.jobs.values():
+            for part in () if may_read(entry.row) else entry.state.partitions:
+                found[part.region] = found.get(part.region, 0) + (part.report.workers if part.report else 0)
+        return {region: workers for region, workers in found.items() if workers}
 
     def describe_region(self, entry: RegionEntry) -> control_pb2.Region:
         """Return the region's message for users."""
@@ -472,6 +511,10 @@ class Federation:
         if entry is None:
             raise GeofedError("FORBIDDEN", f"region {region} is not part of this federation")
         return entry
+
+
+async def _nothing() -> None:
+    """Do nothing."""
 
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:

@@ -30,7 +30,7 @@ class FromAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., command_ack: _Optional[_Union[CommandAck, _Mapping]] = ..., partition: _Optional[_Union[PartitionReport, _Mapping]] = ..., happening: _Optional[_Union[Happening, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ..., capacity: _Optional[_Union[CapacityNews, _Mapping]] = ...) -> None: ...
 
 class ToAgent(_message.Message):
-    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard", "probe")
+    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard", "probe", "revoked")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class ToAgent(_message.Message):
     PROFILE_FIELD_NUMBER: _ClassVar[int]
     SEND_SHARD_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
     lease: LeaseGrant
@@ -55,7 +56,8 @@ class ToAgent(_message.Message):
     profile: ProfileTask
     send_shard: SendShard
     probe: ProfileTask
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., probe: _Optional[_Union[ProfileTask, _Mapping]] = ...) -> None: ...
+    revoked: RevokedCertificates
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., probe: _Optional[_Union[ProfileTask, _Mapping]] = ..., revoked: _Optional[_Union[RevokedCertificates, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json", "report_cursor")
@@ -90,16 +92,24 @@ class CommandAck(_message.Message):
     def __init__(self, seq: _Optional[int] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("lease_seconds", "report_cursor", "session", "at")
+    __slots__ = ("lease_seconds", "report_cursor", "session", "at", "revoked")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REPORT_CURSOR_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
     report_cursor: int
     session: int
     at: float
-    def __init__(self, lease_seconds: _Optional[float] = ..., report_cursor: _Optional[int] = ..., session: _Optional[int] = ..., at: _Optional[float] = ...) -> None: ...
+    revoked: RevokedCertificates
+    def __init__(self, lease_seconds: _Optional[float] = ..., report_cursor: _Optional[int] = ..., session: _Optional[int] = ..., at: _Optional[float] = ..., revoked: _Optional[_Union[RevokedCertificates, _Mapping]] = ...) -> None: ...
+
+class RevokedCertificates(_message.Message):
+    __slots__ = ("serials",)
+    SERIALS_FIELD_NUMBER: _ClassVar[int]
+    serials: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, serials: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("lease_seconds",)
@@ -269,7 +279,7 @@ class RegionPair(_message.Message):
     def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former", "finish", "revoked")
+    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former", "finish")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -277,7 +287,6 @@ class Peers(_message.Message):
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
-    REVOKED_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
@@ -285,8 +294,7 @@ class Peers(_message.Message):
     neighbours: _containers.RepeatedCompositeFieldContainer[RegionPair]
     former: _containers.RepeatedCompositeFieldContainer[RegionPair]
     finish: bool
-    revoked: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ..., revoked: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("region", "epoch", "address", "seen")

@@ -1,5 +1,6 @@
 from geofed_pb.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -84,7 +85,7 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor", "expected_seconds")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor", "expected_seconds", "shared_with")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +106,7 @@ class Job(_message.Message):
     INITIAL_MODEL_FIELD_NUMBER: _ClassVar[int]
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -125,7 +127,8 @@ class Job(_message.Message):
     initial_model: InitialModel
     successor: str
     expected_seconds: float
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ..., expected_seconds: _Optional[float] = ...) -> None: ...
+    shared_with: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ..., expected_seconds: _Optional[float] = ..., shared_with: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class InitialModel(_message.Message):
     __slots__ = ("job", "digest", "bytes")
@@ -242,12 +245,21 @@ class ListJobsRequest(_message.Message):
     def __init__(self, all: bool = ..., limit: _Optional[int] = ..., after: _Optional[str] = ...) -> None: ...
 
 class ListJobsReply(_message.Message):
-    __slots__ = ("jobs", "more")
+    __slots__ = ("jobs", "more", "occupied")
+    class OccupiedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     JOBS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    OCCUPIED_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
     more: bool
-    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., more: bool = ...) -> None: ...
+    occupied: _containers.ScalarMap[str, int]
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., more: bool = ..., occupied: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("job", "cursor", "follow")
@@ -348,6 +360,16 @@ class ReplanRequest(_message.Message):
     reason: str
     def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class ShareRequest(_message.Message):
+    __slots__ = ("job", "user", "end")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    USER_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    user: str
+    end: bool
+    def __init__(self, job: _Optional[str] = ..., user: _Optional[str] = ..., end: bool = ...) -> None: ...
+
 class ListRegionsRequest(_message.Message):
     __slots__ = ("after", "paged")
     AFTER_FIELD_NUMBER: _ClassVar[int]
@@ -399,6 +421,30 @@ class InviteReply(_message.Message):
     token: str
     expires: float
     def __init__(self, token: _Optional[str] = ..., expires: _Optional[float] = ...) -> None: ...
+
+class ChangeRegionRequest(_message.Message):
+    __slots__ = ("region", "change", "reason", "move")
+    class Change(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CHANGE_UNSPECIFIED: _ClassVar[ChangeRegionRequest.Change]
+        CHANGE_DRAIN: _ClassVar[ChangeRegionRequest.Change]
+        CHANGE_UNDRAIN: _ClassVar[ChangeRegionRequest.Change]
+        CHANGE_REVOKE: _ClassVar[ChangeRegionRequest.Change]
+        CHANGE_REMOVE: _ClassVar[ChangeRegionRequest.Change]
+    CHANGE_UNSPECIFIED: ChangeRegionRequest.Change
+    CHANGE_DRAIN: ChangeRegionRequest.Change
+    CHANGE_UNDRAIN: ChangeRegionRequest.Change
+    CHANGE_REVOKE: ChangeRegionRequest.Change
+    CHANGE_REMOVE: ChangeRegionRequest.Change
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    change: ChangeRegionRequest.Change
+    reason: str
+    move: bool
+    def __init__(self, region: _Optional[str] = ..., change: _Optional[_Union[ChangeRegionRequest.Change, str]] = ..., reason: _Optional[str] = ..., move: bool = ...) -> None: ...
 
 class AddUserRequest(_message.Message):
     __slots__ = ("name", "promised_workers")

@@ -105,6 +105,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
                 _registered_method=True)
+        self.Share = channel.unary_unary(
+                '/geofed.v1.Control/Share',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ShareRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+                _registered_method=True)
         self.ListRegions = channel.unary_unary(
                 '/geofed.v1.Control/ListRegions',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ListRegionsRequest.SerializeToString,
@@ -114,6 +119,11 @@ class ControlStub(object):
                 '/geofed.v1.Control/Invite',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.InviteRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.InviteReply.FromString,
+                _registered_method=True)
+        self.ChangeRegion = channel.unary_unary(
+                '/geofed.v1.Control/ChangeRegion',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ChangeRegionRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Region.FromString,
                 _registered_method=True)
         self.AddUser = channel.unary_unary(
                 '/geofed.v1.Control/AddUser',
@@ -239,6 +249,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Share(self, request, context):
+        """Lets another user read the job, or not any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRegions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -247,6 +264,13 @@ class ControlServicer(object):
 
     def Invite(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRegion(self, request, context):
+        """For the operator: drains a region, revokes its certificates, or removes it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -358,6 +382,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
             ),
+            'Share': grpc.unary_unary_rpc_method_handler(
+                    servicer.Share,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ShareRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
+            ),
             'ListRegions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRegions,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ListRegionsRequest.FromString,
@@ -367,6 +396,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Invite,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.InviteRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.InviteReply.SerializeToString,
+            ),
+            'ChangeRegion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRegion,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ChangeRegionRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.Region.SerializeToString,
             ),
             'AddUser': grpc.unary_unary_rpc_method_handler(
                     servicer.AddUser,
@@ -783,6 +817,33 @@ class Control(object):
             _registered_method=True)
 
     @staticmethod
+    def Share(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Share',
+            geofed__pb_dot_v1_dot_control__pb2.ShareRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListRegions(request,
             target,
             options=(),
@@ -826,6 +887,33 @@ class Control(object):
             '/geofed.v1.Control/Invite',
             geofed__pb_dot_v1_dot_control__pb2.InviteRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.InviteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRegion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/ChangeRegion',
+            geofed__pb_dot_v1_dot_control__pb2.ChangeRegionRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.Region.FromString,
             options,
             channel_credentials,
             insecure,

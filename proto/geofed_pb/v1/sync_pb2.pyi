@@ -176,7 +176,7 @@ class Introduction(_message.Message):
     def __init__(self, region: _Optional[str] = ..., cloud: _Optional[str] = ..., list_digest: _Optional[str] = ..., have_through: _Optional[int] = ...) -> None: ...
 
 class PsConfig(_message.Message):
-    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former", "finish", "revoked")
+    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former", "finish")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -185,7 +185,6 @@ class PsConfig(_message.Message):
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
-    REVOKED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     peers: _containers.RepeatedCompositeFieldContainer[PsPeer]
@@ -194,8 +193,7 @@ class PsConfig(_message.Message):
     routes: int
     former: _containers.RepeatedCompositeFieldContainer[Neighbours]
     finish: bool
-    revoked: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., routes: _Optional[int] = ..., former: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., finish: bool = ..., revoked: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., routes: _Optional[int] = ..., former: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., finish: bool = ...) -> None: ...
 
 class Neighbours(_message.Message):
     __slots__ = ("a", "b")

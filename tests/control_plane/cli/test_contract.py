@@ -56,12 +56,18 @@ CONTRACTS = {
     "replan": Contract("{running}", mutating=True, refused=True),
     "finish": Contract("{running}", mutating=True),
     "cancel": Contract("{cancelled} --yes", mutating=True),
+    "share": Contract("{job} ann", mutating=True),
+    "unshare": Contract("{job} ann", mutating=True),
     "logs": Contract("{job}", streaming=True),
     "events": Contract("{job}", streaming=True),
     "export": Contract("{job} --output-file model.safetensors"),
     "region list": Contract(),
     "region describe": Contract("a"),
     "region invite": Contract("c --ttl 5m", mutating=True),
+    "region drain": Contract("d", mutating=True),
+    "region undrain": Contract("d", mutating=True),
+    "region revoke": Contract("v-{fresh} --yes", mutating=True),
+    "region remove": Contract("r-{fresh} --yes", mutating=True),
     "user add": Contract("u-{fresh} --promised-workers 4", mutating=True),
     "user list": Contract(),
     "user change": Contract("ann --promised-workers 3", mutating=True),
@@ -108,9 +114,11 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
         assert bool({"--watch", "--follow"} & set(options)) == contract.streaming, name
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
     of_users = {"user add", "user change", "user remove"}
-    assert mutating == {"submit", "scale", "replan", "finish", "cancel", "region invite", *of_users}
+    of_regions = {f"region {what}" for what in ("invite", "drain", "undrain", "revoke", "remove")}
+    of_jobs = {"submit", "scale", "replan", "finish", "cancel", "share", "unshare"}
+    assert mutating == of_jobs | of_regions | of_users
     assert "--request-id" in options_of(found["submit"])
-    assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove"))
+    assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove", "region remove"))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +150,8 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     file = str(folder / "job.yaml")
     for user in ("ann", *(f"r-fresh-{format}" for format in ALL)):
         told("user", "add", user)
+    for region in ("d", *(f"{kind}-fresh-{format}" for kind in "rv" for format in ALL)):
+        told("region", "invite", region)
     held = told("submit", file, "-o", "name", *HOLD)
     told("cancel", held, "--yes")
     running = told("submit", file, "-o", "name", "--set", "train.workers=1", *HOLD)

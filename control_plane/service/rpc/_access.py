@@ -1,0 +1,105 @@
+"""Who may call the control plane's RPCs: one rule for each, and the checks of users and regions."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+from control_plane.service.rpc._users import Caller, caller_of
+from control_plane.service.state._federation import Federation
+from geofed_pb.access import Rule
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import peer_region, peer_serial
+
+__all__ = ["AGENT_RULES", "CONTROL_RULES", "RegionCheck", "UserCheck", "caller_now", "region_of"]
+
+_BOTH = ("user", "operator")
+_CONTROL = {
+    "Version": Rule(_BOTH),
+    "StatBlob": Rule(_BOTH, note="its own partial uploads"),
+    "PutBlob": Rule(_BOTH, note="its own partial uploads"),
+    "Plan": Rule(_BOTH),
+    "Submit": Rule(_BOTH),
+    "Profile": Rule(_BOTH),
+    "GetJob": Rule(_BOTH, job="read"),
+    "ListJobs": Rule(_BOTH, note="jobs that it may not read are shown as occupied capacity only"),
+    "Watch": Rule(_BOTH, job="read", note="without a job: events of the jobs that it may read"),
+    "Logs": Rule(_BOTH, job="read"),
+    "GetModel": Rule(_BOTH, job="read"),
+    "Cancel": Rule(_BOTH, job="change"),
+    "Finish": Rule(_BOTH, job="change"),
+    "Replan": Rule(_BOTH, job="change"),
+    "Scale": Rule(_BOTH, job="change"),
+    "Share": Rule(_BOTH, job="change"),
+    "ListRegions": Rule(_BOTH),
+    "Invite": Rule(("operator",)),
+    "ChangeRegion": Rule(("operator",)),
+    "AddUser": Rule(("operator",)),
+    "ChangeUser": Rule(("operator",)),
+    "RemoveUser": Rule(("operator",)),
+    "ListUsers": Rule(_BOTH, note="a user gets only its own entry"),
+}
+CONTROL_RULES = {
+    **{f"/geofed.v1.Control/{name}": rule for name, rule in _CONTROL.items()},
+    "/geofed.v1.Enrolment/Join": Rule(("anyone",), note="the secret of an invitation, once"),
+    "/grpc.health.v1.Health/Check": Rule(("anyone",)),
+    "/grpc.health.v1.Health/Watch": Rule(("anyone",)),
+}
+"""Rules of the control port."""
+AGENT_RULES = {
+    "/geofed.v1.AgentHub/Session": Rule(("region",)),
+    "/geofed.v1.AgentHub/StatBlob": Rule(("region",), note="its own partial uploads"),
+    "/geofed.v1.AgentHub/PutBlob": Rule(("region",), note="its own partial uploads"),
+    "/geofed.v1.AgentHub/FetchBlob": Rule(("region",), note="code and first models of its own jobs"),
+    "/geofed.v1.AgentHub/Renew": Rule(("region",), note="its own name only"),
+}
+"""Rules of the agent port."""
+_caller: ContextVar[Caller] = ContextVar("caller")
+
+
+def caller_now() -> Caller:
+    """Return the user or operator whose call runs."""
+    return _caller.get()
+
+
+class UserCheck:
+    """Checks calls of users and of the operator by their bearer token."""
+
+    def __init__(self, federation: Federation, operator_hash: str) -> None:
+        self._federation, self._operator_hash = federation, operator_hash
+
+    async def __call__(self, rule: Rule, context: Any, request: Any, *, again: bool) -> None:
+        """Raise ``GeofedError``: UNAUTHENTICATED, FORBIDDEN; JOB_NOT_FOUND."""
+        federation = self._federation
+        headers = {str(key): value for key, value in context.invocation_metadata() or ()}
+        authorization = str(headers.get("authorization", ""))
+        caller = caller_of(authorization, self._operator_hash, federation.users.values())
+        if ("user" if caller.user else "operator") not in rule.callers:
+            raise GeofedError("FORBIDDEN", f"only the operator may do that, not {caller.user}")
+        if rule.job and caller.user and request is not None and request.job:
+            if not again:
+                caller.require(rule.job, (await federation.find_job(request.job, caller.may_read)).row)
+            elif (entry := federation.jobs.get(request.job)) is not None:
+                caller.require(rule.job, entry.row)
+        if not again:
+            _caller.set(caller)
+
+
+class RegionCheck:
+    """Checks calls of agents by the certificate of their region."""
+
+    def __init__(self, federation: Federation) -> None:
+        self._federation = federation
+
+    async def __call__(self, rule: Rule, context: Any, request: Any, *, again: bool) -> None:
+        """Raise ``GeofedError``: UNAUTHENTICATED, FORBIDDEN."""
+        region_of(self._federation, context)
+
+
+def region_of(federation: Federation, context: Any) -> str:
+    """Return the region whose valid certificate the caller has shown. Raises ``GeofedError``."""
+    region, serial = peer_region(context), peer_serial(context)
+    if region is None or not serial:
+        raise GeofedError("UNAUTHENTICATED", "the agent port requires the certificate of a region")
+    federation.require_certificate(region, serial)
+    return region
