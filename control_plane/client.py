@@ -205,7 +205,7 @@ class ControlClient:
 
     async def share(self, job: str, user: str, *, end: bool = False) -> control_pb2.Job:
         """Let a user read a job or, with ``end``, not any more."""
-        return await self._answer(self._stub.Share, control_pb2.ShareRequest(job=job, user=user, end=end))
+        return await self._answer(lambda stub: stub.Share, control_pb2.ShareRequest(job=job, user=user, end=end))
 
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
@@ -229,7 +229,7 @@ class ControlClient:
         """Change a region: "drain", "undrain", "revoke" or "remove"; with ``move`` its running jobs are replanned."""
         wanted = f"CHANGE_{change.upper()}"
         request = control_pb2.ChangeRegionRequest(region=region, change=wanted, reason=reason, move=move)
-        return await self._answer(self._stub.ChangeRegion, request)
+        return await self._answer(lambda stub: stub.ChangeRegion, request)
 
     async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
         """Create a one-time token for a region."""

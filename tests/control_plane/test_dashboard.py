@@ -140,8 +140,14 @@ def test_only_who_has_a_token_may_look(serve_config: ServeConfig, job_file: Path
                     assert refused.headers["www-authenticate"].startswith("Basic")
                     assert job not in refused.text
         async with browser(stage, user) as pages:
+            refused = await pages.get(f"/jobs/{job}")
+            assert (refused.status_code, "digits.yaml" in refused.text) == (403, False)
+            overview = (await pages.get("/")).text
+            assert "ann" in overview
+            assert job not in overview, "another user's job is occupied capacity only"
+            await stage.client.share(job, "ann")
             assert (await pages.get(f"/jobs/{job}")).status_code == 200
-            assert "ann" in (await pages.get("/")).text
+            assert job in (await pages.get("/")).text
             gone = await pages.get("/jobs/none")
             assert (gone.status_code, "JOB_NOT_FOUND" in gone.text) == (404, True)
         async with browser(stage, "") as pages:
