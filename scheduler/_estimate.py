@@ -126,7 +126,7 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
     copied, paid = _copies(plan.copies, regions)
     # A region whose first model differs from the first region's, as with another version of torch, is sent that one.
-    doubtful = 0.0 if snapshot.first_model_given else float(len(over.way) * update_bytes(model_bytes, "fp32"))
+    doubtful = float(len(over.way) * update_bytes(model_bytes, "fp32"))
     sent_bytes, copied_bytes = float(sum(link_bytes.values())), float(sum(copied.values()))
     usd, copied_usd = sum(cost.usd for cost in items), sum(cost.usd for cost in paid)
     return Estimate(
@@ -150,9 +150,6 @@ def _phases(plan: Plan, snapshot: Snapshot, over: Routes, model_bytes: int) -> t
     if not plan.background:
         exchange += round_end_seconds(plan.partitions, model_bytes)
     contact = 3 * over.slowest_rtt
-    if snapshot.first_model_given and over.way:
-        # The model that all begin with travels once, whole, before the first round.
-        contact += coding_seconds(model_bytes, "fp32") + max(at for at, _ in over.way.values())
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
     copying = max((copy.seconds for copy in plan.copies), default=0.0)
     besides = {part.region: overheads(part, snapshot.profiles.get(part.region)) for part in plan.partitions}
@@ -166,12 +163,8 @@ def _phases(plan: Plan, snapshot: Snapshot, over: Routes, model_bytes: int) -> t
 
 
 def _link_bytes(plan: Plan, snapshot: Snapshot, over: Routes, model_bytes: int) -> dict[str, int]:
-    """Bytes by link: the updates of all rounds and, where it is given, the model that all begin with."""
-    sent = {link: plan.rounds * amount for link, amount in over.topology.bytes_per_round_by_link.items()}
-    if snapshot.first_model_given:
-        for to, (_, source) in over.way.items():
-            sent[f"{source}>{to}"] += update_bytes(model_bytes, "fp32")
-    return sent
+    """Bytes by link: the updates of all rounds. The model that all begin with is made, or fetched, by each region."""
+    return {link: plan.rounds * amount for link, amount in over.topology.bytes_per_round_by_link.items()}
 
 
 def _training(

@@ -115,8 +115,6 @@ class Snapshot:
     """Size of the task's flat model, as measured by an earlier run or counted by an agent."""
     start_seconds: float | None = None
     """Seconds from submission to the first step, as measured in earlier runs or by a probe."""
-    first_model_given: bool = False
-    """Whether the job begins with another job's model, sent by its first region; else each region creates the same."""
     counted: bool = False
     """Whether `model_bytes` was counted by an agent, since no run of this code has reported it."""
     start_probed: bool = False

@@ -1,13 +1,12 @@
-"""Conversion between a torch module and its flat vector. Besides this module, only `sync.device`, `sync.gradients`,
-`sync.tree` and `sync.pipeline` need torch in this package."""
+"""Conversion between a torch module and its flat vector. Besides this module, only `sync.base`, `sync.device`,
+`sync.gradients`, `sync.places`, `sync.tree` and `sync.pipeline` need torch in this package."""
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -15,8 +14,10 @@ import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
+from sync.base import Base
 from sync.coordinates import coding_of
 from sync.layout import Layout, Slot, Vector
+from sync.places import KINDS, Found, Place, memory_of, refused, tensors_of, unlisted_buffers, version_of
 
 __all__ = ["FlatModel", "layout_of"]
 
@@ -26,45 +27,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.from_numpy(np.frombuffer(b"\0", np.uint8))
 
-_EXTRA = "_extra_state"
-_KINDS = ("parameter", "buffer", "extra state")
 _PLAIN = ("float32", "float64", "float16", "bfloat16")
-_BYTES = (torch.uint8,)
-"""Types of extra state that may contain anything serialised, so that its meaning is unknown."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The attribute of a module that holds a tensor, which the module may replace at any time."""
-
-    name: str
-    owner: torch.nn.Module
-    attribute: str
-    kind: str
-    """One of `_KINDS`."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return the current tensor. Raises ``GeofedError("TASK_INVALID")`` if dense is none any more."""
-        if self.kind == "extra state":
-            found = self.owner.get_extra_state()
-        else:
-            held = self.owner._parameters if self.kind == "parameter" else self.owner._buffers
-            found = held.get(self.attribute)
-        if not isinstance(found, torch.Tensor):
-            raise _refused(self, f"is {type(found).__name__ if found is not None else 'None'} now, not a tensor")
-        return found
-
-    def replace(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor; for buffers and extra state only."""
-        if self.kind == "extra state":
-            self.owner.set_extra_state(tensor)
-        else:
-            self.owner._buffers[self.attribute] = tensor
-
-
-def _refused(place: _Place, why: str, hint: str = "") -> GeofedError:
-    return GeofedError("TASK_INVALID", f"{place.kind} {place.name} of the model {why}", hint=hint)
-
 
 Calling = Callable[[str], AbstractContextManager[object]]
 _Arguments = ParamSpec("_Arguments")
@@ -92,16 +55,25 @@ class FlatModel:
     exchanged.
     """
 
-    def __init__(self, module: torch.nn.Module, *, part: bool = False, calling: Calling = nullcontext) -> None:
-        """``part``: the module is part of a larger model, so it needn't have trained parameters. ``calling``: returns a
-        context manager that is entered around all calls into the module, given their purpose; it can distinguish errors
-        of the module from others."""
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        part: bool = False,
+        base: Collection[str] = (),
+        calling: Calling = nullcontext,
+    ) -> None:
+        """``part``: the module is part of a larger model, so it needn't have trained parameters. ``base``: names of the
+        tensors that never change. ``calling``: returns a context manager that is entered around all calls into the
+        module, given their purpose; it can distinguish errors of the module from others."""
         self.module, self._calling = module, calling
-        found = _tensors_of(module)
+        found = tensors_of(module)
         for place, tensor, _ in found:
             _check_values(place, tensor)
         # The stages of a model agree on a layout that is made without values.
-        self.layout, order = _layout(module, found, marks=not part)
+        self.layout, order = _layout(module, found, base, marks=not part)
+        kept = {slot.name for slot in self.layout.base}
+        self.base = Base([place for place, _, _ in found if place.name in kept])
         self._places = [found[at][0] for at in order]
         self._trained = self._places[: self.layout.trainable]
         self._bound = [place.tensor() for place in self._trained]
@@ -110,7 +82,7 @@ class FlatModel:
         """Numbers of the trained parameters whose gradient has been sparse."""
         self._plain = [slot.coding.coordinates == 1 and slot.dtype in _PLAIN for slot in self.layout.slots]
         """By slot: whether coordinates are the values, and torch computes with their type."""
-        self._unlisted = {place.name: (tensor, _version(tensor)) for place, tensor in _unlisted_buffers(module)}
+        self._unlisted = {place.name: (tensor, version_of(tensor)) for place, tensor in unlisted_buffers(module)}
         if not self.layout.trainable and not part:
             raise GeofedError("TASK_INVALID", "the model has no trainable parameters")
 
@@ -170,14 +142,14 @@ class FlatModel:
         made."""
         return {
             place.name: tensor.detach()
-            for place, tensor in _unlisted_buffers(self.module)
+            for place, tensor in unlisted_buffers(self.module)
             if not self._unchanged(place.name, tensor)
         }
 
     @_of_the_module
     def load_named(self, tensors: dict[str, torch.Tensor]) -> None:
         """Write tensors of `exact` or `scratch` into the module."""
-        unlisted = {place.name: place for place, _ in _unlisted_buffers(self.module)}
+        unlisted = {place.name: place for place, _ in unlisted_buffers(self.module)}
         numbers = {place.name: number for number, place in enumerate(self._places)}
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -221,11 +193,12 @@ class FlatModel:
         out = np.empty(self.layout.gradient_size - head, np.float32)
         with torch.no_grad():
             self._copy_out(out, self.layout.trainable)
+        self.base.check()
         for place in self._places[self.layout.trainable :]:
             if place.kind == "parameter" and place.tensor().grad is not None:
                 text = "was frozen when model(config) returned it, and has a gradient now"
                 hint = "let it require a gradient in model(config); where it is not to move, give its group a rate of 0"
-                raise _refused(place, text, hint)
+                raise refused(place, text, hint)
         given = [parameter.grad is not None for parameter in self._parameters()]
         out[self.layout.size - head :] = given
         return out
@@ -263,7 +236,7 @@ class FlatModel:
     def _parameters(self) -> Sequence[torch.Tensor]:
         for place, bound in zip(self._trained, self._bound, strict=True):
             if place.tensor() is not bound:
-                raise _refused(place, "was replaced by another one, which the optimiser does not train")
+                raise refused(place, "was replaced by another one, which the optimiser does not train")
         return self._bound
 
     def _dense_gradient(self, number: int, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -297,7 +270,7 @@ class FlatModel:
         tensor = place.tensor()
         if tuple(tensor.shape) != slot.shape or tensor.dtype != getattr(torch, slot.dtype):
             text = f"is {_described(tensor)} now; model(config) returned it as {slot.dtype} {list(slot.shape)}"
-            raise _refused(place, text, "let model(config) make it with the type and shape that it will have")
+            raise refused(place, text, "let model(config) make it with the type and shape that it will have")
         return tensor
 
     def _write(self, number: int, value: torch.Tensor) -> None:
@@ -318,114 +291,66 @@ class FlatModel:
     def check_names(self) -> None:
         """Raise ``GeofedError("TASK_INVALID")`` for a tensor that no vector contains: it was added after the model was
         made, or was another name of a tensor that the layout has."""
-        known, aliases = {place.name for place in self._places}, dict(self.layout.aliases)
-        for place, _, _ in _tensors_of(self.module):
+        known, aliases = {slot.name for slot in (*self.layout.slots, *self.layout.base)}, dict(self.layout.aliases)
+        for place, _, _ in tensors_of(self.module):
             if place.name in aliases:
                 text = f"was {aliases[place.name]}'s memory when model(config) returned the model, and is not now"
-                raise _refused(place, text, "make it a tensor of its own in model(config), with .clone()")
+                raise refused(place, text, "make it a tensor of its own in model(config), with .clone()")
             if place.name not in known:
                 text = "was not dense when model(config) returned the model"
-                raise _refused(place, text, "register it in model(config), with the type and shape that it will have")
+                raise refused(place, text, "register it in model(config), with the type and shape that it will have")
 
     def _unchanged(self, name: str, tensor: torch.Tensor) -> bool:
         """Whether a buffer that is not part of the state is still the same tensor, and was not written to."""
         before, version = self._unlisted.get(name, (None, 0))
-        return before is tensor and version == _version(tensor)
+        return before is tensor and version == version_of(tensor)
 
 
-def layout_of(shell: torch.nn.Module) -> Layout:
-    """Return the layout of a module that was made without values."""
-    return _layout(shell, _tensors_of(shell), marks=False)[0]
+def layout_of(shell: torch.nn.Module, base: Collection[str] = ()) -> Layout:
+    """Return the layout of a module that was made without values. ``base``: names of the tensors that never change."""
+    return _layout(shell, tensors_of(shell), base, marks=False)[0]
 
 
-_Found = tuple[_Place, torch.Tensor, bool]
-"""A place, its tensor, and whether gradients train it."""
-
-
-def _tensors_of(module: torch.nn.Module) -> list[_Found]:
-    """Return parameters, persistent buffers and extra state; each parameter once, and no buffer that is a parameter's
-    memory: it is another name of the parameter."""
-    kept = set(module.state_dict(keep_vars=True))
-    found: list[_Found] = []
-    seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        dot = f"{prefix}." if prefix else ""
-        for attribute, parameter in owner._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                place = _Place(dot + attribute, owner, attribute, "parameter")
-                found.append((place, parameter, parameter.requires_grad))
-    memory = {_memory(parameter) for _, parameter, _ in found}
-    for place, buffer in _buffers_of(module):
-        if place.name in kept and (_memory(buffer) is None or _memory(buffer) not in memory):
-            found.append((place, buffer, False))
-    for name in sorted(kept):
-        if name.rsplit(".", 1)[-1] == _EXTRA:
-            owner = module.get_submodule(name.rpartition(".")[0])
-            place = _Place(name, owner, _EXTRA, "extra state")
-            found.append((place, _extra_state(place), False))
-    return found
-
-
-def _memory(tensor: torch.Tensor) -> tuple[object, ...] | None:
-    """Return what two tensors have in common that are the same view of the same memory; None without memory."""
-    if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided or not tensor.data_ptr():
-        return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def _buffers_of(module: torch.nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
-    for prefix, owner in module.named_modules():
-        for attribute, buffer in owner._buffers.items():
-            if buffer is not None:
-                yield _Place(f"{prefix}.{attribute}" if prefix else attribute, owner, attribute, "buffer"), buffer
-
-
-def _unlisted_buffers(module: torch.nn.Module) -> list[tuple[_Place, torch.Tensor]]:
-    kept = set(module.state_dict(keep_vars=True))
-    return [(place, buffer) for place, buffer in _buffers_of(module) if place.name not in kept]
-
-
-def _extra_state(place: _Place) -> torch.Tensor:
-    state: Any = place.owner.get_extra_state()
-    if not isinstance(state, torch.Tensor) or state.dtype in _BYTES:
-        kind = "bytes" if isinstance(state, torch.Tensor) else f"a {type(state).__name__}"
-        text = f"is {kind}: it can be neither merged nor exported"
-        raise _refused(place, text, "keep it in buffers, or return a tensor of numbers from get_extra_state()")
-    return state
-
-
-def _layout(module: torch.nn.Module, found: list[_Found], *, marks: bool) -> tuple[Layout, list[int]]:
-    """Return the layout, and the order of its slots in ``found``. ``marks``: non-finite values are allowed, by
-    marks."""
-    order = sorted(range(len(found)), key=lambda at: (not found[at][2], _KINDS.index(found[at][0].kind)))
+def _layout(
+    module: torch.nn.Module, found: list[Found], base: Collection[str], *, marks: bool
+) -> tuple[Layout, list[int]]:
+    """Return the layout, and the order of its slots in ``found``. ``base``: names of tensors that have no slot.
+    ``marks``: non-finite values are allowed, by marks."""
+    order = sorted(range(len(found)), key=lambda at: (not found[at][2], KINDS.index(found[at][0].kind)))
     slots: list[Slot] = []
+    kept: list[Slot] = []
     for at in order:
         place, tensor, trained = found[at]
+        constant = place.name in base and not trained
         if trained and tensor.is_complex():
-            raise _refused(place, "is complex", "keep its two parts as real tensors")
-        if tensor.is_complex() and not _finite(tensor):
-            raise _refused(place, "is complex and holds values that are not finite")
+            raise refused(place, "is complex", "keep its two parts as real tensors")
+        if tensor.is_complex() and not constant and not _finite(tensor):
+            raise refused(place, "is complex and holds values that are not finite")
         dtype = str(tensor.dtype).removeprefix("torch.")
-        coding = coding_of(dtype, trained=trained, marked=marks and not trained and not _finite(tensor))
+        coding = coding_of(dtype, trained=trained, marked=marks and not (trained or constant) and not _finite(tensor))
         if coding is None:
-            raise _refused(place, f"is {dtype}, which is not supported")
+            raise refused(place, f"is {dtype}, which is not supported")
+        if constant:
+            kept.append(Slot(place.name, tuple(tensor.shape), dtype))
+            continue
         slots.append(Slot(place.name, tuple(tensor.shape), dtype, coding))
         if coding.parts > 1 and tensor.device.type != "meta":
             _check_exact(place, tensor, slots[-1])
     aliases = _aliases(module, {found[at][0].name: found[at][1] for at in order})
-    return Layout(tuple(slots), sum(trained for _, _, trained in found), aliases), order
+    names = {slot.name for slot in kept}
+    order = [at for at in order if found[at][0].name not in names]
+    return Layout(tuple(slots), sum(trained for _, _, trained in found), aliases, tuple(kept)), order
 
 
 def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:
     """Return further names in the state dict, each with the name of its slot."""
     names = {id(tensor): name for name, tensor in slots.items()}
-    views = {_memory(tensor): name for name, tensor in slots.items() if isinstance(tensor, torch.nn.Parameter)}
+    views = {memory_of(tensor): name for name, tensor in slots.items() if isinstance(tensor, torch.nn.Parameter)}
     found = []
     for alias, tensor in module.state_dict(keep_vars=True).items():
         if alias in slots:
             continue
-        name = names.get(id(tensor), views.get(_memory(tensor)))
+        name = names.get(id(tensor), views.get(memory_of(tensor)))
         if name is None:
             text = f"{alias} of the model's state_dict() is neither a parameter nor a buffer, and cannot be exchanged"
             raise GeofedError("TASK_INVALID", text, hint="register it as a parameter or a buffer")
@@ -433,30 +358,30 @@ def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> tuple[t
     return tuple(found)
 
 
-def _check_values(place: _Place, tensor: torch.Tensor) -> None:
+def _check_values(place: Place, tensor: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(tensor):
         text = "has no shape before the model has seen an input"
-        raise _refused(place, text, "call the model once with an example in model(config), before it is returned")
+        raise refused(place, text, "call the model once with an example in model(config), before it is returned")
     if tensor.device.type == "meta":
         text = "has no values: it is on the device `meta`"
-        raise _refused(place, text, "make it with values in model(config): to_empty(), and then reset_parameters()")
+        raise refused(place, text, "make it with values in model(config): to_empty(), and then reset_parameters()")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "nested" if tensor.is_nested else "quantised" if tensor.is_quantized else str(tensor.layout)
-        raise _refused(place, f"is {kind}; only dense tensors are supported", "keep it in dense tensors")
+        raise refused(place, f"is {kind}; only dense tensors are supported", "keep it in dense tensors")
     if place.kind == "parameter" and _overlaps(tensor):
         text = "has several elements at the same memory address, so that no optimiser can change it"
-        raise _refused(place, text, "make it with .clone() or .contiguous()")
+        raise refused(place, text, "make it with .clone() or .contiguous()")
     if place.kind == "buffer" and not tensor.is_contiguous() and _overlaps(tensor):
         # A contiguous copy has the same values, and can be written to.
         place.replace(tensor.contiguous())
 
 
-def _check_exact(place: _Place, tensor: torch.Tensor, slot: Slot) -> None:
+def _check_exact(place: Place, tensor: torch.Tensor, slot: Slot) -> None:
     values = _as_array(tensor)
     with np.errstate(over="ignore", invalid="ignore"):
         back = slot.decode(slot.encode(values))
     if not np.array_equal(values, back, equal_nan=values.dtype.kind in "fc"):
-        raise _refused(place, f"holds values that cannot be exchanged: {slot.dtype} beyond the range of float32")
+        raise refused(place, f"holds values that cannot be exchanged: {slot.dtype} beyond the range of float32")
 
 
 def _finite(tensor: torch.Tensor) -> bool:
@@ -480,11 +405,6 @@ def _overlaps(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each write; 0 if torch does not count them."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _rows_of(gradient: torch.Tensor) -> torch.Tensor:

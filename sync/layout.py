@@ -1,9 +1,12 @@
 """The layout of a model: the position of each tensor in its flat vector.
 
-A model is exchanged as one float32 vector: first the trained parameters, then all other state of the model (frozen
-parameters, BatchNorm statistics, counters), in the coordinates of `sync.coordinates`. Averaging the vector averages all
-of it; integers are rounded when they are written back. A vector of gradients has the same positions, followed by one
-coordinate per trained parameter: 1 if it has a gradient, so that one merge covers everything.
+A model is exchanged as one float32 vector: first the trained parameters, then all other state that changes (BatchNorm
+statistics, counters), in the coordinates of `sync.coordinates`. Averaging the vector averages all of it; integers are
+rounded when they are written back. A vector of gradients has the same positions, followed by one coordinate per trained
+parameter: 1 if it has a gradient, so that one merge covers everything.
+
+Tensors that never change (frozen parameters, constant buffers) are the base. Each worker has it, and no vector contains
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +42,8 @@ class Slot:
     dtype: str
     """Torch's name of the type: "float32", "int64", ..."""
     coding: Coding = PLAIN
+    digest: str = ""
+    """SHA-256 of the tensor's bytes in the base, in hexadecimal digits; "": unknown, or the tensor is not constant."""
 
     @property
     def elements(self) -> int:
@@ -57,6 +62,8 @@ class Slot:
             found["parts"] = self.coding.parts
         if self.coding.marked:
             found["marked"] = True
+        if self.digest:
+            found["sha256"] = self.digest
         return found
 
     def encode(self, values: npt.NDArray[np.generic]) -> Vector:
@@ -77,6 +84,8 @@ class Layout:
     """Number of leading slots that gradients train."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Further names in the state dict (of tied parameters), each with the name of its slot."""
+    base: tuple[Slot, ...] = ()
+    """Tensors that never change, and that the flat vector does not contain."""
 
     @property
     def size(self) -> int:
@@ -100,9 +109,11 @@ class Layout:
 
     def to_json(self) -> str:
         """Return the layout as compact JSON."""
-        raw = {
+        raw: dict[str, object] = {
             "slots": [slot.facts() for slot in self.slots], "trainable": self.trainable, "aliases": self.aliases
         }  # fmt: skip
+        if self.base:
+            raw["base"] = [slot.facts() for slot in self.base]
         return json.dumps(raw, separators=(",", ":"))
 
     @classmethod
@@ -112,13 +123,15 @@ class Layout:
             raw = json.loads(text)
             slots = tuple(_slot(entry) for entry in raw["slots"])
             aliases = tuple((str(alias), str(name)) for alias, name in raw["aliases"])
-            layout = cls(slots, int(raw["trainable"]), aliases)
+            base = tuple(_slot(entry) for entry in raw.get("base", ()))
+            layout = cls(slots, int(raw["trainable"]), aliases, base)
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise GeofedError("FRAME_INVALID", f"not a model layout: {error}") from None
-        names = {slot.name for slot in slots}
-        if not 0 <= layout.trainable <= len(slots) or any(n < 0 for slot in slots for n in slot.shape):
+        every = (*slots, *base)
+        names = {slot.name for slot in every}
+        if not 0 <= layout.trainable <= len(slots) or any(n < 0 for slot in every for n in slot.shape):
             raise GeofedError("FRAME_INVALID", "not a model layout: sizes out of range")
-        if len(names) < len(slots) or any(name not in names for _, name in aliases):
+        if len(names) < len(every) or any(name not in names for _, name in aliases):
             raise GeofedError("FRAME_INVALID", "not a model layout: names do not fit")
         return layout
 
@@ -135,29 +148,52 @@ class Layout:
 
     def tensors(self, vector: Vector) -> Mapping[str, npt.NDArray[np.generic]]:
         """Return the tensors of a vector by name, with their shapes and types, under every name that the state dict
-        has."""
+        has. The base is not among them."""
         if vector.shape != (self.size,):
             raise GeofedError("FRAME_INVALID", f"vector of shape {vector.shape} for a model of {self.size} elements")
         cut = {
             slot.name: slot.decode(vector[place]).astype(array_dtype(slot.dtype), copy=False)
             for slot, place in self.places()
         }
-        return cut | {alias: cut[name] for alias, name in self.aliases}
+        return cut | {alias: cut[name] for alias, name in self.aliases if name in cut}
+
+    def with_digests(self, digests: Mapping[str, str]) -> Layout:
+        """Return the layout with digests of tensors of the base, by name, where it has none yet."""
+        base = tuple(replace(slot, digest=slot.digest or digests.get(slot.name, "")) for slot in self.base)
+        return replace(self, base=base)
+
+    @property
+    def base_digests(self) -> dict[str, str]:
+        """The digests of the tensors of the base that are known, by name."""
+        return {slot.name: slot.digest for slot in self.base if slot.digest}
+
+    @property
+    def without_digests(self) -> Layout:
+        """The layout without the digests of the base."""
+        return replace(self, base=tuple(replace(slot, digest="") for slot in self.base))
 
     def difference(self, other: Layout) -> str:
-        """Describe the first difference to another layout, for users; "": there is none."""
-        here, there = ({slot.name: slot for slot in one.slots} for one in (self, other))
+        """Describe the first difference to another layout, for users; "": there is none. Unknown digests of the base
+        do not count."""
+        here, there = ({slot.name: slot for slot in (*one.slots, *one.base)} for one in (self, other))
+        kept, moved = ({slot.name for slot in one.base} for one in (self, other))
         for name in [*here, *(name for name in there if name not in here)]:
-            if here.get(name) != there.get(name):
-                return f"{name} is {_described(here.get(name))} here and {_described(there.get(name))} there"
-        return "" if self == other else "its tensors are tied or trained otherwise, or in another order"
+            if (ours := _described(here.get(name))) != (theirs := _described(there.get(name))):
+                return f"{name} is {ours} here and {theirs} there"
+            if (name in kept) != (name in moved):
+                first, second = ("never changes", "changes") if name in kept else ("changes", "never changes")
+                return f"{name} {first} here and {second} there"
+            if (ours := here[name].digest) and (theirs := there[name].digest) and ours != theirs:
+                return f"{name}, which is not trained, has other values here than there"
+        same = self.without_digests == other.without_digests
+        return "" if same else "its tensors are tied or trained otherwise, or in another order"
 
 
 def _slot(raw: Mapping[str, Any]) -> Slot:
     shape, coding = tuple(int(n) for n in raw["shape"]), Coding(int(raw.get("parts", 1)), bool(raw.get("marked")))
     if not 1 <= coding.parts <= _MAX_PARTS:
         raise ValueError(f"{coding.parts} coordinates per element")
-    return Slot(str(raw["name"]), shape, str(raw["dtype"]), coding)
+    return Slot(str(raw["name"]), shape, str(raw["dtype"]), coding, str(raw.get("sha256", "")))
 
 
 def _described(slot: Slot | None) -> str:

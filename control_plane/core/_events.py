@@ -272,8 +272,7 @@ class SendStart:
     resumed: bool = False
     """Whether its parameter server has run there before."""
     initial_model: str = ""
-    """Digest of the model that the job starts from, for the region that provides the first model; empty: the task's
-    own."""
+    """Digest of the model that the job starts from; empty: the task's own."""
 
 
 @dataclass(frozen=True)

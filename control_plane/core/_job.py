@@ -145,9 +145,8 @@ class JobMachine:
     def _start(self, part: Partition) -> None:
         part = replace(part, state="assigned")
         self._update_partition(part)
-        # The first region provides the model that all regions start from.
-        first, model = self.state.partitions[0].region, self.state.initial_model
-        digest = model.digest if model is not None and part.region == first else ""
+        # What is not trained is not exchanged, so that every region needs the file.
+        digest = self.state.initial_model.digest if self.state.initial_model is not None else ""
         self._out.append(SendStart(part.region, part.epoch, resumed=part.ran, initial_model=digest))
         if part.workers is not None:
             self._command_workers(part, part.workers, "")

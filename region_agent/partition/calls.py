@@ -150,6 +150,8 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         order="gpipe" if pipeline.order == "gpipe" else "1f1b",
         rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
         activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
+        keeps_base=task.keeps_base,
+        base_given=bool(task.initial_model),
     )
 
 

@@ -125,6 +125,10 @@ class Invocation(BaseModel):
     """For each stage: recompute its activations in the backward pass instead of storing them. Empty: no stage does."""
     activation_codec: Literal["fp32", "bf16"] = "fp32"
     """Codec of activations and their gradients between stages; "fp32": unchanged."""
+    keeps_base: bool = False
+    """Whether tensors that never change are left out of what is exchanged; the same for all workers of the job."""
+    base_given: bool = False
+    """Whether the region's server has a file that may hold them."""
     store_seconds: float = Field(default=5.0, ge=0)
     """Shortest time between two states that a stage stores for a later attempt."""
 

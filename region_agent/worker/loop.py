@@ -120,6 +120,7 @@ class WorkerLoop:
         except SliceOver:
             finished = False
         self._trainer.drain()
+        self._flat.base.check(values=True)
         return finished
 
     # Rounds
@@ -241,11 +242,15 @@ class WorkerLoop:
     def _attach(self, server: PsClient) -> worker_pb2.AttachReply:
         call = self._call
         initial_key = f"init/{call.attempt}/{call.worker}"
+        base_key = ""
         if not call.resume_key:
             initial_key = self._trainer.put_initial(initial_key)
-        request = worker_pb2.AttachRequest(layout_json=self._trainer.layout.to_json(), initial_key=initial_key)
+            base_key = self._put_base()
+        layout = self._trainer.layout.to_json()
+        request = worker_pb2.AttachRequest(layout_json=layout, initial_key=initial_key, base_key=base_key)
         start = server.attach(request)
         self._trainer.delete_initial(initial_key)
+        self._load_base(start.base_key)
         self._attached, self._completed, self._until = True, start.round, start.until_step
         self._background = start.background
         if not self._resume(server, start) and not (start.background and start.boundary):
@@ -256,6 +261,25 @@ class WorkerLoop:
             if start.state_key:
                 self._trainer.load_state(self._trainer.read_state(start.state_key))
         return start
+
+    def _put_base(self) -> str:
+        """Store the base for the server, which exports it with the model; "": another worker does, or it has it."""
+        base = self._flat.base
+        if not len(base) or not self._trainer.leads or self._call.base_given:
+            return ""
+        key = f"init/{self._call.attempt}/base-{self._trainer.group}"
+        self._channel.put(key, framing.encode(base.contents()))
+        return key
+
+    def _load_base(self, key: str) -> None:
+        """Load the base that the server has, if it has another one than the task makes."""
+        base = self._flat.base
+        if key:
+            stored = self._channel.get(key)
+            if stored is None:
+                raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
+            base.load(framing.decode(stored).tensors)
+        base.watch()
 
     def _end_round(self, server: PsClient, sequence: int, *, known: bool) -> worker_pb2.BoundaryReply:
         """Upload the round's model and wait for the federation's; ``known``: it was uploaded before."""
@@ -274,6 +298,7 @@ class WorkerLoop:
     def _settle(self) -> None:
         """Make sure that the workers of the partition hold the same model, once after the last step."""
         self._flat.check_names()
+        self._flat.base.check()
         if self._settled < self._step:
             self._trainer.settle(self._step)
             self._settled = self._step
@@ -400,7 +425,7 @@ class WorkerLoop:
         completed = self._completed if self._pending is None else self._pending.request.round - 1
         facts = {"round": completed, "step": self._step, "settled": self._settled, **self._round.facts()}
         facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._trainer.share(self._step)}
-        facts |= self._trainer.facts()
+        facts |= {"base": self._flat.base.checksum, **self._trainer.facts()}
         if self._pending is not None:
             # The slice ends during a wait for an answer; the next invocation repeats the request.
             facts |= {"ended_step": self._pending.request.step, **self._pending.sums.facts("ended_")}
@@ -435,6 +460,9 @@ class WorkerLoop:
         if "x/tree" not in frame.tensors:
             # Stored by an earlier version of geofed: the round starts again.
             return False
+        if facts.get("base", 0) != self._flat.base.checksum and not self._trainer.in_stages:
+            text = "model(config) makes other values of what is not trained each time it is called"
+            raise GeofedError("TASK_INVALID", text, hint="make them from the seed that torch has when it is called")
         if facts["attempt"] == self._call.attempt:
             # Buffers of this worker only; the server does not have them.
             self._flat.load_named(load_tree(frame.tensors, "n/"))

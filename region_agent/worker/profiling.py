@@ -20,6 +20,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import TaskModule
+from sync.base import frozen_parameters
 from sync.device import device, finish
 from sync.flat import FlatModel, layout_of
 from sync.pipeline import Layers, measure_layers, model_input
@@ -96,7 +97,8 @@ def probe(call: ProfileCall, task: TaskModule) -> Profiled:
     whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
     module = task.model(call.seed) if shell is None or whole else shell
     with task.calling("model"):
-        size = 4 * (layout_of(module) if module is shell else FlatModel(module).layout).size
+        frozen = frozen_parameters(module)
+        size = 4 * (layout_of(module, frozen) if module is shell else FlatModel(module, base=frozen).layout).size
     made = time.monotonic() - begun
     return Profiled(status="done", parameters=_parameters(module), model_bytes=size, loaded_seconds=made)
 
@@ -138,7 +140,7 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     where = device()
     module = task.model(call.seed)
     with task.calling("model"):
-        flat = FlatModel(module, calling=task.calling)
+        flat = FlatModel(module, base=frozen_parameters(module), calling=task.calling)
         module.to(where)
     optimizer = task.optimizer(module.parameters())
     bench = _Bench(call, task, module, flat, optimizer, data["train"], where, begun + call.limit_seconds)

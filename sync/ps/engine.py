@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from geofed_pb.errors import GeofedError
 from sync.codec import codec_named
@@ -240,9 +241,10 @@ class Engine:
                 future.set_exception(error)
         self.notify()
 
-    async def keep_layout(self, layout: Layout) -> None:
-        """Store the layout of the model, unless one is stored already."""
-        await asyncio.get_running_loop().run_in_executor(self._disk, self.storage.keep_layout, layout)
+    async def agree(self, layout: Layout, base_key: str, *, begins: bool) -> tuple[str, str]:
+        """Compare a worker's layout with the job's: see `ActionExecutor.agree`."""
+        ask = partial(self.executor.agree, layout, base_key, begins=begins)
+        return await asyncio.get_running_loop().run_in_executor(self._disk, ask)
 
     async def model(self) -> Vector | None:
         """Return a copy of the current model, shape (n,), or None before the first merge."""

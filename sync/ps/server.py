@@ -79,10 +79,8 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     async def Attach(self, request: worker_pb2.AttachRequest, context: _Context) -> worker_pb2.AttachReply:
         who = self._authenticate()
         layout = Layout.from_json(request.layout_json)
-        if self._engine.storage.layout is None and who.attempt >= self._engine.machine.attempt:
-            await self._engine.keep_layout(layout)
-        known = self._engine.storage.layout
-        differs = "" if known is None else layout.difference(known)
+        begins = who.attempt >= self._engine.machine.attempt
+        differs, base_key = await self._engine.agree(layout, request.base_key, begins=begins)
         answer = await self._engine.ask(
             lambda call: Attached(call, who.worker, who.attempt, request.initial_key, differs), CALL_TIMEOUT_SECONDS
         )
@@ -99,6 +97,7 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
             until_step=answer.until_step,
             correction_key=answer.correction_key,
             background=answer.background,
+            base_key=base_key,
         )
 
     @answering
@@ -215,7 +214,8 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         if model is None or layout is None:
             raise GeofedError("MODEL_NOT_FOUND", "there is no model yet")
         facts = {"job": self._config.job, "round": str(progress.sequence), "flat_digest": progress.model_digest}
-        data, digest = await asyncio.to_thread(to_safetensors, layout, model, facts)
+        base = self._engine.executor.base.contents(layout)
+        data, digest = await asyncio.to_thread(to_safetensors, layout, model, facts, base)
         for offset in range(0, len(data), CHUNK_BYTES):
             piece = data[offset : offset + CHUNK_BYTES]
             yield common_pb2.BlobChunk(digest=digest, total_bytes=len(data), offset=offset, data=piece)

@@ -47,7 +47,7 @@ def test_what_the_job_file_may_not_say(job_file: Path, setting: str, says: str) 
     assert caught.value.code == "SPEC_INVALID"
 
 
-def test_the_first_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
+def test_every_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
     serve_config: ServeConfig, job_file: Path
 ) -> None:
     async def scenario() -> None:
@@ -64,7 +64,7 @@ def test_the_first_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
             assert (job.initial_model.job, job.initial_model.digest) == (first, digest_of(MODEL))
             assert json.loads(job.plan_json)["initial_model"] == told
             starts = [await agent.command("start", 2) for agent in (a, b)]
-            assert [start.task.initial_model for start in starts] == [digest_of(MODEL), ""]
+            assert [start.task.initial_model for start in starts] == [digest_of(MODEL)] * 2
             assert await a.fetch(digest_of(MODEL)) == MODEL
             (event,) = [e async for e in stage.client.watch(job.id, follow=False) if e.kind == "job.submitted"]
             assert json.loads(event.data_json)["initial_model"] == told

@@ -410,12 +410,12 @@ def test_a_region_is_told_its_workers_again_when_it_gets_its_orders_anew() -> No
     assert [a.workers for a in again if isinstance(a, SendScale)] == [3]
 
 
-def test_the_first_region_brings_in_what_the_job_begins_with() -> None:
+def test_every_region_fetches_what_the_job_begins_with() -> None:
     machine = fresh("a", "b")
     machine.state = replace(machine.state, initial_model=InitialModel("before", "sha256:m", 7))
     machine.handle(Planned(0))
     starts = sent(machine.handle(StartAllowed(0)), SendStart)
-    assert [(start.region, start.initial_model) for start in starts] == [("a", "sha256:m"), ("b", "")]
+    assert [(start.region, start.initial_model) for start in starts] == [("a", "sha256:m"), ("b", "sha256:m")]
     machine.handle(RegionLost(1, "a"))
     (again,) = sent(machine.handle(RegionLive(2, "a", restarted=True)), SendStart)
     assert again.initial_model == "sha256:m"

@@ -40,6 +40,8 @@ class _Region:
         self.round = 0
         self.end: Vector | None = None
         """Of the open round, once the worker has handed it over."""
+        self.base: dict[str, Any] = {}
+        """Bytes of the tensors that never change, by name."""
         self.state: dict[int, bytes] = {}
         self.evaluated = False
 
@@ -79,12 +81,17 @@ class _Region:
     def attach(self, request: worker_pb2.AttachRequest) -> worker_pb2.AttachReply:
         if self.layout is None:
             self.layout = Layout.from_json(request.layout_json)
+            if request.base_key:
+                frame = self.channel.get(request.base_key)
+                assert frame is not None
+                self.base = framing.decode(bytes(frame)).tensors
             value = self.channel.get(request.initial_key)
             assert value is not None
             self.federation.first_model(np.array(framing.decode(value).tensors["model"]))
             if self.replica is None:
                 self.begin(self.federation.model)
-        assert self.layout == Layout.from_json(request.layout_json), "every invocation makes the same model"
+        differs = self.layout.difference(Layout.from_json(request.layout_json))
+        assert not differs, f"every invocation makes the same model: {differs}"
         step = self.round * self.federation.steps_per_round
         return worker_pb2.AttachReply(step=step, boundary=self.end is not None, **self.facts)
 
@@ -172,7 +179,12 @@ class Federation:
             body = invocation(region.place, task, data, config=config, seed=seed, slice_seconds=slice_seconds)
             files = (ShardFile(name=data.name, path=str(data)),)
             bodies[name] = body.model_copy(
-                update={"region_batch": batch, "splits": {"train": files, "test": files}, "job": f"job-{name}"}
+                update={
+                    "region_batch": batch,
+                    "splits": {"train": files, "test": files},
+                    "job": f"job-{name}",
+                    "keeps_base": True,
+                }
             )
         while bodies:
             for name in list(bodies):
@@ -193,7 +205,7 @@ class Federation:
         for region in self.regions.values():
             assert region.layout is not None
             assert region.replica is not None
-            files.add(to_safetensors(region.layout, region.replica.model, {})[0])
+            files.add(to_safetensors(region.layout, region.replica.model, {}, region.base)[0])
         (data,) = files
         return data
 

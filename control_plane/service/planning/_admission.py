@@ -142,8 +142,7 @@ class PendingAdmission:
 
     def _planner(self, busy: dict[str, int]) -> Planner:
         snapshot = snapshot_of(self.draft.regions.values(), (), self.learnt, self.spec.train.batch)
-        has_initial_model = self.spec.train.initial_model is not None
-        return Planner(replace(snapshot, busy_workers=busy, first_model_given=has_initial_model))
+        return Planner(replace(snapshot, busy_workers=busy))
 
     def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
         """Return the plan, the job's gang, and the workers reserved for all promises with it."""

@@ -200,6 +200,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             dataset=spec.data.dataset,
             learning_rate=_learning_rate(spec),
             initial_model=action.initial_model,
+            keeps_base=True,
         ),
         plan=agent_pb2.PartitionPlan(
             workers=part.workers,

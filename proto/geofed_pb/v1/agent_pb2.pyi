@@ -142,20 +142,22 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base")
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     DATASET_FIELD_NUMBER: _ClassVar[int]
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     INITIAL_MODEL_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_BASE_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
     dataset: str
     learning_rate: LearningRate
     initial_model: str
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ...) -> None: ...
+    keeps_base: bool
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ...) -> None: ...
 
 class LearningRate(_message.Message):
     __slots__ = ("schedule", "warmup", "floor", "begin")

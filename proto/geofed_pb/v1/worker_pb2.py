@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/worker.proto\x12\tgeofed.v1\"9\n\rAttachRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\x12\x13\n\x0binitial_key\x18\x02 \x01(\t\"\xd7\x01\n\x0b\x41ttachReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x11\n\tstate_key\x18\x04 \x01(\t\x12\x10\n\x08\x62oundary\x18\x05 \x01(\x08\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x10\n\x08\x65valuate\x18\x07 \x01(\x08\x12\x0f\n\x07pending\x18\x08 \x01(\x08\x12\x12\n\nuntil_step\x18\t \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\n \x01(\t\x12\x12\n\nbackground\x18\x0b \x01(\x08\"I\n\rReduceRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\x12\x0c\n\x04loss\x18\x04 \x01(\x01\"C\n\x0bReduceReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\x12\n\nmerged_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\",\n\x0eSteppedRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\"\x0e\n\x0cSteppedReply\"\xab\x01\n\x0f\x42oundaryRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tmodel_key\x18\x04 \x01(\t\x12\x11\n\tstate_key\x18\x05 \x01(\t\x12\x0f\n\x07samples\x18\x06 \x01(\x01\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x08 \x01(\x01\x12\r\n\x05group\x18\t \x01(\r\"\xa5\x01\n\rBoundaryReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x10\n\x08\x65valuate\x18\x04 \x01(\x08\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12\x11\n\tstate_key\x18\x06 \x01(\t\x12\x12\n\nuntil_step\x18\x07 \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\x08 \x01(\t\"\xac\x01\n\x10\x45valuatedRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.geofed.v1.EvaluatedRequest.MetricsEntry\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"!\n\x0e\x45valuatedReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x32\xca\x02\n\nWorkerPort\x12:\n\x06\x41ttach\x12\x18.geofed.v1.AttachRequest\x1a\x16.geofed.v1.AttachReply\x12:\n\x06Reduce\x12\x18.geofed.v1.ReduceRequest\x1a\x16.geofed.v1.ReduceReply\x12=\n\x07Stepped\x12\x19.geofed.v1.SteppedRequest\x1a\x17.geofed.v1.SteppedReply\x12@\n\x08\x42oundary\x12\x1a.geofed.v1.BoundaryRequest\x1a\x18.geofed.v1.BoundaryReply\x12\x43\n\tEvaluated\x12\x1b.geofed.v1.EvaluatedRequest\x1a\x19.geofed.v1.EvaluatedReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/worker.proto\x12\tgeofed.v1\"K\n\rAttachRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\x12\x13\n\x0binitial_key\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_key\x18\x03 \x01(\t\"\xe9\x01\n\x0b\x41ttachReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x11\n\tstate_key\x18\x04 \x01(\t\x12\x10\n\x08\x62oundary\x18\x05 \x01(\x08\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x10\n\x08\x65valuate\x18\x07 \x01(\x08\x12\x0f\n\x07pending\x18\x08 \x01(\x08\x12\x12\n\nuntil_step\x18\t \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\n \x01(\t\x12\x12\n\nbackground\x18\x0b \x01(\x08\x12\x10\n\x08\x62\x61se_key\x18\x0c \x01(\t\"I\n\rReduceRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\x12\x0c\n\x04loss\x18\x04 \x01(\x01\"C\n\x0bReduceReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\x12\n\nmerged_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\",\n\x0eSteppedRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\"\x0e\n\x0cSteppedReply\"\xab\x01\n\x0f\x42oundaryRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tmodel_key\x18\x04 \x01(\t\x12\x11\n\tstate_key\x18\x05 \x01(\t\x12\x0f\n\x07samples\x18\x06 \x01(\x01\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x08 \x01(\x01\x12\r\n\x05group\x18\t \x01(\r\"\xa5\x01\n\rBoundaryReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x10\n\x08\x65valuate\x18\x04 \x01(\x08\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12\x11\n\tstate_key\x18\x06 \x01(\t\x12\x12\n\nuntil_step\x18\x07 \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\x08 \x01(\t\"\xac\x01\n\x10\x45valuatedRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.geofed.v1.EvaluatedRequest.MetricsEntry\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"!\n\x0e\x45valuatedReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x32\xca\x02\n\nWorkerPort\x12:\n\x06\x41ttach\x12\x18.geofed.v1.AttachRequest\x1a\x16.geofed.v1.AttachReply\x12:\n\x06Reduce\x12\x18.geofed.v1.ReduceRequest\x1a\x16.geofed.v1.ReduceReply\x12=\n\x07Stepped\x12\x19.geofed.v1.SteppedRequest\x1a\x17.geofed.v1.SteppedReply\x12@\n\x08\x42oundary\x12\x1a.geofed.v1.BoundaryRequest\x1a\x18.geofed.v1.BoundaryReply\x12\x43\n\tEvaluated\x12\x1b.geofed.v1.EvaluatedRequest\x1a\x19.geofed.v1.EvaluatedReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,27 +34,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EVALUATEDREQUEST_METRICSENTRY']._loaded_options = None
   _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_ATTACHREQUEST']._serialized_start=40
-  _globals['_ATTACHREQUEST']._serialized_end=97
-  _globals['_ATTACHREPLY']._serialized_start=100
-  _globals['_ATTACHREPLY']._serialized_end=315
-  _globals['_REDUCEREQUEST']._serialized_start=317
-  _globals['_REDUCEREQUEST']._serialized_end=390
-  _globals['_REDUCEREPLY']._serialized_start=392
-  _globals['_REDUCEREPLY']._serialized_end=459
-  _globals['_STEPPEDREQUEST']._serialized_start=461
-  _globals['_STEPPEDREQUEST']._serialized_end=505
-  _globals['_STEPPEDREPLY']._serialized_start=507
-  _globals['_STEPPEDREPLY']._serialized_end=521
-  _globals['_BOUNDARYREQUEST']._serialized_start=524
-  _globals['_BOUNDARYREQUEST']._serialized_end=695
-  _globals['_BOUNDARYREPLY']._serialized_start=698
-  _globals['_BOUNDARYREPLY']._serialized_end=863
-  _globals['_EVALUATEDREQUEST']._serialized_start=866
-  _globals['_EVALUATEDREQUEST']._serialized_end=1038
-  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_start=992
-  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_end=1038
-  _globals['_EVALUATEDREPLY']._serialized_start=1040
-  _globals['_EVALUATEDREPLY']._serialized_end=1073
-  _globals['_WORKERPORT']._serialized_start=1076
-  _globals['_WORKERPORT']._serialized_end=1406
+  _globals['_ATTACHREQUEST']._serialized_end=115
+  _globals['_ATTACHREPLY']._serialized_start=118
+  _globals['_ATTACHREPLY']._serialized_end=351
+  _globals['_REDUCEREQUEST']._serialized_start=353
+  _globals['_REDUCEREQUEST']._serialized_end=426
+  _globals['_REDUCEREPLY']._serialized_start=428
+  _globals['_REDUCEREPLY']._serialized_end=495
+  _globals['_STEPPEDREQUEST']._serialized_start=497
+  _globals['_STEPPEDREQUEST']._serialized_end=541
+  _globals['_STEPPEDREPLY']._serialized_start=543
+  _globals['_STEPPEDREPLY']._serialized_end=557
+  _globals['_BOUNDARYREQUEST']._serialized_start=560
+  _globals['_BOUNDARYREQUEST']._serialized_end=731
+  _globals['_BOUNDARYREPLY']._serialized_start=734
+  _globals['_BOUNDARYREPLY']._serialized_end=899
+  _globals['_EVALUATEDREQUEST']._serialized_start=902
+  _globals['_EVALUATEDREQUEST']._serialized_end=1074
+  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_start=1028
+  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_end=1074
+  _globals['_EVALUATEDREPLY']._serialized_start=1076
+  _globals['_EVALUATEDREPLY']._serialized_end=1109
+  _globals['_WORKERPORT']._serialized_start=1112
+  _globals['_WORKERPORT']._serialized_end=1442
 # @@protoc_insertion_point(module_scope)

@@ -7,15 +7,17 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttachRequest(_message.Message):
-    __slots__ = ("layout_json", "initial_key")
+    __slots__ = ("layout_json", "initial_key", "base_key")
     LAYOUT_JSON_FIELD_NUMBER: _ClassVar[int]
     INITIAL_KEY_FIELD_NUMBER: _ClassVar[int]
+    BASE_KEY_FIELD_NUMBER: _ClassVar[int]
     layout_json: str
     initial_key: str
-    def __init__(self, layout_json: _Optional[str] = ..., initial_key: _Optional[str] = ...) -> None: ...
+    base_key: str
+    def __init__(self, layout_json: _Optional[str] = ..., initial_key: _Optional[str] = ..., base_key: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("round", "step", "model_key", "state_key", "boundary", "finished", "evaluate", "pending", "until_step", "correction_key", "background")
+    __slots__ = ("round", "step", "model_key", "state_key", "boundary", "finished", "evaluate", "pending", "until_step", "correction_key", "background", "base_key")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     MODEL_KEY_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +29,7 @@ class AttachReply(_message.Message):
     UNTIL_STEP_FIELD_NUMBER: _ClassVar[int]
     CORRECTION_KEY_FIELD_NUMBER: _ClassVar[int]
     BACKGROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_KEY_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     model_key: str
@@ -38,7 +41,8 @@ class AttachReply(_message.Message):
     until_step: int
     correction_key: str
     background: bool
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., boundary: bool = ..., finished: bool = ..., evaluate: bool = ..., pending: bool = ..., until_step: _Optional[int] = ..., correction_key: _Optional[str] = ..., background: bool = ...) -> None: ...
+    base_key: str
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., boundary: bool = ..., finished: bool = ..., evaluate: bool = ..., pending: bool = ..., until_step: _Optional[int] = ..., correction_key: _Optional[str] = ..., background: bool = ..., base_key: _Optional[str] = ...) -> None: ...
 
 class ReduceRequest(_message.Message):
     __slots__ = ("step", "key", "samples", "loss")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from region_agent.worker.training.optimizer_state import State, dump_state, load
 from region_agent.worker.training.stage_checkpoints import StageCheckpoints, state_key
 from region_agent.worker.training.trainer import checked_loss
 from sync import chunked, framing
+from sync.base import frozen_parameters
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.device import device
@@ -99,7 +101,8 @@ class ModelStage:
             layers = self._task.layers(self._call.seed)
             self._cut(layers)
             module = layers.stage(*self._shape.stages[self._place.stage])
-            self.flat = FlatModel(module, part=True, calling=self._task.calling)
+            base = frozen_parameters(module) if self._call.keeps_base else ()
+            self.flat = FlatModel(module, part=True, base=base, calling=self._task.calling)
             module.to(self._device)
         return module
 
@@ -127,7 +130,7 @@ class ModelStage:
             text = f"the stages have {self._shape.layers} layers, the model {len(layers)}"
             raise GeofedError("CONFIG_INVALID", text, hint="profile the task again: it has changed since")
         shell = layers.shell()
-        self.layout: Layout = layout_of(shell)
+        self.layout: Layout = layout_of(shell, frozen_parameters(shell) if self._call.keeps_base else ())
         stage_of = {
             name: stage
             for stage, (first, last) in enumerate(self._shape.stages)
@@ -248,12 +251,16 @@ class ModelStage:
         """Store this stage's part; the first worker waits for all parts and returns their key."""
         self._checkpoints.begin_first()
         model_key = f"init/{self._call.attempt}/model"
+        digests = self.flat.base.digests()
         if self.leads:
             self.put(model_key, self.flat.vector())
-            self._channel.put(f"{model_key}-{self.group}", [b"there"])
+            self._channel.put(f"{model_key}-{self.group}", [json.dumps(digests).encode()])
+        self.layout = self.layout.with_digests(digests)
         if self._call.worker:
             return ""
-        self._await_all([f"{model_key}-{stage}" for stage in range(len(self._shape.stages))])
+        marks = self._await_all([f"{model_key}-{stage}" for stage in range(len(self._shape.stages))])
+        for mark in marks.values():
+            self.layout = self.layout.with_digests(json.loads(bytes(mark)))
         return model_key
 
     def delete_initial(self, key: str) -> None:

@@ -19,6 +19,7 @@ from region_agent.worker.data.shard import BatchStream, evaluation_batches, move
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import TaskModule
+from region_agent.worker.training.base import constant_tensors
 from region_agent.worker.training.learning_rate import LearningRateSchedule
 from region_agent.worker.training.merging import merging_for
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
@@ -89,7 +90,10 @@ class Trainer(Protocol):
         """
 
     def put_initial(self, key: str) -> str:
-        """Store the newly created model under a key; returns the key for the server, "" if another worker sends it."""
+        """Store the newly created model under a key; returns the key for the server, "" if another worker sends it.
+
+        Completes the layout by the digests of the base.
+        """
 
     def delete_initial(self, key: str) -> None:
         """Delete what `put_initial` has stored."""
@@ -170,26 +174,32 @@ class WholeModel:
         """``begun``: begin of the invocation, in seconds of the monotonic clock."""
         self._call, self._task, self._data, self._channel = call, task, data, channel
         self._device = device(call.worker)
-        # With the same seed all workers of the partition create the same model.
-        seed_all(call.seed)
-        self._module = task.model(call.seed)
+        batches = Batches(call.region_batch, call.stretches)
+        with task.calling("dataset"):
+            self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
+        self._module = self._created()
+        base, used = constant_tensors(call, task, self._module, self._stream, channel)
+        if used:
+            self._module = self._created()
         with task.calling("model"):
-            self.flat = FlatModel(self._module, calling=task.calling)
+            self.flat = FlatModel(self._module, base=base, calling=task.calling)
             self._module.to(self._device)
         self.layout = self.flat.layout
         self._optimizer = task.optimizer(self._module.parameters())
-        batches = Batches(call.region_batch, call.stretches)
         with task.calling("optimizer"):
             self._rate = LearningRateSchedule(
                 self._optimizer, call.schedule, call.rounds * call.steps_per_round, batches
             )
-        with task.calling("dataset"):
-            self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
         self.counted = self.share(1)
         self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
         self.leads = self.reports_steps = call.worker == 0
+
+    def _created(self) -> torch.nn.Module:
+        """Create the model; with the same seed all workers of the partition create the same one."""
+        seed_all(self._call.seed)
+        return self._task.model(self._call.seed)
 
     def share(self, step: int) -> int:
         """Return this worker's samples in a step."""
@@ -265,6 +275,7 @@ class WholeModel:
 
     def put_initial(self, key: str) -> str:
         """Store the whole model under the key, and return the key."""
+        self.layout = self.layout.with_digests(self.flat.base.digests())
         self.put(key, self.flat.vector())
         return key
 

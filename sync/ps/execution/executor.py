@@ -43,6 +43,7 @@ from sync.ps.core.events import (
     UpdatesMerged,
 )
 from sync.ps.core.machine import FIRST_WEIGHT, Recovered, Setup
+from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.checkpoints import Checkpoints
 from sync.ps.execution.export import from_safetensors
@@ -102,6 +103,7 @@ class ActionExecutor:
         self.setup, self.storage, self.channel = setup, storage, channel
         self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
         self._initial_model = initial_model
+        self.base = BaseFiles(storage.folder, channel, initial_model)
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A lossy codec saves nothing where only one region takes part, because no update is sent.
         self._codec = codec if len(setup.regions) > 1 else Float32()
@@ -280,6 +282,24 @@ class ActionExecutor:
         elif differs := self.storage.layout.difference(theirs):
             raise GeofedError("TASK_INVALID", self.setup.model_mismatch_text(differs))
 
+    def agree(self, layout: Layout, base_key: str, *, begins: bool) -> tuple[str, str]:
+        """Compare a worker's layout with the job's, and take the base that the worker has made.
+
+        ``begins``: if the job has none yet, it is the worker's. Returns how they differ ("": not at all), and the
+        channel key of the base that the worker must load ("": it keeps its own). Must be called in the thread of `do`.
+        """
+        layout = self.base.completed(layout)
+        known = self.storage.layout
+        if known is None and begins:
+            self.storage.keep_layout(layout)
+        elif known is not None and not (differs := layout.difference(known)):
+            self.storage.keep_layout(known.with_digests(layout.base_digests))
+        if known is not None and differs:
+            return differs, ""
+        if base_key:
+            self.base.take(base_key)
+        return "", self.base.publish(layout)
+
     def _check_finite(self, model: Vector, sequence: int) -> None:
         """Raise ``GeofedError`` with the first tensor that is not finite: TASK_INVALID before training, TASK_FAILED
         after a round."""
@@ -314,7 +334,8 @@ class ActionExecutor:
         return from_safetensors(layout, self._initial_model)
 
     def reproduced(self, action: Reproduce) -> FramedUpdate | None:
-        """Return the update that sends the initial model, built from the model that our own workers initialised.
+        """Return the update that sends the initial model, built from the file of it or, without one, from the model
+        that our own workers initialised.
 
         Tasks have the same seed in all regions, so it mostly equals the first region's update, which then needn't be
         sent. None: there is a model already, or the workers' is missing or not finite. Must be called in the thread of
@@ -322,7 +343,8 @@ class ActionExecutor:
         """
         if self.replica is not None:
             return None
-        begin = chunked.read_vector(self.channel, action.model_key, "model")
+        begin = self._first_model()
+        begin = chunked.read_vector(self.channel, action.model_key, "model") if begin is None else begin
         if begin is None or not _finite(begin):
             return None
         codec = Float32()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import safetensors
-import safetensors.numpy
 
 from geofed_pb.errors import GeofedError
 from sync.coordinates import array_dtype
+from sync.framing import Array
 from sync.layout import Layout, Slot, Vector
 
-__all__ = ["from_safetensors", "to_safetensors"]
+__all__ = ["BASE_FACT", "base_in", "from_safetensors", "to_safetensors"]
+
+BASE_FACT = "base"
+"""Key, in the header of a safetensors file, of the names of the tensors that were not trained, as a JSON list."""
 
 _MAX_NAMES = 3
 """Tensor names that an error message lists; it only counts the others."""
@@ -26,55 +31,129 @@ _FILE_TYPES = {
 """Name of a torch dtype in a safetensors file, where it is not a letter followed by the number of bits."""
 
 
-def to_safetensors(layout: Layout, model: Vector, facts: dict[str, str]) -> tuple[bytes, str]:
+def to_safetensors(
+    layout: Layout, model: Vector, facts: dict[str, str], base: Mapping[str, Array] | None = None
+) -> tuple[bytes, str]:
     """Return the named tensors of a flat model as safetensors bytes, and the bytes' digest.
 
     The tensors have the dtypes of the task's model, so that ``load_state_dict`` accepts them, and the values with which
     workers evaluate the model. Tied tensors are stored under each of their names; the header therefore also states the
-    number of elements of the flat model.
+    number of elements of the flat model. ``base``: bytes of the tensors that never change, by name; the header lists
+    their names.
+    Raises ``GeofedError("MODEL_NOT_FOUND")`` if a tensor of the base is missing.
     """
     # ascontiguousarray would turn a scalar into a vector of one element.
     tensors = {name: np.asarray(array, order="C") for name, array in layout.tensors(model).items()}
-    data = safetensors.numpy.save(tensors, metadata={**facts, "flat_elements": str(layout.size)})
+    constant: dict[str, Array] = {}
+    for slot in layout.base:
+        if slot.name not in (base or {}):
+            raise GeofedError("MODEL_NOT_FOUND", f"the values of {slot.name}, which is not trained, are not here")
+        assert base is not None
+        constant[slot.name] = base[slot.name].view(array_dtype(slot.dtype)).reshape(slot.shape)
+    constant |= {alias: constant[name] for alias, name in layout.aliases if name in constant}
+    facts = {**facts, "flat_elements": str(layout.size)}
+    if constant:
+        facts[BASE_FACT] = json.dumps(sorted(constant))
+    types = {slot.name: _type_of(slot.dtype) for slot in (*layout.slots, *layout.base)}
+    types |= {alias: types[name] for alias, name in layout.aliases}
+    data = _serialised({**tensors, **constant}, types, facts)
     return data, "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def _serialised(tensors: Mapping[str, Array], types: Mapping[str, str], facts: Mapping[str, str]) -> bytes:
+    """Return a safetensors file; the same tensors and facts are the same bytes. The `safetensors` package writes the
+    facts in any order."""
+    head: dict[str, object] = {"__metadata__": dict(sorted(facts.items()))}
+    at = 0
+    # The largest types first, so that each tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    for name in names:
+        array = tensors[name]
+        head[name] = {"dtype": types[name], "shape": array.shape, "data_offsets": (at, at + array.nbytes)}
+        at += array.nbytes
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    contents = (np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data for name in names)
+    return b"".join((len(text).to_bytes(8, "little"), text, *contents))
 
 
 def from_safetensors(layout: Layout, path: Path) -> Vector:
     """Read a file of `to_safetensors` as a flat model of this layout, shape (n,). Reads one tensor at a time.
 
     The file may order its tensors differently and may come from a job that trained other parameters, for instance
-    because this job freezes some. float32 is accepted for any narrower floating-point type.
+    because this job freezes some. float32 is accepted for any narrower floating-point type. The file may hold the base
+    (`base_in`), which is not part of the result.
     Raises ``GeofedError("MODEL_MISMATCH")`` if names, shapes, types or finiteness don't fit, and
     ``GeofedError("FRAME_INVALID")`` if the file cannot be read.
     """
     out = np.empty(layout.size, np.float32)
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            _check_names(layout, set(file.keys()))
-        with path.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            head = json.loads(raw.read(length))
-        data = np.memmap(path, np.uint8, "r", offset=8 + length)
+    with _reading(path) as file:
+        _check_names(layout, set(file.names))
         for slot, span in layout.places():
-            entry = head[slot.name]
-            shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
-            if shape != slot.shape or dtype not in _accepted(slot):
-                own = f"{_type_of(slot.dtype)} {list(slot.shape)}"
-                text = f"{slot.name} of the model to start from is {dtype} {list(shape)}, the task's {own}"
-                raise GeofedError("MODEL_MISMATCH", text)
-            start, stop = entry["data_offsets"]
-            stored = slot.dtype if dtype == _type_of(slot.dtype) else "float32"
-            values = np.array(data[start:stop]).view(array_dtype(stored))
+            values = file.values(slot, _accepted(slot))
             if not slot.coding.marked and not np.isfinite(values).all():
                 raise GeofedError("MODEL_MISMATCH", f"{slot.name} of the model to start from is not finite")
             out[span] = slot.encode(values)
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-        raise GeofedError("FRAME_INVALID", f"the model to start from cannot be read: {error}") from None
     return out
 
 
+def base_in(layout: Layout, path: Path) -> dict[str, Array]:
+    """Return the bytes of the base's tensors in a safetensors file, by name, as views of the file; empty: it has none.
+
+    Raises ``GeofedError("MODEL_MISMATCH")`` if only some are there, or with other shapes or types, and
+    ``GeofedError("FRAME_INVALID")`` if the file cannot be read.
+    """
+    with _reading(path) as file:
+        if not any(slot.name in file.names for slot in layout.base):
+            return {}
+        if missing := {slot.name for slot in layout.base} - set(file.names):
+            raise GeofedError("MODEL_MISMATCH", f"the model to start from has no {_listed(missing)}")
+        return {slot.name: file.content(slot, (_type_of(slot.dtype),))[1] for slot in layout.base}
+
+
+class _File:
+    """An open safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            self.names = frozenset(file.keys())
+        with path.open("rb") as raw:
+            length = int.from_bytes(raw.read(8), "little")
+            self._head = json.loads(raw.read(length))
+        self._data = np.memmap(path, np.uint8, "r", offset=8 + length)
+
+    def content(self, slot: Slot, types: tuple[str, ...]) -> tuple[str, Array]:
+        """Return type and bytes of a tensor, which must have the slot's shape and one of these types."""
+        entry = self._head[slot.name]
+        shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
+        if shape != slot.shape or dtype not in types:
+            own = f"{_type_of(slot.dtype)} {list(slot.shape)}"
+            text = f"{slot.name} of the model to start from is {dtype} {list(shape)}, the task's {own}"
+            raise GeofedError("MODEL_MISMATCH", text)
+        start, stop = entry["data_offsets"]
+        return dtype, self._data[start:stop]
+
+    def values(self, slot: Slot, types: tuple[str, ...]) -> Array:
+        """Return the values of a tensor, as `content`, in one dimension."""
+        dtype, content = self.content(slot, types)
+        stored = slot.dtype if dtype == _type_of(slot.dtype) else "float32"
+        return np.array(content).view(array_dtype(stored))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[_File]:
+    """Open a file, and turn what makes it unreadable into ``GeofedError("FRAME_INVALID")``."""
+    try:
+        yield _File(path)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        raise GeofedError("FRAME_INVALID", f"the model to start from cannot be read: {error}") from None
+
+
 def _check_names(layout: Layout, found: set[str]) -> None:
-    wanted = {slot.name for slot in layout.slots} | {alias for alias, _ in layout.aliases}
+    base = {slot.name for slot in layout.base}
+    base |= {alias for alias, name in layout.aliases if name in base}
+    wanted = {slot.name for slot in layout.slots} | {alias for alias, _ in layout.aliases} - base
+    found = found - base
     differ = [f"has no {_listed(wanted - found)}"] if wanted - found else []
     differ += [f"has {_listed(found - wanted)}, which the task's lacks"] if found - wanted else []
     if differ:

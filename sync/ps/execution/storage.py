@@ -4,6 +4,7 @@
 
     begun                        empty; marks the folder as the one that the partition began in
     layout.json                  layout of the flat model; written before anything else
+    base-GROUP.frame             tensors that never change, as workers have made them (`sync.ps.execution.base`)
     checkpoint-V-DIGEST.frame    state of the replica and watermarks after merge V; the newest undamaged one counts
     .spare.partial               an old checkpoint, to be overwritten by the next; background exchange only
     log-V.jsonl                  ends of rounds and merges since merge V, one line each; background exchange only
@@ -73,7 +74,7 @@ class Storage:
     written by another thread."""
 
     def __init__(self, folder: Path, setup: Setup) -> None:
-        self._folder, self._setup = folder, setup
+        self.folder, self._setup = folder, setup
         self._sums = folder / "sums"
         shutil.rmtree(self._sums, ignore_errors=True)
         for part in (folder, folder / "inbox", folder / "outbox"):
@@ -90,21 +91,21 @@ class Storage:
         Updates are kept until two checkpoints hold them, so that the state machine can repeat the merges of a damaged
         checkpoint. Raises ``GeofedError("STATE_INVALID")`` if such updates are missing, or another file is damaged.
         """
-        for left in (*self._folder.glob(".*.partial"), *self._folder.glob("*/**/.*.partial")):
+        for left in (*self.folder.glob(".*.partial"), *self.folder.glob("*/**/.*.partial")):
             left.unlink()
         try:
             return self._recover()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise GeofedError("STATE_INVALID", f"{self._folder} is damaged: {error}") from None
+            raise GeofedError("STATE_INVALID", f"{self.folder} is damaged: {error}") from None
 
     def _recover(self) -> tuple[Recovered, ReplicaState | None, list[Entry]]:
-        inbox = tuple(_manifests(sorted(self._folder.glob("inbox/*/*.json"))))
-        outbox = tuple(_manifests(sorted(self._folder.glob("outbox/*.json"))))
+        inbox = tuple(_manifests(sorted(self.folder.glob("inbox/*/*.json"))))
+        outbox = tuple(_manifests(sorted(self.folder.glob("outbox/*.json"))))
         with contextlib.suppress(FileNotFoundError):
-            self.layout = Layout.from_json((self._folder / "layout.json").read_text())
+            self.layout = Layout.from_json((self.folder / "layout.json").read_text())
         metrics = None
         with contextlib.suppress(FileNotFoundError):
-            metrics = StoreMetrics(**json.loads((self._folder / "metrics.json").read_text()))
+            metrics = StoreMetrics(**json.loads((self.folder / "metrics.json").read_text()))
         base = Recovered(inbox=inbox, outbox=outbox, metrics=metrics)
         damaged: list[int] = []
         replica_state: ReplicaState | None = None
@@ -156,11 +157,11 @@ class Storage:
         here = {(manifest.region, manifest.sequence) for manifest in (*base.inbox, *base.outbox)}
         for sequence in range(base.sequence + 1, max(damaged, default=base.sequence) + 1):
             if any((region, sequence) not in here for region in self._setup.contributors(sequence)):
-                text = f"the checkpoint of round {sequence} in {self._folder} is damaged, and its updates were deleted"
+                text = f"the checkpoint of round {sequence} in {self.folder} is damaged, and its updates were deleted"
                 raise GeofedError("STATE_INVALID", text)
 
     def _checkpoints(self) -> Iterator[tuple[int, Path]]:
-        for path in self._folder.glob("checkpoint-*.frame"):
+        for path in self.folder.glob("checkpoint-*.frame"):
             yield int(path.name.split("-")[1]), path
 
     @property
@@ -169,12 +170,12 @@ class Storage:
 
         If not, the folder is new, and an empty one means that the state was lost.
         """
-        return (self._folder / "begun").exists()
+        return (self.folder / "begun").exists()
 
     def mark(self) -> None:
         """Mark the folder durably as the one that the partition began in."""
         if not self.marked:
-            write_durably(self._folder / "begun", [])
+            write_durably(self.folder / "begun", [])
 
     def newest_checkpoint(self) -> Path | None:
         """Return the path of the newest checkpoint, or None if there is none."""
@@ -220,14 +221,14 @@ class Storage:
         self.mark()
 
     def keep_layout(self, layout: Layout) -> None:
-        """Store the layout, unless one is stored already: it never changes."""
-        if self.layout is None:
-            write_durably(self._folder / "layout.json", [layout.to_json().encode()])
+        """Store the layout. Of one that is stored already, only digests of the base may be completed."""
+        if self.layout != layout:
+            write_durably(self.folder / "layout.json", [layout.to_json().encode()])
             self.layout = layout
 
     def keep_metrics(self, metrics: StoreMetrics) -> None:
         """Make the metrics of an evaluation durable, in place of those before."""
-        write_durably(self._folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
+        write_durably(self.folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
 
     def keep_update(
         self, manifest: Manifest, pieces: Sequence[framing.Buffer], first: Callable[[], None] = lambda: None
@@ -237,28 +238,28 @@ class Storage:
         ``first`` is called before the manifest is written: it waits until everything is durable that must be durable
         before the update counts, or raises.
         """
-        write_durably(self._folder / "outbox" / f"{manifest.sequence}.frame", pieces)
+        write_durably(self.folder / "outbox" / f"{manifest.sequence}.frame", pieces)
         first()
-        self._keep_manifest(self._folder / "outbox" / f"{manifest.sequence}.json", manifest)
+        self._keep_manifest(self.folder / "outbox" / f"{manifest.sequence}.json", manifest)
 
     def keep_state(self, sequence: int, state: Sequence[framing.Buffer]) -> None:
         """Make the optimiser state at the end of a round durable."""
-        write_durably(self._folder / f"state-{sequence}.frame", state)
+        write_durably(self.folder / f"state-{sequence}.frame", state)
 
     def newest_state(self, sequence: int) -> bytes | None:
         """Return the framed optimiser state at the end of a round, or of the last earlier round that has one."""
-        kept = [int(path.stem.split("-")[1]) for path in self._folder.glob("state-*.frame")]
+        kept = [int(path.stem.split("-")[1]) for path in self.folder.glob("state-*.frame")]
         found = max((number for number in kept if number <= sequence), default=None)
-        return None if found is None else (self._folder / f"state-{found}.frame").read_bytes()
+        return None if found is None else (self.folder / f"state-{found}.frame").read_bytes()
 
     def keep_residual(self, sequence: int, residual: npt.NDArray[np.float64]) -> None:
         """Make the codec's residual after our update of a round durable. Must be called before `keep_update`."""
-        write_durably(self._folder / f"residual-{sequence}.frame", framing.encode({"residual": residual}))
+        write_durably(self.folder / f"residual-{sequence}.frame", framing.encode({"residual": residual}))
 
     def residual(self, sequence: int) -> npt.NDArray[np.float64] | None:
         """Return the codec's residual after our update of a round, shape (n,), or None if none was stored."""
         with contextlib.suppress(FileNotFoundError):
-            frame = framing.decode((self._folder / f"residual-{sequence}.frame").read_bytes())
+            frame = framing.decode((self.folder / f"residual-{sequence}.frame").read_bytes())
             return np.array(frame.tensors["residual"], np.float64)
         return None
 
@@ -275,7 +276,7 @@ class Storage:
         checkpoint.flush()
         self.finish_checkpoint(checkpoint)
         if apply.complete:
-            (self._folder / _SPARE).unlink(missing_ok=True)
+            (self.folder / _SPARE).unlink(missing_ok=True)
         return digest
 
     def begin_checkpoint(
@@ -303,7 +304,7 @@ class Storage:
             facts |= {"ended_last": int(ended.last)}
         if self._setup.background:
             self._open_log(apply.version)
-        return PendingCheckpoint(self._folder, apply.version, marks, replica_state.model, rest, facts)
+        return PendingCheckpoint(self.folder, apply.version, marks, replica_state.model, rest, facts)
 
     def finish_checkpoint(self, checkpoint: PendingCheckpoint) -> None:
         """Record that a checkpoint is durable, and delete what only the dropped checkpoints needed."""
@@ -317,7 +318,7 @@ class Storage:
             if old > version:
                 continue
             if self._setup.background:
-                path.replace(self._folder / _SPARE)
+                path.replace(self.folder / _SPARE)
             else:
                 # Another region may be reading it.
                 path.unlink(missing_ok=True)
@@ -325,10 +326,10 @@ class Storage:
             if int(path.stem.split("-")[1]) <= version:
                 path.unlink(missing_ok=True)
         # Workers don't submit their optimiser's state in every round, so the newest one stays.
-        states = sorted(int(path.stem.split("-")[1]) for path in self._folder.glob("state-*.frame"))
+        states = sorted(int(path.stem.split("-")[1]) for path in self.folder.glob("state-*.frame"))
         newest = max((number for number in states if number <= sequence + 1), default=0)
         for kind, last in (("state", min(newest - 1, sequence)), ("residual", sequence)):
-            for path in self._folder.glob(f"{kind}-*.frame"):
+            for path in self.folder.glob(f"{kind}-*.frame"):
                 if int(path.stem.split("-")[1]) <= last:
                     path.unlink(missing_ok=True)
 
@@ -345,19 +346,19 @@ class Storage:
         kind = {LogRoundEnd: "end", MergeUpdates: "merge", Restart: "restart"}[type(entry)]
         body = json.dumps({kind: asdict(entry)}, separators=(",", ":"))
         line = f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
-        with disk_full_as_error(self._folder):
+        with disk_full_as_error(self.folder):
             os.write(self._log, line)
             os.fdatasync(self._log)
 
     def _logs(self) -> list[Path]:
-        return sorted(self._folder.glob("log-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
+        return sorted(self.folder.glob("log-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
 
     def _open_log(self, version: int) -> None:
         if self._log is not None:
             os.close(self._log)
-        path = self._folder / f"log-{max(0, version)}.jsonl"
+        path = self.folder / f"log-{max(0, version)}.jsonl"
         self._log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        flush_folder(self._folder)
+        flush_folder(self.folder)
 
     def _entries(self, version: int) -> list[Entry]:
         """Return the log entries after merge ``version``; a log file is cut off at its first incomplete line."""
@@ -379,7 +380,7 @@ class Storage:
 
     def update_path(self, region: str, sequence: int, first: int = 0) -> Path:
         """Return the path of a received update or of our own; ``first`` is the first round of a sum, else 0."""
-        folder = self._folder / "outbox" if region == self._setup.region else self._folder / "inbox" / region
+        folder = self.folder / "outbox" if region == self._setup.region else self.folder / "inbox" / region
         return folder / (f"{sequence}.from-{first}.frame" if first else f"{sequence}.frame")
 
     def path_of(self, manifest: Manifest) -> Path:
@@ -432,7 +433,7 @@ class Storage:
         kept = self._marks.values()
         for region, wanted in up_to.items():
             last = min([wanted, *(marks.get(region, -1) for marks in kept)])
-            folder = self._folder / "outbox" if region == self._setup.region else self._folder / "inbox" / region
+            folder = self.folder / "outbox" if region == self._setup.region else self.folder / "inbox" / region
             for path in folder.glob("*.*"):
                 # Another thread is still writing files whose name begins with a dot.
                 if not path.name.startswith(".") and int(path.name.split(".")[0]) <= last:

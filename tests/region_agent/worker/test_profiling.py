@@ -99,6 +99,19 @@ def test_a_model_is_probed_without_looking_at_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("memory_mb", [0, 64])
+def test_what_is_not_trained_does_not_count(tmp_path: Path, memory_mb: int) -> None:
+    """Whether the model is made or only its shell."""
+    adapted = DEEP.replace("return nn.Sequential(", "return frozen(").replace(
+        "def model(", "def frozen(*layers):\n    whole = nn.Sequential(*layers)\n    whole[:-1].requires_grad_(False)\n"
+        "    return whole\n\n\ndef model("
+    )  # fmt: skip
+    whole, _ = profiled(tmp_path, DEEP, measure="size", splits={}, memory_mb=memory_mb)
+    told, _ = profiled(tmp_path, adapted, measure="size", splits={}, memory_mb=memory_mb)
+    assert told.parameters == whole.parameters
+    assert 0 < told.model_bytes < whole.model_bytes
+
+
 def test_a_model_that_the_function_cannot_hold_is_probed_without_being_made(tmp_path: Path) -> None:
     """Of a chain and of what is none; one that needs its values to be made is made."""
     whole, _ = profiled(tmp_path, DEEP, measure="size", splits={})

@@ -263,7 +263,7 @@ def _checkpoint(storage: Storage, version: int, *, residual: bool = False, compl
     apply = MergeUpdates(version, (), version, 1.0 * version, version, version=version, complete=complete)
     ended = LogRoundEnd(version, f"b/1/{version}/model", "", 1.0, version, "", version + 1) if version else None
     storage.keep_checkpoint(ReplicaState(model, model, held), apply, ended)
-    (newest,) = storage._folder.glob(f"checkpoint-{version}-*")
+    (newest,) = storage.folder.glob(f"checkpoint-{version}-*")
     return newest
 
 

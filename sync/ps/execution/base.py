@@ -1,0 +1,73 @@
+"""The base of the model at a parameter server: for workers whose task does not make it, and for the export."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from geofed_pb.durable import write_durably
+from sync import framing
+from sync.channel import Channel
+from sync.framing import Array
+from sync.layout import Layout
+from sync.ps.execution.export import base_in
+
+__all__ = ["BaseFiles"]
+
+_KEY = "base/values"
+"""Channel key of the tensors that workers load."""
+
+
+class BaseFiles:
+    """The tensors that never change, from a file that the job names or as the workers have made them. Must be used from
+    one thread at a time.
+
+    ::
+
+        base-GROUP.frame   the bytes of each tensor that the workers of a group have made
+    """
+
+    def __init__(self, folder: Path, channel: Channel, given: Path | None) -> None:
+        """``given``: safetensors file that may hold the base; None: the workers make it."""
+        self._folder, self._channel, self._given = folder, channel, given
+        self._digests: dict[str, str] | None = None
+        """Digests of the tensors in the file; None: not computed yet."""
+
+    def completed(self, layout: Layout) -> Layout:
+        """Return a worker's layout with the digests of the base that it is to have.
+
+        Raises ``GeofedError("MODEL_MISMATCH")`` if the file has other tensors.
+        """
+        if self._digests is None:
+            found = self._in_file(layout)
+            self._digests = {name: hashlib.sha256(content.data).hexdigest() for name, content in found.items()}
+        return layout.without_digests.with_digests(self._digests) if self._digests else layout
+
+    def publish(self, layout: Layout) -> str:
+        """Put the file's tensors into the channel and return their key; "": the workers keep their own."""
+        if not self._digests:
+            return ""
+        if not self._channel.has(_KEY):
+            self._channel.put(_KEY, framing.encode(self._in_file(layout)))
+        return _KEY
+
+    def take(self, key: str) -> None:
+        """Make the tensors durable that workers have put into the channel; they are the same in every attempt."""
+        number = int(key.rpartition("-")[2]) if key.rpartition("-")[2].isdecimal() else 0
+        path = self._folder / f"base-{number}.frame"
+        if not path.exists() and (value := self._channel.get(key)) is not None:
+            framing.decode(value)
+            write_durably(path, [value])
+        self._channel.delete(key)
+
+    def contents(self, layout: Layout) -> dict[str, Array]:
+        """Return the bytes of each tensor of the base, as far as they are known here."""
+        found = self._in_file(layout)
+        for path in sorted(self._folder.glob("base-*.frame")) if not found else ():
+            found |= framing.decode(np.memmap(path, np.uint8, "r").data).tensors
+        return found
+
+    def _in_file(self, layout: Layout) -> dict[str, Array]:
+        return {} if self._given is None or not layout.base else base_in(layout, self._given)
