@@ -338,7 +338,7 @@ def test_a_first_model_is_expected_to_be_made_by_each_region() -> None:
     plain = Snapshot((region("a"), region("b"), region("c")), model_bytes=4_000_000)
     told = planned(plain, demand()).estimate.wan_bytes
     # Regions whose tasks make another one are sent it.
-    assert told.high == pytest.approx(told.expected + 2 * update_bytes(4_000_000, "fp32"))
+    assert told.high > told.expected + 2 * update_bytes(4_000_000, "fp32")
     assert told.low == pytest.approx(0.9 * told.expected)
 
 
