@@ -61,6 +61,7 @@ class Web:
 
     def __init__(self, routes: Sequence[BaseRoute], listen: str, certificate: Path, key: Path) -> None:
         self._listen = listen
+        self._files = certificate, key
         self._server = _WithoutSignals(
             uvicorn.Config(
                 Starlette(routes=routes),
@@ -74,6 +75,11 @@ class Web:
             )
         )
         self.port = 0
+
+    def reload(self) -> None:
+        """Use the present certificate and key for new connections."""
+        if self._server.config.ssl is not None:
+            self._server.config.ssl.load_cert_chain(*self._files)
 
     async def __aenter__(self) -> Web:
         self._socket = bound_socket(*split_address(self._listen))

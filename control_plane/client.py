@@ -231,6 +231,11 @@ class ControlClient:
         request = control_pb2.ChangeRegionRequest(region=region, change=wanted, reason=reason, move=move)
         return await self._answer(lambda stub: stub.ChangeRegion, request)
 
+    async def rotate_authority(self, *, force: bool = False) -> control_pb2.RotateAuthorityReply:
+        """Take the next step of the replacement of the federation's certificate authority."""
+        request = control_pb2.RotateAuthorityRequest(force=force)
+        return await self._answer(lambda stub: stub.RotateAuthority, request)
+
     async def invite(self, region: str, ttl: timedelta = timedelta(hours=24)) -> control_pb2.InviteReply:
         """Create a one-time token for a region."""
         request = control_pb2.InviteRequest(region=region, ttl_seconds=int(ttl.total_seconds()))

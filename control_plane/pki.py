@@ -7,6 +7,7 @@ import binascii
 import hashlib
 import ipaddress
 import json
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from geofed_pb.rpc import CONTROL_PLANE_NAME, region_name
 
 CA_LIFE = timedelta(days=3650)
 """Lifetime of the CA's certificate."""
-SERVER_LIFE = timedelta(days=365)
-"""Lifetime of the control plane's certificate; it is renewed at half of it."""
+SERVER_LIFE = timedelta(days=30)
+"""Lifetime of the control plane's certificate; it is renewed at half of it, while the control plane runs."""
 REGION_LIFE = timedelta(days=7)
 """Default lifetime of a region's certificate, renewed at half of it. It bounds how long a peer that cannot be told of
 a revocation accepts the certificate; and an agent may be without a control plane for half of it, a long weekend."""
@@ -78,14 +79,73 @@ class InvitationToken:
             raise GeofedError("TOKEN_INVALID", "the invitation is invalid or incomplete") from None
 
 
-class Authority:
-    """The federation's CA. Its folder has `ca.crt`, `ca.key`, `server.crt` and `server.key`; keys have mode 0600."""
+class GivenAuthority:
+    """The operator's own CA: certificates and keys are files that the operator replaces; nothing is issued here."""
 
-    def __init__(self, folder: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    issues = False
+    """Whether it signs certificates of regions."""
+
+    def __init__(self, ca_file: Path, certificate_file: Path, key_file: Path) -> None:
+        self.ca_file, self._certificate_file, self._key_file = ca_file, certificate_file, key_file
+
+    @property
+    def ca_pem(self) -> bytes:
+        """The trusted certificates, as the file has them now. Raises ``GeofedError("CONFIG_INVALID")``."""
+        return _read(self.ca_file)
+
+    @property
+    def fingerprint(self) -> str:
+        """Empty: the operator may replace the CA."""
+        return ""
+
+    @property
+    def trusts(self) -> tuple[str, ...]:
+        """Fingerprints of all trusted CAs."""
+        return ("",)
+
+    def server_certificate(self, hosts: Sequence[str], now: datetime) -> tuple[Path, Path]:
+        """Return the paths of the control plane's certificate and key.
+
+        Raises ``GeofedError("CONFIG_INVALID")`` if the certificate lacks the name by which all clients check it.
+        """
+        names = _names_of(x509.load_pem_x509_certificate(_read(self._certificate_file)))
+        if CONTROL_PLANE_NAME not in names:
+            text = f"{self._certificate_file} lacks the DNS name {CONTROL_PLANE_NAME}, by which all clients check it"
+            raise GeofedError("CONFIG_INVALID", text)
+        _read(self._key_file)
+        return self._certificate_file, self._key_file
+
+    def sign_region(self, csr_pem: bytes, region: str, now: datetime, life: timedelta = REGION_LIFE) -> Issued:
+        """Raise ``GeofedError("CERTIFICATE_INVALID")``: the operator's CA signs."""
+        raise not_issued()
+
+
+class Authority:
+    """The federation's CA. Its folder has `ca.crt`, `ca.key`, `server.crt` and `server.key`; keys have mode 0600.
+
+    While the CA is replaced, `ca.crt` has two certificates, which are both trusted: the one that signs comes first.
+    """
+
+    issues = True
+    """Whether it signs certificates of regions."""
+
+    def __init__(
+        self,
+        folder: Path,
+        certificate: x509.Certificate,
+        key: ec.EllipticCurvePrivateKey,
+        others: Sequence[x509.Certificate] = (),
+    ) -> None:
         self._folder = folder
         self._certificate = certificate
         self._key = key
-        self.ca_pem = certificate.public_bytes(serialization.Encoding.PEM)
+        self._others = tuple(others)
+
+    @property
+    def ca_pem(self) -> bytes:
+        """The certificates of all trusted CAs; the one that signs comes first."""
+        trusted = (self._certificate, *self._others)
+        return b"".join(certificate.public_bytes(serialization.Encoding.PEM) for certificate in trusted)
 
     @classmethod
     def open(cls, folder: Path, federation: str, now: datetime) -> Authority:
@@ -109,18 +169,62 @@ class Authority:
         if not key_path.exists():
             raise GeofedError("STATE_INVALID", f"{folder} has ca.crt, but its key ca.key is missing")
         try:
-            certificate = x509.load_pem_x509_certificate(certificate_path.read_bytes())
+            trusted = x509.load_pem_x509_certificates(certificate_path.read_bytes())
             key = serialization.load_pem_private_key(key_path.read_bytes(), None)
         except ValueError as error:
             raise GeofedError("STATE_INVALID", f"the CA in {folder} cannot be read: {error}") from None
-        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        own = [one for one in trusted if one.public_key() == key.public_key()]
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or not own:
             raise GeofedError("STATE_INVALID", f"ca.key in {folder} does not belong to ca.crt")
-        return cls(folder, certificate, key)
+        return cls(folder, own[0], key, [one for one in trusted if one is not own[0]])
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the CA's certificate."""
-        return f"sha256:{self._certificate.fingerprint(hashes.SHA256()).hex()}"
+        """SHA-256 of the certificate of the CA that signs."""
+        return _fingerprint(self._certificate)
+
+    @property
+    def trusts(self) -> tuple[str, ...]:
+        """Fingerprints of all trusted CAs."""
+        return tuple(_fingerprint(one) for one in (self._certificate, *self._others))
+
+    @property
+    def stage(self) -> str:
+        """How far the replacement of the CA is: "single", "prepared" or "switched"."""
+        if not self._others:
+            return "single"
+        return "prepared" if self._next_key.exists() else "switched"
+
+    @property
+    def stage_since(self) -> float:
+        """Unix seconds at which the stage began."""
+        return self.ca_file.stat().st_mtime
+
+    @property
+    def _next_key(self) -> Path:
+        return self._folder / "ca-next.key"
+
+    def advance(self, federation: str, now: datetime) -> str:
+        """Take the next step of the CA's replacement; return the stage.
+
+        "prepared": a new CA exists and is trusted beside the present one, which still signs. "switched": the new CA
+        signs, and the former one is still trusted. "single": only the new CA is trusted.
+        """
+        stage = self.stage
+        if stage == "single":
+            certificate, key = _make_ca(federation, now)
+            write_durably(self._next_key, [_key_pem(key)], mode=0o600)
+            self._others = (certificate,)
+        elif stage == "prepared":
+            key_pem = self._next_key.read_bytes()
+            key = serialization.load_pem_private_key(key_pem, None)  # type: ignore[assignment]
+            # From this moment on `load` finds the new CA, whatever the order in ca.crt.
+            os.replace(self._next_key, self._folder / "ca.key")
+            self._certificate, self._others, self._key = self._others[0], (self._certificate,), key
+        else:
+            self._others = ()
+        write_durably(self.ca_file, [self.ca_pem], mode=0o644)
+        return self.stage
 
     @property
     def ca_file(self) -> Path:
@@ -136,7 +240,8 @@ class Authority:
         names = list(dict.fromkeys([CONTROL_PLANE_NAME, *hosts]))
         if certificate_path.exists() and key_path.exists():
             current = x509.load_pem_x509_certificate(certificate_path.read_bytes())
-            if _in_first_half(current, now) and _names_of(current) >= set(names):
+            signed = current.issuer == self._certificate.subject and _signed_by(current, self._certificate)
+            if signed and _in_first_half(current, now) and _names_of(current) >= set(names):
                 return certificate_path, key_path
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = self._sign(CONTROL_PLANE_NAME, names, key.public_key(), now, SERVER_LIFE)
@@ -192,6 +297,31 @@ class Authority:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         return builder.sign(self._key, hashes.SHA256())
+
+
+def _signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return False
+    return True
+
+
+def _fingerprint(certificate: x509.Certificate) -> str:
+    return f"sha256:{certificate.fingerprint(hashes.SHA256()).hex()}"
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise GeofedError("CONFIG_INVALID", f"cannot read {path}: {error.strerror}") from None
+
+
+def not_issued() -> GeofedError:
+    """Return the error of a request for a certificate that the operator's own CA has to sign."""
+    hint = "put the region's certificate and key into files that its region file names under `identity`"
+    return GeofedError("CERTIFICATE_INVALID", "certificates are issued by the operator's own CA", hint=hint)
 
 
 def serial_of(certificate: x509.Certificate) -> str:

@@ -29,7 +29,7 @@ from control_plane._standby import WhileLeading, standby_server
 from control_plane._web import Web, serving_routes, standby_routes
 from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
-from control_plane.pki import REGION_LIFE, Authority, hash_secret, new_secret, utc_now
+from control_plane.pki import REGION_LIFE, Authority, GivenAuthority, hash_secret, new_secret, utc_now
 from control_plane.service import (
     AGENT_RULES,
     CONTROL_RULES,
@@ -55,13 +55,15 @@ from geofed_pb.access import AccessInterceptor
 from geofed_pb.address import joined
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
-from geofed_pb.rpc import server_options
+from geofed_pb.rpc import reloading_credentials, server_options
 from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
 
 _log = structlog.get_logger("geofed.server")
 _WILDCARDS = ("0.0.0.0", "::", "")
 GRACE = timedelta(seconds=3)
 """Time for calls in flight to finish after SIGTERM."""
+CERTIFICATE_SECONDS = 60.0
+"""Interval at which the control plane's certificate is checked, and its files are read again."""
 _LOOK_SECONDS = 0.5
 """Time between two looks of a control plane that stands by at the leader's signs of life."""
 _RETRY_SECONDS = 1.0
@@ -91,6 +93,8 @@ class ServeConfig:
     federation: str = "geofed"
     """Name of the federation; fixed at the first start."""
     region_certificate_life: timedelta = REGION_LIFE
+    given: GivenAuthority | None = None
+    """Certificates of the operator's own CA; None: the control plane has a CA of its own."""
     ready_file: Path | None = None
     """File to write the actual ports to once all listen."""
     probe_wait: timedelta = WAIT
@@ -234,16 +238,14 @@ async def _stand_by(config: ServeConfig, leader: str, authority: str, standing: 
     """Listen, and refuse every call; return the configuration with the actual ports."""
     error = GeofedError("STANDBY", f"this control plane stands by; the leader is {leader}")
     now = utc_now(time.time())
-    own = Authority.load(config.state_dir / "pki")
-    if own is None or own.fingerprint != authority:
+    own = config.given or Authority.load(config.state_dir / "pki")
+    if own is None or authority not in own.trusts:
         raise _foreign(config)
     certificate, key = own.server_certificate(_own_names(config), now)
-    pair = [(key.read_bytes(), certificate.read_bytes())]
     control = await standby_server(error, server_options())
     agents = await standby_server(error, server_options())
-    mutual = grpc.ssl_server_credentials(pair, own.ca_pem, require_client_auth=True)
-    control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
-    agent_port = _bind(agents, config.agent_listen, mutual)
+    control_port = _bind(control, config.listen, _credentials(own, certificate, key, mutual=False))
+    agent_port = _bind(agents, config.agent_listen, _credentials(own, certificate, key, mutual=True))
     web = await standing.enter_async_context(Web(standby_routes(error), config.metrics_listen, certificate, key))
     for server in (control, agents):
         await server.start()
@@ -264,7 +266,7 @@ async def _release(threads: StoreThreads, leading: Leading) -> None:
 @dataclass(frozen=True)
 class _State:
     federation: Federation
-    authority: Authority
+    authority: Authority | GivenAuthority
     token_hash: str
     certificate: Path
     key: Path
@@ -274,12 +276,14 @@ async def _open_state(config: ServeConfig, store: Store, leading: Leading, stack
     """Open the keys, and load the state, before any request is served."""
     now = utc_now(time.time())
     name = _named(store, config.federation)
-    authority = Authority.open(config.state_dir / "pki", name, now)
-    if store.meta(_AUTHORITY) not in (None, authority.fingerprint):
+    authority = config.given or Authority.open(config.state_dir / "pki", name, now)
+    if config.given is None and store.meta(_AUTHORITY) not in (None, "", *authority.trusts):
         raise _foreign(config)
     store.put_meta(_AUTHORITY, authority.fingerprint)
     certificate, key = authority.server_certificate(_own_names(config), now)
     federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, name, leading)
+    federation.issues_certificates = authority.issues
+    federation.ca_pem = lambda: authority.ca_pem
     stack.push_async_callback(federation.close)
     await federation.load()
     return _State(federation, authority, _admin_token(config.state_dir, store), certificate, key)
@@ -301,7 +305,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.push_async_callback(probing.close)
     profiling = Profiling(federation, measurements)
     succession = Succession(federation)
-    access = AccessConfig(authority.ca_pem, "")
+    access = AccessConfig(authority, "", config.region_certificate_life)
     users = ControlService(federation, profiling, probing, succession, access)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
@@ -316,10 +320,9 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     hub = AgentHubService(federation, measurements, authority, config.region_certificate_life)
     agent_pb2_grpc.add_AgentHubServicer_to_server(hub, agents)
 
-    pair = [(state.key.read_bytes(), state.certificate.read_bytes())]
-    mutual = grpc.ssl_server_credentials(pair, authority.ca_pem, require_client_auth=True)
-    control_port = _bind(control, config.listen, grpc.ssl_server_credentials(pair))
-    enrolment.agent_port = _bind(agents, config.agent_listen, mutual)
+    files = state.certificate, state.key
+    control_port = _bind(control, config.listen, _credentials(authority, *files, mutual=False))
+    enrolment.agent_port = _bind(agents, config.agent_listen, _credentials(authority, *files, mutual=True))
     users.access = replace(users.access, address=_reached_at(config, control_port))
     routes = serving_routes(meter, dashboard, federation.leading)
     web = await stack.enter_async_context(Web(routes, config.metrics_listen, state.certificate, state.key))
@@ -329,6 +332,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
         stack.push_async_callback(server.stop, GRACE.total_seconds())
     stack.callback(federation.stop)
     stack.push_async_callback(_cancel, asyncio.create_task(_tick(federation)))
+    stack.push_async_callback(_cancel, asyncio.create_task(_keep_certificate(config, authority, web)))
     stack.push_async_callback(_cancel, asyncio.create_task(succession.run()))
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _write_context(config, state, ports)
@@ -339,6 +343,26 @@ async def _recheck(*interceptors: AccessInterceptor) -> None:
     """End the calls under way whose callers may not make them any more."""
     for interceptor in interceptors:
         await interceptor.recheck()
+
+
+def _credentials(
+    authority: Authority | GivenAuthority, certificate: Path, key: Path, *, mutual: bool
+) -> grpc.ServerCredentials:
+    """Return credentials that follow renewals of the files, and of the trusted CAs."""
+    return reloading_credentials(
+        lambda: (key.read_bytes(), certificate.read_bytes(), authority.ca_pem if mutual else None)
+    )
+
+
+async def _keep_certificate(config: ServeConfig, authority: Authority | GivenAuthority, web: Web) -> None:
+    """Renew the certificate when it is due; new connections use it without a restart."""
+    while True:
+        await asyncio.sleep(CERTIFICATE_SECONDS)
+        try:
+            await asyncio.to_thread(authority.server_certificate, _own_names(config), utc_now(time.time()))
+            web.reload()
+        except (GeofedError, OSError, ValueError) as error:
+            _log.warning("the certificate could not be renewed", error=str(error))
 
 
 async def _tick(federation: Federation) -> None:

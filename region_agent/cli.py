@@ -78,7 +78,7 @@ def run(
     from region_agent.link.identity import Identity
 
     settings = load_config(config)
-    identity = Identity(state_dir)
+    identity = Identity(state_dir, settings)
     identity.check()
     if identity.federation.region != settings.name:
         text = f"the certificate is for region {identity.federation.region}, the configuration for {settings.name}"

@@ -86,7 +86,7 @@ class Agent:
         # Child processes have other working directories, and get paths below it.
         state_dir = state_dir.resolve()
         self._config, self._state_dir, self._log_format = config, state_dir, log_format
-        self._identity = Identity(state_dir)
+        self._identity = Identity(state_dir, config)
         self._store = AgentStore(state_dir / "agent.db")
         self._preemptible = preemptible_workers(state_dir, config.capacity.preemptible)
         """Present number of preemptible workers."""
@@ -317,7 +317,13 @@ class Agent:
                 surplus -= before - partition.machine.workers
 
     async def _keep_certificate(self) -> None:
+        shown = self._identity.certificate.serial_number
         while True:
+            with suppress(OSError, ValueError):
+                if (found := self._identity.certificate.serial_number) != shown:
+                    # Servers use it for each new connection; the session is opened anew with it.
+                    shown = found
+                    self._hub.open_new_session()
             if self._hub.connected and self._identity.renewal_due_in(time.time()) < 0:
                 try:
                     await self._hub.renew()

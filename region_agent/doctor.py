@@ -47,7 +47,7 @@ class Finding:
 
 async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
     """Run all checks; a failed check is a finding, not an exception."""
-    identity = Identity(state_dir)
+    identity = Identity(state_dir, config)
 
     async def dataset(name: str) -> str:
         files = await asyncio.to_thread(shard_files, config.datasets[name], config.stores)

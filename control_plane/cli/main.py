@@ -11,6 +11,7 @@ import typer
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from control_plane.cli.commands import (
+    authority,
     catalogue,
     export,
     history,
@@ -65,6 +66,7 @@ app.command("logs")(history.logs)
 app.command("events")(history.events)
 app.command("export")(export.export)
 app.add_typer(region.app)
+app.command("rotate-ca")(authority.rotate_ca)
 app.add_typer(user.app)
 app.add_typer(catalogue.app)
 app.add_typer(template.app)

@@ -36,12 +36,14 @@ __all__ = [
     "error_of",
     "errors_with_code",
     "peer_address",
+    "peer_expiry",
     "peer_region",
     "peer_serial",
     "read_pem",
     "refuse",
     "region_in",
     "region_name",
+    "reloading_credentials",
     "server_options",
     "streaming",
     "to_proto",
@@ -138,6 +140,30 @@ def blocking_channel(address: str, *, ca_pem: bytes, name: str) -> grpc.Channel:
     return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca_pem), options=options)
 
 
+def reloading_credentials(load: Callable[[], tuple[bytes, bytes, bytes | None]]) -> grpc.ServerCredentials:
+    """Return server credentials that follow changes of key and certificate: each new connection uses the present ones.
+
+    ``load`` returns key, certificate, and the CA of which clients must show a certificate; None: they need none.
+    """
+    current = [load()]
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        key, certificate, ca = current[0]
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        found = load()
+        if found == current[0]:
+            return None
+        current[0] = found
+        return configuration()
+
+    mutual = current[0][2] is not None
+    # The type stubs don't know that None means "unchanged".
+    fetched: Any = fetch
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetched, require_client_authentication=mutual)
+
+
 def with_token(token: str) -> tuple[tuple[str, str], ...]:
     """Return call metadata with a bearer token."""
     return (("authorization", f"Bearer {token}"),)
@@ -157,17 +183,27 @@ def region_in(names: Iterable[str]) -> str | None:
 
 def peer_serial(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the serial number of the client's certificate in hexadecimal; empty if it has sent none."""
+    return _shown(context)[0]
+
+
+def peer_expiry(context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    """Return the end of the client's certificate in Unix seconds; 0 if it has sent none."""
+    return _shown(context)[1]
+
+
+def _shown(context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, float]:
     for pem in context.auth_context().get("x509_pem_cert") or ():
-        return _serial_of(pem)
-    return ""
+        return _parsed(pem)
+    return "", 0.0
 
 
 @functools.lru_cache(maxsize=1024)
-def _serial_of(pem: bytes) -> str:
+def _parsed(pem: bytes) -> tuple[str, float]:
     # Imported here, since commands of users import this module and need no certificates.
     from cryptography import x509
 
-    return f"{x509.load_pem_x509_certificate(pem).serial_number:x}"
+    certificate = x509.load_pem_x509_certificate(pem)
+    return f"{certificate.serial_number:x}", certificate.not_valid_after_utc.timestamp()
 
 
 def peer_address(context: grpc.aio.ServicerContext[Any, Any]) -> str:

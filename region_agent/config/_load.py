@@ -46,7 +46,10 @@ def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
         datasets[name] = held.model_copy(update={"splits": splits})
     channel = _files_resolved(config.channel, ("path", "password_file"), folder)
     gateway = _files_resolved(config.gateway, ("user_file", "password_file", "ca_file"), folder)
-    return config.model_copy(update={"datasets": datasets, "channel": channel, "gateway": gateway})
+    files = ("ca_file", "certificate_file", "key_file")
+    identity = _files_resolved(config.identity, files, folder) if config.identity is not None else None
+    changed = {"datasets": datasets, "channel": channel, "gateway": gateway, "identity": identity}
+    return config.model_copy(update=changed)
 
 
 def _files_resolved(section: _Resolved, names: tuple[str, ...], folder: Path) -> _Resolved:

@@ -263,6 +263,19 @@ class PolicyConfig(Section):
     agent, too, connects from such an address."""
 
 
+class IdentityConfig(Section):
+    """Certificate and key by the operator's own CA. They are read again when the files change."""
+
+    ca_file: Path
+    """File with the certificates of the trusted CAs."""
+    certificate_file: Path
+    """File with the region's certificate, for the DNS name `NAME.region.geofed`, for clients and servers."""
+    key_file: Path
+    """File with its key."""
+    control_plane: str
+    """host:port of the control plane's agent port."""
+
+
 Host = Annotated[str, AfterValidator(bracketed)]
 """Host name or address, with an IPv6 address in brackets, as before a port."""
 
@@ -306,6 +319,8 @@ class RegionConfig(Section):
         FileChannelConfig()
     )
     """Where the workers of a job exchange tensors (docs/channels.md). Default: `kind: file`."""
+    identity: IdentityConfig | None = None
+    """The region's identity, if the operator's own CA signs it. Default: `region-agent join` receives it."""
     policy: PolicyConfig = PolicyConfig()
     server: ServerConfig = ServerConfig()
 

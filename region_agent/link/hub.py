@@ -238,11 +238,15 @@ class Hub:
         self.lease_seconds = welcome.lease_seconds or _DEFAULT_LEASE_SECONDS
         self.last_heard = time.time()
         if welcome.HasField("revoked"):
-            self._identity.revoke(welcome.revoked.serials)
+            self._take_certificates(welcome.revoked)
         _log.info("session with the control plane", session=welcome.session)
         if self._reports.resume(welcome.report_cursor):
             _log.warning("this state directory is older than the control plane's records: it was lost or restored")
             commands.state_restored()
+
+    def _take_certificates(self, told: agent_pb2.RevokedCertificates) -> None:
+        self._identity.revoke(told.serials)
+        self._identity.trust(told.ca_pem)
 
     async def _receive(self, call: Any, commands: Commands) -> None:
         while True:
@@ -306,7 +310,7 @@ class Hub:
             case "profile":
                 commands.profile(message.profile)
             case "revoked":
-                self._identity.revoke(message.revoked.serials)
+                self._take_certificates(message.revoked)
             case "probe":
                 commands.probe(message.probe)
 

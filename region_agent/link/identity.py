@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -18,6 +19,8 @@ from cryptography.x509.oid import NameOID
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import CATALOGUE, GeofedError
+from geofed_pb.rpc import read_pem, region_in, region_name
+from region_agent.config import RegionConfig
 from sync.transport.revoked import RevokedSerials
 from sync.transport.sockets import Tls
 
@@ -75,14 +78,29 @@ class JoinedFederation:
     federation: str
 
 
+def region_of_certificate(certificate: x509.Certificate) -> str | None:
+    """Return the region that a certificate is of; None: it is of none."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    return region_in(names.get_values_for_type(x509.DNSName))
+
+
 class Identity:
     """The files in ``<state>/identity``."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, config: RegionConfig | None = None) -> None:
+        """``config`` may name files of the operator's own CA, which are then used instead, and never written."""
         self.folder = state_dir / "identity"
         self.ca_file = self.folder / "ca.pem"
         self.certificate_file = self.folder / "certificate.pem"
         self.key_file = self.folder / "key.pem"
+        self._given = config.identity if config is not None else None
+        self._region = config.name if config is not None else ""
+        if self._given is not None:
+            self.ca_file, self.certificate_file = self._given.ca_file, self._given.certificate_file
+            self.key_file = self._given.key_file
         self.revoked_file = self.folder / "revoked.json"
         """Serial numbers of revoked certificates, as the control plane has sent them last."""
         self.revoked = RevokedSerials(self.revoked_file)
@@ -108,6 +126,8 @@ class Identity:
     @property
     def federation(self) -> JoinedFederation:
         """The joined federation; raises ``GeofedError("UNAUTHENTICATED")`` if the region has not joined one."""
+        if self._given is not None:
+            return JoinedFederation(self._region, self._given.control_plane, "")
         try:
             return JoinedFederation(**json.loads(self._federation_file.read_text()))
         except FileNotFoundError:
@@ -120,8 +140,14 @@ class Identity:
         pems = self.ca_file.read_bytes(), self.certificate_file.read_bytes(), self.key_file.read_bytes()
         return Tls(*pems, self.revoked)
 
+    def trust(self, ca_pem: bytes) -> None:
+        """Trust these CAs from now on. The operator's own file is left as it is."""
+        if ca_pem and self._given is None and ca_pem != self.ca_file.read_bytes():
+            write_durably(self.ca_file, [ca_pem], mode=0o600)
+
     def revoke(self, serials: Iterable[str]) -> None:
         """Keep the serial numbers of all revoked certificates, for all servers of this region."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if frozenset(serials) != self.revoked.serials:
             write_durably(self.revoked_file, [json.dumps(sorted(serials)).encode()], mode=0o600)
 
@@ -136,6 +162,11 @@ class Identity:
         Raises ``GeofedError``: CERTIFICATE_EXPIRED; CERTIFICATE_INVALID if the validity has not begun; UNAUTHENTICATED.
         """
         self.federation  # noqa: B018 - raises if there is none
+        for path in (self.ca_file, self.certificate_file, self.key_file):
+            read_pem(path, "a file of the region's identity")
+        if region_of_certificate(self.certificate) != self.federation.region:
+            text = f"{self.certificate_file} is not a certificate of {region_name(self.federation.region)}"
+            raise GeofedError("CERTIFICATE_INVALID", text)
         begins, ends, now = self.certificate.not_valid_before_utc, self.certificate.not_valid_after_utc, time.time()
         reads = f"this machine's clock says {time.strftime('%Y-%m-%d %H:%M', time.gmtime(now))} UTC"
         if ends.timestamp() < now:
@@ -158,7 +189,9 @@ class Identity:
         return request.public_bytes(serialization.Encoding.PEM)
 
     def renewal_due_in(self, now: float) -> float:
-        """Return the seconds until half of the certificate's lifetime has passed."""
+        """Return the seconds until half of the certificate's lifetime has passed; the operator renews given files."""
+        if self._given is not None:
+            return math.inf
         certificate = self.certificate
         begins, ends = certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
         return (begins + ends) / 2 - now

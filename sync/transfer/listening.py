@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import reloading_credentials
 from sync.transport.sockets import Tls
 
 __all__ = ["credentials", "listen"]
@@ -18,18 +19,12 @@ def credentials(identity: Callable[[], Tls], *, mutual: bool) -> grpc.ServerCred
 
     ``mutual``: clients must show a certificate of the same CA.
     """
-    current: list[Tls] = []
 
-    def load() -> grpc.ServerCertificateConfiguration:
-        current[:] = [identity()]
-        pair = (current[0].key_pem, current[0].certificate_pem)
-        return grpc.ssl_server_certificate_configuration([pair], current[0].ca_pem if mutual else None)
+    def load() -> tuple[bytes, bytes, bytes | None]:
+        tls = identity()
+        return tls.key_pem, tls.certificate_pem, tls.ca_pem if mutual else None
 
-    def fetch() -> grpc.ServerCertificateConfiguration | None:
-        return load() if identity() != current[0] else None
-
-    # The type stubs don't know that None means "unchanged".
-    return grpc.dynamic_ssl_server_credentials(load(), fetch, require_client_authentication=mutual)  # type: ignore[arg-type]
+    return reloading_credentials(load)
 
 
 def listen(server: grpc.aio.Server, address: str, current: grpc.ServerCredentials) -> int:

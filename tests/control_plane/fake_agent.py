@@ -110,6 +110,10 @@ class FakeAgent:
         self.strict = True
         self.revoked: list[str] = []
         """Serial numbers of revoked certificates, as told last."""
+        self.ca_pem = b""
+        """The trusted CAs, as told last."""
+        self.renewed_key = b""
+        """Key of the last renewal."""
         self.probes = False
         """Whether what it is to probe is a command that a test answers; otherwise it cannot, and says so."""
         self._seq = 0
@@ -177,9 +181,9 @@ class FakeAgent:
         kind = message.WhichOneof("body")
         if kind == "welcome":
             self.welcome = message.welcome
-            self.revoked = list(message.welcome.revoked.serials)
+            self._take_certificates(message.welcome.revoked)
         elif kind == "revoked":
-            self.revoked = list(message.revoked.serials)
+            self._take_certificates(message.revoked)
         elif kind == "report_ack":
             self._drop_acknowledged(message.report_ack.seq)
         elif message.seq:
@@ -194,6 +198,9 @@ class FakeAgent:
             self.tell_profile(message.probe.id, error=error)
         else:
             self.lease = message.lease.lease_seconds
+
+    def _take_certificates(self, told: agent_pb2.RevokedCertificates) -> None:
+        self.revoked, self.ca_pem = list(told.serials), told.ca_pem
 
     def _drop_acknowledged(self, seq: int) -> None:
         self.unacknowledged = [message for message in self.unacknowledged if message.seq > seq]
@@ -280,7 +287,7 @@ class FakeAgent:
             raise error_of(error) from None
 
     async def renew(self) -> bytes:
-        _, csr_pem = make_request()
+        self.renewed_key, csr_pem = make_request()
         return bytes((await self._stub.Renew(agent_pb2.RenewRequest(csr_pem=csr_pem))).certificate_pem)
 
 

@@ -21,8 +21,8 @@ from control_plane.blobs import BlobStore
 from control_plane.server import ServeConfig
 from control_plane.service import Federation
 from control_plane.service.rpc._agents import AgentHubService
-from control_plane.service.rpc._enrolment import unseen_region
 from control_plane.service.rpc._session import AgentSession
+from control_plane.service.state._certificates import unseen_region
 from control_plane.store import CommandRow, open_store
 from geofed_pb.v1 import agent_pb2
 from region_agent.link.outgoing import ReportQueue

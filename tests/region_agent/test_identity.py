@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import stat
 import time
 from datetime import timedelta
@@ -14,9 +15,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st
-from support.pki import Authority
+from support.pki import Authority, write
 
 from geofed_pb.errors import GeofedError
+from region_agent.config import RegionConfig
 from region_agent.link.identity import Identity, JoinedFederation, make_request, read_invitation
 
 
@@ -104,3 +106,31 @@ def test_a_renewal_asks_for_the_same_key_and_name(tmp_path: Path, authority: Aut
     assert request.subject.rfc4514_string() == "CN=east"
     identity.renew(authority.sign_request(identity.renewal_request(), "east"), authority.pem)
     identity.check()
+
+
+def test_files_of_the_operators_ca_are_used_as_they_are(tmp_path: Path, authority: Authority) -> None:
+    files = write(authority.region("east"), tmp_path / "given")
+    facts = {
+        "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+        "capacity": {"workers": 1}, "identity": {
+            "caFile": str(files[0]), "certificateFile": str(files[1]), "keyFile": str(files[2]),
+            "controlPlane": "cp:7444",
+        },
+    }  # fmt: skip
+    identity = Identity(tmp_path / "state", RegionConfig.model_validate(facts))
+    identity.check()
+    assert identity.federation == JoinedFederation("east", "cp:7444", "")
+    assert identity.renewal_due_in(time.time()) == math.inf
+    identity.trust(b"another authority")
+    assert identity.tls().ca_pem == authority.pem, "the operator's file is never written"
+    identity.revoke(["abc"])
+    assert identity.tls().revoked.serials == {"abc"}
+    first = identity.tls().certificate_pem
+    write(authority.region("east"), tmp_path / "given")
+    assert identity.tls().certificate_pem != first, "a new file is used at once"
+    write(authority.region("west"), tmp_path / "given")
+    with pytest.raises(GeofedError, match=r"not a certificate of east\.region\.geofed"):
+        identity.check()
+    files[2].unlink()
+    with pytest.raises(GeofedError, match="UNAUTHENTICATED"):
+        identity.check()

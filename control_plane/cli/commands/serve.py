@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from control_plane.pki import GivenAuthority
 
 _DatabaseUrl = Annotated[
     str | None,
@@ -44,6 +47,11 @@ def serve(
     lease: Annotated[str, typer.Option(help="Time after which a region without contact is lost.")] = "30s",
     federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",
     region_certificate_life: Annotated[str, typer.Option(help="Lifetime of the regions' certificates.")] = "7d",
+    tls_ca_file: Annotated[
+        Path | None, typer.Option(help="Certificates of your own CA; with the next two options nothing is issued here.")
+    ] = None,
+    tls_certificate_file: Annotated[Path | None, typer.Option(help="This server's certificate by your own CA.")] = None,
+    tls_key_file: Annotated[Path | None, typer.Option(help="Key of that certificate.")] = None,
     ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
     log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = "text",
 ) -> None:
@@ -71,9 +79,20 @@ def serve(
         lease=lease_time,
         federation=federation,
         region_certificate_life=certificate_life,
+        given=_given(tls_ca_file, tls_certificate_file, tls_key_file),
         ready_file=ready_file,
     )
     asyncio.run(run(config))
+
+
+def _given(ca_file: Path | None, certificate_file: Path | None, key_file: Path | None) -> GivenAuthority | None:
+    from control_plane.pki import GivenAuthority
+
+    if ca_file and certificate_file and key_file:
+        return GivenAuthority(ca_file, certificate_file, key_file)
+    if ca_file or certificate_file or key_file:
+        raise GeofedError("USAGE", "--tls-ca-file, --tls-certificate-file and --tls-key-file belong together")
+    return None
 
 
 def _database_url(url: str | None, file: Path | None) -> str | None:

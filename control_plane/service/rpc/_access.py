@@ -34,6 +34,7 @@ _CONTROL = {
     "ListRegions": Rule(_BOTH),
     "Invite": Rule(("operator",)),
     "ChangeRegion": Rule(("operator",)),
+    "RotateAuthority": Rule(("operator",)),
     "AddUser": Rule(("operator",)),
     "ChangeUser": Rule(("operator",)),
     "RemoveUser": Rule(("operator",)),

@@ -15,16 +15,17 @@ import structlog
 
 from control_plane._safetensors import flat_bytes
 from control_plane.core import Heartbeat, Reported
-from control_plane.pki import Authority, utc_now
+from control_plane.pki import Authority, GivenAuthority, utc_now
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.rpc._access import region_of
 from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import log_rows, report_of
+from control_plane.service.state._certificates import Certificate, revocations_of
 from control_plane.service.state._draft import Draft, JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
-from geofed_pb.rpc import answering, peer_address, streaming
+from geofed_pb.rpc import answering, peer_address, peer_expiry, peer_serial, streaming
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 MAX_MODEL_BYTES = 64 << 30
@@ -41,7 +42,11 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     """Serves agents. The certificate identifies the region; no message can claim another one."""
 
     def __init__(
-        self, federation: Federation, measurements: Measurements, authority: Authority, region_life: timedelta
+        self,
+        federation: Federation,
+        measurements: Measurements,
+        authority: Authority | GivenAuthority,
+        region_life: timedelta,
     ) -> None:
         self._federation = federation
         self._measurements = measurements
@@ -63,7 +68,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             raise GeofedError("FRAME_INVALID", f"no hello within {_HELLO_SECONDS:.0f} s") from None
         if first is None or not first.HasField("hello"):
             raise GeofedError("FRAME_INVALID", "the first message of a session must be hello")
-        session = await federation.connect(region, first.hello, peer_address(context))
+        shown = None if federation.issues_certificates else Certificate(peer_serial(context), peer_expiry(context))
+        session = await federation.connect(region, first.hello, peer_address(context), shown)
         reader = asyncio.create_task(self._read(session, requests))
         context.add_done_callback(lambda _: self._close(session, reader))  # type: ignore[arg-type]
         yield agent_pb2.ToAgent(
@@ -103,7 +109,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
     @answering
     async def Renew(self, request: agent_pb2.RenewRequest, context: Context) -> agent_pb2.RenewReply:
-        """Issue a region's next certificate; the present one stays valid, too."""
+        """Issue a region's next certificate. The one that the call was made with stays valid, so that an answer that is
+        lost, however often, locks no region out."""
         region = region_of(self._federation, context)
         federation = self._federation
         async with federation.change() as draft:
@@ -111,8 +118,11 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             entry = draft.regions[region]
             row = replace(
                 entry.row,
-                serials=(*entry.row.serials[-1:], issued.serial),
+                serials=(peer_serial(context), issued.serial),
                 certificate_expires=issued.expires,
+            )
+            draft.revocations += revocations_of(
+                replace(entry.row, serials=tuple(one for one in entry.row.serials if one not in row.serials))
             )
             draft.put_region(replace(entry, row=row))
             draft.record("region.renewed", f"region {region} has a new certificate", region=region)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
@@ -13,16 +14,25 @@ import grpc.aio
 
 from control_plane._view import standing_text
 from control_plane.core import TERMINAL, CancelRequested, FinishRequested
-from control_plane.pki import InvitationToken, hash_secret, new_secret
+from control_plane.pki import (
+    REGION_LIFE,
+    Authority,
+    GivenAuthority,
+    InvitationToken,
+    hash_secret,
+    new_secret,
+    not_issued,
+)
 from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.measuring._profiling import Profiling
 from control_plane.service.rpc._access import caller_now
-from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.rpc._authority import rotate_authority
 from control_plane.service.rpc._regions import change_region
 from control_plane.service.rpc._users import add_user, change_user, list_users, remove_user
 from control_plane.service.rpc._wire import event_message, log_message
+from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
 from control_plane.service.state._notifier import Notifier
@@ -49,9 +59,11 @@ _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 class AccessConfig:
     """The address and certificate authority that invitations contain."""
 
-    ca_pem: bytes
+    authority: Authority | GivenAuthority
     address: str
     """Public host:port of the control port."""
+    life: timedelta = REGION_LIFE
+    """Lifetime of the regions' certificates."""
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
@@ -248,6 +260,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Invite(self, request: control_pb2.InviteRequest, context: Context) -> control_pb2.InviteReply:
         """Create a one-time token for a region."""
         name = request.region
+        if not self.access.authority.issues:
+            raise not_issued()
         if not _REGION_NAME.fullmatch(name):
             raise GeofedError(
                 "CONFIG_INVALID",
@@ -261,8 +275,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 draft.put_region(unseen_region(name))
             draft.invitations.append(Invitation(hash_secret(secret), name, expires))
             draft.record("region.invited", f"region {name} was invited", region=name)
-        token = InvitationToken(self.access.address, self.access.ca_pem, name, secret)
+        token = InvitationToken(self.access.address, self.access.authority.ca_pem, name, secret)
         return control_pb2.InviteReply(token=str(token), expires=expires)
+
+    @answering
+    async def RotateAuthority(
+        self, request: control_pb2.RotateAuthorityRequest, context: Context
+    ) -> control_pb2.RotateAuthorityReply:
+        """Take the next step of the replacement of the federation's certificate authority."""
+        return await rotate_authority(self._federation, self.access.authority, self.access.life, request)
 
     @answering
     async def ChangeRegion(self, request: control_pb2.ChangeRegionRequest, context: Context) -> control_pb2.Region:

@@ -8,11 +8,10 @@ from typing import Any
 
 import grpc.aio
 
-from control_plane.core import Enrolled, RegionState, region_state_to_json
-from control_plane.pki import Authority, hash_secret, utc_now
-from control_plane.service.state._draft import RegionEntry
+from control_plane.core import Enrolled
+from control_plane.pki import Authority, GivenAuthority, hash_secret, utc_now
+from control_plane.service.state._certificates import revocations_of, unseen_region
 from control_plane.service.state._federation import Federation
-from control_plane.store import RegionRow, Revocation
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering
 from geofed_pb.v1 import control_pb2, control_pb2_grpc
@@ -23,7 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
     """Joins regions. It requires no token: the secret of the invitation authenticates the caller."""
 
-    def __init__(self, federation: Federation, authority: Authority, region_life: timedelta) -> None:
+    def __init__(self, federation: Federation, authority: Authority | GivenAuthority, region_life: timedelta) -> None:
         self._federation = federation
         self._authority = authority
         self._region_life = region_life
@@ -64,14 +63,3 @@ class EnrolmentService(control_pb2_grpc.EnrolmentServicer):
             agent_port=self.agent_port,
             federation=federation.name,
         )
-
-
-def unseen_region(name: str) -> RegionEntry:
-    """Return a region of which only the name is known."""
-    state = RegionState(name)
-    return RegionEntry(RegionRow(name, "", "", "", region_state_to_json(state), (), 0.0), state, None)
-
-
-def revocations_of(row: RegionRow) -> list[Revocation]:
-    """Return the revocations of a region's present certificates."""
-    return [Revocation(serial, row.name, row.certificate_expires) for serial in row.serials]

@@ -8,7 +8,7 @@ import structlog
 
 from control_plane.core import Drained, Revoked
 from control_plane.service.jobs._succession import Succession
-from control_plane.service.rpc._enrolment import revocations_of
+from control_plane.service.state._certificates import revocations_of
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._federation import Federation
 from geofed_pb.bounds import clean

@@ -38,6 +38,7 @@ from control_plane.service.planning._routing import Routing
 from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import job_message, to_json
 from control_plane.service.state._catalogue import fault_of, read_catalogue
+from control_plane.service.state._certificates import Certificate, admit_certificate
 from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
@@ -86,6 +87,10 @@ class Federation:
         self.sessions: dict[str, AgentSession] = {}
         self.revoked: dict[str, float] = {}
         """Serial numbers of revoked certificates, with the times after which these have expired."""
+        self.issues_certificates = True
+        """Whether this control plane signs the regions' certificates; else the operator's own CA does."""
+        self.ca_pem: Callable[[], bytes] = bytes
+        """Returns the certificates of the trusted CAs."""
         self.rights_changed: Callable[[], Awaitable[None]] = _nothing
         """Ends the calls under way whose callers may not make them any more."""
         self._report_cursors: dict[str, int] = {}
@@ -224,8 +229,7 @@ class Federation:
             if region in self.sessions:
                 self.sessions[region].wake()
         if draft.revocations:
-            for session in self.sessions.values():
-                session.send(agent_pb2.ToAgent(revoked=self.revoked_certificates()))
+            self.tell_certificates()
         for event in committed.events:
             _log.info(event.text, kind=event.kind, job=event.job or None, region=event.region or None)
         if committed.events:
@@ -260,19 +264,30 @@ class Federation:
     def require_certificate(self, region: str, serial: str) -> None:
         """Raise ``GeofedError("FORBIDDEN")`` unless a region's certificate is valid now."""
         entry = self.regions.get(region)
-        if entry is None:
+        if entry is None and self.issues_certificates:
             raise GeofedError("FORBIDDEN", f"region {region} is not part of this federation")
-        if serial in self.revoked or serial not in entry.row.serials:
+        unknown = self.issues_certificates and entry is not None and serial not in entry.row.serials
+        if unknown or serial in self.revoked:
             text = f"this certificate of region {region} is not valid any more"
             raise GeofedError("FORBIDDEN", text, hint=f"join again: `control-plane region invite {region}`")
 
     def revoked_certificates(self) -> agent_pb2.RevokedCertificates:
         """Return all revoked certificates that have not expired."""
         at = self.clock()
-        return agent_pb2.RevokedCertificates(serials=sorted(one for one, ends in self.revoked.items() if ends > at))
+        serials = sorted(one for one, ends in self.revoked.items() if ends > at)
+        return agent_pb2.RevokedCertificates(serials=serials, ca_pem=self.ca_pem())
 
-    async def connect(self, region: str, hello: agent_pb2.Hello, address: str = "") -> AgentSession:
+    def tell_certificates(self) -> None:
+        """Send all connected agents the revoked certificates and the trusted CAs."""
+        for session in self.sessions.values():
+            session.send(agent_pb2.ToAgent(revoked=self.revoked_certificates()))
+
+    async def connect(
+        self, region: str, hello: agent_pb2.Hello, address: str = "", shown: Certificate | None = None
+    ) -> AgentSession:
         """Open a session of an agent that connects from an IP address; an earlier one of the region ends.
+
+        ``shown``: its certificate by the operator's own CA, which makes the region a member.
 
         With an invalid catalogue the region keeps its last valid one, for the jobs that it has, and gets no new ones.
         """
@@ -282,6 +297,8 @@ class Federation:
         except GeofedError as error:
             fault, catalogue = error.message, None
         async with self.change() as draft:
+            if shown is not None:
+                admit_certificate(draft, region, shown)
             before = self._known(draft, region)
             boot_id = clean(hello.boot_id, NAME_BYTES)
             lease = self.lease.total_seconds()

@@ -106,10 +106,12 @@ class Welcome(_message.Message):
     def __init__(self, lease_seconds: _Optional[float] = ..., report_cursor: _Optional[int] = ..., session: _Optional[int] = ..., at: _Optional[float] = ..., revoked: _Optional[_Union[RevokedCertificates, _Mapping]] = ...) -> None: ...
 
 class RevokedCertificates(_message.Message):
-    __slots__ = ("serials",)
+    __slots__ = ("serials", "ca_pem")
     SERIALS_FIELD_NUMBER: _ClassVar[int]
+    CA_PEM_FIELD_NUMBER: _ClassVar[int]
     serials: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, serials: _Optional[_Iterable[str]] = ...) -> None: ...
+    ca_pem: bytes
+    def __init__(self, serials: _Optional[_Iterable[str]] = ..., ca_pem: _Optional[bytes] = ...) -> None: ...
 
 class LeaseGrant(_message.Message):
     __slots__ = ("lease_seconds",)

@@ -422,6 +422,20 @@ class InviteReply(_message.Message):
     expires: float
     def __init__(self, token: _Optional[str] = ..., expires: _Optional[float] = ...) -> None: ...
 
+class RotateAuthorityRequest(_message.Message):
+    __slots__ = ("force",)
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    force: bool
+    def __init__(self, force: bool = ...) -> None: ...
+
+class RotateAuthorityReply(_message.Message):
+    __slots__ = ("stage", "ca_pem")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    CA_PEM_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    ca_pem: str
+    def __init__(self, stage: _Optional[str] = ..., ca_pem: _Optional[str] = ...) -> None: ...
+
 class ChangeRegionRequest(_message.Message):
     __slots__ = ("region", "change", "reason", "move")
     class Change(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):

@@ -120,6 +120,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.InviteRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.InviteReply.FromString,
                 _registered_method=True)
+        self.RotateAuthority = channel.unary_unary(
+                '/geofed.v1.Control/RotateAuthority',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.RotateAuthorityRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.RotateAuthorityReply.FromString,
+                _registered_method=True)
         self.ChangeRegion = channel.unary_unary(
                 '/geofed.v1.Control/ChangeRegion',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ChangeRegionRequest.SerializeToString,
@@ -268,6 +273,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RotateAuthority(self, request, context):
+        """For the operator: takes the next step of the replacement of the federation's certificate authority.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ChangeRegion(self, request, context):
         """For the operator: drains a region, revokes its certificates, or removes it.
         """
@@ -396,6 +408,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Invite,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.InviteRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.InviteReply.SerializeToString,
+            ),
+            'RotateAuthority': grpc.unary_unary_rpc_method_handler(
+                    servicer.RotateAuthority,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.RotateAuthorityRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.RotateAuthorityReply.SerializeToString,
             ),
             'ChangeRegion': grpc.unary_unary_rpc_method_handler(
                     servicer.ChangeRegion,
@@ -887,6 +904,33 @@ class Control(object):
             '/geofed.v1.Control/Invite',
             geofed__pb_dot_v1_dot_control__pb2.InviteRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.InviteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RotateAuthority(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/RotateAuthority',
+            geofed__pb_dot_v1_dot_control__pb2.RotateAuthorityRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.RotateAuthorityReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -68,6 +68,7 @@ CONTRACTS = {
     "region undrain": Contract("d", mutating=True),
     "region revoke": Contract("v-{fresh} --yes", mutating=True),
     "region remove": Contract("r-{fresh} --yes", mutating=True),
+    "rotate-ca": Contract("--yes --force", mutating=True),
     "user add": Contract("u-{fresh} --promised-workers 4", mutating=True),
     "user list": Contract(),
     "user change": Contract("ann --promised-workers 3", mutating=True),
@@ -116,7 +117,7 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
     of_users = {"user add", "user change", "user remove"}
     of_regions = {f"region {what}" for what in ("invite", "drain", "undrain", "revoke", "remove")}
     of_jobs = {"submit", "scale", "replan", "finish", "cancel", "share", "unshare"}
-    assert mutating == of_jobs | of_regions | of_users
+    assert mutating == of_jobs | of_regions | of_users | {"rotate-ca"}
     assert "--request-id" in options_of(found["submit"])
     assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove", "region remove"))
 
