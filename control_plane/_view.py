@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -237,9 +238,12 @@ def seconds_text(seconds: float) -> str:
 
 def usd_text(usd: float) -> str:
     """Format US dollars; small amounts keep two significant digits."""
-    if usd >= 1 or usd == 0:
+    if usd >= 1 or usd < 1e-9:
         return f"${usd:,.2f}"
-    return f"${usd:.4f}" if usd >= 0.001 else f"${usd:.2g}"
+    if usd >= 0.001:
+        return f"${usd:.4f}"
+    digits = 1 - math.floor(math.log10(usd))
+    return f"${usd:.{digits}f}"
 
 
 def _loaded(text: str) -> Any:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from control_plane._view import Data, bytes_text, clock, usd_text
-from control_plane.cli._output import STATE_STYLES
+from control_plane.cli._output import STATE_STYLES, fitted
 from control_plane.cli._report import metrics_text, number_text
 
 _EVENTS_SHOWN = 5
@@ -61,14 +61,14 @@ class LiveDisplay:
     def _draw(self) -> None:
         self._drawn_at = time.monotonic()
         if self._view is not None:
-            self._live.update(_drawing(self._view, list(self._events)), refresh=True)
+            self._live.update(_drawing(self._view, list(self._events), self._console.width), refresh=True)
 
 
-def _drawing(view: Data, events: list[str]) -> RenderableType:
+def _drawing(view: Data, events: list[str], width: int) -> RenderableType:
     line = Text.assemble((view["id"], "bold"), "  ", (view["state"], STATE_STYLES.get(view["state"], "")))
     if view["condition"]:
         line.append(f"  {view['condition']}", "yellow")
-    return Group(line, _progress(view), _regions(view), Text("\n".join(events), "dim", no_wrap=True))
+    return Group(line, _progress(view), _regions(view, width), Text("\n".join(events), "dim", no_wrap=True))
 
 
 def _progress(view: Data) -> RenderableType:
@@ -78,27 +78,33 @@ def _progress(view: Data) -> RenderableType:
     return row
 
 
-def _regions(view: Data) -> RenderableType:
-    table = Table(box=None, pad_edge=False)
-    for head in ("region", "state"):
-        table.add_column(head)
-    for head in ("round", "step", "loss", "samples/s"):
-        table.add_column(head, justify="right")
-    table.add_column("metrics")
-    for head in ("WAN sent", "cost"):
-        table.add_column(head, justify="right")
-    table.add_column("condition", style="yellow")
-    for part in view["partitions"]:
-        table.add_row(
+_HEADS = ("region", "state", "round", "step", "loss", "samples/s", "metrics", "WAN sent", "cost", "condition")
+_LEAVES = ("samples/s", "step", "WAN sent", "condition", "metrics", "cost")
+"""Columns that a narrow terminal does not show, the first ones first."""
+
+
+def _regions(view: Data, width: int) -> RenderableType:
+    cells = [
+        [
             part["region"],
             part["state"],
             f"{part['round']}/{view['rounds']}",
             str(part["step"]),
             number_text(part["loss"]),
             f"{part['samples_per_second']:.0f}",
-            Text(metrics_text(part["metrics"])),
+            metrics_text(part["metrics"]),
             bytes_text(sum(part["sent_bytes"].values())),
             usd_text(part["usd"]),
-            Text(part["condition"]),
-        )
+            part["condition"],
+        ]
+        for part in view["partitions"]
+    ]
+    heads, rows = fitted(_HEADS, cells, _LEAVES, width)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for head in heads:
+        to_right = head in ("round", "step", "loss", "samples/s", "WAN sent", "cost")
+        style = "yellow" if head == "condition" else ""
+        table.add_column(head, justify="right" if to_right else "left", overflow="fold", style=style)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
     return table

@@ -22,6 +22,8 @@ from geofed_pb.output import output_failure
 
 STATE_STYLES = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 """Colours of states of jobs and regions."""
+_GAP = 2
+"""Characters between two columns."""
 SCHEMA_VERSION = 1
 """Version of the envelope in json, yaml and jsonl; grows when a change breaks its readers."""
 
@@ -79,13 +81,18 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def columns(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def columns(heads: Sequence[str], rows: Iterable[Sequence[object]], *, leave_out: Sequence[str] = ()) -> str:
     """Format rows as a table with a head; columns of numbers are aligned to the right.
 
     On a terminal heads are bold, states have colours, and cells are wrapped at the terminal's width; elsewhere the
     table is plain text with one line for each row.
+
+    Args:
+        leave_out: heads of columns that a narrow terminal does not show, the first ones first.
     """
     cells = [[str(cell) for cell in row] for row in rows]
+    if stdout_is_terminal():
+        heads, cells = fitted(heads, cells, leave_out, shutil.get_terminal_size().columns)
     right = [bool(cells) and all(_is_number(row[index]) for row in cells) for index in range(len(heads))]
     if stdout_is_terminal():
         return _styled(heads, cells, right)
@@ -101,6 +108,19 @@ def columns(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def fitted(
+    heads: Sequence[str], cells: list[list[str]], leave_out: Sequence[str], width: int
+) -> tuple[list[str], list[list[str]]]:
+    """Return a table that fits a width, as far as the columns that may be left out allow; one whose cells are all empty
+    goes in any case."""
+    kept = [place for place, head in enumerate(heads) if head not in leave_out or any(row[place] for row in cells)]
+    for head in leave_out:
+        if sum(max(len(row[place]) for row in [heads, *cells]) + _GAP for place in kept) - _GAP <= width:
+            break
+        kept = [place for place in kept if heads[place] != head]
+    return [heads[place] for place in kept], [[row[place] for place in kept] for row in cells]
+
+
 def _styled(heads: Sequence[str], cells: list[list[str]], right: list[bool]) -> str:
     import io
 
@@ -108,7 +128,7 @@ def _styled(heads: Sequence[str], cells: list[list[str]], right: list[bool]) -> 
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
     for head, to_right in zip(heads, right, strict=True):
         table.add_column(Text(head), justify="right" if to_right else "left", overflow="fold")
     for row in cells:
@@ -121,10 +141,21 @@ def _styled(heads: Sequence[str], cells: list[list[str]], right: list[bool]) -> 
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> str:
-    """Format names and values, one pair a line; empty values are left out."""
+    """Format names and values, one pair a line; empty values are left out. A terminal's width wraps long values."""
     shown = [(name, str(value)) for name, value in pairs if value not in ("", None)]
-    width = max((len(name) for name, _ in shown), default=0)
-    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in shown)
+    width = max((len(name) for name, _ in shown), default=0) + _GAP
+    room = shutil.get_terminal_size().columns - width if stdout_is_terminal() else 0
+    return "\n".join(
+        name.ljust(width) + f"\n{' ' * width}".join(wrapped(value, room) if room > 0 else [value])
+        for name, value in shown
+    )
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Split a text into lines of a width, at spaces where there are some."""
+    import textwrap
+
+    return [line for part in text.split("\n") for line in textwrap.wrap(part, width) or [""]]
 
 
 def _is_number(cell: str) -> bool:

@@ -43,6 +43,10 @@ def initial_model_text(model: Data | None) -> str:
     return f"the model of {model['job']} ({bytes_text(model['bytes'])})" if model else ""
 
 
+PARTITION_LEAVES = ("SAMPLES/S", "STEP", "WORKERS", "WAN SENT", "CONDITION", "METRICS", "USD")
+"""Columns of a job's regions that a narrow terminal does not show, the first ones first."""
+
+
 def partition_table(view: Data) -> str:
     """Format the current state of a job's regions, one row each."""
     rounds = view["rounds"]
@@ -64,6 +68,7 @@ def partition_table(view: Data) -> str:
             ]
             for part in view["partitions"]
         ],
+        leave_out=PARTITION_LEAVES,
     )
 
 
@@ -116,7 +121,8 @@ def shard_table(shards: list[Data]) -> list[str]:
         ]
         for shard in shards
     ]
-    return [columns(["SHARD OF", "PROCESSED IN", "STATE", "SIZE", "WAN SENT", "USD", "CONDITION"], rows)] * bool(rows)
+    heads = ["SHARD OF", "PROCESSED IN", "STATE", "SIZE", "WAN SENT", "USD", "CONDITION"]
+    return [columns(heads, rows, leave_out=("SIZE", "USD", "CONDITION", "WAN SENT"))] * bool(rows)
 
 
 def _collective(plan: Data) -> str:
@@ -168,6 +174,7 @@ def plan_text(plan: Data) -> str:
             ]
             for part in plan["partitions"]
         ],
+        leave_out=("MEMORY MB", "STEPS/ROUND", "SAMPLES/S", "BATCH"),
     )
     stages = [
         f"{part['region']}:\n" + "\n".join(f"  {text}" for text in part["pipeline"]["why"])
@@ -290,6 +297,7 @@ def result_text(view: Data) -> str:
             ]
             for region in result["regions"]
         ],
+        leave_out=("SAMPLES/S", "STEPS", "WORKERS", "SAMPLES"),
     )
     parts = [head, regions, link_table(result["wan_bytes"], result["predicted"]), money_table(result["money"])]
     return "\n\n".join([*(part for part in parts if part), comparison_table(result)])
@@ -342,6 +350,7 @@ def wan_table(links: list[Data]) -> str:
             ]
             for link in links
         ],
+        leave_out=("REFUSED", "RECEIVED", "STREAMS", "STALENESS", "STEPS", "RTT MS", "CODEC"),
     )
 
 
@@ -353,7 +362,7 @@ def money_table(items: list[Data]) -> str:
         [item["region"], item["item"], f"{item['quantity']:.6g}", item["unit"], usd_text(item["usd"])] for item in items
     ]
     total = ["total", "", "", "", usd_text(sum(item["usd"] for item in items))]
-    return columns(["REGION", "ITEM", "QUANTITY", "UNIT", "USD"], [*rows, total])
+    return columns(["REGION", "ITEM", "QUANTITY", "UNIT", "USD"], [*rows, total], leave_out=("QUANTITY", "UNIT"))
 
 
 def metrics_text(metrics: dict[str, float]) -> str:

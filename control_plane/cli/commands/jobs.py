@@ -283,6 +283,7 @@ def _jobs_table(views: list[Data]) -> str:
             ]
             for view in views
         ],
+        leave_out=("SUBMITTED", "USER", "SLACK", "CONDITION", "REGIONS", "USD"),
     )
 
 

@@ -138,6 +138,7 @@ def regions_table(views: list[Data]) -> str:
             ]
             for view in views
         ],
+        leave_out=("LAST CONTACT", "AGENT", "CLOUD", "DATASETS", "CONDITION"),
     )
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from control_plane._view import bytes_text, seconds_text, usd_text
 from control_plane.cli._live import LiveDisplay
 from control_plane.cli._output import columns
-from control_plane.cli._report import rounds_text
+from control_plane.cli._report import money_table, partition_table, result_text, rounds_text, wan_table
 from tests.control_plane.cli.conftest import Run
 
 
@@ -130,6 +130,7 @@ def test_figures_are_for_people() -> None:
     assert [bytes_text(n) for n in (5, 1234, 1_399_348, 114e6)] == ["5 B", "1.2 kB", "1.4 MB", "114 MB"]
     assert [seconds_text(n) for n in (3.81, 117, 7500)] == ["3.8 s", "1 min 57 s", "2 h 5 min"]
     assert [usd_text(n) for n in (0, 12.5, 0.0119, 0.00096)] == ["$0.00", "$12.50", "$0.0119", "$0.00096"]
+    assert [usd_text(n) for n in (5.6e-6, 2e-7, 1e-12)] == ["$0.0000056", "$0.00000020", "$0.00"]
 
 
 @pytest.mark.parametrize("colour", [True, False])
@@ -167,6 +168,64 @@ def test_the_live_display_shows_regions_and_events(monkeypatch: pytest.MonkeyPat
     ):
         assert text in out.getvalue()
     assert ("\x1b[33m" in out.getvalue()) == colour
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_tables_fit_the_terminal_with_one_line_for_each_row(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    view = _ended()
+    out = io.StringIO()
+    with LiveDisplay(Console(file=out, force_terminal=True, width=width, color_system=None)) as display:
+        display.job({**view, "state": "running"})
+    drawn = [line for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue()).splitlines() if line.strip()]
+    assert "…" not in out.getvalue()
+    for region in ("frankfurt", "virginia"):
+        (line,) = {line for line in drawn if line.startswith(region)}
+        assert "18/20" in line
+        assert ("accuracy 0.8278" in line, "157 kB" in line) == (width >= 80, width == 120)
+    monkeypatch.setattr("control_plane.cli._output.stdout_is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
+    texts = [partition_table(view), wan_table(view["links"]), money_table(view["result"]["money"]), result_text(view)]
+    plain = [re.sub(r"\x1b\[[0-9;]*m", "", text) for text in texts]
+    assert max(len(line) for text in plain for line in text.splitlines()) <= width
+    assert [len(text.splitlines()) for text in plain[:3]] == [3, 3, 4]
+
+
+def _ended() -> dict[str, Any]:
+    """A job of two regions, with what every table shows of it."""
+    names = ("frankfurt", "virginia")
+    regions = [
+        {
+            "region": name, "name": name, "state": "finished", "round": 18, "rounds": 18, "step": 1058, "steps": 1058,
+            "workers": 4, "preemptible": True, "loss": 0.25, "samples": 185_600, "samples_per_second": 5347.0,
+            "metrics": {"accuracy": 0.8278, "loss": 0.5341}, "sent_bytes": {"other": 157_049}, "usd": 5.3e-05,
+            "condition": "",
+        }
+        for name in names
+    ]  # fmt: skip
+    links = [
+        {
+            "source": one, "destination": other, "state": "closed", "rtt_ms": 92.3, "goodput_mbps": 115.4, "streams": 4,
+            "codec": "ternary", "interval_steps": 20, "sent_bytes": 157_049, "received_bytes": 157_049,
+            "staleness_rounds": 2.1, "refused_updates": 0,
+        }
+        for one, other in (names, names[::-1])
+    ]  # fmt: skip
+    money = [
+        {"region": name, "item": f"egress to {other}", "quantity": 0.000157049, "unit": "GB", "usd": 1.4e-05}
+        for name, other in (names, names[::-1])
+    ]
+    bounds = {"low": 1.2, "expected": 2.9, "high": 8.7}
+    result = {
+        "metrics": {"accuracy": 0.8524}, "regions": regions, "seconds": 2.2, "training_seconds": 1.4, "money": money,
+        "model": {"digest": f"sha256:{'4cff68bf' * 8}", "bytes": 74_100, "format": "safetensors"},
+        "wan_bytes": {"frankfurt>virginia": 157_049}, "measured": {"seconds": 2.2, "wan_bytes": 370_000, "usd": 0.0001},
+        "predicted": {"seconds": bounds, "wan_bytes": bounds, "usd": bounds, "link_bytes": {}},
+    }  # fmt: skip
+    return {
+        "id": "job-1", "state": "succeeded", "condition": "", "rounds": 20, "partitions": regions, "links": links,
+        "result": result,
+    }  # fmt: skip
 
 
 @pytest.mark.processes
