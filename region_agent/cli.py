@@ -84,7 +84,7 @@ def run(
         text = f"the certificate is for region {identity.federation.region}, the configuration for {settings.name}"
         raise GeofedError("CONFIG_INVALID", text)
     with _StateLock(state_dir):
-        asyncio.run(run_daemon(settings, state_dir, log_format))
+        asyncio.run(run_daemon(settings, state_dir, log_format, config))
 
 
 @app.command()

@@ -81,8 +81,16 @@ class Status:
 class Agent:
     """The daemon of a region."""
 
-    def __init__(self, config: RegionConfig, state_dir: Path, log_format: str = "text") -> None:
-        """``log_format`` is the format of the child processes' logs: "text" or "json"."""
+    def __init__(
+        self, config: RegionConfig, state_dir: Path, log_format: str = "text", config_file: Path | None = None
+    ) -> None:
+        """Create the daemon.
+
+        Args:
+            log_format: format of the child processes' logs: "text" or "json".
+            config_file: file that the configuration was read from; its datasets are followed.
+        """
+        self._config_file = config_file
         # Child processes have other working directories, and get paths below it.
         state_dir = state_dir.resolve()
         self._config, self._state_dir, self._log_format = config, state_dir, log_format
@@ -154,9 +162,10 @@ class Agent:
                 self._channel_folder().rmdir()  # fails if a partition's values are kept for the next start
 
     def _background_tasks(self) -> list[Coroutine[Any, Any, None]]:
+        file = self._config_file
         return [
             self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(),
-            self._offered_datasets.keep_checking(),
+            self._offered_datasets.keep_checking(), *([self._offered_datasets.follow(file)] if file else []),
         ]  # fmt: skip
 
     async def _keep_session(self) -> None:
@@ -535,9 +544,9 @@ class Agent:
         closing.add_done_callback(self._closing.discard)
 
 
-async def run(config: RegionConfig, state_dir: Path, log_format: str) -> None:
+async def run(config: RegionConfig, state_dir: Path, log_format: str, config_file: Path) -> None:
     """Run the agent until SIGTERM or SIGINT."""
-    agent = Agent(config, state_dir, log_format)
+    agent = Agent(config, state_dir, log_format, config_file)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, agent.stopped.set)

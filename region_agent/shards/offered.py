@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 import structlog
 
 from geofed_pb.errors import GeofedError
-from region_agent.config import RegionConfig
+from region_agent.config import DatasetConfig, RegionConfig, load_config
 from region_agent.shards.listing import shard_bytes
 from region_agent.shards.reading import shard_files
 
@@ -17,6 +18,8 @@ __all__ = ["OfferedDatasets"]
 _log = structlog.get_logger("geofed.data")
 _RECHECK_SECONDS = 30.0
 """Interval of checks of datasets that could not be read."""
+_FOLLOW_SECONDS = 2.0
+"""Interval of looks at the region file; a person who has changed it waits for the effect."""
 _CHECK_TIMEOUT_SECONDS = 20.0
 """Timeout of a check, so that a store that does not answer does not delay the agent's start."""
 
@@ -42,6 +45,39 @@ class OfferedDatasets:
     async def check(self) -> None:
         """Check all datasets concurrently."""
         await self._check(self._config.datasets)
+
+    async def follow(self, file: Path) -> None:
+        """Take over the datasets of the region file whenever it changes, without end. Its other keys, and a file that
+        is not valid, have no effect before the agent starts again."""
+        seen, known = _version_of(file), self._config.model_copy()
+        while True:
+            await asyncio.sleep(_FOLLOW_SECONDS)
+            if (now := _version_of(file)) == seen:
+                continue
+            seen = now
+            try:
+                fresh = await asyncio.to_thread(load_config, file)
+            except GeofedError as error:
+                _log.warning("the changed region file has no effect", error=str(error), hint=error.hint)
+                continue
+            if fresh.model_copy(update={"datasets": known.datasets}) != known:
+                _log.warning("of the changed region file only the datasets have an effect until the agent starts again")
+            await self.take(fresh.datasets)
+
+    async def take(self, datasets: Mapping[str, DatasetConfig]) -> None:
+        """Offer these datasets from now on. Jobs that run keep their files."""
+        held = self._config.datasets
+        if datasets == held:
+            return
+        for name in set(held) - set(datasets):
+            # The withheld and the sizes first: they name only datasets that there are.
+            self.withheld.pop(name, None)
+            self.sizes.pop(name, None)
+            del held[name]
+        held.update(datasets)
+        _log.info("the region file has changed", datasets=sorted(held))
+        await self.check()
+        self._changed()
 
     async def keep_checking(self) -> None:
         """Check the withheld datasets at an interval, without end."""
@@ -82,3 +118,12 @@ class OfferedDatasets:
         dataset = self._config.datasets[name]
         found = shard_files(dataset, self._config.stores)
         return {} if dataset.residency == "region" else shard_bytes(found)
+
+
+def _version_of(file: Path) -> tuple[int, int] | None:
+    """Return what changes with the content of a file; None: it is missing, as while an editor replaces it."""
+    try:
+        told = file.stat()
+    except OSError:
+        return None
+    return told.st_mtime_ns, told.st_size
