@@ -191,6 +191,9 @@ def _print_result(folder: Path, result: dict[str, Any]) -> None:
     if result["state"] == "succeeded":
         _say("model", f"{result['model']['path']}  {result['model']['digest']}")
         _say("accuracy", f"{result['accuracy']:.4f} on the test data of all regions")
+    print("\nnext: README.md, `A job of your own`. In this folder:")
+    print("  .venv/bin/control-plane init first && .venv/bin/control-plane serve")
+    print("the dashboard is then at https://127.0.0.1:7445/; the daemons of the demo have ended")
 
 
 if __name__ == "__main__":

@@ -33,4 +33,17 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, such as train.seed=1."),
 ]
+
+
+def _never_ask(value: bool) -> bool:
+    settings.ask = settings.ask and not value
+    return value
+
+
+NoInput = Annotated[
+    bool,
+    typer.Option(
+        "--no-input", help="Never ask, and draw no live display; also before the command.", callback=_never_ask
+    ),
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

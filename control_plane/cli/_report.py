@@ -148,12 +148,12 @@ def plan_text(plan: Data) -> str:
             ("starts from", initial_model_text(plan.get("initial_model"))),
             ("rounds", f"{plan['rounds']}, each of {plan['interval']} local steps"),
             ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
-            ("exchange", _exchange(plan)),
-            ("time", _range(estimate["seconds"], seconds_text)),
-            ("WAN bytes", _range(estimate["wan_bytes"], bytes_text)),
-            ("cost", _range(estimate["usd"], usd_text)),
-            ("deadline", _deadline_promise(plan)),
-            ("budget", _budget_promise(plan)),
+            ("exchange", exchange_text(plan)),
+            ("time", range_text(estimate["seconds"], seconds_text)),
+            ("WAN bytes", range_text(estimate["wan_bytes"], bytes_text)),
+            ("cost", range_text(estimate["usd"], usd_text)),
+            ("deadline", deadline_promise(plan)),
+            ("budget", budget_promise(plan)),
             ("model", _model(estimate)),
             ("based on", _BASIS.get(estimate["basis"], estimate["basis"])),
             ("start", _START.get(estimate.get("start_basis", ""), "")),
@@ -215,7 +215,7 @@ def _copies_table(copies: list[Data]) -> str:
     return columns(["SHARD OF", "PROCESSED IN", "BYTES", "TIME", "USD"], rows) if rows else ""
 
 
-def _exchange(plan: Data) -> str:
+def exchange_text(plan: Data) -> str:
     """Format the topology and the time of one exchange over it; plans of older versions lack the time."""
     seconds = plan.get("exchange_seconds", 0.0)
     duration = f", {seconds_text(seconds)} a round" if seconds else ""
@@ -231,7 +231,7 @@ def _in_background(plan: Data) -> bool:
     return bool(plan.get("wan_settings", {}).get("background"))
 
 
-def _deadline_promise(plan: Data) -> str:
+def deadline_promise(plan: Data) -> str:
     """Format the deadline that the plan promises; plans of older versions do not say."""
     promise, most = plan.get("promise"), seconds_text(plan["estimate"]["seconds"]["high"])
     if not promise or not promise["deadline_asked"]:
@@ -242,7 +242,7 @@ def _deadline_promise(plan: Data) -> str:
     return f"{promise['deadline_at']} is promised{later}; training takes {most} at most"
 
 
-def _budget_promise(plan: Data) -> str:
+def budget_promise(plan: Data) -> str:
     """Format the budget that the plan keeps; plans of older versions do not say."""
     budget = (plan.get("promise") or {}).get("budget_usd")
     most = usd_text(plan["estimate"]["usd"]["high"])
@@ -309,7 +309,7 @@ def comparison_table(result: Data) -> str:
     return columns(
         ["", "PREDICTED", "MEASURED"],
         [
-            [title, _range(result["predicted"][key], write), write(result["measured"][key])]
+            [title, range_text(result["predicted"][key], write), write(result["measured"][key])]
             for title, key, write in rows
         ],
     )
@@ -404,5 +404,5 @@ def _model(estimate: Data) -> str:
     return f"{bytes_text(estimate['model_bytes'])}, {_MODEL.get(basis, basis)}" if basis else ""
 
 
-def _range(bounds: Data, write: Any) -> str:
+def range_text(bounds: Data, write: Any) -> str:
     return f"{write(bounds['expected'])} ({write(bounds['low'])} to {write(bounds['high'])})"

@@ -15,6 +15,7 @@ from control_plane.cli.commands import (
     catalogue,
     export,
     history,
+    init,
     jobs,
     meta,
     profile,
@@ -71,6 +72,7 @@ app.add_typer(user.app)
 app.add_typer(catalogue.app)
 app.add_typer(template.app)
 app.command("new")(template.new)
+app.command("init")(init.init)
 app.command("schema")(meta.schema)
 app.command("version")(meta.version)
 app.command("completion")(meta.completion)

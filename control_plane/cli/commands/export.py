@@ -12,7 +12,7 @@ import typer
 
 from control_plane._view import ENDED, Data, job_view, standing_text
 from control_plane.cli._connect import ask_control_plane, confirm
-from control_plane.cli._options import ContextFile, Output, Yes
+from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import emit, fields, unwritable
 from control_plane.cli._settings import Format
 from control_plane.cli.commands.jobs import JobArgument
@@ -36,6 +36,7 @@ def export(
         ),
     ] = None,
     yes: Yes = False,
+    no_input: NoInput = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:

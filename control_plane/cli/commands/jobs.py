@@ -11,7 +11,7 @@ import typer
 from control_plane._view import Data, job_summary, job_view, region_view, usd_text
 from control_plane.cli._completion import complete_job, complete_region_workers, complete_user
 from control_plane.cli._connect import ask_control_plane, confirm
-from control_plane.cli._options import ContextFile, Output, Yes
+from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
 from control_plane.cli._settings import Format, settings
 from geofed_pb.errors import GeofedError
@@ -37,6 +37,7 @@ def status(
         ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job until it has ended.")] = False,
+    no_input: NoInput = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
@@ -97,6 +98,7 @@ def cancel(
     job: JobArgument,
     reason: Annotated[str, typer.Option(help="Reason, for the job's history.")] = "",
     yes: Yes = False,
+    no_input: NoInput = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:

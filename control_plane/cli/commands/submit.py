@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from control_plane._view import Data, job_summary, job_view
-from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._job_file import JobFile, read_job
-from control_plane.cli._options import ContextFile, Output, Overrides
+from control_plane.cli._options import ContextFile, NoInput, Output, Overrides, Yes
 from control_plane.cli._output import emit, fields, say, unwritable
-from control_plane.cli._settings import Format
+from control_plane.cli._settings import Format, can_ask
 from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
@@ -38,16 +38,23 @@ def submit(
     ] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the job until it has ended.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the job has ended.")] = False,
+    yes: Yes = False,
+    no_input: NoInput = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Submit a job, or with --dry-run show its plan."""
+    """Submit a job, or with --dry-run show its plan. On a terminal the plan is shown first, and confirmed by you.
+
+    Example: control-plane submit job.yaml --set train.seed=2 --yes --watch
+    """
     loaded, bundle = read_job(job_file, overrides, name)
     if profile:
         _profile_unless_measured(context, loaded, bundle, request_id)
     if dry_run:
         _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
         return
+    if not yes and can_ask():
+        _confirm_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
     submission = _Submission(loaded, bundle, request_id or _random_id())
     view = ask_control_plane(context, submission.send)
     if not (watch or wait):
@@ -79,6 +86,17 @@ def _profile_unless_measured(
         say(f"{region} could not be measured: {failed['code']}: {failed['message']}")
 
 
+def _confirm_plan(reply: Any) -> None:
+    """Show the plan on stderr and ask; raise ``GeofedError`` if it is declined, by the scheduler or by the user."""
+    from control_plane.cli._plan import plan_summary
+
+    plan: Data = json.loads(reply.plan_json)
+    if not reply.admissible:
+        raise _declined(plan["reasons"])
+    say(plan_summary(plan) + "\n")
+    confirm("Submit this job?", yes=False)
+
+
 def explain(
     job_file: JobFile,
     overrides: Overrides = None,
@@ -87,11 +105,21 @@ def explain(
         Path | None,
         typer.Option("--plot", metavar="FILE.svg", help="Also draw the plan's regions and links to this file."),
     ] = None,
+    diff: Annotated[
+        Path | None,
+        typer.Option("--diff", metavar="OTHER.yaml", help="Show what JOB.yaml changes in the plan of this job file."),
+    ] = None,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show the plan of a job with predicted time and cost, and the alternatives; run nothing."""
+    """Show the plan of a job with predicted time and cost, and the alternatives; run nothing.
+
+    Example: control-plane explain --diff before.yaml after.yaml
+    """
     loaded, bundle = read_job(job_file, overrides, name)
+    if diff is not None:
+        _show_diff(context, diff, job_file, (loaded, bundle), overrides)
+        return
     plan = _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
     if plot is not None:
         from control_plane.cli._picture import plan_picture
@@ -158,6 +186,30 @@ def _show_plan(reply: Any) -> Data:
         raise _declined(plan["reasons"])
     emit(plan, table=plan_text, name=lambda data: "\n".join(part["region"] for part in data["partitions"]))
     return plan
+
+
+def _show_diff(
+    context: Path | None,
+    before: Path,
+    after: Path,
+    job: tuple[LoadedSpec, tuple[bytes, str]],
+    overrides: list[str] | None,
+) -> None:
+    """Show what differs between two job files and between their plans."""
+    from control_plane.cli._plan import diff_text, plan_diff
+
+    plans, specs = [], []
+    for path, (loaded, bundle) in ((before, read_job(before, overrides)), (after, job)):
+        reply = ask_control_plane(context, lambda client, one=loaded, code=bundle: _planned(client, one, code))  # type: ignore[misc]
+        plan: Data = json.loads(reply.plan_json)
+        if not reply.admissible:
+            error = _declined(plan["reasons"])
+            raise GeofedError(error.code, f"{path}: {error.message}", hint=error.hint)
+        plans.append(plan)
+        specs.append(json.loads(loaded.json))
+    rows = plan_diff(*specs, *plans)
+    data = {"before": str(before), "after": str(after), "changes": rows}
+    emit(data, table=diff_text, name=lambda shown: "\n".join(row["what"] for row in shown["changes"]))
 
 
 def _declined(reasons: list[Data]) -> GeofedError:

@@ -44,7 +44,7 @@ def new(
     output: Output = Format.TABLE,
 ) -> None:
     """Write a new job from a template into a folder."""
-    source = _find(template)
+    _find(template)
     if name is not None and not _LABEL.fullmatch(name):
         raise GeofedError(
             "USAGE", f"{name!r} is not a valid job name", hint="use lower-case letters, digits and hyphens"
@@ -52,8 +52,7 @@ def new(
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="choose another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        written = [_write(file, folder / file.name, template, name) for file in _files(source)]
+        written = write_template(template, folder, name)
     except OSError as error:
         raise unwritable(Path(error.filename or folder), error) from None
     data = {"template": template, "name": name or template, "folder": str(folder), "files": written}
@@ -62,6 +61,16 @@ def new(
     say(f"  read {folder / 'README.md'}; it describes the data that the task needs and how to make some")
     say(f"  control-plane validate {folder / 'job.yaml'}")
     say(f"  control-plane submit {folder / 'job.yaml'} --watch")
+
+
+def write_template(template: str, folder: Path, name: str | None) -> list[str]:
+    """Write a template's files into a folder, and return them; ``name``: of the job, None: the template's.
+
+    Raises ``GeofedError("TEMPLATE_NOT_FOUND")`` and OSError.
+    """
+    source = _find(template)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_write(file, folder / file.name, template, name) for file in _files(source)]
 
 
 def _folders() -> list[Traversable]:

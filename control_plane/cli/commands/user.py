@@ -9,7 +9,7 @@ import typer
 from control_plane._view import Data, time_text
 from control_plane.cli._completion import complete_user
 from control_plane.cli._connect import ask_control_plane, confirm
-from control_plane.cli._options import ContextFile, Output, Yes
+from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
@@ -78,7 +78,13 @@ def change(
 
 
 @app.command()
-def remove(user: UserName, yes: Yes = False, context: ContextFile = None, output: Output = Format.TABLE) -> None:
+def remove(
+    user: UserName,
+    yes: Yes = False,
+    no_input: NoInput = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
     """Remove a user; the user's jobs continue."""
     confirm(f"Remove user {user}?", yes=yes)
 

@@ -80,6 +80,7 @@ CONTRACTS = {
     "template list": Contract(remote=False),
     "template show": Contract("text", remote=False),
     "new": Contract("text {fresh}", remote=False),
+    "init": Contract("i-{fresh} --regions a,b", remote=False),
     "schema": Contract("job", remote=False),
     "version": Contract(remote=False),
     "completion": Contract(remote=False, formats=NONE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from xml.etree import ElementTree
 import pytest
 
 from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._settings import settings
 from tests.control_plane.cli.conftest import HOLD, Federation, Run, running_federation
 from tests.control_plane.cli.scripted_agents import MODEL
 
@@ -150,6 +152,41 @@ def test_a_plan_is_shown_without_running_it(live: Federation, run: Run, job_file
     assert run("list", "--all", "-o", "json").data == before
     ran = run("submit", job_file, "--dry-run", "--set", "data.dataset=cats", "-o", "json")
     assert (ran.status, ran.error["code"]) == (9, "DATASET_UNKNOWN")
+
+
+@pytest.mark.parametrize(("answer", "status", "more"), [("n", 2, 0), ("", 2, 0), ("y", 0, 1)])
+def test_on_a_terminal_the_plan_is_shown_and_confirmed(
+    live: Federation, run: Run, job_file: str, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, more: int
+) -> None:
+    before = len(run("list", "--all", "-o", "json").data)
+    for module in ("_connect", "commands.submit"):
+        monkeypatch.setattr(f"control_plane.cli.{module}.can_ask", lambda: settings.ask)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{answer}\n"))
+    asked = run("submit", job_file, "--set", "objective.budget=9")
+    assert asked.status == status
+    for part in ("REGION  SAMPLES  WORKERS", "WAN bytes", "cost", "$9.00 is kept", "Submit this job? [y/N]"):
+        assert part in asked.err
+    assert len(run("list", "--all", "-o", "json").data) == before + more
+    for never in (["--yes"], ["--no-input"]):
+        ran = run("submit", job_file, *never, "-o", "name")
+        assert (ran.status, "Submit this job?" in ran.err) == (0, False)
+    refused = run("submit", job_file, "--set", "objective.deadline=1s")
+    assert (refused.status, "Submit this job?" in refused.err) == (9, False)
+
+
+def test_two_job_files_are_compared_by_their_plans(live: Federation, run: Run, job_file: str) -> None:
+    other = Path(job_file).with_name("other.yaml")
+    other.write_text(Path(job_file).read_text().replace("batch: 10", "batch: 20"))
+    told = run("explain", "--diff", job_file, str(other), "-o", "json").data
+    rows = {row["what"]: (row["before"], row["after"]) for row in told["changes"]}
+    assert rows["train.batch"] == ("10", "20")
+    assert rows["a"][0].endswith("batch 10")
+    assert rows["a"][1].endswith("batch 20")
+    assert {"time", "WAN bytes", "cost"} <= set(rows)
+    assert not {"exchange", "task.module"} & set(rows)
+    assert "train.batch" in run("explain", str(other), "--diff", job_file).out
+    wrong = run("explain", "--diff", job_file, str(other), "--set", "data.dataset=cats")
+    assert (wrong.status, f"{job_file}: " in wrong.err) == (9, True)
 
 
 def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from control_plane._view import bytes_text, seconds_text, usd_text
 from control_plane.cli._live import LiveDisplay
 from control_plane.cli._output import columns
 from control_plane.cli._report import money_table, partition_table, result_text, rounds_text, wan_table
+from region_agent.config import load_config
 from tests.control_plane.cli.conftest import Run
 
 
@@ -36,6 +37,27 @@ def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str)
     assert f"control-plane submit {folder / 'job.yaml'} --watch" in made.err
     assert run("validate", str(folder / "job.yaml"), "-o", "name").out == "my-job\n"
     assert run("new", template, str(folder)).status == 8
+
+
+@pytest.mark.processes
+def test_init_asks_until_five_answers_are_valid(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.cli.commands.init.can_ask", lambda: True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("nothing\ntext\nnorth, south\n0\n3\ntime\n\n"))
+    made = run("init", str(tmp_path / "mine"))
+    assert made.status == 0, made.err
+    assert made.err.count("]: ") == 5 + 2
+    assert "one of image-classification" in made.err
+    job = run("validate", str(tmp_path / "mine" / "job" / "job.yaml"), "-o", "json").data["spec"]
+    assert (job["data"]["dataset"], job["objective"]["minimise"]) == ("letters", "time")
+    for name in ("north", "south"):
+        region = load_config(tmp_path / "mine" / f"{name}.yaml")
+        assert (region.name, region.capacity.workers) == (name, 3)
+        assert Path(region.datasets["letters"].splits["train"].uri).is_file()
+    assert run("init", str(tmp_path / "mine"), "--no-input").status == 8
+    bounded = ("init", str(tmp_path / "other"), "--template", "sparse-logistic-regression", "--budget", "1.50")
+    assert run(*bounded, "--workers", "1", "--minimise", "cost", "--regions", "a").status == 0
+    assert "budget: 1.5\n" in (tmp_path / "other" / "job" / "job.yaml").read_text()
+    assert run("validate", str(tmp_path / "other" / "job" / "job.yaml")).status == 0
 
 
 def test_what_is_wrong_with_a_job_file_is_told_with_its_line(run: Run, job_file: str) -> None:
@@ -60,6 +82,11 @@ def test_what_is_wrong_with_a_job_file_is_told_with_its_line(run: Run, job_file:
         ("list -o xml", 2),
         ("submit", 2),
         ("cancel JOB", 2),
+        ("init DIR --template nothing", 4),
+        ("init DIR --regions A,B --no-input", 2),
+        ("init DIR --workers 0 --no-input", 2),
+        ("init DIR --minimise money --no-input", 2),
+        ("init DIR --budget -1 --no-input", 2),
     ],
 )
 def test_wrong_use_has_its_exit_status(

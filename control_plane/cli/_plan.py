@@ -1,0 +1,100 @@
+"""Format what a user decides by before submitting a job: the plan in short, and what differs between two plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from control_plane._view import Data, bytes_text, seconds_text, usd_text
+from control_plane.cli._output import columns, fields
+from control_plane.cli._report import budget_promise, deadline_promise, exchange_text, range_text
+
+__all__ = ["diff_text", "plan_diff", "plan_summary"]
+
+
+def plan_summary(plan: Data) -> str:
+    """Format regions, time, bytes, cost, promises and warnings of a plan."""
+    estimate = plan["estimate"]
+    usd: dict[str, float] = {}
+    for item in estimate["items"]:
+        usd[item["region"]] = usd.get(item["region"], 0.0) + item["usd"]
+    regions = columns(
+        ["REGION", "SAMPLES", "WORKERS", "MEMORY MB", "USD"],
+        [
+            [part["region"], part["samples"], part["workers"], part["memory_mb"], usd_text(usd.get(part["region"], 0))]
+            for part in plan["partitions"]
+        ],
+    )
+    head = fields(
+        [
+            ("time", range_text(estimate["seconds"], seconds_text)),
+            ("WAN bytes", range_text(estimate["wan_bytes"], bytes_text)),
+            ("cost", range_text(estimate["usd"], usd_text)),
+            ("exchange", exchange_text(plan)),
+            ("deadline", deadline_promise(plan)),
+            ("budget", budget_promise(plan)),
+            ("waits for", plan.get("waits_for", "")),
+            *(("warning", text) for text in plan.get("warnings", [])),
+        ]
+    )
+    return f"{regions}\n\n{head}"
+
+
+def plan_diff(spec_before: Data, spec_after: Data, before: Data, after: Data) -> list[Data]:
+    """Return what differs between two job files, then between their plans; time, bytes and cost in any case."""
+    keys, other = _flat(spec_before), _flat(spec_after)
+    rows = [
+        _row(key, _shown(keys.get(key)), _shown(other.get(key)))
+        for key in sorted({*keys, *other})
+        if keys.get(key) != other.get(key)
+    ]
+    facts, new = _facts(before), _facts(after)
+    rows += [
+        _row(name, facts.get(name, "-"), new.get(name, "-"))
+        for name in dict.fromkeys([*facts, *new])
+        if name in _ALWAYS or facts.get(name) != new.get(name)
+    ]
+    return rows
+
+
+def diff_text(data: Data) -> str:
+    """Format the result of `plan_diff` with the names of the files."""
+    rows = [[row["what"], row["before"], row["after"]] for row in data["changes"]]
+    return columns(["", data["before"], data["after"]], rows)
+
+
+_ALWAYS = ("time", "WAN bytes", "cost")
+
+
+def _facts(plan: Data) -> dict[str, str]:
+    estimate = plan["estimate"]
+    facts = {
+        "rounds": f"{plan['rounds']}, each of {plan['interval']} local steps",
+        "policy": f"{plan['wan_policy']}, in {plan['codec']}",
+        "exchange": exchange_text(plan),
+    }
+    for part in plan["partitions"]:
+        workers = "worker" if part["workers"] == 1 else "workers"
+        facts[part["region"]] = f"{part['workers']} {workers} of {part['memory_mb']} MB, batch {part['batch']}"
+    return facts | {
+        "time": range_text(estimate["seconds"], seconds_text),
+        "WAN bytes": range_text(estimate["wan_bytes"], bytes_text),
+        "cost": range_text(estimate["usd"], usd_text),
+        "warnings": "; ".join(plan.get("warnings", [])) or "-",
+    }
+
+
+def _row(what: str, before: str, after: str) -> Data:
+    return {"what": what, "before": before, "after": after}
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of a nested dictionary by their dotted keys."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {
+        key: leaf for name, child in value.items() for key, leaf in _flat(child, f"{path}.{name}".strip(".")).items()
+    }

@@ -1,0 +1,174 @@
+"""`init`: a job and the files of its regions, with example data, from five answers."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from control_plane._view import Data
+from control_plane.cli._options import NoInput, Output
+from control_plane.cli._output import emit, say, unwritable
+from control_plane.cli._settings import Format, can_ask
+from control_plane.cli.commands.template import write_template
+from geofed_pb.errors import GeofedError
+
+_REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_DATASETS = {
+    "image-classification": "digits", "matrix-factorisation": "ratings", "sparse-logistic-regression": "clicks",
+    "text": "letters",
+}  # fmt: skip
+"""Name of each template's dataset, as in its job file."""
+_MAKE_SECONDS = 300.0
+"""Timeout of making the example data, which takes some seconds."""
+_Answer = Callable[[str], Any]
+
+
+def init(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.", show_default=False)
+    ],
+    template: Annotated[str | None, typer.Option(help="Template of the job [image-classification].")] = None,
+    regions: Annotated[str | None, typer.Option(help="Names of the regions, with commas [home,office].")] = None,
+    workers: Annotated[str | None, typer.Option(help="Most workers in each region [2].")] = None,
+    minimise: Annotated[str | None, typer.Option(help="What plans minimise: cost or time [cost].")] = None,
+    budget: Annotated[str | None, typer.Option(help="Most USD that a job may cost, or none [none].")] = None,
+    no_input: NoInput = False,
+    output: Output = Format.TABLE,
+) -> None:
+    """Write a job and the files of its regions, with example data to run it on; ask for what no option gives.
+
+    Example: control-plane init first --regions home,office --no-input
+    """
+    chosen = _answer("What to train", template, "image-classification", _template)
+    names = _answer("Names of the regions", regions, "home,office", _regions)
+    most = _answer("Most workers in each region", workers, "2", _workers)
+    aim = _answer("Minimise cost or time", minimise, "cost", _aim)
+    usd = _answer("Budget of a job in USD", budget, "none", _budget)
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="choose another folder")
+        write_template(chosen, folder / "job", None)
+        shards = _example_data(chosen, folder, names)
+        files = [_write_region(folder, name, chosen, most, shards[name]) for name in names]
+        _set_objective(folder / "job" / "job.yaml", aim, usd)
+    except OSError as error:
+        raise unwritable(Path(error.filename or folder), error) from None
+    data = {"template": chosen, "job": str(folder / "job" / "job.yaml"), "regions": files}
+    emit(data, table=_written, name=lambda shown: str(shown["job"]))
+    _say_next(folder, names)
+
+
+def _answer(question: str, given: str | None, default: str, read: _Answer) -> Any:
+    """Return the option's value, else the user's answer, else the default; ask again until an answer is valid."""
+    if given is not None or not can_ask():
+        return read(default if given is None else given)
+    while True:
+        print(f"{question} [{default}]: ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        try:
+            return read(line.strip() or default)
+        except GeofedError as error:
+            if not line:
+                raise
+            say(f"{error.message}: {error.hint}")
+
+
+def _template(text: str) -> str:
+    if text not in _DATASETS:
+        raise GeofedError("TEMPLATE_NOT_FOUND", f"template {text} not found", hint=f"one of {', '.join(_DATASETS)}")
+    return text
+
+
+def _regions(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names) or not all(_REGION.fullmatch(name) for name in names):
+        raise GeofedError("USAGE", f"{text!r} are not names of regions", hint="like home,office: lower-case letters")
+    return names
+
+
+def _workers(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not int(text):
+        raise GeofedError("USAGE", f"{text!r} is not a number of workers", hint="give a number from 1 on")
+    return int(text)
+
+
+def _aim(text: str) -> str:
+    if text not in ("cost", "time"):
+        raise GeofedError("USAGE", f"{text!r} cannot be minimised", hint="give cost or time")
+    return text
+
+
+def _budget(text: str) -> float | None:
+    try:
+        usd = None if text == "none" else float(text.lstrip("$"))
+    except ValueError:
+        usd = -1.0
+    if usd is not None and not 0 < usd < float("inf"):
+        raise GeofedError("USAGE", f"{text!r} is not a budget", hint="give an amount like 1.50, or none")
+    return usd
+
+
+def _example_data(template: str, folder: Path, regions: list[str]) -> Data:
+    """Make the template's example data for the regions; return the files with their samples."""
+    makers = {"image-classification": ["-m", "deploy.shards", "--source", "digits"]}
+    maker = makers.get(template, [str((folder / "job" / "make_data.py").resolve())])
+    # Apart from the job's folder, which is what is sent as code.
+    argv = [sys.executable, *maker, "--regions", ",".join(regions), "--out", str((folder / "shards").resolve())]
+    say("making example data")
+    made = subprocess.run(argv, capture_output=True, text=True, timeout=_MAKE_SECONDS, check=False)
+    if made.returncode:
+        raise GeofedError("UNAVAILABLE", f"no example data: {made.stderr.strip()}", hint="pip install 'geofed[demo]'")
+    found: Data = json.loads(made.stdout)
+    return found
+
+
+def _write_region(folder: Path, name: str, template: str, workers: int, shards: Data) -> str:
+    splits = "".join(
+        f"      {split}: {{uri: shards/{name}/{Path(part['path']).name}, samples: {part['samples']}}}\n"
+        for split, part in shards.items()
+    )
+    file = folder / f"{name}.yaml"
+    file.write_text(_REGION_FILE.format(name=name, workers=workers, dataset=_DATASETS[template], splits=splits))
+    return str(file)
+
+
+def _set_objective(job: Path, aim: str, usd: float | None) -> None:
+    text = job.read_text(encoding="utf-8").replace("\n  minimise: cost", f"\n  minimise: {aim}", 1)
+    job.write_text(text.rstrip("\n") + "\n" + (f"  budget: {usd:g}\n" if usd is not None else ""), encoding="utf-8")
+
+
+def _written(data: Data) -> str:
+    return "\n".join([data["job"], *data["regions"]])
+
+
+def _say_next(folder: Path, names: list[str]) -> None:
+    say("next, each in a terminal of its own, from this folder:")
+    say("  control-plane serve")
+    for name in names:
+        state, token = f"--state-dir .geofed/{name}", f"{name}.token"
+        say(f"  control-plane region invite {name} > {token}; region-agent join --token-file {token} {state}")
+        say(f"  region-agent run --config {folder / f'{name}.yaml'} {state}")
+    say(f"  control-plane submit {folder / 'job' / 'job.yaml'} --watch")
+    say("the prices in the region files are 0: state your own there before a plan's cost means anything")
+
+
+_REGION_FILE = """\
+# A region. All keys: `region-agent schema`, docs/region-file.md
+apiVersion: geofed/v1
+kind: Region
+metadata: {{name: {name}}}
+cloud: local
+capacity: {{workers: {workers}}}
+prices: {{source: my own machine, asOf: 2026-11, functionUsdPerGbSecond: 0, functionUsdPerRequest: 0, \
+serverUsdPerHour: 0, egressUsdPerGb: 0}}
+datasets:
+  {dataset}:
+    splits:
+{splits}"""
