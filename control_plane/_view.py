@@ -174,6 +174,8 @@ def region_view(region: control_pb2.Region) -> Data:
         "last_contact": time_text(region.last_contact),
         "agent_version": region.agent_version,
         "certificate_expires": time_text(region.certificate_expires),
+        "channel": catalogue.get("channel"),
+        "channel_plaintext": catalogue.get("channel_plaintext", False),
         "capacity": catalogue.get("capacity"),
         "prices": catalogue.get("prices"),
         "datasets": catalogue.get("datasets", []),

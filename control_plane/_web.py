@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,14 +17,20 @@ from starlette.routing import BaseRoute, Route
 
 from control_plane._address import bound_socket, split_address
 from control_plane.dashboard import Dashboard
+from control_plane.pki import hash_secret
 from control_plane.service import Leading, MetricsExporter
 from geofed_pb.errors import GeofedError
 
 
-def serving_routes(meter: MetricsExporter, dashboard: Dashboard, leading: Leading) -> list[BaseRoute]:
-    """Return the pages of a control plane that leads."""
+def serving_routes(
+    meter: MetricsExporter, dashboard: Dashboard, leading: Leading, metrics_hash: str
+) -> list[BaseRoute]:
+    """Return the pages of a control plane that leads. ``metrics_hash``: hash of the token of `/metrics`."""
 
     async def metrics(request: Request) -> Response:
+        kind, _, token = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(hash_secret(token), metrics_hash):
+            return Response("the token of /metrics is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
         return Response(await meter.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def healthz(request: Request) -> Response:

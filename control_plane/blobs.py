@@ -19,7 +19,10 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class BlobStore:
-    """Blobs in one folder. Interrupted uploads are resumed."""
+    """Blobs in one folder. Interrupted uploads are resumed by whoever has begun them.
+
+    Each uploader has partial files of its own, since what one has sent says nothing about another's bytes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._whole = folder
@@ -27,7 +30,7 @@ class BlobStore:
         self._whole.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._whole.chmod(0o700)
         self._partial.mkdir(exist_ok=True)
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def path(self, digest: str) -> Path:
         """Return the path of a complete blob, which need not exist. Raises ``GeofedError("FRAME_INVALID")``."""
@@ -37,22 +40,28 @@ class BlobStore:
         """Return the size of a complete blob; None if it is missing or incomplete."""
         return _size(self.path(digest))
 
-    def stat(self, digest: str) -> common_pb2.BlobAck:
-        """Return how many bytes of a blob are stored."""
+    def stat(self, digest: str, uploader: str) -> common_pb2.BlobAck:
+        """Return how many bytes of a blob are stored, as far as the uploader needs to know."""
         whole = self.size(digest)
         if whole is None:
-            partial = _size(self._partial / _name(digest))
+            partial = _size(self._partial_of(digest, uploader))
             if partial is not None:
                 return common_pb2.BlobAck(digest=digest, have_bytes=partial)
             # An upload may have been completed in between, and moved its file.
             whole = self.size(digest)
         return common_pb2.BlobAck(digest=digest, have_bytes=whole or 0, complete=whole is not None)
 
-    async def receive(self, chunks: AsyncIterator[common_pb2.BlobChunk], *, limit_bytes: int) -> common_pb2.BlobAck:
-        """Receive an upload. Received bytes are kept if the stream is interrupted.
+    def _partial_of(self, digest: str, uploader: str) -> Path:
+        mark = hashlib.sha256(uploader.encode()).hexdigest()[:16]
+        return self._partial / f"{mark}-{_name(digest)}"
 
-        Raises ``GeofedError``: LIMIT_EXCEEDED; FRAME_INVALID for a gap; DIGEST_MISMATCH, and the partial file is
-        dropped.
+    async def receive(
+        self, chunks: AsyncIterator[common_pb2.BlobChunk], *, limit_bytes: int, uploader: str
+    ) -> common_pb2.BlobAck:
+        """Receive an upload. Received bytes are kept for its uploader if the stream is interrupted.
+
+        Raises ``GeofedError``: LIMIT_EXCEEDED; FRAME_INVALID for a gap; and, with the partial file dropped,
+        FRAME_INVALID for more bytes than announced and DIGEST_MISMATCH.
         """
         first = await anext(aiter(chunks), None)
         if first is None:
@@ -60,10 +69,11 @@ class BlobStore:
         digest, total = first.digest, first.total_bytes
         if total > limit_bytes:
             raise GeofedError("LIMIT_EXCEEDED", f"the blob has {total} bytes and exceeds the limit of {limit_bytes}")
-        async with self._locks[_name(digest)]:
+        partial = self._partial_of(digest, uploader)
+        async with self._locks[partial]:
             if self.size(digest) is None:
-                await self._append_all(first, chunks)
-        return self.stat(digest)
+                await self._append_all(first, chunks, partial)
+        return self.stat(digest, uploader)
 
     async def send(self, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
         """Yield the bytes of a complete blob from `offset` on. Raises ``GeofedError("MODEL_NOT_FOUND")``."""
@@ -76,14 +86,19 @@ class BlobStore:
                 yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=data)
                 offset += len(data)
 
-    async def _append_all(self, first: common_pb2.BlobChunk, chunks: AsyncIterator[common_pb2.BlobChunk]) -> None:
+    async def _append_all(
+        self, first: common_pb2.BlobChunk, chunks: AsyncIterator[common_pb2.BlobChunk], partial: Path
+    ) -> None:
         digest, total = first.digest, first.total_bytes
-        partial = self._partial / _name(digest)
         with partial.open("ab") as file:
             have = file.tell()
             chunk: common_pb2.BlobChunk | None = first
             while chunk is not None:
-                have = await asyncio.to_thread(_append, file.fileno(), chunk, have, total)
+                try:
+                    have = await asyncio.to_thread(_append, file.fileno(), chunk, have, total)
+                except _TooLong as error:
+                    partial.unlink(missing_ok=True)
+                    raise GeofedError("FRAME_INVALID", str(error)) from None
                 chunk = await anext(aiter(chunks), None)
             await asyncio.to_thread(os.fsync, file.fileno())
         if have == total:
@@ -99,13 +114,17 @@ class BlobStore:
         flush_folder(self._whole)
 
 
+class _TooLong(Exception):
+    """More bytes came than were announced."""
+
+
 def _append(descriptor: int, chunk: common_pb2.BlobChunk, have: int, total: int) -> int:
     """Write the new bytes of a chunk; return the number of stored bytes."""
     if chunk.offset > have:
         raise GeofedError("FRAME_INVALID", f"a chunk begins at {chunk.offset}, but only {have} bytes are stored")
     fresh = memoryview(chunk.data)[have - chunk.offset :]
     if have + len(fresh) > total:
-        raise GeofedError("FRAME_INVALID", f"the upload has more than the announced {total} bytes")
+        raise _TooLong(f"the upload has more than the announced {total} bytes")
     while fresh:
         written = os.write(descriptor, fresh)
         have += written

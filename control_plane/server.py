@@ -324,7 +324,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     control_port = _bind(control, config.listen, _credentials(authority, *files, mutual=False))
     enrolment.agent_port = _bind(agents, config.agent_listen, _credentials(authority, *files, mutual=True))
     users.access = replace(users.access, address=_reached_at(config, control_port))
-    routes = serving_routes(meter, dashboard, federation.leading)
+    routes = serving_routes(meter, dashboard, federation.leading, _metrics_hash(config.state_dir))
     web = await stack.enter_async_context(Web(routes, config.metrics_listen, state.certificate, state.key))
     ports = Ports(control_port, enrolment.agent_port, web.port)
     for server in (control, agents):
@@ -428,6 +428,14 @@ def _admin_token(state_dir: Path, store: Store) -> str:
     write_durably(path, [f"{token}\n".encode()], mode=0o600)
     store.put_meta("admin_token_hash", hash_secret(token))
     return hash_secret(token)
+
+
+def _metrics_hash(state_dir: Path) -> str:
+    """Return the hash of the token of `/metrics`, which is created at the first start, for Prometheus."""
+    path = state_dir / "metrics.token"
+    if not path.exists():
+        write_durably(path, [new_secret().encode()], mode=0o600)
+    return hash_secret(path.read_text().strip())
 
 
 def _own_names(config: ServeConfig) -> list[str]:

@@ -170,6 +170,8 @@ def _print_status(fields: dict[str, Any]) -> None:
     ends = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(fields["certificate_ends"]))
     print(f"certificate    until {ends}")
     print(f"gateway        {fields['gateway']}")
+    if fields.get("channel"):
+        print(f"channel        {fields['channel']}")
     for job, part in fields["partitions"].items():
         print(f"job            {job}: {part['state']}, attempt {part['attempt']}  {part['condition']}".rstrip())
     # Missing in the status of an older agent.

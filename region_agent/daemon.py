@@ -30,7 +30,7 @@ from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
-from region_agent.partition.channel import RegionChannel
+from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import PublishAsked, RecordEvent, Scaled, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.server_process import PsProcess
@@ -76,6 +76,8 @@ class Status:
     shards: dict[str, dict[str, object]]
     """Shards that are sent to other regions, by job."""
     condition: str
+    channel: str = ""
+    """Kind of the channel, with a note if it is unencrypted."""
 
 
 class Agent:
@@ -371,6 +373,7 @@ class Agent:
             federation=federation.federation,
             certificate_ends=self._identity.certificate.not_valid_after_utc.timestamp(),
             gateway=self._config.gateway.kind,
+            channel=channel_text(self._config),
             partitions={
                 job: {"state": p.machine.state, "attempt": p.machine.attempt, "condition": p.machine.condition}
                 for job, p in sorted(self._partitions.items())

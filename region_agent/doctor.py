@@ -20,7 +20,7 @@ from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.gateway import BasicAuth, GatewayClient
 from region_agent.link.identity import Identity
-from region_agent.partition.channel import RegionChannel
+from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.server_process import free_ports
 from region_agent.shards.reading import shard_files
 
@@ -160,7 +160,7 @@ async def _channel(config: RegionConfig, state_dir: Path) -> str:
     channel = RegionChannel(config.channel, state_dir / "channel", config.name)
     measured = await asyncio.to_thread(channel.check)
     times = ", ".join(f"{request} {seconds * 1e3:.0f} ms" for request, seconds in measured.items())
-    return f"{channel.kind}: {times} (as a worker, with connecting)"
+    return f"{channel_text(config)}: {times} (as a worker, with connecting)"
 
 
 async def _ports(config: RegionConfig) -> str:

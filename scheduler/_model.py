@@ -93,6 +93,8 @@ class Region:
     """The links that begin here, as the operator states or the agent measured them."""
     channel: str = DEFAULT_CHANNEL
     """Name of the channel through which its workers exchange tensors."""
+    channel_plaintext: bool = False
+    """Whether that channel is reached over a network without encryption."""
     takes_shards: bool = False
     """Whether it processes shards of other regions."""
 

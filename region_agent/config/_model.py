@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.alias_generators import to_camel
@@ -33,6 +34,15 @@ def _check_port_range(ports: tuple[int, int]) -> tuple[int, int]:
 
 def _network(text: str) -> str:
     return str(ipaddress.ip_network(text))
+
+
+def _is_loopback(url: str) -> bool:
+    """Whether an address is of this machine, by its text."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Section(BaseModel):
@@ -206,6 +216,7 @@ class FileChannelConfig(Section):
     path: Path | None = None
     """The folder. Default: in shared memory, or in the state directory if there is no shared memory."""
     prices: ClassVar[None] = None
+    plaintext: ClassVar[bool] = False
 
 
 class RedisChannelConfig(Section):
@@ -220,8 +231,21 @@ class RedisChannelConfig(Section):
     password_file: Path | None = None
     """File with the user's password. With it, each job's workers get a Redis user of their own, which can access that
     job's keys only."""
+    insecure: bool = False
+    """Whether the connection may be unencrypted (`redis://`) to another machine."""
     prices: ChannelPricesConfig | None = None
     """Prices of the channel; required if the region has `prices`."""
+
+    @property
+    def plaintext(self) -> bool:
+        """Whether tensors and passwords cross a network unencrypted."""
+        return self.url.startswith("redis://") and not _is_loopback(self.url)
+
+    @model_validator(mode="after")
+    def _check_encryption(self) -> RedisChannelConfig:
+        if self.plaintext and not self.insecure:
+            raise ValueError("`url` is unencrypted and not of this machine: use rediss://, or state `insecure: true`")
+        return self
 
 
 class S3ChannelConfig(Section):
@@ -242,8 +266,24 @@ class S3ChannelConfig(Section):
     worker_credentials_file: Path | None = None
     """Path, in the workers' file system, of a file with credentials for this bucket only. Default: the workers have a
     role of their own."""
+    insecure: bool = False
+    """Whether the connection may be unencrypted (`http://`) to another machine."""
     prices: ChannelPricesConfig | None = None
     """Prices of the channel; required if the region has `prices`."""
+
+    @property
+    def plaintext(self) -> bool:
+        """Whether tensors cross a network unencrypted."""
+        url = self.endpoint_url or ""
+        return url.startswith("http://") and not _is_loopback(url)
+
+    @model_validator(mode="after")
+    def _check_encryption(self) -> S3ChannelConfig:
+        if self.plaintext and not self.insecure:
+            raise ValueError(
+                "`endpointUrl` is unencrypted and not of this machine: use https://, or state `insecure: true`"
+            )
+        return self
 
 
 class PolicyConfig(Section):
@@ -379,6 +419,7 @@ class RegionConfig(Section):
             "cloud": self.cloud,
             "capacity": capacity,
             "channel": self.channel.kind,
+            "channel_plaintext": self.channel.plaintext,
             "prices": prices,
             "takes_shards": self.takes_shards,
             "datasets": [

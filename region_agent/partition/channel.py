@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from geofed_pb.errors import GeofedError
-from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig
+from region_agent.config import FileChannelConfig, RedisChannelConfig, RegionConfig, S3ChannelConfig
 from sync.channel import Channel, Usage
 from sync.collective import ChannelCosts
 from sync.merging import probe
 from sync.store import open_channel
 
-__all__ = ["METERED", "RegionChannel", "usage_meters"]
+__all__ = ["METERED", "RegionChannel", "channel_text", "usage_meters"]
 
 METERED = ("puts", "gets", "misses", "looks", "waits", "deletes", "lists", "bytes_in", "bytes_out")
 """Kinds of requests, and bytes, with a meter in the account, each named ``channel_<kind>``."""
@@ -25,8 +25,12 @@ _PREFIX = "geofed"
 """Prefix of all keys and users in Redis."""
 _CHECK_JOB = "doctor"
 """Used in place of a job's name by `RegionChannel.check`; no job has it, since jobs end with a hyphen and digits."""
-_USER_RIGHTS = ("resetkeys", "resetchannels", "-@all", "+@read", "+@write", "+@transaction", "+@connection", "+info")
-"""ACL rules of the Redis user for a job's workers: reading and writing values, only under the job's keys."""
+_WORKER_COMMANDS = (
+    "get", "getex", "mget", "set", "exists", "unlink", "pexpire", "xadd", "xread", "multi", "exec", "discard", "ping",
+    "info|memory",
+)  # fmt: skip
+"""All that the Redis user of a job's workers may do, only under the job's keys. Commands that see or change more than
+named keys (SCAN, KEYS, FLUSHALL, SWAPDB, CLIENT, CONFIG, scripts, ...) are not among them."""
 _Result = TypeVar("_Result")
 
 
@@ -74,7 +78,9 @@ class RegionChannel:
         if not isinstance(config, RedisChannelConfig) or config.password_file is None:
             return self.address(job)
         user, password = self._user(job), secrets.token_urlsafe(24)
-        rights = ("reset", "on", f">{password}", *_USER_RIGHTS, f"~{_PREFIX}/{self._region}/{job}/*")
+        commands = (*_WORKER_COMMANDS, f"select|{_database(config.url)}")
+        allowed = ("-@all", *(f"+{command}" for command in commands))
+        rights = ("reset", "on", f">{password}", "resetchannels", f"~{_PREFIX}/{self._region}/{job}/*", *allowed)
         _redis_admin(self.address(job), lambda client: client.execute_command("ACL", "SETUSER", user, *rights))
         parts = urlsplit(self.address(job))
         host = parts.netloc.rpartition("@")[2]
@@ -145,6 +151,18 @@ class RegionChannel:
             channel.close()
         if isinstance(self._config, RedisChannelConfig) and self._config.password_file is not None:
             _redis_admin(self.address(), lambda client: client.execute_command("ACL", "DELUSER", self._user(job)))
+
+
+def _database(url: str) -> int:
+    """Return the number of the database in a Redis address."""
+    parts = urlsplit(url)
+    text = dict(parse_qsl(parts.query)).get("db", "0") if parts.scheme == "unix" else parts.path.strip("/") or "0"
+    return int(text) if text.isdecimal() else 0
+
+
+def channel_text(config: RegionConfig) -> str:
+    """Return the kind of the region's channel, with a note if it is unencrypted."""
+    return f"{config.channel.kind}{', unencrypted (insecure: true)' if config.channel.plaintext else ''}"
 
 
 def usage_meters(usage: Mapping[str, float]) -> dict[str, float]:

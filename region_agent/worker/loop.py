@@ -291,8 +291,12 @@ class WorkerLoop:
             # All workers of a group hold the same model and optimiser state, so one uploads them for all.
             self._upload(request, vector, self._trainer.dump_state() if self._trainer.leads else None)
         reply = server.boundary(request)
-        if not self._background:
-            self._channel.delete_tree(f"b/{self._call.attempt}/{sequence - 1}")
+        if not self._background and self._trainer.leads:
+            # By name: the worker's user of the channel may not list keys, which may be of other jobs.
+            last = f"b/{self._call.attempt}/{sequence - 1}"
+            self._channel.delete_many(
+                [name for kind in ("model", "state") for name in self._trainer.names_of(f"{last}/{kind}")]
+            )
         return reply
 
     def _settle(self) -> None:

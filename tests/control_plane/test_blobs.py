@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from control_plane.blobs import BlobStore
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import common_pb2
 
 CONTENT = b"the code of a job"
 NAME = hashlib.sha256(CONTENT).hexdigest()
@@ -16,16 +20,16 @@ DIGEST = f"sha256:{NAME}"
 
 def test_what_arrived_is_told(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
-    assert (store.stat(DIGEST).have_bytes, store.stat(DIGEST).complete) == (0, False)
-    (tmp_path / "partial" / NAME).write_bytes(CONTENT[:5])
-    assert (store.stat(DIGEST).have_bytes, store.stat(DIGEST).complete) == (5, False)
+    assert (store.stat(DIGEST, "ann").have_bytes, store.stat(DIGEST, "ann").complete) == (0, False)
+    store._partial_of(DIGEST, "ann").write_bytes(CONTENT[:5])
+    assert (store.stat(DIGEST, "ann").have_bytes, store.stat(DIGEST, "ann").complete) == (5, False)
 
 
 def test_an_upload_that_ends_while_it_is_asked_about_is_told_as_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, size = BlobStore(tmp_path), BlobStore.size
-    partial = tmp_path / "partial" / NAME
+    partial = store._partial_of(DIGEST, "ann")
     partial.write_bytes(CONTENT)
 
     def ends_then(self: BlobStore, digest: str) -> int | None:
@@ -35,5 +39,32 @@ def test_an_upload_that_ends_while_it_is_asked_about_is_told_as_whole(
         return found
 
     monkeypatch.setattr(BlobStore, "size", ends_then)
-    told = store.stat(DIGEST)
+    told = store.stat(DIGEST, "ann")
     assert (told.have_bytes, told.complete) == (len(CONTENT), True)
+
+
+def send(store: BlobStore, who: str, data: bytes, *, offset: int = 0, total: int = len(CONTENT)) -> common_pb2.BlobAck:
+    async def chunks() -> AsyncIterator[common_pb2.BlobChunk]:
+        yield common_pb2.BlobChunk(digest=DIGEST, total_bytes=total, offset=offset, data=data)
+
+    return asyncio.run(store.receive(chunks(), limit_bytes=1 << 20, uploader=who))
+
+
+def test_what_one_has_begun_does_not_block_another(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    assert send(store, "eve", b"garbage of", total=len(CONTENT)).have_bytes == 10
+    assert store.stat(DIGEST, "ann").have_bytes == 0, "ann begins at the beginning"
+    assert send(store, "ann", CONTENT[:5]).have_bytes == 5
+    assert store.stat(DIGEST, "eve").have_bytes == 10
+    assert send(store, "ann", CONTENT[5:], offset=5).complete
+    assert store.path(DIGEST).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("total", [len(CONTENT), 3])
+def test_an_upload_that_is_too_long_leaves_nothing(tmp_path: Path, total: int) -> None:
+    store = BlobStore(tmp_path)
+    with pytest.raises(GeofedError, match="more than the announced"):
+        send(store, "ann", CONTENT + b"more", total=total)
+    assert store.stat(DIGEST, "ann").have_bytes == 0
+    assert list((tmp_path / "partial").iterdir()) == []
+    assert send(store, "ann", CONTENT).complete

@@ -67,11 +67,13 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             (line,) = chart.findall("polyline")
             assert len(line.attrib["points"].split()) == 2
             assert "partition.round" in page
-            shown = (await pages.get("/metrics")).text
+            metrics = (stage.config.state_dir / "metrics.token").read_text()
+            bearer = {"headers": {"authorization": f"Bearer {metrics}"}, "auth": None}
+            shown = (await pages.get("/metrics", **bearer)).text
             assert f'geofed_partition_loss{{job="{job}",region="a"}} 0.333' in shown
             assert f'geofed_partition_usd{{job="{job}",region="a"}} 0.25' in shown
             await finish(job, a, b)
-            assert 'geofed_jobs{state="succeeded"} 1.0' in (await pages.get("/metrics")).text
+            assert 'geofed_jobs{state="succeeded"} 1.0' in (await pages.get("/metrics", **bearer)).text
             page = (await pages.get(f"/jobs/{job}")).text
             assert "job.succeeded" in page
             assert "$0.50" in page

@@ -15,7 +15,7 @@ from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._admission import AdmittedJob, PendingAdmission
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._planning import first_state, plan_json
-from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
 from control_plane.spec import JobSpec, load
 from control_plane.store import JobRow

@@ -267,7 +267,14 @@ async def scrape(stage: Stage) -> str:
     async with httpx2.AsyncClient(verify=trust, trust_env=False) as client:
         base = f"https://127.0.0.1:{stage.ports.metrics}"
         assert (await client.get(f"{base}/healthz")).json() == {"status": "ok"}
-        return (await client.get(f"{base}/metrics")).text
+        token = (stage.config.state_dir / "metrics.token").read_text()
+        for wrong in ({}, {"authorization": "Bearer wrong"}, {"authorization": token}):
+            assert (await client.get(f"{base}/metrics", headers=wrong)).status_code == 401
+        operators = stage.context.token_file.read_text().strip()
+        for known in (operators, token):
+            dashboard = await client.get(f"{base}/", headers={"authorization": f"Bearer {known}"})
+            assert dashboard.status_code == (200 if known == operators else 401), "it opens nothing else"
+        return (await client.get(f"{base}/metrics", headers={"authorization": f"Bearer {token}"})).text
 
 
 def test_ports_are_free_again_after_the_end(serve_config: ServeConfig) -> None:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from structlog.testing import capture_logs
 
 from control_plane.blobs import BlobStore
-from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._federation import Federation
 from control_plane.store import Change, open_store

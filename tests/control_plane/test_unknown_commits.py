@@ -16,7 +16,7 @@ from support.postgres import CommitRelay, Postgres
 
 from control_plane.blobs import BlobStore
 from control_plane.service import Federation
-from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.state._certificates import unseen_region
 from control_plane.store import CommandRow, Store, open_store
 from control_plane.store import _store as store_module
 from geofed_pb.errors import GeofedError

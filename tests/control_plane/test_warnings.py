@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from control_plane.service.planning._warnings import warnings_of
-from control_plane.service.rpc._enrolment import unseen_region
+from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import RegionEntry
 from control_plane.spec import JobSpec
 from scheduler import Demand, Plan, Snapshot, plan
@@ -57,3 +57,12 @@ def test_data_of_a_region_that_is_away_are_not_left_out_in_silence() -> None:
         assert not [text for text in warnings_of(chosen, wanted, regions, 0.0) if "region" in text]
     away = warnings_of(chosen, job(), {"a": region("a", "unreachable")}, 0.0)
     assert "region a is unreachable; the job cannot start without it" in away
+
+
+def test_an_unencrypted_channel_is_told_where_workers_share_it() -> None:
+    known = replace(catalogue("a"), channel_plaintext=True)
+    for workers in (1, 2):
+        chosen = plan(Snapshot((known,)), Demand("j", "digits", 10, 1.0, None, 1, workers=workers))
+        assert isinstance(chosen, Plan)
+        told = warnings_of(chosen, job(), {"a": replace(region("a", "live"), catalogue=known)}, NOW)
+        assert any("unencrypted" in text for text in told) == (workers > 1)

@@ -10,9 +10,9 @@ from support.stores import redis_server
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, load_config
-from region_agent.partition.channel import RegionChannel
+from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.worker.training.merging import Fenced
-from sync.store import FileChannel, fence_key
+from sync.store import FileChannel, fence_key, open_channel
 
 REGION = """\
 apiVersion: geofed/v1
@@ -36,19 +36,19 @@ def test_addresses_of_each_kind(tmp_path: Path) -> None:
     (tmp_path / "password").write_text("p@ss word\n")
     file = RegionChannel(FileChannelConfig(), tmp_path, "east")
     assert file.address("job-1") == str(tmp_path / "job-1")
-    redis = RedisChannelConfig(kind="redis", url="redis://cache:6379/2", password_file=tmp_path / "password")
+    redis = RedisChannelConfig(kind="redis", url="rediss://cache:6379/2", password_file=tmp_path / "password")
     told = RegionChannel(redis, tmp_path, "east").address("job-1")
-    assert told == "redis://default:p%40ss%20word@cache:6379/2?prefix=geofed/east/job-1"
+    assert told == "rediss://default:p%40ss%20word@cache:6379/2?prefix=geofed/east/job-1"
     store = S3ChannelConfig(
-        kind="s3", bucket="bucket", prefix="a/b/", endpoint_url="http://store:9000", path_style=True
+        kind="s3", bucket="bucket", prefix="a/b/", endpoint_url="https://store:9000", path_style=True
     )
     told = RegionChannel(store, tmp_path, "east").address("job-1")
-    assert told == "s3://bucket/a/b/east/job-1?endpoint=http%3A%2F%2Fstore%3A9000&path_style=1"
+    assert told == "s3://bucket/a/b/east/job-1?endpoint=https%3A%2F%2Fstore%3A9000&path_style=1"
 
 
 def test_without_a_password_workers_have_the_regions_own_address(tmp_path: Path) -> None:
-    channel = RegionChannel(RedisChannelConfig(kind="redis", url="redis://cache:6379"), tmp_path, "east")
-    assert channel.worker_address("job-1") == channel.address("job-1") == "redis://cache:6379?prefix=geofed/east/job-1"
+    channel = RegionChannel(RedisChannelConfig(kind="redis", url="rediss://cache:6379"), tmp_path, "east")
+    assert channel.worker_address("job-1") == channel.address("job-1") == "rediss://cache:6379?prefix=geofed/east/job-1"
 
 
 def test_a_job_that_asks_for_another_channel_is_refused(tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_a_job_that_asks_for_another_channel_is_refused(tmp_path: Path) -> None:
 
 def test_a_region_with_prices_states_those_of_its_channel(tmp_path: Path) -> None:
     path = tmp_path / "region.yaml"
-    path.write_text(REGION + PRICES + "channel: {kind: redis, url: 'redis://cache:6379'}\n")
+    path.write_text(REGION + PRICES + "channel: {kind: redis, url: 'rediss://cache:6379'}\n")
     with pytest.raises(GeofedError, match=r"`channel\.prices` is missing"):
         load_config(path)
-    path.write_text(REGION + "channel: {kind: redis, url: 'redis://cache:6379'}\n")
+    path.write_text(REGION + "channel: {kind: redis, url: 'rediss://cache:6379'}\n")
     assert load_config(path).channel.kind == "redis"
 
 
@@ -105,3 +105,90 @@ def test_a_channel_that_is_there_is_tried_and_left_as_it_was(tmp_path: Path) -> 
         assert set(took) == {"put", "get"}
         assert "doctor" not in server.command("ACL", "LIST")
         assert server.command("DBSIZE").strip() == "0"
+
+
+HARM = [
+    "FLUSHALL", "FLUSHDB", "SCAN 0", "KEYS *", "SWAPDB 0 1", "CLIENT LIST", "CLIENT KILL TYPE normal", "CONFIG GET *",
+    "CONFIG SET maxmemory 1", "SHUTDOWN NOSAVE", "SAVE", "BGSAVE", "REPLICAOF NO ONE", "MONITOR",
+    "ACL LIST", "ACL SETUSER x on nopass +@all ~*", "ACL WHOAMI", "EVAL return(1) 0", "SCRIPT FLUSH", "FUNCTION LIST",
+    "MODULE LIST", "INFO", "INFO clients", "INFO all", "DBSIZE", "RANDOMKEY", "SELECT 1", "MIGRATE h 1 k 0 1",
+    "PUBLISH c m", "SUBSCRIBE c", "RENAME {own} {other}", "COPY {own} {other}", "SLOWLOG GET", "LATENCY LATEST",
+    "MEMORY STATS", "OBJECT ENCODING {own}", "DUMP {own}", "RESTORE {own}2 0 x", "SORT {own} BY * GET *", "WAIT 1 0",
+    "GET {other}", "MGET {own} {other}", "SET {other} x", "UNLINK {other}", "EXISTS {other}", "XREAD STREAMS {other} 0",
+    "XADD {other} * a b", "GETEX {other}", "PEXPIRE {other} 1", "DEL {own}", "APPEND {own} x", "FAILOVER", "PSYNC ? 0",
+]  # fmt: skip
+
+
+@pytest.mark.processes
+def test_a_workers_redis_user_can_use_its_own_jobs_values_and_nothing_else(tmp_path: Path) -> None:
+    import redis
+
+    (tmp_path / "password").write_text("secret")
+    with redis_server(tmp_path, password="secret") as server:
+        url = f"redis://127.0.0.1:{server.port}/0"
+        config = RedisChannelConfig(kind="redis", url=url, password_file=tmp_path / "password")
+        region = RegionChannel(config, tmp_path, "east")
+        theirs = region.open("job-2")
+        theirs.put("k", [b"theirs"])
+        own = open_channel("redis", region.worker_address("job-1"))
+        own.put_many({"k": [b"small"], "large": [bytes(1 << 17)]})
+        assert own.limits.value_bytes
+        assert own.has("k")
+        assert bytes(own.get("k") or b"") == b"small"
+        assert {key: len(value) for key, value in own.wait(("k", "large"), 5.0)} == {"k": 5, "large": 1 << 17}
+        own.delete("large")
+        own.delete_many(["large", "none"])
+        names = {"own": "geofed/east/job-1/k", "other": "geofed/east/job-2/k"}
+        client = redis.Redis.from_url(region.worker_address("job-1").partition("?")[0])
+        for text in HARM:
+            with pytest.raises(redis.exceptions.ResponseError) as caught:
+                client.execute_command(*(word.format(**names) for word in text.split()))
+            assert "permissions" in str(caught.value), f"{text}: {caught.value}"
+        assert bytes(theirs.get("k") or b"") == b"theirs"
+        assert bytes(own.get("k") or b"") == b"small"
+        client.close()
+        for channel in (own, theirs):
+            channel.close()
+        region.discard("job-1")
+        with pytest.raises(GeofedError):
+            open_channel("redis", region.address("job-1").replace("default:secret", "geofed-east-job-1:x")).get("k")
+
+
+@pytest.mark.processes
+def test_a_worker_may_use_the_database_of_the_address_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret")
+    with redis_server(tmp_path, password="secret") as server:
+        url = f"redis://127.0.0.1:{server.port}/3"
+        config = RedisChannelConfig(kind="redis", url=url, password_file=tmp_path / "password")
+        assert set(RegionChannel(config, tmp_path, "east").check()) == {"put", "get"}
+
+
+@pytest.mark.parametrize(
+    ("channel", "plaintext"),
+    [
+        ("{kind: redis, url: 'redis://cache:6379'}", True),
+        ("{kind: redis, url: 'redis://10.0.0.7:6379'}", True),
+        ("{kind: redis, url: 'redis://127.0.0.1:6379'}", False),
+        ("{kind: redis, url: 'redis://[::1]:6379'}", False),
+        ("{kind: redis, url: 'redis://localhost:6379'}", False),
+        ("{kind: redis, url: 'rediss://cache:6379'}", False),
+        ("{kind: redis, url: 'unix:///run/redis.sock'}", False),
+        ("{kind: s3, bucket: channel, endpointUrl: 'http://store:9000'}", True),
+        ("{kind: s3, bucket: channel, endpointUrl: 'http://127.0.0.1:9000'}", False),
+        ("{kind: s3, bucket: channel, endpointUrl: 'https://store:9000'}", False),
+        ("{kind: s3, bucket: channel}", False),
+        ("{kind: file}", False),
+    ],
+)
+def test_tensors_cross_a_network_unencrypted_only_where_the_file_says_so(
+    tmp_path: Path, channel: str, plaintext: bool
+) -> None:
+    path = tmp_path / "region.yaml"
+    path.write_text(f"{REGION}channel: {channel}\n")
+    if plaintext:
+        with pytest.raises(GeofedError, match="insecure: true"):
+            load_config(path)
+        path.write_text(f"{REGION}channel: {channel[:-1]}, insecure: true}}\n")
+    config = load_config(path)
+    assert config.catalogue()["channel_plaintext"] is plaintext
+    assert ("unencrypted" in channel_text(config)) is plaintext

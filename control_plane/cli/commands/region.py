@@ -162,6 +162,7 @@ def _region_text(view: Data) -> str:
                 ("workers", _workers_text(capacity) if capacity else ""),
                 ("memory", f"at most {capacity['memory_mb']} MB per function" if capacity else ""),
                 ("samples/s", capacity.get("samples_per_second")),
+                ("channel", f"{view['channel']}, unencrypted" if view["channel_plaintext"] else view["channel"]),
             ]
         )
     ]

@@ -18,9 +18,17 @@ STALE_DAYS = 90
 
 
 def warnings_of(chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
-    """Return warnings about regions that are unreachable, lost or closed to new jobs, and about outdated prices."""
+    """Return warnings about regions that are unreachable, lost or closed to new jobs, about unencrypted channels, and
+    about outdated prices."""
     taken = [*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)]
-    return (*_away(taken, spec, regions), *_stale(taken, regions, at))
+    return (*_away(taken, spec, regions), *_stale(taken, regions, at), *_plaintext(chosen, regions))
+
+
+def _plaintext(chosen: Plan, regions: Mapping[str, RegionEntry]) -> Iterator[str]:
+    for part in chosen.partitions:
+        entry = regions.get(part.region)
+        if part.workers > 1 and entry is not None and entry.catalogue is not None and entry.catalogue.channel_plaintext:
+            yield f"the workers of {part.region} exchange gradients and models over an unencrypted network connection"
 
 
 def _away(taken: list[str], spec: JobSpec, regions: Mapping[str, RegionEntry]) -> Iterator[str]:

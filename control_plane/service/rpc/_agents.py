@@ -90,12 +90,14 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     @answering
     async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
         """Return how many bytes of a blob are uploaded."""
-        return self._federation.blobs.stat(request.digest)
+        return self._federation.blobs.stat(request.digest, self._uploader(context))
 
     @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
         """Upload a model."""
-        return await self._federation.blobs.receive(requests, limit_bytes=MAX_MODEL_BYTES)
+        return await self._federation.blobs.receive(
+            requests, limit_bytes=MAX_MODEL_BYTES, uploader=self._uploader(context)
+        )
 
     @streaming
     async def FetchBlob(self, request: common_pb2.BlobRequest, context: Context) -> AsyncIterator[common_pb2.BlobChunk]:
@@ -129,6 +131,10 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         return agent_pb2.RenewReply(certificate_pem=issued.certificate_pem, ca_pem=self._authority.ca_pem)
 
     # --- helpers
+
+    def _uploader(self, context: Context) -> str:
+        """Return whose the partial uploads of a call are."""
+        return f"region {region_of(self._federation, context)}"
 
     def _close(self, session: AgentSession, reader: asyncio.Task[None]) -> None:
         reader.cancel()

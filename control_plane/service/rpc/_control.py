@@ -92,12 +92,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
         """Return how many bytes of a bundle are uploaded."""
-        return self._federation.blobs.stat(request.digest)
+        return self._federation.blobs.stat(request.digest, _uploader())
 
     @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
         """Upload a code bundle."""
-        return await self._federation.blobs.receive(requests, limit_bytes=MAX_BUNDLE_BYTES)
+        return await self._federation.blobs.receive(requests, limit_bytes=MAX_BUNDLE_BYTES, uploader=_uploader())
 
     @answering
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
@@ -349,6 +349,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def _find(self, name: str) -> JobEntry:
         """Return a job that the caller may know by the name."""
         return await self._federation.find_job(name, caller_now().may_read)
+
+
+def _uploader() -> str:
+    """Return whose the partial uploads of this call are."""
+    return f"user {caller_now().user}"
 
 
 def _page(messages: Iterable[_Message], max_bytes: int = _PAGE_BYTES) -> tuple[list[_Message], bool]:

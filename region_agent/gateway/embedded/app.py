@@ -82,14 +82,15 @@ def create_app(config: Config, on_ready: Callable[[], None]) -> tuple[Starlette,
 
 
 class _SystemAuth:
-    """Basic authentication for all routes below ``/system/``; calls of functions need none, as in OpenFaaS."""
+    """Basic authentication for ``/metrics`` and all routes below ``/system/``; calls of functions need none, as in
+    OpenFaaS."""
 
     def __init__(self, app: ASGIApp, auth: BasicAuth) -> None:
         self._app = app
         self._expected = b"Basic " + base64.b64encode(f"{auth.user}:{auth.password}".encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/system"):
+        if scope["type"] == "http" and scope["path"].startswith(("/system", "/metrics")):
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self._expected):
                 headers = {"WWW-Authenticate": 'Basic realm="Restricted"'}

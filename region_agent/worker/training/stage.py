@@ -281,6 +281,10 @@ class ModelStage:
         if self._call.worker == 0:
             chunked.put_index(self._channel, key, self._spans, parts=len(self._shape.stages))
 
+    def names_of(self, key: str) -> list[str]:
+        """Return the channel keys of the index and of all parts that the stages store."""
+        return [key, *(chunked.part_key(key, stage) for stage in range(len(self._shape.stages)))]
+
     def read_own(self, key: str) -> Vector | None:
         """Return this stage's part of a stored model, float32 of shape (n,); None if it was deleted."""
         return chunked.read_slices(self._channel, key, "model", self._slices)

@@ -113,6 +113,9 @@ class Trainer(Protocol):
     def load_state(self, state: State) -> None:
         """Load a dumped state of this worker's parameters into the optimiser."""
 
+    def names_of(self, key: str) -> list[str]:
+        """Return the channel keys that `put` and `put_state` store a value under."""
+
     def put_state(self, key: str, state: State) -> None:
         """Store this worker's part of the optimiser's state under a key."""
 
@@ -286,6 +289,10 @@ class WholeModel:
     def put(self, key: str, vector: Vector) -> None:
         """Store the whole model under a key."""
         self._channel.put(key, framing.encode({"model": vector}))
+
+    def names_of(self, key: str) -> list[str]:
+        """Return the channel keys that `put` and `put_state` store a value under."""
+        return [key]
 
     def read_own(self, key: str) -> Vector | None:
         """Return the model that `put` has stored, float32 of shape (n,); None if it was deleted."""

@@ -62,6 +62,10 @@ async def test_system_routes_refuse_wrong_credentials(gateway) -> None:
     for path in ("/system/functions", "/system/info", "/system/secrets", "/system/namespaces", "/system/logs?name=a"):
         assert (await gateway.http.get(path)).status_code == 401
         assert (await gateway.http.get(path, auth=("admin", "wrong"))).status_code == 401
+    if gateway.embedded is not None:
+        # OpenFaaS serves them at another port.
+        assert (await gateway.http.get("/metrics")).status_code == 401
+        assert (await gateway.http.get("/metrics", auth=_auth(gateway))).status_code == 200
     with pytest.raises(GeofedError) as caught:
         async with GatewayClient(str(gateway.http.base_url), verify=_no_verify()) as client:
             await client.list()
