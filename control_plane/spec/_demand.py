@@ -57,7 +57,8 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
 
 
 def _parallelism(spec: JobSpec) -> str:
-    if spec.train.scaling != "fixed":
+    # The stages of a pipeline do not know the norm of the whole gradient.
+    if spec.train.scaling != "fixed" or spec.train.clip_norm is not None:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
 

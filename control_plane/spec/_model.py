@@ -164,6 +164,9 @@ class Train(_Section):
     learning_rate: LearningRate | None = None
     """Schedule of the optimiser's learning rate over the job's planned steps. Default: the optimiser's own rate,
     constant."""
+    clip_norm: float | None = Field(default=None, gt=0, lt=float("inf"))
+    """Largest Euclidean norm of a step's gradient, merged over the region's workers; a longer one is scaled down to it.
+    Not with pipelines, whose stages do not know each other's gradients. Default: any."""
     initial_model: InitialModel | None = None
     """Earlier job whose model all regions start from. Its tensors must have the names, shapes and types of the task's
     (docs/planning.md#starting-from-a-model). Default: the task's own model."""
@@ -458,6 +461,8 @@ class JobSpec(_Section):
     def _fits_together(self) -> JobSpec:
         if self.train.balance == "speed" and (self.wan.traits.every_step or self.wan.interval == 1):
             raise ValueError("`train.balance: speed` requires rounds of several steps")
+        if self.train.clip_norm is not None and isinstance(self.parallelism, Parallelism):
+            raise ValueError("`train.clipNorm` cannot be used with a pipeline, whose stages hold parts of the gradient")
         self._merges_together()
         return self
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 
-_CALLED = {"model": 1, "layers": 1, "dataset": 3, "loss": 2}
+_CALLED = {"model": 1, "layers": 1, "dataset": 3, "loss": 2, "collate": 1, "schedule": 2, "on_round": 2}
 """Number of positional arguments with which each function of a task module is called."""
 _REQUIRED = (("model", "layers"), ("dataset",), ("loss",))
 """Functions that every task module must define: one of each group."""

@@ -138,6 +138,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         rounds=plan.rounds,
         seed=plan.seed,
         schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
+        clip_norm=task.clip_norm,
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,
         collective=plan.collective or DEFAULT,

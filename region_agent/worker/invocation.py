@@ -100,6 +100,8 @@ class Invocation(BaseModel):
     seed: int
     schedule: Schedule | None = None
     """None: the optimiser's learning rate is not changed."""
+    clip_norm: float = Field(default=0.0, ge=0)
+    """Largest norm of a step's merged gradient; 0: any."""
     slice_seconds: float = Field(gt=0)
     """Time after which the invocation ends at the next step."""
     resume_key: str = ""

@@ -150,6 +150,7 @@ class WorkerLoop:
             self._completed, self._round = reply.round, RoundSums()
             if not self._background:
                 self._step = self._completed * self._call.steps_per_round
+            self._trainer.round_ended(self._completed)
             if reply.evaluate:
                 self._evaluate(server)
             if self._slice_over() and not finished:
@@ -231,6 +232,7 @@ class WorkerLoop:
             self._applied.append(ended)
         self._until = reply.until_step
         self._completed, self._pending = reply.round, None
+        self._trainer.round_ended(self._completed)
         if reply.evaluate:
             self._evaluate(server)
         return reply.finished

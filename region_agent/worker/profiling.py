@@ -70,7 +70,7 @@ class _Bench:
     """Time after which no new measurement begins (monotonic seconds)."""
 
     def batch(self, size: int, step: int) -> Any:
-        stream = BatchStream(self.data, self.call.seed, self.call.region, 0, 1, size)
+        stream = BatchStream(self.data, self.call.seed, self.call.region, 0, 1, size, self.task.collate)
         with self.task.calling("dataset"):
             return move(stream.batch(step), self.device)
 
@@ -143,6 +143,8 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
         flat = FlatModel(module, base=frozen_parameters(module), calling=task.calling)
         module.to(where)
     optimizer = task.optimizer(module.parameters())
+    # A schedule that cannot be created is found before the plan, too.
+    task.schedule(module.parameters())
     bench = _Bench(call, task, module, flat, optimizer, data["train"], where, begun + call.limit_seconds)
     loaded = time.monotonic() - begun
     if call.measure == "pace":
@@ -231,7 +233,7 @@ def _profile_by_layer(call: ProfileCall, task: TaskModule, layers: Layers, data:
     # No micro-batch is larger than a replica's batch.
     sizes = [size for size in _sizes(call, data) if size <= call.batch]
     with task.calling("dataset"):
-        batch = move(BatchStream(data, call.seed, call.region, 0, 1, sizes[-1]).batch(1), device())
+        batch = move(BatchStream(data, call.seed, call.region, 0, 1, sizes[-1], task.collate).batch(1), device())
     rounds = _LAYER_REPEATS if len(layers) <= _MANY_LAYERS else _FEWER_LAYER_REPEATS
     given = model_input(task.loss, batch)
     with task.calling("layers"):
@@ -330,7 +332,8 @@ def _evaluation_peak_mb(bench: _Bench, data: dict[str, Any]) -> float:
         return 0.0
     _reset_peak()
     with bench.task.calling("dataset"):
-        _, batches = evaluation_batches(data["test"], 0, 1, bench.call.evaluation_batch or bench.call.batch)
+        at_once = bench.call.evaluation_batch or bench.call.batch
+        _, batches = evaluation_batches(data["test"], 0, 1, at_once, bench.task.collate)
     with bench.task.calling("the model's eval()"):
         bench.module.eval()
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import math
 import operator
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import IterableDataset
 
 from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
@@ -29,6 +32,10 @@ __all__ = ["TaskModule", "load_task", "task_errors", "task_fault", "unpack"]
 
 _MAX_BUNDLE_BYTES = 64 << 20
 """Largest size of an unpacked task folder."""
+_FUNCTIONS = ("model", "layers", "dataset", "loss", "metrics", "optimizer", "collate", "schedule", "on_round")
+"""Functions of a task module."""
+_MOST_READ = 50_000_000
+"""Most samples of an iterable dataset, so that an endless one is reported instead of filling the memory for ever."""
 _MAX_FILES = 10_000
 """Largest number of files and folders in a task folder."""
 _DEFAULT_LEARNING_RATE = 0.05
@@ -86,23 +93,63 @@ class TaskModule:
             return Layers.declared(self._functions["layers"](dict(self.config)), seed)
 
     def dataset(self, path: str, split: str) -> Any:
-        """Call the task's `dataset`; returns what has a length and items. Raises ``GeofedError("TASK_INVALID")``."""
+        """Call the task's `dataset`; returns what has a length and items. Raises ``GeofedError("TASK_INVALID")``.
+
+        An ``IterableDataset`` is read to its end, and its samples are kept.
+        """
         with self.calling("dataset"):
             data = self._functions["dataset"](path, split, dict(self.config))
+            if isinstance(data, IterableDataset):
+                data = _read_out(data)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise GeofedError("TASK_INVALID", "dataset(...) must return something with a length and items")
         with self.calling("the length of what dataset(...) returned"):
             len(data)
         return data
 
+    @property
+    def collate(self) -> Callable[[list[Any]], Any] | None:
+        """The task's `collate`; None: that of ``DataLoader``."""
+        if "collate" not in self._functions:
+            return None
+
+        def collated(samples: list[Any]) -> Any:
+            with self.calling("collate"):
+                return self._functions["collate"](samples)
+
+        return collated
+
+    def on_round(self, module: torch.nn.Module, completed: int) -> None:
+        """Call the task's `on_round`, if it defines one, with the model and the number of completed rounds."""
+        if "on_round" in self._functions:
+            with self.calling("on_round"), torch.no_grad():
+                self._functions["on_round"](module, completed)
+
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """Call the task's `loss`; returns a tensor of one element. Raises ``GeofedError("TASK_INVALID")``."""
+        """Call the task's `loss`; returns a tensor of one element: of several losses the one that is minimised.
+
+        Raises ``GeofedError("TASK_INVALID")``.
+        """
+        return self.losses(module, batch)["loss"]
+
+    def losses(self, module: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Call the task's `loss`; returns its losses by name, tensors of one element. What is minimised is "loss": the
+        task's own of this name, or else their sum.
+
+        Raises ``GeofedError("TASK_INVALID")``.
+        """
         with self.calling("loss"):
             value = self._functions["loss"](module, batch)
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            text = f"loss(model, batch) returned {_kind_of(value)}, not a tensor of one element"
-            raise GeofedError("TASK_INVALID", text, hint="return the mean as a tensor, without .item() or float()")
-        return value
+        named = {str(name): one for name, one in value.items()} if isinstance(value, Mapping) else {"loss": value}
+        for name, one in named.items() or [("", value)]:
+            if not isinstance(one, torch.Tensor) or one.numel() != 1:
+                which = f" as {name}" if one is not value else ""
+                text = f"loss(model, batch) returned {_kind_of(one)}{which}, not a tensor of one element"
+                raise GeofedError("TASK_INVALID", text, hint="return the mean as a tensor, without .item() or float()")
+        if "loss" not in named:
+            with self.calling("the sum of the losses"):
+                named["loss"] = torch.stack([one.reshape(()) for one in named.values()]).sum()
+        return named
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Create the task's optimiser; plain SGD with `task.config.lr` if the task defines none.
@@ -121,17 +168,46 @@ class TaskModule:
             raise GeofedError("TASK_INVALID", "optimizer(parameters, config) must return a torch.optim.Optimizer")
         return made
 
+    def schedule(self, parameters: Iterable[torch.nn.Parameter]) -> LRScheduler | None:
+        """Return the task's learning-rate scheduler; None: it defines none.
+
+        Its optimiser is one over parameters like these without values. Raises ``GeofedError("TASK_INVALID")``.
+        """
+        if "schedule" not in self._functions:
+            return None
+        like = [torch.nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in parameters]
+        optimizer = self.optimizer(iter(like))
+        with self.calling("schedule"):
+            made = self._functions["schedule"](optimizer, dict(self.config))
+        if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
+            text = (
+                f"schedule(optimizer, config) returned {_kind_of(made)}, not a scheduler whose rate depends on the step"
+            )
+            hint = "return one of torch.optim.lr_scheduler, such as CosineAnnealingLR"
+            raise GeofedError("TASK_INVALID", text, hint=hint)
+        return made
+
     def metrics(self, module: torch.nn.Module, batches: Iterable[Any], sizes: Sequence[int] = ()) -> dict[str, float]:
         """Return the metrics of a part of the test data, each a mean over its samples.
 
         ``sizes``: samples of each batch; empty: all batches have the same size.
         """
         if "metrics" not in self._functions:
-            losses = [float(self.loss(module, batch)) for batch in batches]
-            weights = sizes[: len(losses)] or [1] * len(losses)
-            return {"loss": math.fsum(map(operator.mul, losses, weights)) / sum(weights)} if losses else {}
+            losses = [{name: float(one) for name, one in self.losses(module, batch).items()} for batch in batches]
+            weights = [size for size in sizes if size][: len(losses)] or [1] * len(losses)
+            return {
+                name: math.fsum(map(operator.mul, [one[name] for one in losses], weights)) / sum(weights)
+                for name in (losses[0] if losses else ())
+            }
         with self.calling("metrics"):
             return {str(name): float(value) for name, value in self._functions["metrics"](module, batches).items()}
+
+
+def _read_out(data: Iterable[Any]) -> list[Any]:
+    samples = list(itertools.islice(iter(data), _MOST_READ + 1))
+    if len(samples) > _MOST_READ:
+        raise GeofedError("TASK_INVALID", f"dataset(...) returned an iterable of more than {_MOST_READ:,} samples")
+    return samples
 
 
 def _kind_of(value: Any) -> str:
@@ -190,11 +266,7 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> TaskModule:
         raise GeofedError("TASK_INVALID", f"there is no task module {module}")
     with task_errors(folder, "import"):
         loaded = import_task(folder, module)
-    functions = {
-        name: function
-        for name in ("model", "layers", "dataset", "loss", "metrics", "optimizer")
-        if callable(function := getattr(loaded, name, None))
-    }
+    functions = {name: function for name in _FUNCTIONS if callable(function := getattr(loaded, name, None))}
     missing = [name for name in ("dataset", "loss") if name not in functions]
     if "model" not in functions and "layers" not in functions:
         missing.insert(0, "model")

@@ -98,6 +98,14 @@ function: {slice: 11m}
             ),
             "F:1:1: `train.balance: speed` requires rounds of several steps",
         ),
+        (("batch: 10", "batch: 10, clipNorm: 0"), "F:6:30: `train.clipNorm`: input should be greater than 0"),
+        (
+            (
+                "batch: 10, end: {steps: 4}}",
+                "batch: 10, clipNorm: 1.0, end: {steps: 4}}\nparallelism: {pipeline: {stages: 2}}",
+            ),
+            "F:1:1: `train.clipNorm` cannot be used with a pipeline",
+        ),
         (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: must be a duration like 30s, 10m or 1h30m"),
         (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is not a valid duration"),
         (("{width: 8}", "{width: .nan}"), "F:4:33: `task.config`: numbers must be finite"),

@@ -201,6 +201,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             learning_rate=_learning_rate(spec),
             initial_model=action.initial_model,
             keeps_base=True,
+            clip_norm=spec.train.clip_norm or 0.0,
         ),
         plan=agent_pb2.PartitionPlan(
             workers=part.workers,

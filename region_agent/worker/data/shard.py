@@ -6,7 +6,7 @@ import bisect
 import copy
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,7 +19,11 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.data.fetching import fetch_split
 
-__all__ = ["BatchStream", "evaluation_batches", "fetch_split", "joined", "move", "share_of"]
+__all__ = ["BatchStream", "Collate", "evaluation_batches", "fetch_split", "joined", "move", "share_of"]
+
+
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of samples."""
 
 
 def joined(shards: Sequence[Any]) -> Any:
@@ -86,9 +90,19 @@ class BatchStream:
     """
 
     def __init__(
-        self, data: Any, seed: int, region: str, worker: int, workers: int, region_batch: int | Batches
+        self,
+        data: Any,
+        seed: int,
+        region: str,
+        worker: int,
+        workers: int,
+        region_batch: int | Batches,
+        collate: Collate | None = None,
     ) -> None:
-        self._data, self._size = data, len(data)
+        """``collate`` makes a batch of samples; None: that of ``DataLoader``."""
+        self._data, self._size, self._collate = data, len(data), collate
+        self.skipped = 0
+        """Drawn samples that are None."""
         if self._size == 0:
             raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
         self._seed = [seed, zlib.crc32(region.encode())]
@@ -119,12 +133,29 @@ class BatchStream:
 
     def batch(self, step: int) -> Any:
         """Return the collated samples of a step."""
-        return _collate(self._data, self.indices(step))
+        return self.parts(step, [self.count(step)])[0][1]
+
+    def parts(self, step: int, sizes: Sequence[int]) -> list[tuple[int, Any]]:
+        """Return the same samples in several batches of the given sizes, each with its number of samples.
+
+        Samples that are None are left out, and so are batches without any other. Raises ``GeofedError("TASK_INVALID")``
+        if there are no others in the step.
+        """
+        indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
+        made = [_collated(self._data, indices[start:stop], self._collate) for start, stop in itertools.pairwise(cut)]
+        found = [one for one in made if one[0]]
+        self.skipped += sum(sizes) - sum(count for count, _ in found)
+        if not found:
+            raise GeofedError("TASK_INVALID", f"all {sum(sizes)} samples that dataset gives for step {step} are None")
+        return found
 
     def micro_batches(self, step: int, sizes: Sequence[int]) -> list[Any]:
-        """Return the same samples in several batches of the given sizes."""
-        indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
-        return [_collate(self._data, indices[start:stop]) for start, stop in itertools.pairwise(cut)]
+        """Return the same samples in several batches of exactly the given sizes, for the stages of a pipeline."""
+        found = self.parts(step, sizes)
+        if [count for count, _ in found] != list(sizes):
+            text = f"of the samples that dataset gives for step {step} some are None, which a pipeline cannot skip"
+            raise GeofedError("TASK_INVALID", text)
+        return [batch for _, batch in found]
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch not in self._orders:
@@ -139,16 +170,32 @@ def share_of(worker: int, workers: int, region_batch: int) -> range:
     return range(worker * region_batch // workers, (worker + 1) * region_batch // workers)
 
 
-def evaluation_batches(data: Any, worker: int, workers: int, batch: int) -> tuple[list[int], Iterator[Any]]:
-    """Return this worker's part of the test split in batches of ``batch`` samples: their sizes, and an iterator."""
+def evaluation_batches(
+    data: Any, worker: int, workers: int, batch: int, collate: Collate | None = None
+) -> tuple[list[int], Iterator[Any]]:
+    """Return this worker's part of the test split in batches of ``batch`` samples: their sizes, and an iterator.
+
+    Samples that are None are left out; the sizes are corrected as the batches are drawn, to 0 for one without others.
+    """
     mine = range(worker, len(data), workers)
     parts = [mine[start : start + batch] for start in range(0, len(mine), batch)]
-    return [len(part) for part in parts], (_collate(data, list(part)) for part in parts)
+    sizes = [len(part) for part in parts]
+
+    def draw() -> Iterator[Any]:
+        for place, part in enumerate(parts):
+            sizes[place], made = _collated(data, list(part), collate)
+            if sizes[place]:
+                yield made
+
+    return sizes, draw()
 
 
-def _collate(data: Any, indices: list[int]) -> Any:
-    stacked = _stacked(data, indices)
-    return default_collate(_items(data, indices)) if stacked is None else stacked
+def _collated(data: Any, indices: list[int], collate: Collate | None) -> tuple[int, Any]:
+    """Return the number of samples that are not None, and the batch of these; None if there are none."""
+    if collate is None and (stacked := _stacked(data, indices)) is not None:
+        return len(indices), stacked
+    samples = [sample for sample in _items(data, indices) if sample is not None]
+    return len(samples), (collate or default_collate)(samples) if samples else None
 
 
 def _stacked(data: Any, indices: list[int]) -> list[torch.Tensor] | None:

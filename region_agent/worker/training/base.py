@@ -51,7 +51,7 @@ def _step(call: Invocation, task: TaskModule, module: torch.nn.Module, stream: B
         module.train()
         optimizer.zero_grad(set_to_none=True)
     with task.calling("dataset"):
-        (batch,) = [move(one, device(call.worker)) for one in stream.micro_batches(1, [samples])]
+        batch = move(stream.parts(1, [samples])[0][1], device(call.worker))
     loss = task.loss(module, batch)
     with task.calling("the backward pass"):
         loss.backward()  # type: ignore[no-untyped-call]

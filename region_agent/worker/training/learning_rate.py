@@ -6,14 +6,17 @@ So every worker, every slice and every attempt makes a step, also a repeated one
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.invocation import Schedule
 
-__all__ = ["LearningRateSchedule", "factor"]
+__all__ = ["LearningRateSchedule", "OwnSchedule", "factor"]
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
@@ -44,12 +47,22 @@ class LearningRateSchedule:
         schedule: Schedule | None,
         steps: int,
         batches: Batches | None = None,
+        own: Callable[[], LRScheduler | None] = lambda: None,
     ) -> None:
-        """``steps``: planned steps of the whole job in this region. ``batches``: the region's batch by step, with a
-        factor of the rate.
+        """Create the schedule.
 
-        Raises ``GeofedError("TASK_INVALID")`` if a factor is needed and the optimiser has no ``lr``.
+        Args:
+            steps: planned steps of the whole job in this region.
+            batches: the region's batch by step, with a factor of the rate.
+            own: creates the task's own scheduler, with an optimiser of its own; None: the task has none.
+
+        Raises ``GeofedError("TASK_INVALID")`` if a factor is needed and the optimiser has no ``lr``, or if there are
+        both a schedule and one of the task's own.
         """
+        self._own = OwnSchedule(optimizer, own) if own() is not None else None
+        if self._own is not None and schedule is not None:
+            text = "the task has a `schedule` of its own, and the job file another one, `train.learningRate`"
+            raise GeofedError("TASK_INVALID", text, hint="remove one of them")
         self._optimizer, self._schedule, self._steps = optimizer, schedule, steps
         self._batches = batches if batches is not None and batches.change else None
         self._first: list[float] = []
@@ -61,6 +74,12 @@ class LearningRateSchedule:
 
     def set(self, step: int) -> None:
         """Set the rates for a step. Without a schedule, and with one batch size, the task's own rates stay."""
+        if self._own is not None:
+            self._own.set(step)
+            if self._batches is not None:
+                for group in self._optimizer.param_groups:
+                    group["lr"] = group["lr"] * self._batches.rate(step)
+            return
         if not self._first:
             return
         scale = factor(self._schedule, step, self._steps) if self._schedule is not None else 1.0
@@ -68,3 +87,36 @@ class LearningRateSchedule:
             scale *= self._batches.rate(step)
         for group, first in zip(self._optimizer.param_groups, self._first, strict=True):
             group["lr"] = first * scale
+
+
+class OwnSchedule:
+    """The task's own scheduler, which runs over an optimiser without values, so that a step's rates depend on the step
+    alone, wherever the invocation has begun."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, made: Callable[[], LRScheduler | None]) -> None:
+        self._optimizer, self._made = optimizer, made
+        self._begin()
+
+    def set(self, step: int) -> None:
+        """Set what the scheduler changes, such as rates and momenta, to the values of a step; steps count from 1."""
+        if step <= self._step:
+            self._begin()
+        with warnings.catch_warnings():
+            # No step of the optimiser without values comes before the scheduler's.
+            warnings.simplefilter("ignore")
+            while self._step < step - 1:
+                self._scheduler.step()
+                self._step += 1
+        for group, shadow in zip(self._optimizer.param_groups, self._scheduler.optimizer.param_groups, strict=True):
+            group.update({name: shadow[name] for name in _SCHEDULED if name in group and name in shadow})
+
+    def _begin(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made, self._step = self._made(), 0
+            assert made is not None
+            self._scheduler: LRScheduler = made
+
+
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+"""Values of a group of parameters that schedulers change."""

@@ -86,8 +86,9 @@ class SingleWorker:
     name = "a worker alone"
     server_counts_steps = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, task: TaskModule) -> None:
-        self._optimizer, self._task = optimizer, task
+    def __init__(self, optimizer: torch.optim.Optimizer, task: TaskModule, clip_norm: float = 0.0) -> None:
+        """``clip_norm``: largest norm of the merged gradient; 0: any."""
+        self._optimizer, self._task, self._clip_norm = optimizer, task, clip_norm
 
     def arm(self, step: int, samples: int) -> None:
         """Do nothing: no gradient is sent during the backward pass."""
@@ -97,6 +98,10 @@ class SingleWorker:
         self._make_step()
 
     def _make_step(self) -> None:
+        if self._clip_norm:
+            parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
+            with self._task.calling("the clipping of gradients"):
+                torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
         with self._task.calling("the optimiser's step"):
             self._optimizer.step()
 
@@ -123,7 +128,7 @@ class ServerReduce(SingleWorker):
     def __init__(
         self, optimizer: torch.optim.Optimizer, task: TaskModule, flat: FlatModel, channel: Channel, call: Invocation
     ) -> None:
-        super().__init__(optimizer, task)
+        super().__init__(optimizer, task, call.clip_norm)
         self._flat, self._channel, self._call = flat, channel, call
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
@@ -179,8 +184,9 @@ class ChannelCollective(SingleWorker):
         collective: Collective,
         name: str,
         timeout: PeerTimeout,
+        clip_norm: float = 0.0,
     ) -> None:
-        super().__init__(optimizer, task)
+        super().__init__(optimizer, task, clip_norm)
         self._flat, self._collective, self.name, self._timeout = flat, collective, name, timeout
         self._before = flat.vector() if collective.shares == "changes" else None
         overlap = isinstance(collective, MeanCollective) and collective.in_parts
@@ -285,7 +291,7 @@ def merging_for(
     seconds of the monotonic clock.
     """
     if call.workers == 1:
-        return SingleWorker(optimizer, task)
+        return SingleWorker(optimizer, task, call.clip_norm)
     settings = _settings(call, flat, _costs(call))
     if settings is None:
         return ServerReduce(optimizer, task, flat, channel, call)
@@ -303,7 +309,7 @@ def merging_for(
     collective = open_collective(settings, member, fenced, _PREFIX, size, timeout)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
-    return ChannelCollective(optimizer, task, flat, collective, name, timeout)
+    return ChannelCollective(optimizer, task, flat, collective, name, timeout, call.clip_norm)
 
 
 def group_settings(call: Invocation, flat: FlatModel) -> Settings:

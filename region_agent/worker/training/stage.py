@@ -71,7 +71,13 @@ class ModelStage:
         # Optimisers refuse an empty list, so a stage without parameters gets one that never has a gradient.
         parameters = list(module.parameters()) or [torch.nn.Parameter(torch.zeros(1))]
         self._optimizer = task.optimizer(iter(parameters))
-        self._rate = LearningRateSchedule(self._optimizer, call.schedule, call.rounds * call.steps_per_round)
+        with task.calling("optimizer"):
+            self._rate = LearningRateSchedule(
+                self._optimizer,
+                call.schedule,
+                call.rounds * call.steps_per_round,
+                own=lambda: task.schedule(parameters),
+            )
         self._fenced = Fenced(channel, call.attempt)
         settings, member = group_settings(call, self.flat), Member(replica, call.degree, call.attempt)
         merge_channel = channel if settings.asked is not None else self._fenced
@@ -206,7 +212,9 @@ class ModelStage:
 
     def _stream_of(self, replica: int, degree: int) -> BatchStream:
         call = self._call
-        return BatchStream(self._data["train"], call.seed, call.region, replica, degree, call.region_batch)
+        return BatchStream(
+            self._data["train"], call.seed, call.region, replica, degree, call.region_batch, self._task.collate
+        )
 
     def _check_loss(self, step: int) -> None:
         if self._runner.loss is not None:
@@ -236,7 +244,7 @@ class ModelStage:
                 )
                 replica, degree = self._place.replica, self._shape.degree
                 with self._task.calling("dataset"):
-                    sizes, batches = evaluation_batches(self._data["test"], replica, degree, batch)
+                    sizes, batches = evaluation_batches(self._data["test"], replica, degree, batch, self._task.collate)
             moved = (move(batch, self._device) for batch in batches)
             measure = partial(self._task.metrics, sizes=sizes)
             metrics = self._runner.evaluate(f"e{sequence}", moved, len(sizes), measure)
@@ -244,6 +252,9 @@ class ModelStage:
             kept = dict(itertools.islice(metrics.items(), MOST_METRICS + 1))
             self._evaluated = (sequence, sum(sizes) if self._runner.is_last else 0, kept)
         return self._evaluated[1], self._evaluated[2]
+
+    def round_ended(self, completed: int) -> None:
+        """Do nothing: no worker holds the whole model."""
 
     # This stage's part of the model
 

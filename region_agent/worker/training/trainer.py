@@ -6,8 +6,10 @@ Rounds, slices and the state between invocations are the same for both; see `reg
 from __future__ import annotations
 
 import math
+import sys
 import time
 import zlib
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,6 +90,9 @@ class Trainer(Protocol):
 
         ``tries``: how often this worker was killed in this evaluation before.
         """
+
+    def round_ended(self, completed: int) -> None:
+        """Note that training continues from the model of so many completed rounds."""
 
     def put_initial(self, key: str) -> str:
         """Store the newly created model under a key; returns the key for the server, "" if another worker sends it.
@@ -179,7 +184,9 @@ class WholeModel:
         self._device = device(call.worker)
         batches = Batches(call.region_batch, call.stretches)
         with task.calling("dataset"):
-            self._stream = BatchStream(data["train"], call.seed, call.region, call.worker, call.workers, batches)
+            self._stream = BatchStream(
+                data["train"], call.seed, call.region, call.worker, call.workers, batches, task.collate
+            )
         self._module = self._created()
         base, used = constant_tensors(call, task, self._module, self._stream, channel)
         if used:
@@ -190,9 +197,9 @@ class WholeModel:
         self.layout = self.flat.layout
         self._optimizer = task.optimizer(self._module.parameters())
         with task.calling("optimizer"):
-            self._rate = LearningRateSchedule(
-                self._optimizer, call.schedule, call.rounds * call.steps_per_round, batches
-            )
+            steps, parameters = call.rounds * call.steps_per_round, list(self._module.parameters())
+            own = partial(task.schedule, parameters)
+            self._rate = LearningRateSchedule(self._optimizer, call.schedule, steps, batches, own)
         self.counted = self.share(1)
         self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
@@ -237,12 +244,14 @@ class WholeModel:
         parts = math.ceil(samples / (self._call.batch or samples))
         sizes = [len(share_of(part, parts, samples)) for part in range(parts)]
         with self._task.calling("dataset"):
-            batches = [move(batch, self._device) for batch in self._stream.micro_batches(step, sizes)]
+            drawn = [(size, move(batch, self._device)) for size, batch in self._stream.parts(step, sizes)]
+        # Less than the share if dataset has given None.
+        self.counted = samples = sum(size for size, _ in drawn)
         value = 0.0
-        for left, (size, batch) in zip(reversed(range(len(sizes))), zip(sizes, batches, strict=True), strict=True):
+        for left, (size, batch) in zip(reversed(range(len(drawn))), drawn, strict=True):
             loss = self._task.loss(self._module, batch)
             with self._task.calling("the loss"):
-                if len(sizes) > 1:
+                if len(drawn) > 1:
                     loss = loss * (size / samples)
                 value += float(loss.detach())
             if not left:
@@ -267,14 +276,21 @@ class WholeModel:
         with self._task.calling("dataset"):
             at_once = self._call.evaluation_batch or self._call.batch or self.share(1)
             at_once = max(1, at_once // _RETRY_DIVISOR**tries)
-            sizes, batches = evaluation_batches(self._data["test"], self._call.worker, self._call.workers, at_once)
+            worker, workers = self._call.worker, self._call.workers
+            sizes, batches = evaluation_batches(self._data["test"], worker, workers, at_once, self._task.collate)
         # Random numbers of an evaluation depend only on the round, wherever the slice began.
         reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, sequence, _EVALUATION_SEED)
         with self._task.calling("the model's eval()"):
             self._module.eval()
         with torch.no_grad():
             moved = (move(batch, self._device) for batch in batches)
-            return sum(sizes), self._task.metrics(self._module, moved, sizes) if sizes else {}
+            metrics = self._task.metrics(self._module, moved, sizes) if sizes else {}
+            return sum(sizes), metrics
+
+    def round_ended(self, completed: int) -> None:
+        """Call the task's `on_round`, in one worker of the region."""
+        if self.leads:
+            self._task.on_round(self._module, completed)
 
     def put_initial(self, key: str) -> str:
         """Store the whole model under the key, and return the key."""
@@ -360,8 +376,11 @@ class WholeModel:
         """Do nothing: the loop deletes the stored state."""
 
     def close(self) -> None:
-        """End the threads of the merge."""
+        """End the threads of the merge, and log how many samples were left out."""
         self._merging.close()
+        if self._stream.skipped:
+            text = f"{self._stream.skipped} samples of this invocation were None, and were left out"
+            print(text, file=sys.stderr, flush=True)
 
     def _require(self, key: str) -> framing.Frame:
         value = self._channel.get(key)

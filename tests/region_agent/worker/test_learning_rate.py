@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from torch.optim import lr_scheduler
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
@@ -96,3 +99,37 @@ def test_a_job_that_goes_on_goes_on_where_the_other_has_ended(schedule: Schedule
     goes_on = schedule.model_copy(update={"begin": done / steps})
     for step in range(1, left + 1):
         assert factor(goes_on, step, left) == pytest.approx(factor(schedule, done + step, steps))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=20),
+        lambda o: lr_scheduler.StepLR(o, 3, 0.5),
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=20),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, total_iters=4), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[5]
+        ),
+    ],
+)
+def test_the_tasks_own_schedule_is_as_in_one_process(made: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """In any order of steps, and whatever the optimiser's stored state says."""
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+
+    plain, wanted = optimizer(), []
+    scheduler = made(plain)
+    for _ in range(12):
+        wanted.append((plain.param_groups[0]["lr"], plain.param_groups[0]["momentum"]))
+        plain.step()
+        scheduler.step()
+    ours = optimizer()
+    schedule = LearningRateSchedule(ours, None, 12, own=lambda: made(optimizer()))
+    ours.param_groups[0]["lr"] = 7.0
+    for step in (1, 2, 3, 9, 10, 4, 4, 12):
+        schedule.set(step)
+        group = ours.param_groups[0]
+        assert (group["lr"], group["momentum"]) == wanted[step - 1], step
+    with pytest.raises(GeofedError, match=r"train\.learningRate"):
+        LearningRateSchedule(ours, Schedule(), 12, own=lambda: made(optimizer()))

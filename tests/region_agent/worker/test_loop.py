@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,97 @@ def test_samples_beyond_the_batch_go_through_the_model_in_parts_with_the_same_gr
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
     assert script.ends[1].loss == pytest.approx(script.ends[0].loss, rel=1e-5)
     assert call(_invocation(place, LINEAR_TASK + COUNTED, region_batch=8, batch=4)).status == "failed"
+
+
+# Hooks of the task module
+
+LOADED = LINEAR_TASK.replace("np.load(uri)", "dict(np.load(uri))")
+"""Whose file is closed when `dataset` returns."""
+
+
+@pytest.mark.parametrize("slice_seconds", [30.0, 1e-9])
+def test_the_tasks_own_schedule_sets_the_rate_of_each_step(place: Server, script: Script, slice_seconds: float) -> None:
+    """Also where a slice ends before the step."""
+    later_none = "return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step == 0 else 0.0)"
+    task = f"{LINEAR_TASK}\ndef schedule(optimizer, config):\n    {later_none}\n"
+    both = []
+    for steps in (1, 2):
+        script.start, script.ends, script.handed_over = _start(steps), [], []
+        body = _invocation(place, task, config={"lr": 0.1}, steps_per_round=steps, slice_seconds=slice_seconds)
+        outcome = call(body)
+        while outcome.status == "continue" and not script.ends:
+            outcome = call(_again(body, outcome))
+        both.append(script.handed_over[0].tolist())
+    assert both[0] == both[1] != [0.0] * 10
+
+
+def _start(until: int) -> worker_pb2.AttachReply:
+    return worker_pb2.AttachReply(round=0, step=0, model_key="model/0", until_step=until)
+
+
+def test_gradients_are_clipped_after_the_merge(place: Server, script: Script) -> None:
+    call(_invocation(place, config={"lr": 1.0}, clip_norm=1e-3))
+    assert 0 < np.linalg.norm(script.handed_over[0]) <= (1 + 1.9) * 1e-3 * (1 + 1e-5), (
+        "two steps with a momentum of 0.9"
+    )
+
+
+def test_samples_that_are_none_are_left_out_and_counted(
+    place: Server, script: Script, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hole = "    return [pair if n % 4 else None for n, pair in enumerate(zip(held['x'], held['y'], strict=True))]"
+    task = re.sub(r"    return TensorDataset\(.*", hole, LOADED)
+    assert hole in task
+    script.start.evaluate = True
+    outcome = call(_invocation(place, task))
+    drawn = 2 * 8
+    left_out = int(capfd.readouterr().err.split(" samples of this invocation were None")[0].split()[-1])
+    assert 0 < left_out < drawn
+    assert outcome.samples == drawn - left_out == script.ends[0].samples
+    assert script.evaluations[0].samples == 15, "of 20"
+    nothing = re.sub(r"    return TensorDataset\(.*", "    return [None] * 20", LINEAR_TASK)
+    outcome = call(_invocation(place, nothing))
+    assert (outcome.code, outcome.message) == (
+        "TASK_INVALID", "all 8 samples that dataset gives for step 1 are None",
+    )  # fmt: skip
+
+
+def test_several_losses_are_measured_by_name_and_their_sum_is_minimised(place: Server, script: Script) -> None:
+    script.start.evaluate = True
+    parts = "{'fit': nn.functional.mse_loss(model(x), y), 'size': model.weight.square().sum() + 1.0}"
+    task = LINEAR_TASK.replace("nn.functional.mse_loss(model(x), y)", parts)
+    call(_invocation(place, task))
+    told = dict(script.evaluations[0].metrics)
+    assert set(told) == {"fit", "size", "loss"}
+    assert told["loss"] == pytest.approx(told["fit"] + told["size"])
+    assert told["size"] == pytest.approx(1.0)
+    one = LINEAR_TASK.replace("nn.functional.mse_loss(model(x), y)", "{'a': 1.0}")
+    outcome = call(_invocation(place, one))
+    assert outcome.message == "loss(model, batch) returned a float as a, not a tensor of one element"
+
+
+def test_collate_on_round_and_an_iterable_dataset(
+    place: Server, script: Script, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stream = """class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            for x, y in zip(held['x'], held['y'], strict=True):
+                yield {'in': {'x': x}, 'out': (y, [y.sum()])}
+    return Stream()
+"""
+    task = re.sub(r"return TensorDataset\(.*\n", lambda _: stream, LOADED) + (
+        "\ndef collate(samples):\n"
+        "    return torch.stack([torch.as_tensor(one['in']['x']) for one in samples]), "
+        "torch.stack([torch.as_tensor(one['out'][0]) for one in samples])\n"
+        "def on_round(model, completed):\n"
+        "    print('completed', completed, float(model.weight.sum()), torch.is_grad_enabled())\n"
+    )
+    plain = call(_invocation(place))
+    before = script.handed_over[0].tolist()
+    script.ends, script.handed_over = [], []
+    outcome = call(_invocation(place, task))
+    assert (outcome.status, outcome.samples) == (plain.status, plain.samples)
+    assert script.handed_over[0].tolist() == before, "the same samples in the same order"
+    assert "completed 1 8.0 False" in capfd.readouterr().out
+    broken = call(_invocation(place, task.replace("return torch.stack", "return nothing + torch.stack")))
+    assert broken.message.startswith("collate raised NameError: name 'nothing' is not defined at task.py:")
