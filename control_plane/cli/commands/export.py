@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,14 +28,33 @@ _RETRY_SECONDS = 0.5
 """Pause between two attempts."""
 
 
+class Part(StrEnum):
+    """What `export` writes."""
+
+    WHOLE = "whole"
+    TRAINED = "trained"
+    PEFT = "peft"
+
+
 def export(
     job: JobArgument,
     output_file: Annotated[
         Path | None,
         typer.Option(
-            "--output-file", metavar="FILE", help="File to write; default: JOB.safetensors.", show_default=False
+            "--output-file",
+            metavar="FILE",
+            help="File to write; default: JOB.safetensors. With `--as peft` a folder; default: JOB.",
+            show_default=False,
         ),
     ] = None,
+    part: Annotated[
+        Part,
+        typer.Option(
+            "--as",
+            help="`whole` model; what was `trained`, such as an adapter; or a LoRA adapter in the layout of `peft`, "
+            "into a folder.",
+        ),
+    ] = Part.WHOLE,
     yes: Yes = False,
     no_input: NoInput = False,
     context: ContextFile = None,
@@ -46,13 +66,37 @@ def export(
         view = job_view(await client.job(job))
         if not (view["result"] and view["result"]["model"]):
             raise _no_model(view)
-        target = output_file or Path(f"{view['id']}.safetensors")
+        target = output_file or Path(view["id"] if part is Part.PEFT else f"{view['id']}.safetensors")
+        if part is not Part.WHOLE:
+            return await _written_part(client, view, target, part, yes=yes)
         if target.is_file() and not _holds(target, view["result"]["model"]["digest"]):
             confirm(f"Overwrite {target}?", yes=yes)
         await _download(client, view, target)
         return _with_manifest(view, target)
 
     emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
+
+
+async def _written_part(client: ControlClient, view: Data, target: Path, part: Part, *, yes: bool) -> Data:
+    """Write the part of the model that the job has trained."""
+    import tempfile
+
+    from control_plane.cli._adapter import write_peft, write_trained
+
+    file = target / "adapter_model.safetensors" if part is Part.PEFT else target
+    if file.exists():
+        confirm(f"Overwrite {file}?", yes=yes)
+    with tempfile.TemporaryDirectory(prefix="geofed-export-") as folder:
+        whole = Path(folder) / "model.safetensors"
+        await _download(client, view, whole)
+        try:
+            if part is Part.PEFT:
+                told = write_peft(whole, target, view["spec"]["task"]["config"])
+            else:
+                told = write_trained(whole, target)
+        except OSError as error:
+            raise unwritable(target, error) from None
+    return _with_manifest(view, file, told)
 
 
 def _no_model(view: Data) -> GeofedError:
@@ -114,14 +158,16 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
                 draft.unlink()
 
 
-def _with_manifest(view: Data, target: Path) -> Data:
-    """Write the manifest next to the model; return the result of the command."""
+def _with_manifest(view: Data, target: Path, part: Data | None = None) -> Data:
+    """Write the manifest next to the model; return the result of the command. ``part``: digest and bytes of the file,
+    where it is not the whole model."""
     result = view["result"]
+    written = {**result["model"], **(part or {})}
     manifest = {
         "apiVersion": "geofed/v1",
         "kind": "ModelManifest",
         "file": target.name,
-        **result["model"],
+        **written,
         "job": view["id"],
         "name": view["name"],
         "finished_at": view["finished_at"],
@@ -137,7 +183,7 @@ def _with_manifest(view: Data, target: Path) -> Data:
         path.write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         raise unwritable(path, error) from None
-    return {"job": view["id"], "file": str(target), "manifest": str(path), **result["model"]}
+    return {"job": view["id"], "file": str(target), "manifest": str(path), **written}
 
 
 def _exported_text(data: Data) -> str:
