@@ -244,7 +244,9 @@ class JobMachine:
         parts = self.state.partitions
         if not all(part.address for part in parts):
             return
-        peers = tuple(Peer(part.region, part.epoch, part.address) for part in parts)
+        peers = tuple(
+            Peer(part.region, part.epoch, part.address, not (part.report and part.report.ps_signs)) for part in parts
+        )
         state, finish = self.state, bool(self.state.ends_early)
         for part in parts:
             if (part.told, part.told_routes, part.told_to_finish) != (peers, state.routes, finish):

@@ -119,6 +119,8 @@ class Report:
     state: str
     condition: str = ""
     ps_address: str = ""
+    ps_signs: bool = False
+    """Whether its parameter server signs its updates; older versions do not."""
     round: int = 0
     step: int = 0
     samples: int = 0
@@ -157,6 +159,8 @@ class Peer:
     region: str
     epoch: int
     address: str
+    unsigned: bool = False
+    """Whether it is of a version that signs no updates."""
 
 
 @dataclass(frozen=True)

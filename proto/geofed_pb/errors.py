@@ -100,6 +100,12 @@ CATALOGUE: dict[str, Entry] = {
     "JOB_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`control-plane events JOB` shows what happened"),
     "JOB_CANCELLED": Entry(Exit.JOB_ENDED_BADLY, False, "submit it again to run it"),
     "WAIT_TIMEOUT": Entry(Exit.WAIT_TIMEOUT, True, "the job continues; wait again with a longer --timeout"),
+    "PEER_INVALID": Entry(
+        Exit.JOB_ENDED_BADLY,
+        False,
+        "run the job again without the region that the message names, and ask its operator; evidence is in the state "
+        "directory of the job's parameter servers",
+    ),
     "REGION_LOST": Entry(Exit.JOB_ENDED_BADLY, True, "see that the region's agent runs and reaches the control plane"),
     # services and processes
     "UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the control plane runs and that its address is right"),

@@ -156,6 +156,17 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
     )
 
 
+def _round_samples(plan: agent_pb2.PartitionPlan, region: str) -> dict[str, float]:
+    """Return the planned samples of one round of every region of the job; the plan states those of this one, and each
+    region's share of all."""
+    own = plan.shares.get(region, 0.0)
+    if not own:
+        return {}
+    replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
+    total = plan.batch * replicas * plan.steps_per_round / own
+    return {name: share * total for name, share in plan.shares.items()}
+
+
 def server_config_of(
     start: agent_pb2.StartPartition, action: StartPs, inputs: RegionInputs, *, workers: int, folder: Path, begun: bool
 ) -> PsConfig:
@@ -183,6 +194,7 @@ def server_config_of(
         wan_policy=plan.wan_policy,
         wan_settings=dict(plan.wan_settings),
         shares=dict(plan.shares),
+        round_samples=_round_samples(plan, start.region),
         neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
         codec=plan.codec,
         part_elements=_PART_ELEMENTS if plan.HasField("pipeline") else 0,

@@ -49,6 +49,8 @@ class PsPeer:
     region: str
     epoch: int
     address: str
+    unsigned: bool = False
+    """Whether the region's version signs no updates."""
 
 
 @dataclass(frozen=True)

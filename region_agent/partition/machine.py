@@ -73,6 +73,8 @@ FATAL = frozenset(
         "RESIDENCY_VIOLATION",
         "CONFIG_INVALID",
         "LIMIT_EXCEEDED",
+        "PEER_INVALID",
+        "REGION_LOST",
         "STATE_INVALID",
     }
 )

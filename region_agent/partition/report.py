@@ -130,6 +130,7 @@ def report_of(
         state=machine.state,
         condition=machine.condition,
         ps_address=machine.ps_address,
+        ps_signs=True,
         error=to_proto(machine.error) if machine.error else None,
         attempt=machine.attempt,
         round=status.round,

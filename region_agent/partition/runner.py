@@ -242,7 +242,7 @@ class PartitionRunner:
                 for p in message.peers:
                     own = p.region == self.start.region
                     address = p.address if own else await resolved(p.address, p.region, p.seen, networks)
-                    peers.append(PsPeer(p.region, p.epoch, address))
+                    peers.append(PsPeer(p.region, p.epoch, address, p.unsigned))
             except GeofedError as error:
                 if not error.retryable:
                     raise

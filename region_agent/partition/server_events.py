@@ -22,21 +22,36 @@ class ServerEvents:
         self._decisions: list[str] = []
         """Texts of the last recorded decisions."""
         self._refused: dict[str, int] = {}
+        self._faults: dict[tuple[str, str], int] = {}
+        """Messages of other regions that were refused, by region and code."""
 
     def server_started(self) -> None:
         """Reset the counters: those of a restarted server begin at zero."""
-        self._refused = {}
+        self._refused, self._faults = {}, {}
 
     def new_in(self, status: sync_pb2.PsStatus) -> list[RecordEvent]:
         """Return the events that are new in a status, in order."""
         fresh = [text for text in status.decisions if text not in self._decisions]
         self._decisions = (self._decisions + fresh)[-_MAX_REMEMBERED:]
-        return [_decided(text) for text in fresh] + self._refusals(dict(status.refused))
+        return [_decided(text) for text in fresh] + self._refusals(dict(status.refused)) + self._peer_faults(status)
 
     def _refusals(self, refused: dict[str, int]) -> list[RecordEvent]:
         grown = {region: count - self._refused.get(region, 0) for region, count in sorted(refused.items())}
         self._refused = refused
         return [_refused(region, count) for region, count in grown.items() if count > 0]
+
+    def _peer_faults(self, status: sync_pb2.PsStatus) -> list[RecordEvent]:
+        """Return an event whenever the number of a region's refused messages has at least doubled, since a hostile
+        region may send any number."""
+        events = []
+        for fault in status.peer_faults:
+            key = fault.region, fault.code
+            if fault.count >= max(1, 2 * self._faults.get(key, 0)):
+                self._faults[key] = fault.count
+                text = f"refused {fault.count} message{'s' * (fault.count > 1)} of {fault.region}: {fault.text}"
+                data = {"source": fault.region, "code": fault.code, "count": fault.count}
+                events.append(RecordEvent("peer.refused", text, data))
+        return events
 
 
 def _decided(text: str) -> RecordEvent:

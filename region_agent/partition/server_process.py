@@ -114,7 +114,10 @@ class PsProcess:
         request = sync_pb2.PsConfig(
             epoch=wanted.epoch,
             attempt=wanted.attempt,
-            peers=[sync_pb2.PsPeer(region=p.region, address=p.address, epoch=p.epoch) for p in wanted.peers],
+            peers=[
+                sync_pb2.PsPeer(region=p.region, address=p.address, epoch=p.epoch, unsigned=p.unsigned)
+                for p in wanted.peers
+            ],
             routes=topology.routes,
             neighbours=[sync_pb2.Neighbours(a=a, b=b) for a, b in topology.neighbours],
             former=[sync_pb2.Neighbours(a=a, b=b) for a, b in topology.former],

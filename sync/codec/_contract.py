@@ -68,6 +68,10 @@ class Codec(Protocol):
     def decode(self, tensors: Tensors, size: int) -> Vector:
         """Decode a vector of ``size`` elements. Raises ``GeofedError("FRAME_INVALID")`` if the arrays don't fit."""
 
+    def check(self, tensors: Tensors, size: int) -> None:
+        """Raise ``GeofedError("FRAME_INVALID")`` if `decode` would; a codec may know it without decoding."""
+        self.decode(tensors, size)
+
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         """Decode into ``out``, shape (n,)."""
         out[...] = self.decode(tensors, out.size)

@@ -49,6 +49,16 @@ class Mixed(Codec):
         *bulk, state = parts
         return {**join_slabs(self._bulk, bulk), "state": state["delta"]}
 
+    def check(self, tensors: Tensors, size: int) -> None:
+        """Check both parts."""
+        bulk, state = self._parts(tensors, size)
+        self._bulk.check(bulk, self._trained)
+        self._state.check(state, size - self._trained)
+
+    def _parts(self, tensors: Tensors, size: int) -> tuple[Tensors, Tensors]:
+        require("state" in tensors and size >= self._trained, "the state is missing")
+        return {name: array for name, array in tensors.items() if name != "state"}, {"delta": tensors["state"]}
+
     def decode(self, tensors: Tensors, size: int) -> Vector:
         """Decode to a new vector, float32 of shape (size,).
 
@@ -63,7 +73,6 @@ class Mixed(Codec):
 
         Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
         """
-        require("state" in tensors and out.size >= self._trained, "the state is missing")
-        rest = {name: array for name, array in tensors.items() if name != "state"}
-        self._bulk.decode_into(rest, out[: self._trained])
-        self._state.decode_into({"delta": tensors["state"]}, out[self._trained :])
+        bulk, state = self._parts(tensors, out.size)
+        self._bulk.decode_into(bulk, out[: self._trained])
+        self._state.decode_into(state, out[self._trained :])

@@ -31,18 +31,21 @@ class BFloat16(Slabwise):
             rounded[overflown] = (bits[overflown] & np.uint32(0x80000000)) | _LARGEST_BF16
         return {"bf16": (rounded >> np.uint32(16)).astype(np.uint16)}
 
+    def check(self, tensors: Tensors, size: int) -> None:
+        """Check type and shape."""
+        halves = tensors.get("bf16")
+        known = halves is not None and halves.dtype == np.uint16 and halves.shape == (size,)
+        require(known, "not a vector of bfloat16")
+
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         """Write the decoded coordinates to `out`, shape (n,).
 
         Raises ``GeofedError("FRAME_INVALID")`` for another type or shape.
         """
-        halves = tensors.get("bf16")
-        require(
-            halves is not None and halves.dtype == np.uint16 and halves.shape == out.shape, "not a vector of bfloat16"
-        )
+        self.check(tensors, out.size)
         bits = out.view(np.uint32)
         for part, _ in self.slabs_of(out.size):
-            bits[part] = np.asarray(halves)[part]
+            bits[part] = np.asarray(tensors["bf16"])[part]
             bits[part] <<= np.uint32(16)
 
 

@@ -64,19 +64,27 @@ class Int8Blocks(Slabwise):
         blocks *= scale[: len(blocks), None]
         out[whole:] *= scale[len(blocks) :]
 
+    def check(self, tensors: Tensors, size: int) -> None:
+        """Check types, shapes and scales."""
+        self._scales(tensors, size)
+
+    def _scales(self, tensors: Tensors, size: int) -> Vector:
+        values, exponents = tensors.get("int8"), tensors.get("exponents")
+        require(values is not None and values.dtype == np.int8 and values.shape == (size,), "not a vector of int8")
+        rows = -(-size // self._BLOCK)
+        require(
+            exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
+            "the scales are missing or invalid",
+        )
+        return powers(np.asarray(exponents), self._MIN_EXPONENT, self._MAX_EXPONENT)
+
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         """Write the decoded coordinates to `out`, shape (n,).
 
         Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
         """
-        values, exponents = tensors.get("int8"), tensors.get("exponents")
-        require(values is not None and values.dtype == np.int8 and values.shape == out.shape, "not a vector of int8")
-        rows = -(-out.size // self._BLOCK)
-        require(
-            exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
-            "the scales are missing or invalid",
-        )
-        whole, scale = np.asarray(values), powers(np.asarray(exponents), self._MIN_EXPONENT, self._MAX_EXPONENT)
+        scale = self._scales(tensors, out.size)
+        whole = np.asarray(tensors["int8"])
         for part, _ in self.slabs_of(out.size):
             self._put(whole[part], scale[part.start // self._BLOCK : -(-part.stop // self._BLOCK)], out[part])
 

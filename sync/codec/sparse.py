@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from sync.codec._arrays import require
 from sync.codec._contract import Codec, Tensors
@@ -24,6 +25,16 @@ class Sparse(Codec):
 
     def decode(self, tensors: Tensors, size: int) -> Vector:
         """Decode to float32 of shape (size,). Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors."""
+        out, indices = np.zeros(size, np.float32), self._indices(tensors, size)
+        out[indices] = np.asarray(tensors["values"])
+        return out
+
+    def check(self, tensors: Tensors, size: int) -> None:
+        """Check types, shapes and indices."""
+        self._indices(tensors, size)
+
+    @staticmethod
+    def _indices(tensors: Tensors, size: int) -> npt.NDArray[np.int64]:
         at, values = tensors.get("at"), tensors.get("values")
         require(
             at is not None and at.dtype == np.uint16 and at.ndim == 1 and at.size % 2 == 0,
@@ -33,9 +44,7 @@ class Sparse(Codec):
         known = values is not None and values.dtype == np.float32 and values.shape == indices.shape
         require(known, "the values are missing or invalid")
         require(indices.size == 0 or (indices[-1] < size and (np.diff(indices) > 0).all()), "indices are not in order")
-        out = np.zeros(size, np.float32)
-        out[indices] = np.asarray(values)
-        return out
+        return indices
 
 
 METHODS = (Sparse(),)

@@ -56,8 +56,20 @@ class Ternary(Slabwise):
 
         Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
         """
+        packed, scales = self._arrays(tensors, out.size)
+        for part, _ in self.slabs_of(out.size):
+            trits = _unpacked(packed[part.start // 5 : -(-part.stop // 5)])
+            _put(trits, scales[part.start // _BLOCK : -(-part.stop // _BLOCK)], out[part])
+
+    def check(self, tensors: Tensors, size: int) -> None:
+        """Check types, shapes, scales and trits."""
+        self._arrays(tensors, size)
+
+    @staticmethod
+    def _arrays(tensors: Tensors, size: int) -> tuple[npt.NDArray[np.uint8], Vector]:
+        """Return the packed trits, and the scale of each block."""
         trits, exponents = tensors.get("trits"), tensors.get("exponents")
-        fives, rows = -(-out.size // 5), -(-out.size // _BLOCK)
+        fives, rows = -(-size // 5), -(-size // _BLOCK)
         require(trits is not None and trits.dtype == np.uint8 and trits.shape == (fives,), "not a vector of trits")
         require(
             exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
@@ -65,10 +77,7 @@ class Ternary(Slabwise):
         )
         packed = np.asarray(trits, np.uint8)
         require(packed.size == 0 or packed.max() < _FIVES, "a byte holds more than five trits")
-        scales = powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT)
-        for part, _ in self.slabs_of(out.size):
-            trits = _unpacked(packed[part.start // 5 : -(-part.stop // 5)])
-            _put(trits, scales[part.start // _BLOCK : -(-part.stop // _BLOCK)], out[part])
+        return packed, powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT)
 
 
 def _encoded(vector: Vector, out: Vector | None = None) -> Tensors:

@@ -61,11 +61,11 @@ class ChunkedTopK(Slabwise):
 
         Raises ``GeofedError("FRAME_INVALID")`` for invalid tensors.
         """
-        counts = tensors.get("counts")
-        require(counts is not None and counts.dtype == np.uint8, "the counts are missing or invalid")
-        total = int(np.asarray(counts).sum(dtype=np.int64))
-        indices, levels = _unpack12(tensors, "places", total), _unpack2(tensors, "levels", total)
-        _UNPACKED.decode_into({**tensors, "places": indices, "levels": levels}, out)
+        _UNPACKED.decode_into(_unpacked(tensors), out)
+
+    def check(self, tensors: Tensors, size: int) -> None:
+        """Check types, shapes, scales and indices."""
+        _values(_unpacked(tensors), size)
 
 
 class _Unpacked(Slabwise):
@@ -85,23 +85,37 @@ class _Unpacked(Slabwise):
         return tensors
 
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
-        rows = -(-out.size // _CHUNK)
-        counts, exponents = tensors.get("counts"), tensors.get("exponents")
-        require(counts is not None and counts.shape == (rows,), "the counts are missing or invalid")
-        require(
-            exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
-            "the scales are missing or invalid",
-        )
-        number, levels = np.asarray(counts).astype(np.int64), np.asarray(tensors["levels"], np.uint8)
-        at = np.repeat(np.arange(rows, dtype=np.int64) * _CHUNK, number) + np.asarray(tensors["places"], np.int64)
-        require(at.size == 0 or (at[-1] < out.size and (np.diff(at) > 0).all()), "indices are not in order")
-        unit = np.repeat(powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT), number)
-        value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
+        at, value = _values(tensors, out.size)
         out[...] = 0.0
-        out[at] = np.where(levels & 2, -value, value)
+        out[at] = value
 
 
 _UNPACKED = _Unpacked()
+
+
+def _unpacked(tensors: Tensors) -> Tensors:
+    """Return the arrays with two bytes per index and one per value. Raises ``GeofedError("FRAME_INVALID")``."""
+    counts = tensors.get("counts")
+    require(counts is not None and counts.dtype == np.uint8, "the counts are missing or invalid")
+    total = int(np.asarray(counts).sum(dtype=np.int64))
+    return {**tensors, "places": _unpack12(tensors, "places", total), "levels": _unpack2(tensors, "levels", total)}
+
+
+def _values(tensors: Tensors, size: int) -> tuple[npt.NDArray[np.int64], Vector]:
+    """Return the coordinates that are sent, in order, and their values. Raises ``GeofedError("FRAME_INVALID")``."""
+    rows = -(-size // _CHUNK)
+    counts, exponents = tensors.get("counts"), tensors.get("exponents")
+    require(counts is not None and counts.shape == (rows,), "the counts are missing or invalid")
+    require(
+        exponents is not None and exponents.dtype == np.int8 and exponents.shape == (rows,),
+        "the scales are missing or invalid",
+    )
+    number, levels = np.asarray(counts).astype(np.int64), np.asarray(tensors["levels"], np.uint8)
+    at = np.repeat(np.arange(rows, dtype=np.int64) * _CHUNK, number) + np.asarray(tensors["places"], np.int64)
+    require(at.size == 0 or (at[-1] < size and (np.diff(at) > 0).all()), "indices are not in order")
+    unit = np.repeat(powers(np.asarray(exponents), _MIN_EXPONENT, _MAX_EXPONENT), number)
+    value = unit * np.where(levels & 1, np.float32(3), np.float32(1))
+    return at, np.where(levels & 2, -value, value)
 
 
 def _chosen(vector: Vector) -> tuple[Tensors, npt.NDArray[np.int64], Vector]:

@@ -101,6 +101,7 @@ def _engine(config: PsConfig) -> Engine:
         setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model
     )
     engine = Engine(executor, settings)
+    engine.patience_seconds = config.patience_seconds
     engine.machine.state_lost = config.begun and engine.machine.sequence == NO_MODEL and not storage.marked
     if not engine.machine.state_lost:
         storage.mark()

@@ -33,6 +33,10 @@ class PsConfig(BaseModel):
     benchmarks measure with it what each rule is worth."""
     shares: dict[str, float] = {}
     """Each region's weight in the mean where updates are merged as they arrive; the sum is 1. Empty: all the same."""
+    round_samples: dict[str, float] = {}
+    """Samples of one round of each region, as planned. An update that states more is refused. Empty: no limit."""
+    patience_seconds: float = Field(default=6 * 3600.0, gt=0)
+    """The server fails with REGION_LOST once it has been waiting this long for the same update of another region."""
     neighbours: tuple[tuple[str, str], ...] = ()
     """Pairs of regions that exchange directly; empty: all do."""
     part_elements: int = Field(default=0, ge=0)

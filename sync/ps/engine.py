@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,10 @@ class Engine:
         self.wan_wait_seconds = 0.0
         """Total time that the partition has waited for other regions."""
         self._exchange_since: float | None = None
+        self.patience_seconds = math.inf
+        """How long the same update of another region may be awaited before the server fails."""
+        self._awaited: tuple[object, ...] = ()
+        self._patience: asyncio.TimerHandle | None = None
         self.failed: GeofedError | None = None
         """Error that ended the server."""
         self.broken = asyncio.Event()
@@ -109,6 +114,7 @@ class Engine:
         for action in self.machine.handle(event, Measured(time.monotonic(), self.links())):
             self._carry_out(action)
         self._watch_exchange()
+        self._watch_awaited()
         self.notify()
 
     async def ask(self, make: Callable[[int], Event], timeout_seconds: float) -> Answer | None:
@@ -149,6 +155,24 @@ class Engine:
         elif not exchanging and self._exchange_since is not None:
             self.wan_wait_seconds += time.monotonic() - self._exchange_since
             self._exchange_since = None
+
+    def _watch_awaited(self) -> None:
+        """Fail once the same update of another region has been awaited for too long."""
+        machine = self.machine
+        awaited = machine.awaited if self.failed is None else ()
+        marks = (awaited, machine.sequence, *(machine.ledger.newest(region) for region in awaited))
+        if marks == self._awaited:
+            return
+        self._awaited = marks
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        if awaited and math.isfinite(self.patience_seconds):
+            self._patience = asyncio.get_running_loop().call_later(self.patience_seconds, self._lost, awaited)
+
+    def _lost(self, awaited: tuple[str, ...]) -> None:
+        text = f"nothing came from {', '.join(awaited)} for {self.patience_seconds:.0f} s"
+        self.fail(GeofedError("REGION_LOST", f"{text}: {self.machine.progress.condition}"))
 
     # Actions out
 
@@ -254,6 +278,8 @@ class Engine:
         """Wait until all actions under way have ended, then stop the thread."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
         while pending := [task for task in self._tasks if not task.done()]:
             await asyncio.wait(pending)
         self._disk.shutdown()

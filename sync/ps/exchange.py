@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
-import re
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -21,6 +19,7 @@ import grpc.aio
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_region, streaming
 from geofed_pb.v1 import common_pb2, sync_pb2
+from sync.ps.admission import MAX_WITNESSES, Admission
 from sync.ps.config import PsConfig
 from sync.ps.core.actions import SendUpdates
 from sync.ps.core.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
@@ -29,10 +28,11 @@ from sync.ps.engine import Engine
 from sync.ps.execution.executor import FramedUpdate
 from sync.ps.rejoin import rejoin_reply
 from sync.transfer.arrival import Tickets
-from sync.transfer.intake import MAX_UPDATE_BYTES, Intake
+from sync.transfer.intake import Intake
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.transfer.peer_sender import PeerSender, SenderCallbacks
-from sync.transfer.wire import manifest_of
+from sync.transfer.signing import sign
+from sync.transfer.wire import manifest_to_proto
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
 from sync.wan import LinkSample
@@ -40,8 +40,10 @@ from sync.wan import LinkSample
 __all__ = ["ExchangeService", "Links"]
 
 _log = logging.getLogger("geofed.ps")
+_MAX_WAITING_UPDATES = 64
+"""Largest updates of one region whose bytes may wait here to be merged. More only wait if this region was stopped for
+long, and then the other sends sums."""
 _Context = grpc.aio.ServicerContext[Any, Any]
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Links:
@@ -57,6 +59,7 @@ class Links:
         self._closing = False
         self.bulk: BulkPort | None = None
         self.tickets = Tickets()
+        self.admission = Admission(config, identity, engine.feed)
         engine.on_ship = self.ship
         engine.links = self._samples
 
@@ -100,6 +103,7 @@ class Links:
                     lambda peer: self._engine.feed(Unreached(peer)),
                     lambda peer, origin, sequence: self._engine.feed(PeerHas(peer, sequence, origin)),
                     lambda manifest: self._engine.feed(SumGone(manifest)),
+                    signed=self._sign,
                 ),
             )
             for name, work in (("sender to", peer_sender.run()), ("Collect call to", peer_sender.collect())):
@@ -107,6 +111,20 @@ class Links:
                 task.add_done_callback(self._peer_sender_ended)
                 self._tasks.append(task)
         return peer_sender
+
+    def _sign(self, proto: sync_pb2.UpdateManifest) -> None:
+        """Sign the manifest of our own update, and add those of the last updates that we have merged from others."""
+        if proto.region != self._config.region:
+            return
+        sign(proto, self._identity())
+        ledger = self._engine.machine.ledger
+        others = [region for region in self._config.regions if region != proto.region]
+        # In a large job they take turns.
+        turn = proto.sequence * MAX_WITNESSES % max(1, len(others))
+        for region in (others[turn:] + others[:turn])[:MAX_WITNESSES]:
+            merged = ledger.kept.get((region, ledger.marks[region]))
+            if merged is not None and merged.signature:
+                proto.merged.append(manifest_to_proto(proto.job, replace(merged, certificate="")))
 
     def _samples(self) -> dict[str, LinkSample]:
         """Return the measurements of the links for the controller. Small updates don't measure a link's rate."""
@@ -189,22 +207,53 @@ class ExchangeService(Intake):
     def check(self, proto: sync_pb2.UpdateManifest, caller: str | None) -> Manifest:
         """Return the manifest of an offer. A peer may send its own updates and pass on those of the job's other
         regions, but not ours."""
-        config = self._config
-        self.admit(caller)
-        if proto.region not in config.regions or proto.region == config.region:
-            raise GeofedError("FORBIDDEN", f"{caller} may not send updates of {proto.region}")
-        if not 0 < proto.total_bytes <= MAX_UPDATE_BYTES:
-            text = f"an update of {proto.total_bytes} bytes exceeds the limit of {MAX_UPDATE_BYTES}"
-            raise GeofedError("LIMIT_EXCEEDED", text)
-        if not (math.isfinite(proto.weight) and proto.weight >= 0 and _DIGEST.fullmatch(proto.digest)):
-            raise GeofedError("FRAME_INVALID", "an update has an invalid weight or digest")
-        if proto.first and not 0 < proto.first <= proto.sequence:
-            raise GeofedError("FRAME_INVALID", f"an update claims to sum up rounds {proto.first} to {proto.sequence}")
-        manifest = manifest_of(proto)
-        return replace(manifest, seen=tuple(one for one in manifest.seen if one[0] in config.regions))
+        caller = self.admit(caller)
+        layout, admission = self._engine.storage.layout, self._links.admission
+        elements, layout_bytes = (None, 0) if layout is None else (layout.size, len(layout.to_json()))
+        try:
+            most = admission.limits.most_bytes_of(proto.sequence, elements, layout_bytes)
+            return admission.checked(proto, caller, most, self._held)
+        except GeofedError as error:
+            admission.note(caller, error)
+            raise
+
+    def _held(self, manifest: Manifest) -> Manifest | None:
+        """Return what is here, or is being received, under the number of a manifest."""
+        key = manifest.region, manifest.sequence
+        held, arrival = self._engine.machine.ledger.kept.get(key), self._incoming.get(key)
+        held = arrival.manifest if held is None and arrival is not None else held
+        return held if held is not None and held.first == manifest.first else None
 
     def judge(self, job: str, manifest: Manifest, via: str = "") -> Verdict:
-        return self._engine.machine.verdict(manifest, via) if job == self._config.job else Verdict.LATER
+        if job != self._config.job or not self._engine.storage.accepts(manifest.sequence):
+            return Verdict.LATER
+        verdict = self._engine.machine.verdict(manifest, via)
+        if verdict is Verdict.WANT and self._stores_too_much(manifest):
+            return Verdict.LATER
+        return verdict
+
+    def _stores_too_much(self, manifest: Manifest) -> bool:
+        """Whether so many bytes of a region's updates may wait to be merged that it must send this one later. The next
+        one to merge is always accepted, so the others become fewer."""
+        layout, ledger = self._engine.storage.layout, self._engine.machine.ledger
+        ahead = manifest.begins - ledger.marks[manifest.region]
+        if layout is None or ahead <= 1:
+            return False
+        most = self._links.admission.limits.most_bytes_of(manifest.sequence, layout.size, 0)
+        return ahead * manifest.total_bytes > _MAX_WAITING_UPDATES * most
+
+    def knows_size(self, manifest: Manifest) -> bool:
+        return self._engine.storage.layout is not None
+
+    def inspect(self, manifest: Manifest, path: Path) -> None:
+        self._engine.storage.inspect(manifest, path)
+
+    def refused(self, manifest: Manifest, caller: str, error: GeofedError) -> None:
+        admission = self._links.admission
+        admission.note(caller, error)
+        if manifest.signature or caller == manifest.region:
+            text = f"update {manifest.sequence} of {manifest.region} cannot be merged: {error.message}"
+            admission.blame(manifest, text)
 
     def path_for(self, manifest: Manifest) -> Path:
         return self._engine.storage.update_path(manifest.region, manifest.sequence, manifest.first)
@@ -245,6 +294,8 @@ class ExchangeService(Intake):
     @answering
     async def Rejoin(self, request: sync_pb2.RejoinRequest, context: _Context) -> sync_pb2.RejoinReply:
         caller = self.admit(peer_region(context), request.job)
+        # It may make these updates again, and differently; those that are stored here are part of the answer.
+        self.drop_incoming(caller)
         self._engine.feed(StateLost(caller))
         layout = self._engine.storage.layout
         return rejoin_reply(self._engine.machine, request.job, "" if layout is None else layout.to_json())

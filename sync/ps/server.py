@@ -192,6 +192,9 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             former=former,
             finish=request.finish,
         )
+        if peers:
+            unsigned = frozenset(peer.region for peer in request.peers if peer.unsigned)
+            self._links.admission.unsigned = unsigned
         self._engine.feed(event)
         if request.stop:
             self.stopped.set()
@@ -255,6 +258,10 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             decisions=self._engine.controller.decisions,
             channel=asdict(self._engine.channel.usage),
             link_streams={region: peer_sender.meter.streams for region, peer_sender in peer_senders.items()},
+            peer_faults=[
+                sync_pb2.PeerFault(region=region, code=code, text=fault.text, count=fault.count)
+                for (region, code), fault in sorted(self._links.admission.faults.items())
+            ],
             links_down=sorted(region for region, peer_sender in peer_senders.items() if not peer_sender.meter.up),
         )
 

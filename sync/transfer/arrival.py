@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -70,6 +70,8 @@ class Arrival:
     manifest: Manifest
     frame: Path
     """Path that the file gets once it is durable."""
+    reserve: bool = True
+    """Whether disk space is taken for the whole update at once: its size is known to be right."""
     stream: int = 0
     """Number of the newest gRPC stream that sends it; chunks of older streams are refused."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -80,7 +82,7 @@ class Arrival:
         self.frame.parent.mkdir(parents=True, exist_ok=True)
         digest = self.manifest.digest.removeprefix("sha256:")[:16]
         self._part = self.frame.with_name(f"{self.manifest.sequence}.{digest}.part")
-        self.file = PartialFile(self._part, self.manifest.total_bytes)
+        self.file = PartialFile(self._part, self.manifest.total_bytes, reserve=self.reserve)
 
     def append(self, offset: int, data: bytes) -> None:
         """Write a chunk. Raises ``GeofedError`` if it exceeds the update's size, the update is complete, or the disk is
@@ -108,9 +110,15 @@ class Arrival:
                 self.file.hash_and_flush()
                 at += len(part)
 
-    def complete(self) -> None:
+    def drop(self) -> None:
+        """Delete what has been received, because the update is no longer wanted."""
+        self.file.seal()
+        self.file.discard(restart=False)
+
+    def complete(self, inspect: Callable[[Manifest, Path], None]) -> None:
         """Verify the update and make it durable. Raises ``GeofedError("DIGEST_MISMATCH")`` if it is damaged, and
-        discards it then, so that it must be sent again."""
+        discards it then, so that it must be sent again. ``inspect`` reads the file and may raise as well, having moved
+        or deleted it."""
         file, manifest = self.file, self.manifest
         file.seal()
         with disk_full_as_error(self._part):
@@ -118,6 +126,12 @@ class Arrival:
                 file.discard()
                 text = f"update {manifest.sequence} of {manifest.region} was damaged"
                 raise GeofedError("DIGEST_MISMATCH", text)
+            if self._part.exists():
+                try:
+                    inspect(manifest, self._part)
+                except GeofedError:
+                    file.discard()
+                    raise
             file.flush()
         if self._part.exists():
             # If it does not exist, an earlier call renamed it and then failed to write the manifest, for lack of disk

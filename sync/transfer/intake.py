@@ -18,6 +18,7 @@ from geofed_pb.rpc import answering, peer_region
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.transfer.arrival import Arrival, Tickets, key_of
 from sync.transfer.manifest import Manifest, Verdict
+from sync.transfer.quotas import CallQuotas
 from sync.transport.partial_file import PartialFile
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
@@ -47,6 +48,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         self.bulk: BulkPort | None = None
         self._incoming: dict[tuple[str, int], Arrival] = {}
         self._completing: set[asyncio.Future[None]] = set()
+        self._quotas = CallQuotas()
 
     # To be implemented by subclasses
 
@@ -65,6 +67,16 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     def path_for(self, manifest: Manifest) -> Path:
         """Return the path that an update's file gets once it is durable."""
         raise NotImplementedError
+
+    def inspect(self, manifest: Manifest, path: Path) -> None:
+        """Check the file of a received update before it is acknowledged; called in a thread. Raises ``GeofedError``."""
+
+    def refused(self, manifest: Manifest, caller: str, error: GeofedError) -> None:
+        """Called if `inspect` has raised."""
+
+    def knows_size(self, manifest: Manifest) -> bool:
+        """Whether the size of an update has been compared with what it must be."""
+        return True
 
     def local_copy(self, manifest: Manifest) -> Sequence[memoryview] | None:
         """Return the bytes of an update, as consecutive pieces, if this region has them anyway; else None."""
@@ -110,11 +122,19 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         key = (manifest.region, manifest.sequence)
         arrival = self._incoming.get(key)
         if arrival is None or arrival.manifest.digest != manifest.digest:
-            arrival = self._incoming[key] = Arrival(manifest, self.path_for(manifest))
+            if arrival is not None:
+                arrival.drop()
+            reserve = self.knows_size(manifest)
+            arrival = self._incoming[key] = Arrival(manifest, self.path_for(manifest), reserve)
         elif manifest.epoch > arrival.manifest.epoch:
             # The bytes are the same, but an update of the older epoch would be refused.
             arrival.manifest = manifest
         return arrival
+
+    def drop_incoming(self, region: str) -> None:
+        """Drop what has been received of a region's incomplete updates."""
+        for key in [key for key in self._incoming if key[0] == region]:
+            self._incoming.pop(key).drop()
 
     # Updates that this region has a copy of
 
@@ -152,10 +172,11 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
         A local copy is used where the region already has one.
         """
-        caller = peer_region(context) or ""
-        manifest = self.check(request, caller)
-        await self.take_local_copy(request.job, manifest, caller)
-        return self._answer(request.job, manifest, caller)
+        caller = self.admit(peer_region(context))
+        async with self._quotas.call(caller):
+            manifest = self.check(request, caller)
+            await self.take_local_copy(request.job, manifest, caller)
+            return self._answer(request.job, manifest, caller)
 
     @answering
     async def Send(self, request: AsyncIterator[sync_pb2.UpdateChunk], context: _Context) -> sync_pb2.OfferReply:
@@ -164,7 +185,11 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         Raises `GeofedError`: ``FENCED`` where a newer stream sends the same update, and what `check` raises for
         its manifest.
         """
-        caller = peer_region(context) or ""
+        caller = self.admit(peer_region(context))
+        async with self._quotas.call(caller):
+            return await self._received(request, caller)
+
+    async def _received(self, request: AsyncIterator[sync_pb2.UpdateChunk], caller: str) -> sync_pb2.OfferReply:
         arrival: Arrival | None = None
         stream, manifest, job = 0, None, ""
         async for chunk in request:
@@ -202,8 +227,14 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         manifest = arrival.manifest
         async with arrival.writing:
             # Another stream may have completed it while this one waited.
-            if self.judge(job, manifest, caller) is Verdict.WANT and arrival.file.whole:
-                await asyncio.to_thread(arrival.complete)
+            held = self._incoming.get((manifest.region, manifest.sequence)) is arrival
+            if held and self.judge(job, manifest, caller) is Verdict.WANT and arrival.file.whole:
+                try:
+                    await asyncio.to_thread(arrival.complete, self.inspect)
+                except GeofedError as error:
+                    if error.code == "FRAME_INVALID":
+                        self.refused(manifest, caller, error)
+                    raise
                 self._incoming.pop((manifest.region, manifest.sequence), None)
                 self._tickets.revoke(key_of(manifest))
                 self.stored(manifest)
@@ -221,6 +252,8 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     ) -> tuple[sync_pb2.OfferReply, PartialFile | None]:
         """Answer an offer on a bulk stream: the reply, and the file to write to if the update is wanted."""
         proto = offer.manifest
+        if (delay := self._quotas.delay_seconds(caller)) > 0:
+            await asyncio.sleep(delay)
         manifest = self.check(proto, caller)
         await self.take_local_copy(proto.job, manifest, caller)
         if self.judge(proto.job, manifest, caller) is not Verdict.WANT:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 __all__ = [
@@ -42,6 +42,11 @@ class Manifest:
     """Whether its region accepts sums of updates."""
     round_seconds: float = 0.0
     """Duration of the round in the region, without the time that it waited for other regions; 0: not reported."""
+    signature: str = ""
+    """The region's signature of another region's manifest (`sync.transfer.signing`), in hex; empty: it is our own,
+    which is signed when it is sent, or its region signs nothing."""
+    certificate: str = ""
+    """The certificate of the key that it was signed with, in PEM."""
 
     @property
     def begins(self) -> int:
@@ -52,6 +57,11 @@ class Manifest:
     def rounds(self) -> int:
         """Number of rounds that it covers."""
         return self.sequence - self.begins + 1
+
+    @property
+    def content(self) -> Manifest:
+        """What its region never changes: everything but the epoch and what others have."""
+        return replace(self, epoch=0, settled=0, signature="", certificate="")
 
     @property
     def saw(self) -> dict[str, int]:

@@ -62,6 +62,8 @@ class SenderCallbacks:
     """The bytes of an update are no longer stored here."""
     refused: Callable[[GeofedError], None] = lambda error: None
     """An update failed with an error that is not retryable by its code; it is retried nevertheless."""
+    signed: Callable[[sync_pb2.UpdateManifest], None] = lambda proto: None
+    """Signs the manifest of an update that is about to be offered or sent."""
 
 
 class _Replaced(Exception):
@@ -261,7 +263,7 @@ class PeerSender:
                 raise
             with self._mapped(manifest) as view:
                 self._begin_to_send(manifest)
-                reply = await self._bulk.send_collected(manifest_to_proto(self._job, manifest), view)
+                reply = await self._bulk.send_collected(self._signed(manifest), view)
             self.meter.slow_path = "the peer opens the streams, since it cannot be reached from here"
             self._note_bulk()
         if reply.verdict == sync_pb2.OfferReply.VERDICT_FENCED:
@@ -311,10 +313,15 @@ class PeerSender:
     async def _send_whole(self, manifest: Manifest) -> sync_pb2.OfferReply:
         with self._mapped(manifest) as view:
             self._begin_to_send(manifest)
-            return await self._direct.send(manifest_to_proto(self._job, manifest), view, ())
+            return await self._direct.send(self._signed(manifest), view, ())
+
+    def _signed(self, manifest: Manifest) -> sync_pb2.UpdateManifest:
+        proto = manifest_to_proto(self._job, manifest)
+        self._callbacks.signed(proto)
+        return proto
 
     async def _carry_directly(self, manifest: Manifest) -> sync_pb2.OfferReply:
-        proto = manifest_to_proto(self._job, manifest)
+        proto = self._signed(manifest)
         large = manifest.total_bytes > _MAX_UNOFFERED_BYTES
         link_is_good, self._link_is_good = self._link_is_good, False
         if self._bulk.peer_dials:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 
 import grpc.aio
 
@@ -12,9 +12,6 @@ from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transport.sockets import Tls
 
 __all__ = ["manifest_of", "manifest_to_proto", "open_channel"]
-
-_MAX_STRETCH = 64
-"""Largest stretch that is accepted from a peer."""
 
 
 def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
@@ -35,11 +32,13 @@ def manifest_to_proto(job: str, manifest: Manifest) -> sync_pb2.UpdateManifest:
         first=manifest.first,
         takes_sums=manifest.takes_sums,
         round_seconds=manifest.round_seconds,
+        signature=bytes.fromhex(manifest.signature),
+        certificate_pem=manifest.certificate.encode(),
     )
 
 
 def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
-    """Return the manifest in a protobuf message of a peer. Limits its stretch and ignores an invalid duration."""
+    """Return the manifest in a protobuf message of a peer, whose numbers the caller must check."""
     return Manifest(
         proto.region,
         proto.epoch,
@@ -49,12 +48,15 @@ def manifest_of(proto: sync_pb2.UpdateManifest) -> Manifest:
         proto.weight,
         tuple(sorted(proto.seen.items())),
         proto.last,
-        min(max(proto.stretch, 1), _MAX_STRETCH),
+        max(proto.stretch, 1),
         proto.settled,
         proto.ends,
         proto.first,
         proto.takes_sums,
-        proto.round_seconds if math.isfinite(proto.round_seconds) else 0.0,
+        proto.round_seconds,
+        proto.signature.hex(),
+        # All updates of a region have the same certificate.
+        sys.intern(proto.certificate_pem.decode("ascii", errors="replace")),
     )
 
 

@@ -29,8 +29,9 @@ class PartialFile:
     flushing proceed while the file is received (`hash_and_flush`), so that little is left to do at the end.
     """
 
-    def __init__(self, path: Path, total_bytes: int) -> None:
-        self.total_bytes = total_bytes
+    def __init__(self, path: Path, total_bytes: int, *, reserve: bool = True) -> None:
+        """``reserve``: the first write takes disk space for the whole file, so that a full disk is found at once."""
+        self.total_bytes, self._reserve = total_bytes, reserve
         self._path, self._record = path, path.with_suffix(".have")
         self._have = Ranges()
         self._lock, self._settling = threading.Lock(), threading.Lock()
@@ -61,7 +62,7 @@ class PartialFile:
             return self._have.prefix == self.total_bytes
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Write bytes at their offset. The first call allocates disk space for the whole file.
+        """Write bytes at their offset.
 
         Raises ``GeofedError("DISK_FULL")``, or ``GeofedError("FENCED")`` if the file is complete already.
         """
@@ -120,14 +121,14 @@ class PartialFile:
             self._sealed = True
             self._idle.wait_for(lambda: self._writers == 0)
 
-    def discard(self) -> None:
-        """Delete the file and start again. The file must be sealed."""
+    def discard(self, *, restart: bool = True) -> None:
+        """Delete the file, and start again or else stay sealed. The file must be sealed."""
         self.close()
         with self._settling, self._lock:
             self._have, self._hash, self._hashed, self._flushed = Ranges(), hashlib.sha256(), 0, 0
             for path in (self._record, self._path):
                 path.unlink(missing_ok=True)
-            self._sealed = False
+            self._sealed = not restart
 
     def delete_record(self) -> None:
         """Delete the stored record."""
@@ -154,7 +155,8 @@ class PartialFile:
                     self._record.unlink(missing_ok=True)
                 opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 try:
-                    os.posix_fallocate(opened, 0, self.total_bytes)
+                    if self._reserve:
+                        os.posix_fallocate(opened, 0, self.total_bytes)
                     os.ftruncate(opened, self.total_bytes)
                 except OSError:
                     os.close(opened)

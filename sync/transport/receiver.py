@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -34,6 +35,11 @@ _RECORD_BYTES = 16 << 10
 """Largest TLS record: at most this much has been decrypted but not read yet."""
 _MAX_CONNECTIONS = 512
 """Connections that are accepted at the same time."""
+_MAX_PEER_CONNECTIONS = 64
+"""Connections of one peer that are accepted at the same time: four times the most streams of a sender, since it may
+take a while until broken ones are noticed here."""
+_MAX_HANDSHAKES = 64
+"""Connections at the same time that have not shown a certificate yet; a peer opens at most 16 at once."""
 
 
 class ReceiverHandler(Protocol):
@@ -65,6 +71,9 @@ class BulkPort:
         self._listener = listen(host, port)
         self.port: int = self._listener.getsockname()[1]
         self._open_connections: set[ssl.SSLSocket] = set()
+        self._of_peers: Counter[str] = Counter()
+        """Open connections by peer."""
+        self._handshakes = threading.Semaphore(_MAX_HANDSHAKES)
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -126,7 +135,7 @@ class BulkPort:
                 return
             with self._lock:
                 crowded = len(self._open_connections) >= _MAX_CONNECTIONS
-            if crowded:
+            if crowded or not self._handshakes.acquire(blocking=False):
                 connection.close()
             else:
                 self._run(self._serve, connection)
@@ -138,8 +147,10 @@ class BulkPort:
             _log.debug("a bulk stream was refused: %s", error)
             plain.close()
             return
-        with self._kept(connection):
-            caller = region_of(connection)
+        finally:
+            self._handshakes.release()
+        caller = region_of(connection)
+        with self._kept(connection), self._counted(caller):
             head = parse(_exactly(connection, HEAD_BYTES))
             if head.kind is not FrameKind.HELLO:
                 raise GeofedError("FRAME_INVALID", f"the first frame of a stream is {head.kind.name}")
@@ -163,6 +174,20 @@ class BulkPort:
             connection.sendall(hello(self._job, collects=True, ticket=ticket))
             connection.settimeout(None)
             _Receiving(connection, region, self._handler).run()
+
+    @contextlib.contextmanager
+    def _counted(self, caller: str) -> Iterator[None]:
+        """Count a peer's connection. Raises ``GeofedError("LIMIT_EXCEEDED")`` if it has too many."""
+        with self._lock:
+            self._of_peers[caller] += 1
+            many = self._of_peers[caller] > _MAX_PEER_CONNECTIONS
+        try:
+            if many:
+                raise GeofedError("LIMIT_EXCEEDED", f"{caller} has more than {_MAX_PEER_CONNECTIONS} open connections")
+            yield
+        finally:
+            with self._lock:
+                self._of_peers[caller] -= 1
 
     @contextlib.contextmanager
     def _kept(self, connection: ssl.SSLSocket) -> Iterator[None]:

@@ -45,20 +45,29 @@ class Site:
 
     def __post_init__(self) -> None:
         self.on_ship: Callable[[SendUpdates], None] = lambda _: None
-        self.machine = SimpleNamespace(verdict=self._verdict, ledger=SimpleNamespace(peers={}))
-        self.storage = SimpleNamespace(update_path=self.path, path_of=lambda m: self.path(m.region, m.sequence))
+        self.machine = SimpleNamespace(verdict=self._verdict, ledger=self._ledger())
+        self.storage = SimpleNamespace(
+            update_path=self.path, path_of=lambda m: self.path(m.region, m.sequence), layout=None,
+            accepts=lambda sequence: True, inspect=lambda manifest, path: None,
+        )  # fmt: skip
         self.version = 0
         self.changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         config: Any = SimpleNamespace(
-            job=JOB, region=self.region, regions=self.regions, stall_seconds=self.stall_seconds
-        )
+            job=JOB, region=self.region, regions=self.regions, stall_seconds=self.stall_seconds, codec="fp32",
+            wan_settings={}, rounds=1 << 20, round_samples={}, state_dir=self.folder,
+        )  # fmt: skip
         engine: Any = self
         self.links = Links(engine, config, lambda: self.identity)
         self.links.on_relayed = self._relayed
+        # What is passed on here is made up by the test.
+        self.links.admission.unsigned = frozenset(self.regions)
         self.service = ExchangeService(engine, config, self.links)
         self.port = self.bulk_port = 0
         self._server: grpc.aio.Server | None = None
+
+    def _ledger(self) -> SimpleNamespace:
+        return SimpleNamespace(peers={}, kept={}, marks=dict.fromkeys(self.regions, -1), newest=lambda region: -1)
 
     def path(self, region: str, sequence: int, first: int = 0) -> Path:
         kind = "outbox" if region == self.region else "inbox"

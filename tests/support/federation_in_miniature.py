@@ -746,6 +746,10 @@ class Miniature:
         reach stays as it is.
         """
         self.deaf = "" if self.cut else self.deaf
+        if any(site.told_to_end for site in self.sites.values()):
+            # The control plane tells all, sooner or later; no region ends because another one says so.
+            for site in self.sites.values():
+                site.told_to_end = True
         for _ in range(400):
             if all(site.finished and all(w.doing == "done" for w in site.workers) for site in self.sites.values()):
                 break

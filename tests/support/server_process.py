@@ -124,7 +124,10 @@ class Server:
         proto = [
             sync_pb2.PsPeer(region=p.region, address=address or p.address, epoch=p.settings["epoch"]) for p in peers
         ]
-        request = sync_pb2.PsConfig(epoch=epoch, attempt=attempt, peers=proto, finish=finish)
+        return self.configure_peers(*proto, epoch=epoch, attempt=attempt, finish=finish)
+
+    def configure_peers(self, *peers: sync_pb2.PsPeer, epoch: int = 1, **more: Any) -> sync_pb2.PsStatus:
+        request = sync_pb2.PsConfig(epoch=epoch, peers=peers, **more)
         with self.exchange() as line:
             return sync_pb2_grpc.PsAdminStub(line).Configure(request, timeout=10)
 

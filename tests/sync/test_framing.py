@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from support.budget import budget
+from support.damage import damaged
 
 from geofed_pb.errors import GeofedError
 from sync import framing
@@ -103,6 +104,31 @@ def test_any_header_that_checks_is_read_or_refused(table: bytes, entries: int, f
     # Nothing but FRAME_INVALID: whatever else is raised fails the test.
     with contextlib.suppress(GeofedError):
         framing.decode(prefix + struct.pack("<I", zlib.crc32(table, zlib.crc32(prefix))) + table)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_million_damaged_frames_are_read_or_refused() -> None:
+    """With a right checksum, so that the table itself is read; what is read has no more bytes than the frame."""
+    tensors = {"delta": np.arange(20, dtype=np.float32), "state": np.zeros((2, 3), np.int64)}
+    whole = _bytes(tensors, {"codec": 2.0, "from": 1.0})
+    header_bytes = struct.unpack_from("<I", whole, 12)[0]
+    outcomes = {"refused": 0, "read": 0}
+    for data in damaged(whole[: 28 + header_bytes], 1_000_000):
+        frame = bytearray(data[:24].ljust(24, b"\0") + bytes(4) + data[28:] + whole[28 + header_bytes :])
+        length = min(max(0, len(data) - 28), 1 << 16)
+        struct.pack_into("<IQ", frame, 12, length, len(frame))
+        crc = zlib.crc32(frame[28 : 28 + length], zlib.crc32(frame[:24]))
+        struct.pack_into("<I", frame, 24, crc)
+        try:
+            read = framing.decode(frame)
+        except GeofedError as error:
+            assert error.code == "FRAME_INVALID"  # noqa: PT017 - one of a million, counted below
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        assert sum(array.nbytes for array in read.tensors.values()) <= len(frame)
+    assert min(outcomes.values()) > 1000, outcomes
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         state=clean(message.state, NAME_BYTES),
         condition=clean(message.condition),
         ps_address=clean(message.ps_address, NAME_BYTES),
+        ps_signs=message.ps_signs,
         round=message.round,
         step=message.step,
         samples=message.samples,
@@ -145,7 +146,13 @@ def command_of(
         return agent_pb2.ToAgent(start=_start(action, row, spec, plan))
     if isinstance(action, SendPeers):
         peers = [
-            agent_pb2.Peer(region=p.region, epoch=p.epoch, address=p.address, seen=known(p.region).address)
+            agent_pb2.Peer(
+                region=p.region,
+                epoch=p.epoch,
+                address=p.address,
+                seen=known(p.region).address,
+                unsigned=p.unsigned,
+            )
             for p in action.peers
         ]
         message = agent_pb2.Peers(

@@ -303,16 +303,18 @@ class Peers(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ...) -> None: ...
 
 class Peer(_message.Message):
-    __slots__ = ("region", "epoch", "address", "seen")
+    __slots__ = ("region", "epoch", "address", "seen", "unsigned")
     REGION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SEEN_FIELD_NUMBER: _ClassVar[int]
+    UNSIGNED_FIELD_NUMBER: _ClassVar[int]
     region: str
     epoch: int
     address: str
     seen: str
-    def __init__(self, region: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., seen: _Optional[str] = ...) -> None: ...
+    unsigned: bool
+    def __init__(self, region: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., seen: _Optional[str] = ..., unsigned: bool = ...) -> None: ...
 
 class StopPartition(_message.Message):
     __slots__ = ("job", "epoch", "reason", "discard")
@@ -393,7 +395,7 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss")
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss", "ps_signs")
     class LinksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +428,7 @@ class PartitionReport(_message.Message):
     EXCHANGE_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     ROUND_LOSS_FIELD_NUMBER: _ClassVar[int]
+    PS_SIGNS_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     state: str
@@ -451,7 +454,8 @@ class PartitionReport(_message.Message):
     exchange: WanExchange
     links: _containers.MessageMap[str, LinkReport]
     round_loss: float
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ...) -> None: ...
+    ps_signs: bool
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ..., ps_signs: bool = ...) -> None: ...
 
 class MeterTotals(_message.Message):
     __slots__ = ("money", "sent_bytes", "received_bytes")

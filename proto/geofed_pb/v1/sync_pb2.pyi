@@ -39,7 +39,7 @@ class FetchRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., checkpoint: bool = ..., region: _Optional[str] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class UpdateManifest(_message.Message):
-    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends", "first", "takes_sums", "round_seconds")
+    __slots__ = ("job", "region", "epoch", "sequence", "digest", "total_bytes", "weight", "seen", "last", "stretch", "settled", "ends", "first", "takes_sums", "round_seconds", "signature", "certificate_pem", "merged")
     class SeenEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -62,6 +62,9 @@ class UpdateManifest(_message.Message):
     FIRST_FIELD_NUMBER: _ClassVar[int]
     TAKES_SUMS_FIELD_NUMBER: _ClassVar[int]
     ROUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
     job: str
     region: str
     epoch: int
@@ -77,7 +80,10 @@ class UpdateManifest(_message.Message):
     first: int
     takes_sums: bool
     round_seconds: float
-    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ..., first: _Optional[int] = ..., takes_sums: bool = ..., round_seconds: _Optional[float] = ...) -> None: ...
+    signature: bytes
+    certificate_pem: bytes
+    merged: _containers.RepeatedCompositeFieldContainer[UpdateManifest]
+    def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ..., first: _Optional[int] = ..., takes_sums: bool = ..., round_seconds: _Optional[float] = ..., signature: _Optional[bytes] = ..., certificate_pem: _Optional[bytes] = ..., merged: _Optional[_Iterable[_Union[UpdateManifest, _Mapping]]] = ...) -> None: ...
 
 class OfferReply(_message.Message):
     __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket", "next")
@@ -204,14 +210,16 @@ class Neighbours(_message.Message):
     def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ...) -> None: ...
 
 class PsPeer(_message.Message):
-    __slots__ = ("region", "address", "epoch")
+    __slots__ = ("region", "address", "epoch", "unsigned")
     REGION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UNSIGNED_FIELD_NUMBER: _ClassVar[int]
     region: str
     address: str
     epoch: int
-    def __init__(self, region: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    unsigned: bool
+    def __init__(self, region: _Optional[str] = ..., address: _Optional[str] = ..., epoch: _Optional[int] = ..., unsigned: bool = ...) -> None: ...
 
 class PsWatchRequest(_message.Message):
     __slots__ = ()
@@ -222,7 +230,7 @@ class PsModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PsStatus(_message.Message):
-    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down", "staleness", "refused", "interval", "codec", "link_streams", "decisions", "channel", "routes", "update_bytes", "metrics_error", "round_loss")
+    __slots__ = ("phase", "condition", "epoch", "attempt", "round", "step", "samples", "loss", "metrics", "metrics_samples", "metrics_round", "sent_bytes", "received_bytes", "model_digest", "applied_updates", "error", "wait_seconds", "link_rtt_ms", "link_mbps", "samples_per_second", "links_down", "staleness", "refused", "interval", "codec", "link_streams", "decisions", "channel", "routes", "update_bytes", "metrics_error", "round_loss", "peer_faults")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +326,7 @@ class PsStatus(_message.Message):
     UPDATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     METRICS_ERROR_FIELD_NUMBER: _ClassVar[int]
     ROUND_LOSS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FAULTS_FIELD_NUMBER: _ClassVar[int]
     phase: str
     condition: str
     epoch: int
@@ -350,4 +359,17 @@ class PsStatus(_message.Message):
     update_bytes: int
     metrics_error: str
     round_loss: float
-    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., decisions: _Optional[_Iterable[str]] = ..., channel: _Optional[_Mapping[str, int]] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., metrics_error: _Optional[str] = ..., round_loss: _Optional[float] = ...) -> None: ...
+    peer_faults: _containers.RepeatedCompositeFieldContainer[PeerFault]
+    def __init__(self, phase: _Optional[str] = ..., condition: _Optional[str] = ..., epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., metrics_samples: _Optional[int] = ..., metrics_round: _Optional[int] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ..., model_digest: _Optional[str] = ..., applied_updates: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., wait_seconds: _Optional[float] = ..., link_rtt_ms: _Optional[_Mapping[str, float]] = ..., link_mbps: _Optional[_Mapping[str, float]] = ..., samples_per_second: _Optional[float] = ..., links_down: _Optional[_Iterable[str]] = ..., staleness: _Optional[_Mapping[str, float]] = ..., refused: _Optional[_Mapping[str, int]] = ..., interval: _Optional[int] = ..., codec: _Optional[str] = ..., link_streams: _Optional[_Mapping[str, int]] = ..., decisions: _Optional[_Iterable[str]] = ..., channel: _Optional[_Mapping[str, int]] = ..., routes: _Optional[int] = ..., update_bytes: _Optional[int] = ..., metrics_error: _Optional[str] = ..., round_loss: _Optional[float] = ..., peer_faults: _Optional[_Iterable[_Union[PeerFault, _Mapping]]] = ...) -> None: ...
+
+class PeerFault(_message.Message):
+    __slots__ = ("region", "code", "text", "count")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    code: str
+    text: str
+    count: int
+    def __init__(self, region: _Optional[str] = ..., code: _Optional[str] = ..., text: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...

@@ -432,14 +432,20 @@ class Background(Machine):
         held = self._own_last or self.held_up or merging or late
         return "exchanging" if held else "training"
 
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        if self._sequence == NO_MODEL:
+            return tuple(region for region in self.setup.regions[:1] if region != self.setup.region)
+        if self._own_last and not self._complete:
+            return tuple(region for region in self.setup.others if region not in self._lasts)
+        return self.waiting.late(self._view()) if self._boundary.arrived else ()
+
     def _condition(self) -> str:
         if self._sequence == NO_MODEL:
-            first = self.setup.regions[0]
-            waits = first != self.setup.region
-            return f"waiting for the update of round 0 from {first}" if waits else ""
+            return f"waiting for the update of round 0 from {self.awaited[0]}" if self.awaited else ""
         if self._own_last and not self._complete:
-            missing = [region for region in self.setup.others if region not in self._lasts]
-            return f"waiting for the last updates from {', '.join(missing)}" if missing else ""
+            missing = ", ".join(self.awaited)
+            return f"waiting for the last updates from {missing}" if missing else ""
         view = self._view()
         if self._boundary.arrived and (late := self.waiting.late(view)):
             if self.setup.quorum:

@@ -20,6 +20,7 @@ __all__ = [
     "GradientsMerged",
     "Measured",
     "MetricsStored",
+    "Misbehaved",
     "OwnUpdateStored",
     "PeerHas",
     "Progress",
@@ -132,6 +133,14 @@ class Stored:
     """Another region's update is durable in the inbox."""
 
     manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Misbehaved:
+    """Another region has sent, as its own, what no region may send."""
+
+    region: str
+    text: str
 
 
 @dataclass(frozen=True)
@@ -259,6 +268,7 @@ Event = (
     | RoundEndLogged
     | OwnUpdateStored
     | Stored
+    | Misbehaved
     | PeerHas
     | Tried
     | Unreached

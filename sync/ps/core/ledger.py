@@ -138,6 +138,11 @@ class Ledger:
         """Return which updates of the other regions are in the model, as a manifest states it."""
         return tuple((name, mark) for name, mark in sorted(self.marks.items()) if name != self._region and mark >= 0)
 
+    def is_routed(self, via: str, origin: str) -> bool:
+        """Whether a region sends the updates of an origin to this one, by the present pairs or the former ones."""
+        routes = [self.neighbours, self.former] if self.former else [self.neighbours]
+        return via == origin or any(self._region in next_hops(pairs, via, origin) for pairs in routes)
+
     # Sending
 
     def route(

@@ -41,6 +41,7 @@ from sync.ps.core.events import (
     GradientsMerged,
     Measured,
     MetricsStored,
+    Misbehaved,
     OwnUpdateStored,
     PeerHas,
     Progress,
@@ -205,6 +206,11 @@ class Machine(abc.ABC):
         self._live_step = recovered.step
         self._told_to_end = False
         """Whether the job is to end before its planned end."""
+        self._may_end = bool(recovered.ends) or any(manifest.ends for manifest in recovered.inbox)
+        """Whether the control plane has told this region so, and not only other regions."""
+        self._early: dict[str, int] = {}
+        """Regions that state an earlier end of the job than planned, which the control plane has not ordered, with its
+        round."""
         self._refused: dict[str, int] = {}
         self._staleness: dict[str, float] = {}
         self._update_bytes = max(recovered.outbox, key=lambda m: m.sequence).total_bytes if recovered.outbox else 0
@@ -235,7 +241,7 @@ class Machine(abc.ABC):
             if self._failure is not None
             else _STATE_LOST
             if self.state_lost
-            else self._condition(),
+            else "; ".join(text for text in (self._condition(), self._early_text()) if text),
             epoch=self.epoch,
             attempt=self.attempt,
             sequence=max(0, self._reached),
@@ -266,12 +272,25 @@ class Machine(abc.ABC):
             return Verdict.FENCED
         if self.ledger.knows(manifest):
             return Verdict.HAVE
-        if self.state_lost:
+        if self.state_lost or not (direct or self.ledger.is_routed(via, manifest.region)):
+            return Verdict.LATER
+        if manifest.ends and not self._may_end:
+            # Only the control plane ends a job; it tells all regions.
+            self._early[manifest.region] = manifest.ends
             return Verdict.LATER
         if manifest.first and not (self.setup.sums and self.ledger.follows(manifest)):
             return Verdict.LATER
         possible = manifest.region in self.setup.contributors(manifest.sequence) and self._expects(manifest)
         return Verdict.WANT if possible else Verdict.LATER
+
+    @property
+    @abc.abstractmethod
+    def awaited(self) -> tuple[str, ...]:
+        """Other regions without whose update nothing can go on here, sorted."""
+
+    def _early_text(self) -> str:
+        told = [f"{region} states that the job ends with round {ends}" for region, ends in sorted(self._early.items())]
+        return f"{', '.join(told)}: the control plane has not said so" if told and not self._may_end else ""
 
     # To be implemented by the two kinds of exchange
 
@@ -375,6 +394,8 @@ class Machine(abc.ABC):
             case Stored():
                 self.ledger.add(event.manifest)
                 return self._heard(event.manifest) + self._ship() + self._try_apply()
+            case Misbehaved():
+                return self._fail(Failed("PEER_INVALID", event.text))
             case PeerHas() | StateLost() | Tried() | Unreached() | Summed() | SumGone():
                 return self._delivering(event)
             case TimerFired():
@@ -398,6 +419,7 @@ class Machine(abc.ABC):
     def _configured(self, event: Configured) -> list[Action]:
         self.epoch = max(self.epoch, event.epoch)
         self._told_to_end |= event.finish
+        self._may_end |= event.finish
         actions = self._begin_attempt(event.attempt)
         if event.workers and event.attempt == self.attempt:
             self.setup = replace(self.setup, workers=event.workers)

@@ -11,8 +11,10 @@ watermark. The sum needn't be durable where it is computed: the updates themselv
 Two units must never overlap, because a region that has a part of one could not use the other. So a sum is computed only
 of updates that have not been sent,
 
-- of our own, to any peer: then all peers get the same sum, from us or passed on; or
-- of any region's, to the one peer that lacks them while all others have them: it passes them on to no region.
+- to any peer: then all peers get the same sum, from us or passed on; or
+- to the one peer that lacks them while all others have them: it passes them on to no region.
+
+A region sums up only its own updates, since it cannot sign for another (`sync.transfer.signing`).
 
 Which updates were sent before this process started is not known, so our own ones of that time are sent as they are. A
 peer that nevertheless has some of another region's updates, through a third one, reports that, and gets the rest.
@@ -134,21 +136,21 @@ class Sums:
         if self._making or not self.model_bytes:
             return None
         for peer in sorted(self._supporting if backlogs else self._supporting & self._unreached):
-            for origin in self._regions:
-                for recipient, units in self._summable(peer, origin, lacking(peer, origin), has):
-                    parts = self._parts(recipient, units)
-                    if parts and (peer in self._unreached or self._is_backlog(parts)):
-                        self._making = _bytes(parts)
-                        return SumUp(recipient, tuple(parts))
+            for recipient, units in self._summable(peer, lacking(peer, self._region), has):
+                parts = self._parts(recipient, units)
+                if parts and (peer in self._unreached or self._is_backlog(parts)):
+                    self._making = _bytes(parts)
+                    return SumUp(recipient, tuple(parts))
         return None
 
     def _summable(
-        self, peer: str, origin: str, run: Sequence[Manifest], has: Callable[[str, str], int]
+        self, peer: str, run: Sequence[Manifest], has: Callable[[str, str], int]
     ) -> list[tuple[str, list[Manifest]]]:
         """Return which updates could be summed up, and for which peer ("": all)."""
-        others = [region for region in self._regions if region not in (self._region, peer, origin)]
+        origin = self._region
+        others = [region for region in self._regions if region not in (origin, peer)]
         found: list[tuple[str, list[Manifest]]] = []
-        if origin == self._region and self._supporting >= {*self._recipients("")}:
+        if self._supporting >= {*self._recipients("")}:
             begun = max([self._before, *(self._tried.get((who, origin), 0) for who in self._recipients(""))])
             found.append(("", _gapless([m for m in run if m.begins > begun])))
         begun = self._tried.get((peer, origin), 0)

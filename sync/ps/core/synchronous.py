@@ -170,12 +170,16 @@ class Synchronous(Machine):
         own = self.ledger.own(self._sequence + 1)
         return "exchanging" if self._boundary.preparing or own is not None else "training"
 
-    def _condition(self) -> str:
+    @property
+    def awaited(self) -> tuple[str, ...]:
         sequence = self._sequence + 1
         own_stored = self.ledger.own(sequence) is not None or self._sequence == NO_MODEL
-        if not self._complete and own_stored:
-            names = self.setup.contributors(sequence)
-            missing = [r for r, found in zip(names, self._of_round(sequence), strict=True) if found is None]
-            if missing and missing != [self.setup.region]:
-                return f"waiting for the update of round {sequence} from {', '.join(missing)}"
-        return ""
+        if self._complete or not own_stored:
+            return ()
+        names = self.setup.contributors(sequence)
+        missing = (name for name, found in zip(names, self._of_round(sequence), strict=True) if found is None)
+        return tuple(name for name in missing if name != self.setup.region)
+
+    def _condition(self) -> str:
+        names = ", ".join(self.awaited)
+        return f"waiting for the update of round {self._sequence + 1} from {names}" if names else ""

@@ -16,8 +16,8 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
-from sync.codec import Codec, Exact, Float32, Tensors, codec_by_mark, decoded
-from sync.layout import Layout, Vector
+from sync.codec import Codec, Exact, Float32, Tensors, decoded
+from sync.layout import Vector
 from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
 from sync.ps.core.actions import (
@@ -47,6 +47,7 @@ from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.checkpoints import Checkpoints
 from sync.ps.execution.export import from_safetensors
+from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
 from sync.ps.execution.replica import Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
 from sync.ps.execution.threads import background_thread
@@ -58,10 +59,6 @@ __all__ = ["ActionExecutor", "FramedUpdate", "merged_key"]
 _log = logging.getLogger("geofed.ps")
 _HISTORY_ROUNDS = 8
 """Rounds whose models are kept in memory for delay compensation."""
-_LAYOUT = "layout"
-"""Name of the tensor that holds the model's layout, as JSON, in the update of the initial model."""
-_WHOLE = "whole"
-"""Fact of a frame that holds a whole model instead of a change."""
 
 
 def merged_key(attempt: int, step: int) -> str:
@@ -269,14 +266,13 @@ class ActionExecutor:
         """Return the layout as a tensor that is sent with the initial model, so that each region can compare its
         own."""
         layout = self.storage.layout
-        return {} if layout is None else {_LAYOUT: np.frombuffer(layout.to_json().encode(), np.uint8)}
+        return {} if layout is None else {LAYOUT: np.frombuffer(layout.to_json().encode(), np.uint8)}
 
     def _check_layout(self, first: Manifest) -> None:
         """Raise ``GeofedError("TASK_INVALID")`` if our workers' model has another layout than the initial model."""
-        sent = framing.decode(self.storage.update(first)).tensors.get(_LAYOUT)
-        if sent is None:
+        theirs = sent_layout(framing.decode(self.storage.update(first)))
+        if theirs is None:
             return
-        theirs = Layout.from_json(np.asarray(sent, np.uint8).tobytes().decode(errors="replace"))
         if self.storage.layout is None:
             self.storage.keep_layout(theirs)
         elif differs := self.storage.layout.difference(theirs):
@@ -377,7 +373,7 @@ class ActionExecutor:
             if made.part != slice(None):
                 facts |= {"from": made.part.start, "to": made.part.stop}
             if made.whole:
-                facts[_WHOLE] = 1
+                facts[WHOLE] = 1
             residual = self.replica.state.residual
             if residual is not None and not self.setup.background:
                 self.storage.keep_residual(action.sequence, residual)
@@ -518,18 +514,8 @@ class ActionExecutor:
         The values are written into ``buffer`` if it has the right size.
         """
         frame = framing.decode(self.storage.update(manifest))
-        facts = frame.facts
-        # The initial model may arrive from another region before the first worker has reported the layout.
-        size = self.storage.layout.size if self.storage.layout else frame.tensors["delta"].size
-        part = slice(None)
-        if "from" in facts:
-            part = slice(int(facts["from"]), int(facts["to"]))
-            if not 0 <= part.start < part.stop <= size:
-                raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} covers {part}")
-            size = part.stop - part.start
-        trained = self.storage.layout.trainable_size if self.storage.layout else None
-        codec = codec_by_mark(int(facts.get("codec", -1)), None if trained is None else trained - (part.start or 0))
-        return decoded(codec, frame.tensors, size, buffer), part, _WHOLE in facts
+        shape = shape_of(frame, self.storage.layout)
+        return decoded(shape.codec, frame.tensors, shape.size, buffer), shape.part, shape.whole
 
     def _checkpoint(self, action: MergeUpdates) -> str:
         """Write a checkpoint and return the model's digest, or "" if another thread writes it or none is due."""

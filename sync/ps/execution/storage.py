@@ -15,6 +15,7 @@
     inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json exists
     inbox/REGION/SEQ.from-FIRST.*  the sum of another region's updates of rounds FIRST to SEQ; likewise
     outbox/SEQ.{frame,json}        our own update; likewise
+    evidence/REGION-SEQ.{frame,json}  an update that cannot be merged, with the reason; or two manifests of one number
     sums/DIGEST.frame              sums of updates that we send; computed again after a restart
 
 Every file is written under a temporary name, flushed with fsync and renamed, and then its folder is flushed. A line of
@@ -49,6 +50,7 @@ from sync import framing
 from sync.layout import Layout, Vector
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
+from sync.ps.execution.frames import check_received
 from sync.ps.execution.replica import ReplicaState
 from sync.transfer.manifest import Manifest
 
@@ -93,10 +95,27 @@ class Storage:
         """
         for left in (*self.folder.glob(".*.partial"), *self.folder.glob("*/**/.*.partial")):
             left.unlink()
+        self._sweep()
         try:
             return self._recover()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise GeofedError("STATE_INVALID", f"{self.folder} is damaged: {error}") from None
+
+    def _sweep(self) -> None:
+        """Delete incomplete updates that can't be continued: those of unknown regions, those that are complete by now,
+        and of several under one number all but the newest."""
+        for folder in (self.folder / "inbox").iterdir():
+            if folder.name not in self._setup.regions:
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            newest: dict[str, Path] = {}
+            for part in sorted(folder.glob("*.part"), key=lambda path: path.stat().st_mtime):
+                number = part.name.split(".")[0]
+                complete = (folder / f"{number}.json").exists()
+                for old in [*([newest[number]] if number in newest else []), *([part] if complete else [])]:
+                    old.unlink(missing_ok=True)
+                    old.with_suffix(".have").unlink(missing_ok=True)
+                newest[number] = part
 
     def _recover(self) -> tuple[Recovered, ReplicaState | None, list[Entry]]:
         inbox = tuple(_manifests(sorted(self.folder.glob("inbox/*/*.json"))))
@@ -226,6 +245,26 @@ class Storage:
             write_durably(self.folder / "layout.json", [layout.to_json().encode()])
             self.layout = layout
 
+    def accepts(self, sequence: int) -> bool:
+        """Whether a received update of a round can be checked: before the model's layout is known, only the initial
+        model can."""
+        return self.layout is not None or sequence == 0
+
+    def inspect(self, manifest: Manifest, path: Path) -> None:
+        """Check a received update. Raises ``GeofedError("FRAME_INVALID")`` if it cannot be merged; the file is then
+        moved to the folder ``evidence``, if that holds no other one of its region."""
+        try:
+            check_received(path, manifest.sequence, self.layout)
+        except GeofedError as error:
+            folder = self.folder / "evidence"
+            folder.mkdir(exist_ok=True)
+            if not any(folder.glob(f"{manifest.region}-*.frame")):
+                kept = folder / f"{manifest.region}-{manifest.sequence}.frame"
+                os.replace(path, kept)
+                facts = {"reason": error.message, "manifest": asdict(manifest)}
+                write_durably(kept.with_suffix(".json"), [json.dumps(facts, indent=1).encode()])
+            raise
+
     def keep_metrics(self, metrics: StoreMetrics) -> None:
         """Make the metrics of an evaluation durable, in place of those before."""
         write_durably(self.folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
@@ -344,6 +383,9 @@ class Storage:
         if self._log is None:
             raise GeofedError("INTERNAL", "the log is not open")
         kind = {LogRoundEnd: "end", MergeUpdates: "merge", Restart: "restart"}[type(entry)]
+        if isinstance(entry, MergeUpdates):
+            # Signatures are stored with the updates.
+            entry = replace(entry, manifests=tuple(replace(m, signature="", certificate="") for m in entry.manifests))
         body = json.dumps({kind: asdict(entry)}, separators=(",", ":"))
         line = f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
         with disk_full_as_error(self.folder):

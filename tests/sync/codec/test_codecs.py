@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from support.budget import budget
+from support.damage import damaged
 
 from geofed_pb.errors import GeofedError
 from sync import framing
@@ -23,6 +25,7 @@ from sync.codec import (
     Exact,
     Float32,
     Int8Blocks,
+    Mixed,
     Ternary,
     _check,
     codec_by_mark,
@@ -257,3 +260,32 @@ def test_a_codec_of_another_package_has_a_mark_of_its_own() -> None:
     assert _check(Theirs(), {}) == ""
     assert _check(Another(), {"theirs": Theirs()}) == "its mark 12 is that of codec 'theirs'"
     assert _check(Ours(), {}) == "its mark must be 12 to 15, not 2"
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "topk", "ternary", "sparse", "exact"])
+@pytest.mark.parametrize("trained", [None, 5000])
+def test_an_update_passes_the_check_if_it_can_be_decoded(name: str, trained: int | None) -> None:
+    """Whatever its arrays hold, and however long they are: the check is what an acknowledgement rests on."""
+    codec: Codec = codec_named(name) if trained is None else Mixed(codec_named(name), trained)
+    vector = np.random.default_rng(1).standard_normal(9000).astype(np.float32)
+    vector[::3] = 0.0
+    good = codec.encode(vector)
+    outcomes = {True: 0, False: 0}
+    for tensor, array in good.items():
+        for data in damaged(array.tobytes(), budget(200)):
+            whole = data[: len(data) // array.itemsize * array.itemsize]
+            tensors = {**good, tensor: np.frombuffer(whole, array.dtype)}
+            passes = _raises_nothing(lambda tensors=tensors: codec.check(tensors, vector.size))
+            assert passes == _raises_nothing(lambda tensors=tensors: codec.decode(tensors, vector.size))
+            outcomes[passes] += 1
+    assert min(outcomes.values()) > 0
+
+
+def _raises_nothing(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except GeofedError as error:
+        if error.code != "FRAME_INVALID":
+            raise
+        return False
+    return True

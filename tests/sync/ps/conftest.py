@@ -30,7 +30,8 @@ def servers(tmp_path: Path, authority: Authority, warm_servers: WarmServers) -> 
 
     def start(*regions: str, **settings: Any) -> list[Server]:
         options = {"warm": warm_servers, **settings}
-        made.extend(Server(tmp_path / region, authority, region, regions, **options) for region in regions)
+        members = options.pop("regions", regions)
+        made.extend(Server(tmp_path / region, authority, region, members, **options) for region in regions)
         for server in made:
             server.launch()
         for server in made:

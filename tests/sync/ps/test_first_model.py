@@ -114,7 +114,7 @@ def test_what_is_here_already_is_not_sent(tmp_path: Path, size: int, bulk: int |
             manifest = east.make(0, data)
             await east.carry(west.peer(), manifest)
             assert west.path("east", 0).read_bytes() == data
-            assert west.stored == [manifest]
+            assert west.stored[0].content == manifest.content
             assert west.links.received_bytes == {}
             # What comes after it travels.
             await east.carry(west.peer(), east.make(1, data))
@@ -159,7 +159,7 @@ def test_a_model_on_its_way_is_cut_short_when_our_own_workers_have_made_it(tmp_p
             assert west.path("east", 0).read_bytes() == data
             await carrying
             assert west.links.received_bytes["east"] < len(data) * 3 / 4
-            assert west.stored == [manifest]
+            assert west.stored[0].content == manifest.content
             meter = east.links.peer_senders["west"].meter
             assert meter.failures == 0
             assert meter.mbps == 0.0, "what was not sent tells no rate"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
             arrival = Arrival(manifest, storage.update_path(region, sequence))
             for offset in range(arrival.file.prefix, len(data), 100):
                 arrival.append(offset, data[offset : offset + 100])
-            arrival.complete()
+            arrival.complete(lambda *_: None)
         model = _merged(storage, model, sequence)
         applied = MergeUpdates(
             sequence, (), sequence, 10.0 * sequence, sequence, version=sequence, watermarks=(("b", sequence),)
@@ -403,3 +404,22 @@ def test_a_full_disk_is_told_and_the_old_state_stays(full: Path) -> None:
     recovered = _recover(_storage(full))[0]
     assert recovered.sequence == 0
     assert not list(full.glob(".*.partial")), "the room that the half-written file took is free again"
+
+
+def test_incomplete_updates_that_cannot_be_continued_are_deleted(tmp_path: Path) -> None:
+    """All but the newest of a number, those of a complete update, and those of another job's region."""
+    inbox = tmp_path / "inbox" / "b"
+    inbox.mkdir(parents=True)
+    stranger = tmp_path / "inbox" / "mars"
+    stranger.mkdir()
+    (stranger / "1.0.part").write_bytes(b"?")
+    for age, name in enumerate(("3.old", "3.new", "2.late")):
+        for kind in ("part", "have"):
+            (inbox / f"{name}.{kind}").write_text("[]")
+            os.utime(inbox / f"{name}.{kind}", (age, age))
+    manifest, data = _update("b", 2)
+    (inbox / "2.frame").write_bytes(data)
+    (inbox / "2.json").write_text(json.dumps(asdict(manifest)))
+    Storage(tmp_path, SETUP).recover()
+    assert {path.name for path in inbox.iterdir()} == {"2.frame", "2.json", "3.new.part", "3.new.have"}
+    assert not stranger.exists()

@@ -15,7 +15,7 @@ from support.relay import Relay
 
 from sync.ps.core.actions import SendUpdates
 from sync.transfer.arrival import Arrival
-from sync.transfer.manifest import PeerAddress
+from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.peer_sender import PeerSender
 
 AUTHORITY = Authority()
@@ -65,10 +65,10 @@ def test_updates_that_wait_do_not_wait_for_each_others_answers(tmp_path: Path, m
     """None of three is made durable before all of them are there."""
     complete, meeting = Arrival.complete, threading.Barrier(3, timeout=20)
 
-    def completed(self: Arrival) -> None:
+    def completed(self: Arrival, inspect: Callable[[Manifest, Path], None]) -> None:
         if 2 <= self.manifest.sequence <= 4:
             meeting.wait()
-        complete(self)
+        complete(self, inspect)
 
     monkeypatch.setattr(Arrival, "complete", completed)
     cuts, _ = asyncio.run(_carry(tmp_path, lambda relay: None))

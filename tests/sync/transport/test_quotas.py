@@ -1,0 +1,88 @@
+"""What one peer may ask of a receiver."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.pki import Authority
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import sync_pb2
+from sync.transfer.quotas import CallQuotas
+from sync.transport.receiver import BulkPort
+from sync.transport.sockets import Tls, dial
+from sync.transport.stream import hello
+
+
+def test_a_burst_is_answered_at_once_and_a_flood_is_slowed_down() -> None:
+    now = [0.0]
+    quotas = CallQuotas(lambda: now[0])
+    assert all(quotas.delay_seconds("mars") == 0 for _ in range(2000))
+    flood = [quotas.delay_seconds("mars") for _ in range(400)]
+    assert flood[0] > 0
+    assert flood[-1] == pytest.approx(2.0)
+    # Others are not slowed down, nor is the peer itself some time later.
+    assert quotas.delay_seconds("west") == 0
+    now[0] = 3.0
+    assert quotas.delay_seconds("mars") == 0
+
+
+def test_a_peer_has_a_limited_number_of_calls_under_way() -> None:
+    async def many() -> None:
+        quotas, ended = CallQuotas(), asyncio.Event()
+
+        async def wait() -> None:
+            async with quotas.call("mars"):
+                await ended.wait()
+
+        waiting = [asyncio.ensure_future(wait()) for _ in range(64)]
+        await asyncio.sleep(0)
+        with pytest.raises(GeofedError, match="mars has 64 calls under way"):
+            async with quotas.call("mars"):
+                pass
+        async with quotas.call("west"):
+            pass
+        ended.set()
+        await asyncio.gather(*waiting)
+        async with quotas.call("mars"):
+            pass
+
+    asyncio.run(many())
+
+
+class _Deaf:
+    """Admits everybody, and wants nothing."""
+
+    def greeted(self, caller: str, greeting: sync_pb2.BulkHello) -> None: ...
+
+
+def test_a_peer_has_a_limited_number_of_connections() -> None:
+    authority = Authority()
+    own, mars, west = (authority.region(name) for name in ("east", "mars", "west"))
+    port = BulkPort("127.0.0.1", 0, "job", lambda: own, _Deaf())  # type: ignore[arg-type]
+    port.start()
+
+    def connected(tls: Tls) -> bool:
+        line = dial(("127.0.0.1", port.port), "east", tls, 5.0)
+        lines.append(line)
+        line.sendall(hello("job", collects=False))
+        line.settimeout(0.3)
+        try:
+            # It is told why before its connection is closed; one that is accepted is told nothing.
+            return not line.recv(1)
+        except TimeoutError:
+            return True
+
+    lines: list[object] = []
+    try:
+        for _ in range(64):
+            line = dial(("127.0.0.1", port.port), "east", mars, 5.0)
+            lines.append(line)
+            line.sendall(hello("job", collects=False))
+        assert not connected(mars)
+        assert connected(west)
+    finally:
+        for line in lines:
+            line.close()  # type: ignore[attr-defined]
+        port.close()
