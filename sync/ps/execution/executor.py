@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
 from sync.codec import Codec, Exact, Float32, Tensors, decoded
-from sync.layout import Vector
+from sync.layout import Layout, Vector
 from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
 from sync.ps.core.actions import (
