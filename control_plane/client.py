@@ -18,6 +18,7 @@ import grpc.aio
 from geofed_pb.address import addresses_of
 from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, with_token
+from geofed_pb.signing import Signer
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _Reply = TypeVar("_Reply")
@@ -41,6 +42,8 @@ class Context:
     ca_file: Path
     token_file: Path
     federation: str = ""
+    key_file: Path | None = None
+    """The user's key for signing submissions, which is created when it is used first; None: nothing is signed."""
 
     @classmethod
     def load(cls, path: Path) -> Context:
@@ -49,7 +52,8 @@ class Context:
         try:
             fields = json.loads(path.read_text())
             names = (fields["address"], Path(fields["ca_file"]), Path(fields["token_file"]))
-            return cls(*names, federation=fields.get("federation", ""))
+            key_file = Path(fields.get("key_file") or path.absolute().parent / "user.key")
+            return cls(*names, federation=fields.get("federation", ""), key_file=key_file)
         except FileNotFoundError:
             hint = "start a control plane with `control-plane serve`, or name its context file"
             raise GeofedError("UNAVAILABLE", f"context file {path} not found", hint=hint) from None
@@ -60,9 +64,10 @@ class Context:
 class ControlClient:
     """A connection to the control plane; use it as an async context manager."""
 
-    def __init__(self, address: str, ca_pem: bytes, token: str) -> None:
+    def __init__(self, address: str, ca_pem: bytes, token: str, key_file: Path | None = None) -> None:
         self._addresses = addresses_of(address) or (address,)
         self._ca_pem = ca_pem
+        self._key_file = key_file
         self._metadata = with_token(token)
         self._chosen = len(self._addresses) == 1
         """Whether the channel is to the control plane that leads, or to the only one."""
@@ -114,7 +119,8 @@ class ControlClient:
     def connect(cls, context: Context) -> ControlClient:
         """Return a client for a context. Raises ``GeofedError("UNAUTHENTICATED")`` if its files cannot be read."""
         try:
-            return cls(context.address, context.ca_file.read_bytes(), context.token_file.read_text().strip())
+            token = context.token_file.read_text().strip()
+            return cls(context.address, context.ca_file.read_bytes(), token, context.key_file)
         except OSError as error:
             raise GeofedError("UNAUTHENTICATED", f"cannot read {error.filename}: {error.strerror}") from None
 
@@ -145,11 +151,14 @@ class ControlClient:
             bundle_digest: digest of the uploaded code, so that a new task can be probed first.
         """
         request = control_pb2.PlanRequest(spec_json=spec_json, code_digest=code_digest, bundle_digest=bundle_digest)
+        if bundle_digest:
+            self._sign(request.submission, spec_json, bundle_digest)
         return await self._answer(lambda stub: stub.Plan, request, PROBE_WAIT)
 
     async def submit(self, spec_json: str, bundle_digest: str, request_id: str) -> control_pb2.SubmitReply:
         """Submit a job; once for each request ID."""
         request = control_pb2.SubmitRequest(request_id=request_id, spec_json=spec_json, bundle_digest=bundle_digest)
+        self._sign(request.submission, spec_json, bundle_digest)
         return await self._answer(lambda stub: stub.Submit, request, PROBE_WAIT)
 
     async def profile(
@@ -166,9 +175,20 @@ class ControlClient:
             bundle_digest=bundle_digest,
             memories_mb=memories_mb,
         )
+        self._sign(request.submission, spec_json, bundle_digest)
         async with self._calling():
             async for progress in self._stub.Profile(request, metadata=self._metadata):
                 yield progress
+
+    def _sign(self, submission: common_pb2.Submission, spec_json: str, bundle_digest: str) -> None:
+        """Sign what regions are to run, if the user has a key or can have one."""
+        if self._key_file is not None:
+            try:
+                signer = Signer.load_or_create(self._key_file)
+            except OSError:
+                # A context in a folder that is read-only.
+                return
+            submission.CopyFrom(signer.sign(spec_json, bundle_digest))
 
     async def job(self, job: str) -> control_pb2.Job:
         """Return a job by ID or name."""
@@ -247,11 +267,17 @@ class ControlClient:
         return await self._answer(lambda stub: stub.AddUser, request)
 
     async def change_user(
-        self, name: str, promised_workers: int | None = None, *, no_quota: bool = False, new_token: bool = False
+        self,
+        name: str,
+        promised_workers: int | None = None,
+        *,
+        no_quota: bool = False,
+        new_token: bool = False,
+        new_key: bool = False,
     ) -> control_pb2.UserReply:
-        """Change a user's quota (None: unchanged) or token."""
+        """Change a user's quota (None: unchanged) or token; ``new_key``: take the key of the next submission."""
         request = control_pb2.ChangeUserRequest(
-            name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token
+            name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token, new_key=new_key
         )
         return await self._answer(lambda stub: stub.ChangeUser, request)
 

@@ -122,6 +122,39 @@ def preemptible(
 
 
 @app.command()
+def pending(
+    state_dir: StateDir = DEFAULT_STATE,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """List what waits for your approval, by `policy.approve` of the region file."""
+    from dataclasses import asdict
+
+    from region_agent.approvals import Approvals
+
+    found = list(Approvals(state_dir).pending())
+    if output == "json":
+        print(json.dumps({"schema_version": 1, "status": "ok", "data": [asdict(one) for one in found]}))
+        return
+    for one in found:
+        since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(one.since))
+        print(f"{one.job}  user {one.user}, code {one.code[:19]}, dataset {one.dataset}, since {since}")
+    if not found:
+        _say("nothing waits for approval")
+
+
+@app.command()
+def approve(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="ID from `region-agent pending`.", show_default=False)],
+    state_dir: StateDir = DEFAULT_STATE,
+) -> None:
+    """Approve a job, profile or probe, so that it runs on this region's data."""
+    from region_agent.approvals import Approvals
+
+    found = Approvals(state_dir).approve(job)
+    _say(f"{found.job} of user {found.user} may run on {found.dataset}")
+
+
+@app.command()
 def doctor(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
     state_dir: StateDir = DEFAULT_STATE,
@@ -172,6 +205,8 @@ def _print_status(fields: dict[str, Any]) -> None:
     print(f"gateway        {fields['gateway']}")
     if fields.get("channel"):
         print(f"channel        {fields['channel']}")
+    for one in fields.get("pending", []):
+        print(f"waiting        {one['job']} of user {one['user']}: region-agent approve {one['job']}")
     for job, part in fields["partitions"].items():
         print(f"job            {job}: {part['state']}, attempt {part['attempt']}  {part['condition']}".rstrip())
     # Missing in the status of an older agent.

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
+from region_agent.approvals import Approvals
 from region_agent.capacity import preemptible_workers
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
@@ -78,6 +79,8 @@ class Status:
     condition: str
     channel: str = ""
     """Kind of the channel, with a note if it is unencrypted."""
+    pending: list[dict[str, object]] = field(default_factory=list)
+    """What waits for the operator's approval."""
 
 
 class Agent:
@@ -115,6 +118,9 @@ class Agent:
         self._gateway: EmbeddedGatewayProcess | None = None
         self._context: PartitionContext | None = None
         self._profiler: Profiler | None = None
+        self._approvals = Approvals(state_dir, config.policy.approve)
+        self._unapproved: dict[str, agent_pb2.StartPartition] = {}
+        """Partitions that wait for the operator's approval, by job."""
         self._logs = LogShipping(self._store, self._hub.send_durably)
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that end partitions and transfers."""
@@ -134,7 +140,7 @@ class Agent:
             tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
         try:
             for row in self._store.open_partitions():
-                self._start_partition(agent_pb2.StartPartition.FromString(row.start))
+                self._start_or_wait(agent_pb2.StartPartition.FromString(row.start))
             for row, discard in self._store.stopped_partitions():
                 self._end(self._partition_of(row), "stopped before the agent started again", discard)
             for message, sent in self._store.sendings():
@@ -305,6 +311,7 @@ class Agent:
             now = time.time()
             self._write_status(now)
             self._update_capacity()
+            self._start_approved()
             for partition in self._partitions.values():
                 partition.report_account(time.monotonic())
             # Write the status immediately when a session begins or ends.
@@ -374,6 +381,7 @@ class Agent:
             certificate_ends=self._identity.certificate.not_valid_after_utc.timestamp(),
             gateway=self._config.gateway.kind,
             channel=channel_text(self._config),
+            pending=[asdict(one) for one in self._approvals.pending()],
             partitions={
                 job: {"state": p.machine.state, "attempt": p.machine.attempt, "condition": p.machine.condition}
                 for job, p in sorted(self._partitions.items())
@@ -403,7 +411,26 @@ class Agent:
         if running is not None:
             running.repeated(command)
         else:
+            self._start_or_wait(command)
+
+    def _start_or_wait(self, command: agent_pb2.StartPartition) -> None:
+        """Start a partition, unless the region's operator has to approve it first."""
+        if not self._approvals.waits(command.job, command.task):
+            self._unapproved.pop(command.job, None)
             self._start_partition(command)
+            return
+        self._unapproved[command.job] = command
+        text = f"waiting for the approval of {command.region}'s operator: `region-agent approve {command.job}`"
+        _log.info("a job waits for approval", job=command.job, user=command.task.submission.user)
+        report = agent_pb2.PartitionReport(job=command.job, epoch=command.epoch, state="accepted", condition=text)
+        self._hub.report(report, durable=True)
+
+    def _start_approved(self) -> None:
+        """Start the partitions that the operator has approved by now."""
+        for command in list(self._unapproved.values()):
+            if not self._approvals.waits(command.job, command.task):
+                del self._unapproved[command.job]
+                self._start_partition(command)
 
     def _start_partition(self, command: agent_pb2.StartPartition) -> None:
         partition = self._partition(command)
@@ -527,6 +554,9 @@ class Agent:
             self._close(sending)
             return
         self._store.took_stop(seq, command.job, discard=command.discard)
+        self._approvals.done(command.job)
+        if self._unapproved.pop(command.job, None) is not None:
+            self._store.forget(command.job)
         partition = self._partitions.pop(command.job, None)
         if partition is None:
             report = agent_pb2.PartitionReport(job=command.job, epoch=command.epoch, state="stopped")

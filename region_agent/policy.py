@@ -6,6 +6,7 @@ import re
 from datetime import timedelta
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.signing import require_signature, statement
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from sync.ps.tokens import MAX_TOKEN_LIFETIME
@@ -35,6 +36,7 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
     if not config.policy.accept_jobs:
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
+    check_user(config, command.task)
     if command.region != config.name:
         raise GeofedError("RESIDENCY_VIOLATION", f"a partition of {command.region} was sent to {config.name}")
     foreign = [ref.region for ref in plan.shards if ref.region != config.name]
@@ -57,6 +59,18 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
     if plan.memory_mb > config.capacity.memory_mb:
         text = f"region {config.name} allows a function {config.capacity.memory_mb} MB, the plan has {plan.memory_mb}"
         raise GeofedError("FORBIDDEN", text)
+
+
+def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
+    """Check that a user of `policy.allowUsers` has signed what is to run; raises ``GeofedError("FORBIDDEN")``."""
+    allowed, submission = config.policy.allow_users, task.submission
+    if allowed is None:
+        return
+    if submission.user not in allowed:
+        text = f"region {config.name} runs no code of user {submission.user or 'unknown'}"
+        raise GeofedError("FORBIDDEN", text, hint="its policy.allowUsers lists whose code it runs")
+    facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset
+    require_signature(submission, allowed[submission.user], statement(*facts))
 
 
 def check_sending(config: RegionConfig, order: agent_pb2.SendShard, cloud: str | None) -> None:

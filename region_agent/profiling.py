@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
+from region_agent.approvals import Approvals
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
@@ -195,6 +196,7 @@ class Profiler:
         """Store the task's code in the channel; yields the body of a call, without data. Cleans up afterwards."""
         context, start = self._context, _as_partition(command)
         check_partition(context.config, start)
+        Approvals(context.state_dir, context.config.policy.approve).require(command.id, command.task)
         if context.config.prices is None:
             text = f"region {command.region} states no prices"
             raise GeofedError("PRICE_UNKNOWN", text, hint="add `prices` to its configuration")

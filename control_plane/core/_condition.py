@@ -27,8 +27,12 @@ def condition_of(state: JobState) -> str:
     if state.phase == "starting" and waits_for_shards:
         return f"waiting {_pending_shards(state)}"
     if state.phase == "starting":
-        unready = [part.region for part in state.partitions if not part.address]
-        return f"waiting for {_listed(unready)} to be ready" if unready else ""
+        unready = [part for part in state.partitions if not part.address]
+        notes = [
+            f"; {part.region}: {part.report.condition}" for part in unready if part.report and part.report.condition
+        ]
+        regions = _listed([part.region for part in unready])
+        return f"waiting for {regions} to be ready{''.join(notes)}" if unready else ""
     if state.phase == "cancelling":
         going = [part.region for part in state.partitions if part.state not in ENDED_PARTITION]
         going += [copy.source for copy in state.copies if copy.report and copy.state not in ENDED_PARTITION]

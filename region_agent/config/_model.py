@@ -297,6 +297,13 @@ class PolicyConfig(Section):
     """Whether log lines of job code may leave the region."""
     accept_shards: bool = True
     """Whether shards of other regions may be processed here, if their residency allows it."""
+    allow_users: dict[str, Annotated[str, Field(pattern=r"^ed25519:[A-Za-z0-9+/]{43}=$")]] | None = None
+    """Users whose code may run here, each with the public key that `control-plane user key` prints; `operator` is the
+    federation's operator. The agent checks their signatures, whatever the control plane says. Default: all users of
+    the federation, signed or not."""
+    approve: Literal["none", "first-run", "every"] = "none"
+    """What waits for `region-agent approve JOB`. `first-run`: a user's code the first time that it runs on a dataset.
+    `every`: every job, profile and probe."""
     peer_networks: tuple[Annotated[str, AfterValidator(_network)], ...] | None = None
     """Networks in which this region connects to other regions' servers: `203.0.113.0/24`, `2001:db8::/32`. Default: the
     address that the other region's agent connects from; and private addresses and the loopback interface, if that

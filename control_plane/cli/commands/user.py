@@ -58,23 +58,44 @@ def change(
     promised_workers: Quota = None,
     no_quota: Annotated[bool, typer.Option("--no-quota", help="Remove the limit of promised workers.")] = False,
     new_token: Annotated[bool, typer.Option("--new-token", help="Print a new token and revoke the old one.")] = False,
+    new_key: Annotated[
+        bool, typer.Option("--new-key", help="Take the signing key of the user's next submission.")
+    ] = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Change a user's quota or token; existing promises stay valid."""
+    """Change a user's quota, token or key; existing promises stay valid."""
     if no_quota and promised_workers is not None:
         raise GeofedError("USAGE", "--promised-workers and --no-quota contradict each other")
-    if not (no_quota or new_token or promised_workers is not None):
-        raise GeofedError("USAGE", "nothing to change", hint="give --promised-workers N, --no-quota or --new-token")
+    if not (no_quota or new_token or new_key or promised_workers is not None):
+        hint = "give --promised-workers N, --no-quota, --new-token or --new-key"
+        raise GeofedError("USAGE", "nothing to change", hint=hint)
 
     async def ask(client: ControlClient) -> control_pb2.UserReply:
-        return await client.change_user(user, promised_workers, no_quota=no_quota, new_token=new_token)
+        return await client.change_user(user, promised_workers, no_quota=no_quota, new_token=new_token, new_key=new_key)
 
     reply = ask_control_plane(context, ask)
     if reply.token:
         _show_token(reply)
     else:
         emit(_user_view(reply.user), table=_user_text, name=_name_of)
+
+
+@app.command()
+def key(context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """Print your public key, which regions list in `policy.allowUsers`; it is created when it is used first."""
+    from control_plane.cli._connect import find_context
+    from control_plane.client import Context
+    from geofed_pb.signing import Signer
+
+    file = Context.load(find_context(context)).key_file
+    if file is None:
+        raise GeofedError("CONFIG_INVALID", "the context names no key")
+    try:
+        data = {"public_key": Signer.load_or_create(file).public_key, "file": str(file)}
+    except OSError as error:
+        raise GeofedError("CONFIG_INVALID", f"cannot create {file}: {error.strerror}") from None
+    emit(data, table=lambda shown: str(shown["public_key"]), name=lambda shown: str(shown["public_key"]))
 
 
 @app.command()
@@ -114,6 +135,7 @@ def _user_view(user: control_pb2.User) -> Data:
         "promised_now": user.promised_now,
         "jobs": user.jobs,
         "created_at": time_text(user.created_at),
+        "public_key": user.public_key or None,
     }
 
 
@@ -136,6 +158,7 @@ def _user_text(view: Data) -> str:
             ("promised", f"{view['promised_now']} workers"),
             ("jobs", view["jobs"]),
             ("since", view["created_at"]),
+            ("key", view["public_key"] or "none yet"),
         ]
     )
 

@@ -8,8 +8,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from google.protobuf.json_format import MessageToJson
+
 from control_plane.core import InitialModel, ScaleRequested, StartDelayed, job_state_to_json
 from control_plane.pki import utc_now
+from control_plane.service.jobs._signed import require_signed
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.planning._admission import AdmittedJob
@@ -31,7 +34,7 @@ from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, parse_request
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
-from geofed_pb.v1 import control_pb2
+from geofed_pb.v1 import common_pb2, control_pb2
 from scheduler import Declined, Plan
 
 _MAX_PLANS = 5
@@ -61,7 +64,12 @@ async def answer_plan(
     if request.bundle_digest:
         code_digest = await _code_digest(federation, request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
-    learnt = await probing.learnt(spec, code_digest, request.bundle_digest)
+    submission = common_pb2.Submission(user=user or OPERATOR)
+    if request.bundle_digest:
+        submission = await require_signed(
+            federation, request.submission, user, request.spec_json, spec, request.bundle_digest
+        )
+    learnt = await probing.learnt(spec, code_digest, request.bundle_digest, submission)
     async with federation.planning:
         _, answer = await federation.answer(spec, "plan", learnt, user)
     if isinstance(answer, Declined):
@@ -109,9 +117,13 @@ async def submit(
     if (earlier := await _earlier(federation, row)) is not None:
         return earlier, False
     code_digest = await _code_digest(federation, request.bundle_digest)
+    submission = await require_signed(
+        federation, request.submission, user, request.spec_json, spec, request.bundle_digest
+    )
     initial_model = await initial_model_of(federation, spec, user)
-    row = replace(row, task_key=task_keys(spec, code_digest)[0])
-    learnt = await probing.learnt(spec, code_digest, request.bundle_digest)
+    signature_json = MessageToJson(submission, indent=None) if submission.public_key else ""
+    row = replace(row, task_key=task_keys(spec, code_digest)[0], signature_json=signature_json)
+    learnt = await probing.learnt(spec, code_digest, request.bundle_digest, submission)
     new = NewJob(row, spec, learnt, initial_model)
 
     async def check(draft: Draft) -> JobEntry | None:

@@ -207,7 +207,9 @@ class Succession:
         silent = self._silent(entry)
         # Unreachable regions are only left out of the plan, not excluded in the stored spec.
         planned = _without_regions(rest, silent)
-        new = NewJob(replace(new_job, task_key=key), planned, await self._learnt(entry, rest), model)
+        # The signature is over the code and its data, which the successor shares.
+        new_job = replace(new_job, task_key=key, signature_json=row.signature_json, shared_with=row.shared_with)
+        new = NewJob(new_job, planned, await self._learnt(entry, rest), model)
 
         async def check(draft: Draft) -> JobEntry | None:
             present = draft.job(row.id)

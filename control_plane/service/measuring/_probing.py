@@ -25,7 +25,7 @@ from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.errors import GeofedError
-from geofed_pb.v1 import agent_pb2
+from geofed_pb.v1 import agent_pb2, common_pb2
 
 WAIT = timedelta(seconds=10)
 """How long a plan waits for a task's probe; a later result is used by later plans."""
@@ -101,7 +101,13 @@ class Probing:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)
 
-    async def learnt(self, spec: JobSpec, code_digest: str, bundle_digest: str = "") -> Learnt:
+    async def learnt(
+        self,
+        spec: JobSpec,
+        code_digest: str,
+        bundle_digest: str = "",
+        submission: common_pb2.Submission | None = None,
+    ) -> Learnt:
         """Return all measurements of a task. A new task is probed first, if its code is uploaded; wait for that at most
         the time set at construction.
 
@@ -111,7 +117,7 @@ class Probing:
         keys = task_keys(spec, code_digest)
         learnt = await self._stored(keys)
         if bundle_digest and not learnt.of_own_code(keys[0]) and not _is_complete(learnt.weight):
-            why = await self._probed(keys[0], spec, bundle_digest)
+            why = await self._probed(keys[0], spec, bundle_digest, submission or common_pb2.Submission())
             learnt = await self._stored(keys)
             if why is not None and why.certain:
                 given = why.error.hint if why.error.hint != why.error.entry.hint else "correct the task module"
@@ -134,7 +140,9 @@ class Probing:
         why = "the probe is still running" if key in self._running else weight.note or "the probe was interrupted"
         return f"the agent of {weight.region} has not timed the task's steps: {why}"
 
-    async def _probed(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unprobed | None:
+    async def _probed(
+        self, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission
+    ) -> _Unprobed | None:
         """Probe a task, or join its running probe; return why it is not or not completely probed, else None."""
         until, why = self._rests.get(key, (-math.inf, None))
         if why is not None and time.monotonic() < until:
@@ -143,7 +151,7 @@ class Probing:
         if task is None:
             if len(self._running) >= _MAX_PROBES:
                 return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._running)} other tasks are being probed"))
-            task = self._running[key] = asyncio.create_task(self._probe(key, spec, bundle_digest))
+            task = self._running[key] = asyncio.create_task(self._probe(key, spec, bundle_digest, submission))
             task.add_done_callback(lambda _: self._running.pop(key, None))
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():
@@ -153,7 +161,9 @@ class Probing:
             return _Unprobed(GeofedError("UNAVAILABLE", "the control plane is stopping"))
         return task.result()
 
-    async def _probe(self, key: str, spec: JobSpec, bundle_digest: str) -> _Unprobed | None:
+    async def _probe(
+        self, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission
+    ) -> _Unprobed | None:
         """Try one region after another until one has probed the task; return why none has, else None."""
         failed: dict[str, GeofedError] = {}
         tried, row = False, None
@@ -167,7 +177,7 @@ class Probing:
                         raise TimeoutError
                     tried = True
                     try:
-                        command = self._command(region, spec, bundle_digest, left)
+                        command = self._command(region, spec, bundle_digest, left, submission)
                         row = await self._probe_in(command, key, spec.metadata.name, failed)
                     except GeofedError as error:
                         failed[region] = error
@@ -213,7 +223,14 @@ class Probing:
             free.append((self._measurements.running(region), -samples, region))
         return [region for _, _, region in sorted(free)]
 
-    def _command(self, region: str, spec: JobSpec, bundle_digest: str, wait_seconds: float) -> agent_pb2.ProfileTask:
+    def _command(
+        self,
+        region: str,
+        spec: JobSpec,
+        bundle_digest: str,
+        wait_seconds: float,
+        submission: common_pb2.Submission,
+    ) -> agent_pb2.ProfileTask:
         given = spec.function.memory_mb
         memory = given if isinstance(given, int) else self._measurements.usual_memory_mb(region)
         return agent_pb2.ProfileTask(
@@ -225,6 +242,7 @@ class Probing:
                 module=spec.task.module,
                 config_json=json.dumps(spec.task.config),
                 dataset=spec.data.dataset,
+                submission=submission,
             ),
             batch=spec.train.batch,
             evaluation_batch=spec.train.eval_batch or 0,

@@ -120,6 +120,7 @@ def _command(
             module=spec.task.module,
             config_json=json.dumps(spec.task.config),
             dataset=spec.data.dataset,
+            submission=request.submission,
         ),
         batch=spec.train.batch,
         evaluation_batch=spec.train.eval_batch or 0,

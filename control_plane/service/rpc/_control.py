@@ -23,6 +23,7 @@ from control_plane.pki import (
     new_secret,
     not_issued,
 )
+from control_plane.service.jobs._signed import require_signed
 from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._probing import Probing
@@ -36,7 +37,7 @@ from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
 from control_plane.service.state._notifier import Notifier
-from control_plane.spec import MAX_BUNDLE_BYTES
+from control_plane.spec import MAX_BUNDLE_BYTES, parse_request
 from control_plane.store import EventRow, Invitation, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, streaming
@@ -118,6 +119,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[control_pb2.ProfileNews]:
         """Profile a task in the regions that hold its data; the last message has the result."""
+        spec, user = parse_request(request.spec_json), caller_now().user
+        signed = request.submission, user, request.spec_json, spec, request.bundle_digest
+        request.submission.CopyFrom(await require_signed(self._federation, *signed))
         async for progress in self._profiling.run(request):
             yield progress
 

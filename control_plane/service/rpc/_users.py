@@ -92,6 +92,8 @@ async def change_user(federation: Federation, request: control_pb2.ChangeUserReq
             user = replace(user, promised_workers=request.promised_workers)
         if token:
             user = replace(user, token_hash=hash_secret(token))
+        if request.new_key:
+            user = replace(user, public_key="")
         draft.put_user(user)
         what = " and a new token" if token else ""
         text = f"user {user.name} now has {_quota_text(user.promised_workers)}{what}"
@@ -129,6 +131,7 @@ def _message(federation: Federation, user: UserRow, promised: Mapping[str, int])
         promised_now=promised.get(user.name, 0),
         jobs=sum(entry.row.user == user.name for entry in federation.jobs.values()),
         created_at=user.created_at,
+        public_key=user.public_key,
     )
 
 

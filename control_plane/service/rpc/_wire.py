@@ -8,6 +8,8 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any, TypeVar
 
+from google.protobuf.json_format import Parse
+
 from control_plane._finite import finite
 from control_plane.core import (
     ENDED_PARTITION,
@@ -194,6 +196,13 @@ def command_of(
     return agent_pb2.ToAgent(stop=stop)
 
 
+def submission_of(row: JobRow) -> common_pb2.Submission:
+    """Return who submitted a job, with the signature if there is one."""
+    if row.signature_json:
+        return Parse(row.signature_json, common_pb2.Submission())
+    return common_pb2.Submission(user=row.user or "operator")
+
+
 def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.StartPartition:
     part = next(part for part in plan.partitions if part.region == action.region)
     return agent_pb2.StartPartition(
@@ -209,6 +218,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             initial_model=action.initial_model,
             keeps_base=True,
             clip_norm=spec.train.clip_norm or 0.0,
+            submission=submission_of(row),
         ),
         plan=agent_pb2.PartitionPlan(
             workers=part.workers,

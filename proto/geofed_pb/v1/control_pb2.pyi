@@ -21,14 +21,16 @@ class VersionReply(_message.Message):
     def __init__(self, version: _Optional[str] = ..., federation: _Optional[str] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
-    __slots__ = ("spec_json", "code_digest", "bundle_digest")
+    __slots__ = ("spec_json", "code_digest", "bundle_digest", "submission")
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     CODE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SUBMISSION_FIELD_NUMBER: _ClassVar[int]
     spec_json: str
     code_digest: str
     bundle_digest: str
-    def __init__(self, spec_json: _Optional[str] = ..., code_digest: _Optional[str] = ..., bundle_digest: _Optional[str] = ...) -> None: ...
+    submission: _common_pb2.Submission
+    def __init__(self, spec_json: _Optional[str] = ..., code_digest: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ...) -> None: ...
 
 class PlanReply(_message.Message):
     __slots__ = ("plan_json", "admissible")
@@ -39,14 +41,16 @@ class PlanReply(_message.Message):
     def __init__(self, plan_json: _Optional[str] = ..., admissible: bool = ...) -> None: ...
 
 class SubmitRequest(_message.Message):
-    __slots__ = ("request_id", "spec_json", "bundle_digest")
+    __slots__ = ("request_id", "spec_json", "bundle_digest", "submission")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SUBMISSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     spec_json: str
     bundle_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ...) -> None: ...
+    submission: _common_pb2.Submission
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ...) -> None: ...
 
 class SubmitReply(_message.Message):
     __slots__ = ("job", "created")
@@ -57,16 +61,18 @@ class SubmitReply(_message.Message):
     def __init__(self, job: _Optional[_Union[Job, _Mapping]] = ..., created: bool = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
-    __slots__ = ("request_id", "spec_json", "bundle_digest", "memories_mb")
+    __slots__ = ("request_id", "spec_json", "bundle_digest", "memories_mb", "submission")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MEMORIES_MB_FIELD_NUMBER: _ClassVar[int]
+    SUBMISSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     spec_json: str
     bundle_digest: str
     memories_mb: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., memories_mb: _Optional[_Iterable[int]] = ...) -> None: ...
+    submission: _common_pb2.Submission
+    def __init__(self, request_id: _Optional[str] = ..., spec_json: _Optional[str] = ..., bundle_digest: _Optional[str] = ..., memories_mb: _Optional[_Iterable[int]] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ...) -> None: ...
 
 class ProfileNews(_message.Message):
     __slots__ = ("region", "text", "result_json")
@@ -469,16 +475,18 @@ class AddUserRequest(_message.Message):
     def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ...) -> None: ...
 
 class ChangeUserRequest(_message.Message):
-    __slots__ = ("name", "promised_workers", "no_quota", "new_token")
+    __slots__ = ("name", "promised_workers", "no_quota", "new_token", "new_key")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     NO_QUOTA_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NEW_KEY_FIELD_NUMBER: _ClassVar[int]
     name: str
     promised_workers: int
     no_quota: bool
     new_token: bool
-    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., no_quota: bool = ..., new_token: bool = ...) -> None: ...
+    new_key: bool
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., no_quota: bool = ..., new_token: bool = ..., new_key: bool = ...) -> None: ...
 
 class RemoveUserRequest(_message.Message):
     __slots__ = ("name",)
@@ -505,18 +513,20 @@ class ListUsersReply(_message.Message):
     def __init__(self, users: _Optional[_Iterable[_Union[User, _Mapping]]] = ...) -> None: ...
 
 class User(_message.Message):
-    __slots__ = ("name", "promised_workers", "promised_now", "jobs", "created_at")
+    __slots__ = ("name", "promised_workers", "promised_now", "jobs", "created_at", "public_key")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     PROMISED_NOW_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
+    PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     name: str
     promised_workers: int
     promised_now: int
     jobs: int
     created_at: float
-    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., promised_now: _Optional[int] = ..., jobs: _Optional[int] = ..., created_at: _Optional[float] = ...) -> None: ...
+    public_key: str
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., promised_now: _Optional[int] = ..., jobs: _Optional[int] = ..., created_at: _Optional[float] = ..., public_key: _Optional[str] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
     __slots__ = ("job", "offset")

@@ -71,6 +71,7 @@ CONTRACTS = {
     "rotate-ca": Contract("--yes --force", mutating=True),
     "user add": Contract("u-{fresh} --promised-workers 4", mutating=True),
     "user list": Contract(),
+    "user key": Contract(),
     "user change": Contract("ann --promised-workers 3", mutating=True),
     "user remove": Contract("r-{fresh} --yes", mutating=True),
     "catalogue regions": Contract("--cloud azure", remote=False),

@@ -1,0 +1,92 @@
+"""Signatures of users over what they let regions run: the same statement is made by the client and by the agent.
+
+A region decides by itself whose code runs on its data: it knows the public keys of users from its own file, so that the
+control plane can neither invent a submission nor change its code.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import common_pb2
+
+__all__ = ["Signer", "public_key_text", "require_signature", "spec_digest_of", "statement"]
+
+_PREFIX = "ed25519:"
+"""Begins the text of a public key."""
+_KEY_BYTES = 32
+"""Length of an Ed25519 key."""
+
+
+def statement(spec_digest: str, bundle_digest: str, module: str, config_json: str, dataset: str) -> bytes:
+    """Return the bytes that a user signs: the job file's digest, and all that decides which code runs on which data."""
+    facts = {
+        "bundle": bundle_digest, "config": json.loads(config_json or "{}"), "dataset": dataset, "module": module,
+        "spec": spec_digest,
+    }  # fmt: skip
+    return b"geofed submission 1\n" + json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
+
+
+def spec_digest_of(spec_json: str) -> str:
+    """Return the digest of a job file as it is submitted."""
+    return f"sha256:{hashlib.sha256(spec_json.encode()).hexdigest()}"
+
+
+class Signer:
+    """A user's key, which never leaves the user's machine."""
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        self._key = Ed25519PrivateKey.from_private_bytes(key)
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> Signer:
+        """Read a key file, or create it with mode 0600. Raises ``GeofedError("CONFIG_INVALID")`` if it is damaged."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(base64.b64encode(os.urandom(_KEY_BYTES)) + b"\n")
+        except FileExistsError:
+            pass
+        try:
+            return cls(base64.b64decode(path.read_bytes().strip(), validate=True))
+        except (ValueError, binascii.Error):
+            raise GeofedError("CONFIG_INVALID", f"{path} is not the key of a user") from None
+
+    @property
+    def public_key(self) -> str:
+        """The public key as text, for region files."""
+        return public_key_text(self._key.public_key().public_bytes_raw())
+
+    def sign(self, spec_json: str, bundle_digest: str) -> common_pb2.Submission:
+        """Sign a job file, as it is submitted, with the digest of its code."""
+        spec = json.loads(spec_json)
+        digest, task = spec_digest_of(spec_json), spec["task"]
+        config_json = json.dumps(task.get("config", {}))
+        signed = statement(digest, bundle_digest, task["module"], config_json, spec["data"]["dataset"])
+        return common_pb2.Submission(public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest)
+
+
+def public_key_text(key: bytes) -> str:
+    """Return a public key as text."""
+    return _PREFIX + base64.b64encode(key).decode()
+
+
+def require_signature(submission: common_pb2.Submission, public_key: str, signed: bytes) -> None:
+    """Raise ``GeofedError("FORBIDDEN")`` unless the holder of a key has signed a statement."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        raw = base64.b64decode(public_key.removeprefix(_PREFIX), validate=True)
+        Ed25519PublicKey.from_public_bytes(raw).verify(submission.signature, signed)
+    except (ValueError, binascii.Error, InvalidSignature):
+        what = "is not signed" if not submission.signature else "is signed by another key, or was changed"
+        raise GeofedError("FORBIDDEN", f"the submission of user {submission.user} {what}") from None

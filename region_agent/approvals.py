@@ -1,0 +1,125 @@
+"""Approvals of the region's operator: what waits, and what may run. They are files, which the commands and the agent
+share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from geofed_pb.bounds import clean
+from geofed_pb.durable import write_durably
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+
+__all__ = ["Approvals", "Pending"]
+
+_PROBE = "probe-"
+"""Begins the ID of a probe."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Something that waits for the operator's approval."""
+
+    job: str
+    """ID of the job, profile or probe."""
+    user: str
+    code: str
+    """Digest of the code."""
+    dataset: str
+    mark: str
+    """Identifies user, key, code and dataset together."""
+    since: float
+    """Unix seconds."""
+
+
+class Approvals:
+    """The approvals in a state directory."""
+
+    def __init__(self, state_dir: Path, rule: Literal["none", "first-run", "every"] = "every") -> None:
+        """``rule``: `policy.approve` of the region file."""
+        self._folder, self._rule = state_dir / "approvals", rule
+
+    def waits(self, job: str, task: agent_pb2.TaskRef) -> bool:
+        """Whether a job waits for an approval; if so, it is listed until `done` or `approve`."""
+        found = _pending(job, task)
+        if self._is_approved(job, found.mark):
+            return False
+        if not self._waiting(job).exists():
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_durably(self._waiting(job), [json.dumps(asdict(found)).encode()], mode=0o600)
+        return True
+
+    def require(self, id_: str, task: agent_pb2.TaskRef) -> None:
+        """Raise ``GeofedError("FORBIDDEN")`` if a profile or probe waits for an approval.
+
+        A probe is never repeated with its ID, so its code is listed instead, under one ID however often it is tried.
+        """
+        mark = _pending(id_, task).mark
+        listed = f"code-{mark[:12]}" if id_.startswith(_PROBE) else id_
+        if self._is_approved(listed, mark):
+            return
+        text = f"the code of user {task.submission.user} waits for the approval of the region's operator"
+        hint = f"`region-agent approve {listed}` there; then repeat the command"
+        if self._rule == "every" and listed != id_:
+            text, hint = "the region's operator approves every run, so nothing is probed", "submit the job"
+        else:
+            self.waits(listed, task)
+        raise GeofedError("FORBIDDEN", text, hint=hint)
+
+    def _is_approved(self, job: str, mark: str) -> bool:
+        if self._rule == "none" or self._approved(job).exists():
+            return True
+        return self._rule == "first-run" and self._approved(mark).exists()
+
+    def pending(self) -> Iterator[Pending]:
+        """Yield what waits, the oldest first."""
+        files = sorted(self._folder.glob("*.waiting"), key=lambda path: path.stat().st_mtime)
+        for path in files:
+            yield Pending(**json.loads(path.read_text()))
+
+    def approve(self, job: str) -> Pending:
+        """Approve what waits: the job and, for `first-run`, the user's code.
+
+        Raises ``GeofedError("JOB_NOT_FOUND")``.
+        """
+        try:
+            found = Pending(**json.loads(self._waiting(job).read_text()))
+        except FileNotFoundError:
+            raise GeofedError(
+                "JOB_NOT_FOUND", f"{job} waits for no approval", hint="see `region-agent pending`"
+            ) from None
+        for name in (found.mark, job):
+            write_durably(self._approved(name), [str(time.time()).encode()], mode=0o600)
+        self._waiting(job).unlink(missing_ok=True)
+        return found
+
+    def done(self, job: str) -> None:
+        """Forget a job that has ended."""
+        for path in (self._waiting(job), self._approved(job)):
+            path.unlink(missing_ok=True)
+
+    def _waiting(self, job: str) -> Path:
+        return self._folder / f"{_name(job)}.waiting"
+
+    def _approved(self, name: str) -> Path:
+        return self._folder / f"{_name(name)}.approved"
+
+
+def _pending(job: str, task: agent_pb2.TaskRef) -> Pending:
+    submission = task.submission
+    facts = (submission.user, submission.public_key, task.bundle_digest, task.module, task.dataset)
+    mark = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return Pending(job, clean(submission.user), task.bundle_digest, clean(task.dataset), mark, time.time())
+
+
+def _name(text: str) -> str:
+    """Return an ID if it can be the name of a file. Raises ``GeofedError("CONFIG_INVALID")``."""
+    if not text or len(text) > 100 or not all(letter.isalnum() or letter in "-_" for letter in text) or text[0] == "-":
+        raise GeofedError("CONFIG_INVALID", f"{clean(text, 100)!r} is not the ID of a job")
+    return text

@@ -1,0 +1,188 @@
+"""Whose code a region runs, by its own file and by its operator's approval."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from support.pki import Authority
+from typer.testing import CliRunner
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.signing import Signer
+from geofed_pb.v1 import agent_pb2
+from region_agent.approvals import Approvals
+from region_agent.cli import app
+from region_agent.config import RegionConfig
+from region_agent.daemon import Agent
+from region_agent.link.identity import Identity, JoinedFederation
+from region_agent.policy import check_partition
+from region_agent.state.store import AgentStore
+
+DIGEST = f"sha256:{'ab' * 32}"
+
+
+def config(folder: Path, **policy: Any) -> RegionConfig:
+    return RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 2}, "channel": {"path": str(folder / "channel")}, "policy": policy,
+            "datasets": {"digits": {"splits": {"train": {"uri": "/nowhere", "samples": 1}}}},
+        }
+    )  # fmt: skip
+
+
+def start(job: str = "job-1", user: str = "ann", signer: Signer | None = None, **task: Any) -> agent_pb2.StartPartition:
+    facts = {"bundle_digest": DIGEST, "module": "task.py", "config_json": '{"width": 8}', "dataset": "digits"}
+    spec = json.dumps({"task": {"module": "task.py", "config": {"width": 8}}, "data": {"dataset": "digits"}})
+    ref = agent_pb2.TaskRef(**{**facts, **task})
+    if signer is not None:
+        ref.submission.CopyFrom(signer.sign(spec, DIGEST))
+    ref.submission.user = user
+    plan = agent_pb2.PartitionPlan(workers=1, slice_seconds=30, memory_mb=512)
+    return agent_pb2.StartPartition(job=job, region="east", epoch=1, task=ref, plan=plan, regions=["east"])
+
+
+@pytest.fixture
+def ann(tmp_path: Path) -> Signer:
+    return Signer.load_or_create(tmp_path / "ann.key")
+
+
+def test_without_a_list_anybodys_code_runs(tmp_path: Path) -> None:
+    check_partition(config(tmp_path), start(user="whoever"))
+
+
+def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path, ann: Signer) -> None:
+    eve = Signer.load_or_create(tmp_path / "eve.key")
+    strict = config(tmp_path, allowUsers={"ann": ann.public_key})
+    check_partition(strict, start(signer=ann))
+    forged = [
+        (start(user="bob", signer=ann), "runs no code of user bob"),
+        (start(user=""), "runs no code of user unknown"),
+        (start(), "user ann is not signed"),
+        (start(signer=eve), "signed by another key"),
+        (start(signer=ann, bundle_digest=f"sha256:{'cd' * 32}"), "or was changed"),
+        (start(signer=ann, module="other.py"), "or was changed"),
+        (start(signer=ann, config_json='{"width": 9}'), "or was changed"),
+    ]
+    for command, text in forged:
+        with pytest.raises(GeofedError, match=text) as caught:
+            check_partition(strict, command)
+        assert caught.value.code == "FORBIDDEN"
+    with pytest.raises(ValueError, match="allowUsers"):
+        config(tmp_path, allowUsers={"ann": "no key"})
+    with pytest.raises(GeofedError, match="runs no code"):
+        check_partition(config(tmp_path, allowUsers={}), start(signer=ann))
+
+
+Rule = Literal["none", "first-run", "every"]
+
+
+@pytest.mark.parametrize(("rule", "again", "other_code"), [("first-run", False, True), ("every", True, True)])
+def test_an_approval_is_for_a_job_or_for_the_users_code(
+    tmp_path: Path, ann: Signer, rule: Rule, again: bool, other_code: bool
+) -> None:
+    approvals = Approvals(tmp_path, rule)
+    first = start(signer=ann)
+    assert approvals.waits("job-1", first.task)
+    assert approvals.waits("job-1", first.task)
+    (pending,) = approvals.pending()
+    assert (pending.job, pending.user, pending.dataset, pending.code) == ("job-1", "ann", "digits", DIGEST)
+    assert Approvals(tmp_path).approve("job-1") == pending
+    assert not approvals.waits("job-1", first.task)
+    assert list(approvals.pending()) == []
+    approvals.done("job-1")
+    assert approvals.waits("job-2", first.task) is again
+    assert approvals.waits("job-3", start(signer=ann, bundle_digest=f"sha256:{'cd' * 32}").task) is other_code
+    assert approvals.waits("job-4", start(user="bob").task), "another user's run of the same code is another one"
+    with pytest.raises(GeofedError, match="JOB_NOT_FOUND"):
+        approvals.approve("job-9")
+    for name in ("../evil", "", "a/b", "-x"):
+        with pytest.raises(GeofedError, match="CONFIG_INVALID"):
+            approvals.approve(name)
+
+
+def test_probes_of_one_code_are_listed_once_and_run_once_it_is_approved(tmp_path: Path, ann: Signer) -> None:
+    task = start(signer=ann).task
+    first = Approvals(tmp_path, "first-run")
+    for number in range(3):
+        with pytest.raises(GeofedError, match="waits for the approval"):
+            first.require(f"probe-{number}", task)
+    (pending,) = first.pending()
+    first.approve(pending.job)
+    first.require("probe-9", task)
+    every = Approvals(tmp_path / "every", "every")
+    with pytest.raises(GeofedError, match="nothing is probed"):
+        every.require("probe-1", task)
+    assert list(every.pending()) == []
+    with pytest.raises(GeofedError, match="waits for the approval"):
+        every.require("profile-1", task)
+    every.approve("profile-1")
+    every.require("profile-1", task)
+    Approvals(tmp_path / "none", "none").require("probe-1", task)
+
+
+def test_a_job_waits_for_the_operator_also_over_a_restart_and_then_starts(
+    tmp_path: Path, ann: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = Authority().region("east")
+    Identity(tmp_path).store(
+        JoinedFederation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem
+    )
+    settings = config(tmp_path, approve="first-run")
+    started: list[str] = []
+    monkeypatch.setattr(Agent, "_start_partition", lambda self, command: started.append(command.job))
+
+    async def scenario() -> None:
+        agent = Agent(settings, tmp_path)
+        agent.start(1, start("job-1", signer=ann))
+        agent.start(2, start("job-2", signer=ann))
+        agent._start_approved()
+        assert started == []
+        assert [one["job"] for one in agent._status(0.0).pending] == ["job-1", "job-2"]
+        agent.stop(3, agent_pb2.StopPartition(job="job-2", epoch=1))
+        agent._store.close()
+        again = Agent(settings, tmp_path)
+        for row in again._store.open_partitions():
+            again._start_or_wait(agent_pb2.StartPartition.FromString(row.start))
+        assert started == []
+        listed = CliRunner().invoke(app, ["pending", "--state-dir", str(tmp_path), "-o", "json"])
+        assert [one["job"] for one in json.loads(listed.stdout)["data"]] == ["job-1"]
+        assert CliRunner().invoke(app, ["approve", "job-1", "--state-dir", str(tmp_path)]).exit_code == 0
+        again._start_approved()
+        assert started == ["job-1"]
+        again.start(4, start("job-3", signer=ann))
+        assert started == ["job-1", "job-3"], "the code is approved"
+        again._store.close()
+
+    asyncio.run(scenario())
+    store = AgentStore(tmp_path / "agent.db")
+    told = [agent_pb2.FromAgent.FromString(raw).partition for _, raw in store.reports_after(0)]
+    store.close()
+    assert [(report.job, report.state) for report in told[:3]] == [
+        ("job-1", "accepted"), ("job-2", "accepted"), ("job-2", "stopped"),
+    ]  # fmt: skip
+    assert told[0].condition == "waiting for the approval of east's operator: `region-agent approve job-1`"
+
+
+def test_whoever_is_not_allowed_is_refused_before_anything_waits(tmp_path: Path, ann: Signer) -> None:
+    tls = Authority().region("east")
+    Identity(tmp_path).store(
+        JoinedFederation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem
+    )
+    settings = config(tmp_path, approve="every", allowUsers={"bob": ann.public_key})
+
+    async def scenario() -> None:
+        agent = Agent(settings, tmp_path)
+        agent.start(1, start("job-1", signer=ann))
+        assert list(agent._approvals.pending()) == []
+        agent._store.close()
+
+    asyncio.run(scenario())
+    store = AgentStore(tmp_path / "agent.db")
+    (told,) = [agent_pb2.FromAgent.FromString(raw).partition for _, raw in store.reports_after(0)]
+    store.close()
+    assert (told.state, told.error.code) == ("refused", "FORBIDDEN")
