@@ -1,19 +1,25 @@
-"""Write the reference of the job file and of the region file: `python -m deploy.reference [FOLDER]`.
+"""Write the references of the job file, of the region file and of who may call what: `python -m deploy.reference
+[FOLDER]`.
 
-Both pages are derived from the file's JSON Schema alone, so that each key is described in one place.
+The pages are derived from the files' JSON Schemas and from the rules of the RPCs alone, so that each key and each rule
+is described in one place.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from control_plane.service import AGENT_RULES, CONTROL_RULES
 from control_plane.spec import json_schema as job_schema
+from geofed_pb.access import Rule
 from region_agent.config import json_schema as region_schema
+from sync.ps.server import WORKER_RULES
+from sync.transfer.access import EXCHANGE_RULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _HEAD = """\
@@ -213,10 +219,49 @@ def _text(description: str) -> str:
     return re.sub(r"\bdocs/([\w/-]+\.md)(#[\w-]+)?", lambda found: f"[{found[1]}]({found[1]}{found[2] or ''})", line)
 
 
+_RPCS = """\
+# Who may call which RPC
+
+<!-- Written by `make docs` from the rules in control_plane/service/rpc/_access.py, sync/transfer/access.py and
+sync/ps/server.py. -->
+
+One interceptor in front of each port checks these rules at the start of a call, and again at each of its messages. An
+RPC without a rule is refused. When a certificate is revoked, a user is removed or gets a new token, or a job is not
+shared any more, the calls under way that this concerns end.
+
+- *anyone*: no identity is asked for. *user*, *operator*: the token of a user, or of the federation's operator.
+- *region*: a certificate of a region that is not revoked. *peer*: the same, of another region of the job that the
+  server runs. *own agent*: the same, of the server's region.
+- *worker*: a token that the region's agent has signed for one worker of the job.
+- Of a *job*, a user may **read** its own and those that are shared with it, and **change** its own; the operator may do
+  both with all.
+"""
+
+
+def rpc_reference() -> str:
+    """Return the page about who may call which RPC."""
+    ports = (
+        ("Control port", CONTROL_RULES),
+        ("Agent port", AGENT_RULES),
+        ("Exchange port of a parameter server, and port for shards", EXCHANGE_RULES),
+        ("Port of a parameter server for the region's workers", WORKER_RULES),
+    )
+    return "\n".join([_RPCS, *(_rules(title, rules) for title, rules in ports)])
+
+
+def _rules(title: str, rules: Mapping[str, Rule]) -> str:
+    rows = [
+        f"| `{method.removeprefix('/').rpartition('.')[2]}` | {', '.join(rule.callers)} | {rule.job} | {rule.note} |"
+        for method, rule in rules.items()
+    ]
+    return "\n".join([f"## {title}\n", "| RPC | callers | job | only |", "| --- | --- | --- | --- |", *rows, ""])
+
+
 def main(folder: Path = DOCS) -> None:
     """Write both pages into a folder."""
     (folder / "job-reference.md").write_text(job_reference(), encoding="utf-8")
     (folder / "region-reference.md").write_text(region_reference(), encoding="utf-8")
+    (folder / "security-rpcs.md").write_text(rpc_reference(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def _keys(kind: Any, path: str = "") -> Iterator[str]:
 
 def test_the_pages_are_what_the_schemas_say(tmp_path: Path) -> None:
     main(tmp_path)
-    for page in ("job-reference.md", "region-reference.md"):
+    for page in ("job-reference.md", "region-reference.md", "security-rpcs.md"):
         assert (DOCS / page).read_text() == (tmp_path / page).read_text(), "run `make docs`"
 
 
