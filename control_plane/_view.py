@@ -176,6 +176,7 @@ def region_view(region: control_pb2.Region) -> Data:
         "certificate_expires": time_text(region.certificate_expires),
         "channel": catalogue.get("channel"),
         "channel_plaintext": catalogue.get("channel_plaintext", False),
+        "isolation": catalogue.get("isolation", ""),
         "capacity": catalogue.get("capacity"),
         "prices": catalogue.get("prices"),
         "datasets": catalogue.get("datasets", []),

@@ -130,6 +130,8 @@ def _region(name: str, written: dict[str, Any], profile: WanProfile) -> dict[str
         "capacity": {"workers": WORKERS, "memoryMb": 1024},
         "prices": PRICES[name],
         "datasets": {"digits": {"residency": "region", "splits": splits}},
+        # The demo's job code is its own.
+        "policy": {"isolation": "prefer"},
         "links": links,
     }
 

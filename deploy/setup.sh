@@ -65,6 +65,7 @@ extras="worker,s3,demo"
 .venv/bin/python -m pip install -qq --disable-pip-version-check -c deploy/constraints.txt -e ".[$extras]"
 
 install "the WAN is then not shaped" iproute2
+install "job code then runs without a sandbox, or not at all" bubblewrap libseccomp2
 if [ "$kind" = dev ]; then
     install "some tests are then skipped" iputils-ping postgresql redis-server util-linux user-mode-linux
 fi

@@ -207,9 +207,10 @@ def _print_status(fields: dict[str, Any]) -> None:
         print(f"channel        {fields['channel']}")
     for one in fields.get("pending", []):
         print(f"waiting        {one['job']} of user {one['user']}: region-agent approve {one['job']}")
+    # Missing in the status of an older agent.
+    print(f"isolation      {fields.get('isolation', 'unknown')}")
     for job, part in fields["partitions"].items():
         print(f"job            {job}: {part['state']}, attempt {part['attempt']}  {part['condition']}".rstrip())
-    # Missing in the status of an older agent.
     for job, shard in fields.get("shards", {}).items():
         print(f"shard          for {job} to {shard['to']}: {shard['state']}  {shard['condition']}".rstrip())
 

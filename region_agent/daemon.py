@@ -27,6 +27,7 @@ from region_agent.capacity import preemptible_workers
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
+from region_agent.isolation import Isolation, isolation_of
 from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
@@ -36,7 +37,7 @@ from region_agent.partition.events import PublishAsked, RecordEvent, Scaled, Sto
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
-from region_agent.policy import check_partition, check_sending, most_workers
+from region_agent.policy import check_isolation, check_partition, check_sending, most_workers
 from region_agent.profiling import Profiler
 from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.receiving import delete_old_shards
@@ -73,6 +74,8 @@ class Status:
     federation: str
     certificate_ends: float
     gateway: str
+    isolation: str
+    """How job code is isolated, from what was tried."""
     partitions: dict[str, dict[str, object]]
     shards: dict[str, dict[str, object]]
     """Shards that are sent to other regions, by job."""
@@ -107,7 +110,12 @@ class Agent:
             self._identity,
             self._store,
             lambda: json.dumps(
-                config.catalogue(self._preemptible, self._offered_datasets.sizes, self._offered_datasets.withheld)
+                config.catalogue(
+                    self._preemptible,
+                    self._offered_datasets.sizes,
+                    self._offered_datasets.withheld,
+                    self._isolation.kind,
+                )
             ),
             version("geofed"),
         )
@@ -124,6 +132,7 @@ class Agent:
         self._logs = LogShipping(self._store, self._hub.send_durably)
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that end partitions and transfers."""
+        self._isolation = Isolation("none", "the function gateway has not started")
         self._full = False
         """The disk is full, and a warning was logged."""
         self.stopped = asyncio.Event()
@@ -133,6 +142,9 @@ class Agent:
         self._charge_interrupted()
         await asyncio.to_thread(self._delete_old_shards)
         client = await self._open_gateway()
+        self._isolation = await isolation_of(self._config, client)
+        if self._isolation.kind == "none":
+            _log.warning("job code is not isolated", isolation=self._isolation.text, hint=self._isolation.hint)
         self._context = self._partition_context(client)
         self._profiler = Profiler(self._context, self._hub.report_profile)
         tasks = [asyncio.create_task(work) for work in self._background_tasks()]
@@ -200,6 +212,7 @@ class Agent:
             record_event=self._record_event,
             log=self._logs.add,
             log_format=self._log_format,
+            isolation=self._isolation,
         )
 
     def _channel_folder(self) -> Path:
@@ -222,32 +235,17 @@ class Agent:
                 else None
             )
             return GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace)
-        folders, capacity = self._data_folders(), self._config.capacity
+        capacity = self._config.capacity
         if isinstance(self._config.channel, FileChannelConfig):
-            channel = self._channel_folder()
-            channel.mkdir(parents=True, exist_ok=True, mode=0o700)
-            folders.append(str(channel))
+            self._channel_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         self._gateway = EmbeddedGatewayProcess(
             self._state_dir,
             profile=gateway.profile,
-            keep_paths=folders,
-            hide_paths=[str(self._state_dir)],
+            isolation=self._config.policy.isolation,
             warm=capacity.workers + capacity.preemptible > 0,
-            # A worker may read the shards that were received for its job.
-            share_dir=self._state_dir / SHARDS,
             log_format=self._log_format,
         )
         return await self._gateway.start()
-
-    def _data_folders(self) -> list[str]:
-        """Return the folders of local shards, which workers must be able to read."""
-        paths = [
-            Path(part.uri)
-            for held in self._config.datasets.values()
-            for part in held.splits.values()
-            if not part.uri.startswith("s3://")
-        ]
-        return sorted({str(path if path.is_dir() else path.parent) for path in paths})
 
     def _delete_old_shards(self) -> None:
         """Delete shards of jobs that no longer run here. Blocks."""
@@ -265,8 +263,8 @@ class Agent:
 
     async def _fetch_bundle(self, digest: str) -> bytes:
         kept = self._state_dir / "bundles" / digest.removeprefix("sha256:")
-        if kept.exists():
-            return kept.read_bytes()
+        if kept.exists() and digest_of([data := kept.read_bytes()]) == digest:
+            return data
         data = await self._hub.fetch_blob(digest)
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_durably(kept, [data])
@@ -382,6 +380,7 @@ class Agent:
             gateway=self._config.gateway.kind,
             channel=channel_text(self._config),
             pending=[asdict(one) for one in self._approvals.pending()],
+            isolation=self._isolation.text,
             partitions={
                 job: {"state": p.machine.state, "attempt": p.machine.attempt, "condition": p.machine.condition}
                 for job, p in sorted(self._partitions.items())
@@ -402,6 +401,7 @@ class Agent:
         """
         try:
             check_partition(self._config, command)
+            check_isolation(self._config, self._isolation)
         except GeofedError as error:
             self._store.took(seq)
             self._refuse(command, error)

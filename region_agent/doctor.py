@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
 from geofed_pb.v1 import agent_pb2_grpc, common_pb2
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
+from region_agent.embedded_gateway import EmbeddedGatewayProcess
 from region_agent.gateway import BasicAuth, GatewayClient
+from region_agent.isolation import CONTAINER, isolation_of
 from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.server_process import free_ports
+from region_agent.policy import check_isolation
 from region_agent.shards.reading import shard_files
 
 __all__ = ["Finding", "examine"]
@@ -58,6 +62,7 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
         ("control plane", lambda: _control_plane(identity)),
         ("clock", lambda: _clock(identity)),
         ("gateway", lambda: _gateway(config)),
+        ("isolation", lambda: _isolation(config)),
         ("prices", lambda: _prices(config)),
         ("channel", lambda: _channel(config, state_dir)),
         ("ports", lambda: _ports(config)),
@@ -146,6 +151,22 @@ async def _gateway(config: RegionConfig) -> str:
     async with GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace) as client:
         info = await client.info()
     return f"{gateway.url}: {info.get('provider', {}).get('orchestration', 'OpenFaaS')}"
+
+
+async def _isolation(config: RegionConfig) -> str:
+    """Try how functions are isolated, with a gateway of its own."""
+    if isinstance(config.gateway, OpenFaasGateway):
+        return CONTAINER.text
+    with tempfile.TemporaryDirectory(prefix="geofed-doctor-") as folder:
+        gateway = EmbeddedGatewayProcess(Path(folder), profile="none", isolation=config.policy.isolation, warm=False)
+        client = await gateway.start()
+        try:
+            isolation = await isolation_of(config, client)
+        finally:
+            await client.aclose()
+            await gateway.stop()
+    check_isolation(config, isolation)
+    return isolation.text
 
 
 async def _prices(config: RegionConfig) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import BasicAuth, GatewayClient
-from region_agent.gateway.short_folders import remove_short_folder, short_folder
 
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
 
@@ -31,17 +30,15 @@ class EmbeddedGatewayProcess:
         state_dir: Path,
         *,
         profile: str,
-        keep_paths: list[str],
-        hide_paths: list[str],
+        isolation: str,
         warm: bool = True,
-        share_dir: Path | None = None,
         log_format: str = "text",
     ) -> None:
-        """``warm``: start workers from a process that has imported what they need."""
-        self._folder = state_dir / "gateway"
-        self._socket_record = self._folder / "socket-folder"
-        self._profile, self._keep_paths, self._hide_paths = profile, keep_paths, hide_paths
-        self._warm, self._share_dir, self._log_format = warm, share_dir, log_format
+        """``isolation``: "require", "prefer" or "none". ``warm``: start workers from a process that has imported what
+        they need."""
+        self._state_dir, self._folder = state_dir, state_dir / "gateway"
+        self._profile, self._isolation = profile, isolation
+        self._warm, self._log_format = warm, log_format
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> GatewayClient:
@@ -50,7 +47,6 @@ class EmbeddedGatewayProcess:
         Raises ``GeofedError("GATEWAY_UNAVAILABLE")``.
         """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sockets = short_folder(self._socket_record)
         ready = self._folder / "ready.json"
         ready.unlink(missing_ok=True)
         user, password = self._folder / "user", self._folder / "password"
@@ -58,15 +54,14 @@ class EmbeddedGatewayProcess:
             write_durably(path, [content.encode()], mode=0o600)
         config = {
             "state_dir": str(self._folder / "state"),
-            "listen": f"unix:{sockets / 'api'}",
+            "listen": f"unix:{self._folder / 'api'}",
             "ready_file": str(ready),
             "auth_user_file": str(user),
             "auth_password_file": str(password),
             "profile": self._profile,
             "preload": ["numpy", "torch", "region_agent.worker.handler"] if self._warm else [],
-            "hide_paths": self._hide_paths,
-            "keep_paths": self._keep_paths,
-            "share_dir": str(self._share_dir) if self._share_dir is not None else None,
+            "isolation": self._isolation,
+            "hide_paths": [str(self._state_dir)],
             "write_timeout": "1h",
             "upstream_timeout": "1h",
             # Short, since the agent deletes a function only when its answers are no longer needed.
@@ -98,7 +93,7 @@ class EmbeddedGatewayProcess:
             await self._process.wait()
 
     async def stop(self) -> None:
-        """Terminate the process, kill it if it is still running after 5 s, and remove the folder of its socket."""
+        """Terminate the process, kill it if it is still running after 5 s."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -108,4 +103,3 @@ class EmbeddedGatewayProcess:
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
-        remove_short_folder(self._socket_record)

@@ -9,9 +9,10 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.signing import require_signature, statement
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
+from region_agent.isolation import Isolation
 from sync.ps.tokens import MAX_TOKEN_LIFETIME
 
-__all__ = ["check_partition", "check_sending", "most_workers"]
+__all__ = ["check_isolation", "check_partition", "check_sending", "most_workers"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -71,6 +72,13 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
         raise GeofedError("FORBIDDEN", text, hint="its policy.allowUsers lists whose code it runs")
     facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset
     require_signature(submission, allowed[submission.user], statement(*facts))
+
+
+def check_isolation(config: RegionConfig, isolation: Isolation) -> None:
+    """Check that job code is isolated as the region's policy requires; raises ``ISOLATION_UNAVAILABLE``."""
+    if config.policy.isolation == "require" and isolation.kind == "none":
+        text = f"region {config.name} runs job code in sandboxes only, which this machine cannot: {isolation.reason}"
+        raise GeofedError("ISOLATION_UNAVAILABLE", text, hint=isolation.hint)
 
 
 def check_sending(config: RegionConfig, order: agent_pb2.SendShard, cloud: str | None) -> None:

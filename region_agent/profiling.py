@@ -20,13 +20,16 @@ from geofed_pb.rpc import to_proto
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
+from region_agent.gateway.functions import Grants
+from region_agent.isolation import grants_of
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
 from region_agent.partition.calls import bundle_key
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
-from region_agent.policy import check_partition
+from region_agent.policy import check_isolation, check_partition
 from region_agent.shards.reading import shard_files
+from region_agent.worker.invocation import ShardFile
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.channel import Usage
 
@@ -197,6 +200,7 @@ class Profiler:
         context, start = self._context, _as_partition(command)
         check_partition(context.config, start)
         Approvals(context.state_dir, context.config.policy.approve).require(command.id, command.task)
+        check_isolation(context.config, context.isolation)
         if context.config.prices is None:
             text = f"region {command.region} states no prices"
             raise GeofedError("PRICE_UNKNOWN", text, hint="add `prices` to its configuration")
@@ -250,11 +254,13 @@ class Profiler:
         """Deploy a function with one replica and wait until it is ready; returns its name."""
         context, name = self._context, f"{self._functions}{memory_mb}"
         self._report_condition(command, f"starting a function with {memory_mb} MB")
+        grants = await asyncio.to_thread(self._grants, command)
         await context.gateway.deploy(
             FunctionSpec(
                 service=name,
                 image=context.image,
                 labels=fixed_scale_labels(1),
+                annotations=grants.annotations() if context.isolation.kind != "container" else {},
                 env_vars={**timeout_env(limit), **context.channel.worker_env()},
                 limits={"memory": f"{memory_mb}Mi"},
             )
@@ -262,6 +268,16 @@ class Profiler:
         await context.gateway.scale(name, 1)
         await context.gateway.wait_ready(name, 1, _READY)
         return name
+
+    def _grants(self, command: agent_pb2.ProfileTask) -> Grants:
+        """Return what the function may use outside of its sandbox."""
+        config = self._context.config
+        dataset = config.datasets[command.task.dataset]
+        splits: dict[str, tuple[ShardFile, ...]] = {}
+        # A probe measures the size of the model even if no data can be read.
+        with contextlib.suppress(GeofedError):
+            splits = shard_files(dataset, config.stores)
+        return grants_of(config, self._context.channel, command.id, dataset, splits=splits)
 
     async def _call(
         self, name: str, body: ProfileCall, memory_mb: int, limit: timedelta, meters: _Meters

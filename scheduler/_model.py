@@ -97,6 +97,8 @@ class Region:
     """Whether that channel is reached over a network without encryption."""
     takes_shards: bool = False
     """Whether it processes shards of other regions."""
+    isolation: str = ""
+    """How it isolates job code, from what it has tried: "bubblewrap", "container" or "none"; empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -387,6 +389,8 @@ class Plan:
 
     copies: tuple[Copy, ...] = ()
     """Shards that are processed elsewhere, sorted by source; their regions have no partition."""
+    isolation: dict[str, str] = field(default_factory=dict)
+    """How each region isolates job code; empty for one that has not told."""
 
 
 @dataclass(frozen=True)

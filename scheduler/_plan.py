@@ -167,6 +167,7 @@ def _planned(
     if isinstance(wan, Declined):
         return wan
     taken_by_all = merging_of(partitions, candidates, snapshot, demand)
+    isolation = {region.name: region.isolation for region in snapshot.regions}
     chosen = Plan(
         partitions=tuple(replace(part, shards=placed.shards.get(part.region, ())) for part in partitions),
         copies=placed.copies,
@@ -188,6 +189,7 @@ def _planned(
         evaluation_batch=demand.evaluation_batch,
         estimate=_NOTHING,
         residency={},
+        isolation={part.region: isolation[part.region] for part in partitions},
         alternatives=wan.alternatives,
     )
     return replace(chosen, estimate=estimate(chosen, snapshot), warnings=_warnings_of(chosen, demand, snapshot))
@@ -204,6 +206,10 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
                 f"functions of {part.memory_mb} MB in {part.region} are smaller than PyTorch, which takes about "
                 f"{_TORCH_MB} MB: only workers that share it, as those of the agent's own gateway do, can run; ask for "
                 "more (function.memoryMb)"
+            )
+        if chosen.isolation.get(part.region) == "none":
+            told.append(
+                f"{part.region} runs job code without a sandbox: it can read and change what the agent can there"
             )
         if part.pipeline is None and held_mb > part.memory_mb:
             told.append(

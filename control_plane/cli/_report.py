@@ -157,6 +157,7 @@ def plan_text(plan: Data) -> str:
             ("model", _model(estimate)),
             ("based on", _BASIS.get(estimate["basis"], estimate["basis"])),
             ("start", _START.get(estimate.get("start_basis", ""), "")),
+            ("isolation", _isolation(plan)),
         ]
     )
     regions = columns(
@@ -188,6 +189,16 @@ def plan_text(plan: Data) -> str:
         evaluated = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
         parts.append("ALTERNATIVES\n" + "\n".join(evaluated))
     return "\n\n".join(part for part in parts if part)
+
+
+def _isolation(plan: Data) -> str:
+    """Name how the regions isolate job code; empty if none of them has told."""
+    by_kind: dict[str, list[str]] = {}
+    for region, kind in plan.get("isolation", {}).items():
+        by_kind.setdefault(kind or "not known", []).append(region)
+    return (
+        "" if set(by_kind) == {"not known"} else "; ".join(f"{kind} in {', '.join(by_kind[kind])}" for kind in by_kind)
+    )
 
 
 def _phases_table(estimate: Data) -> str:

@@ -1,10 +1,10 @@
-"""Formats addresses as host:port, with an IPv6 host in brackets."""
+"""Formats and splits addresses like host:port, with an IPv6 host in brackets."""
 
 from __future__ import annotations
 
 import ipaddress
 
-__all__ = ["addresses_of", "bracketed", "joined"]
+__all__ = ["addresses_of", "bracketed", "joined", "split"]
 
 
 def bracketed(host: str) -> str:
@@ -30,3 +30,12 @@ def joined(host: str, port: int) -> str:
 def addresses_of(text: str) -> tuple[str, ...]:
     """Return the addresses of the control planes of a federation, which are separated by commas."""
     return tuple(address for part in text.split(",") if (address := part.strip()))
+
+
+def split(address: str) -> tuple[str, int]:
+    """Return host, without brackets, and port of ``host:port``; raises ``ValueError`` if it is none."""
+    host, _, port = address.rpartition(":")
+    bare = bracketed(host).strip("[]")
+    if not bare or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"{address!r} is not host:port")
+    return bare, int(port)

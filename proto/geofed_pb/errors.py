@@ -75,6 +75,11 @@ CATALOGUE: dict[str, Entry] = {
     "MODEL_MISMATCH": Entry(
         Exit.JOB_ENDED_BADLY, False, "name a job whose task makes the same model, or leave train.initialModel out"
     ),
+    "ISOLATION_UNAVAILABLE": Entry(
+        Exit.INADMISSIBLE,
+        False,
+        "the region's operator installs bubblewrap; `region-agent doctor` there says what is missing",
+    ),
     "RESIDENCY_VIOLATION": Entry(
         Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
     ),

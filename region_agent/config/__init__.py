@@ -7,6 +7,7 @@ from region_agent.config._load import load_config
 from region_agent.config._model import (
     ChannelPricesConfig,
     DatasetConfig,
+    EmbeddedGateway,
     FileChannelConfig,
     OpenFaasGateway,
     PricesConfig,
@@ -21,6 +22,7 @@ from region_agent.config._model import (
 __all__ = [
     "ChannelPricesConfig",
     "DatasetConfig",
+    "EmbeddedGateway",
     "FileChannelConfig",
     "OpenFaasGateway",
     "PricesConfig",

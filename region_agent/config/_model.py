@@ -308,6 +308,39 @@ class PolicyConfig(Section):
     """Networks in which this region connects to other regions' servers: `203.0.113.0/24`, `2001:db8::/32`. Default: the
     address that the other region's agent connects from; and private addresses and the loopback interface, if that
     agent, too, connects from such an address."""
+    isolation: Literal["require", "prefer", "none"] = "require"
+    """Whether job code runs in sandboxes. `require`: the region refuses jobs where there can be none. `prefer`: where
+    there can be none, job code can read and change what the agent can. `none`: without sandboxes. Functions of OpenFaaS
+    run in its containers in any case."""
+
+
+class EgressRule(Section):
+    """An address to which functions may connect."""
+
+    host: Annotated[str, AfterValidator(bracketed), Field(min_length=1, pattern=r"^[A-Za-z0-9._\[\]:-]+$")]
+    """Name or address of the host."""
+    port: Port
+    """TCP port."""
+
+    @property
+    def address(self) -> str:
+        """``host:port``."""
+        return f"{self.host}:{self.port}"
+
+
+class FunctionNetworkConfig(Section):
+    """Network of the embedded gateway's functions."""
+
+    egress: Annotated[tuple[EgressRule, ...], Field(max_length=64)] = ()
+    """Addresses to which functions may connect, besides those of their parameter server, channel and shard."""
+    host_network: bool = False
+    """Whether functions use the machine's network without restriction: then they reach every port that it reaches."""
+
+
+class FunctionsConfig(Section):
+    """Functions of the embedded gateway."""
+
+    network: FunctionNetworkConfig = FunctionNetworkConfig()
 
 
 class IdentityConfig(Section):
@@ -369,6 +402,7 @@ class RegionConfig(Section):
     identity: IdentityConfig | None = None
     """The region's identity, if the operator's own CA signs it. Default: `region-agent join` receives it."""
     policy: PolicyConfig = PolicyConfig()
+    functions: FunctionsConfig = FunctionsConfig()
     server: ServerConfig = ServerConfig()
 
     @field_validator("channel", mode="before")
@@ -407,11 +441,13 @@ class RegionConfig(Section):
         preemptible: int | None = None,
         sizes: Mapping[str, Mapping[str, int]] | None = None,
         withheld: Collection[str] = (),
+        isolation: str = "",
     ) -> dict[str, Any]:
         """Return the region's description for the control plane, as its scheduler reads it; it contains no paths.
 
         ``preemptible``: present number of preemptible workers; None: all. ``sizes``: bytes of splits by dataset, for
-        datasets that may be processed elsewhere. ``withheld``: datasets that are not offered.
+        datasets that may be processed elsewhere. ``withheld``: datasets that are not offered. ``isolation``: kind
+        of the isolation of job code that is in force; empty: unknown.
         """
         sizes = sizes or {}
         prices = self.prices.model_dump(exclude={"preemptible_usd_per_gb_second"}) if self.prices else None
@@ -429,6 +465,7 @@ class RegionConfig(Section):
             "channel_plaintext": self.channel.plaintext,
             "prices": prices,
             "takes_shards": self.takes_shards,
+            "isolation": isolation,
             "datasets": [
                 {
                     "name": name,

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from geofed_pb import address
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.quantities import format_duration
 
 __all__ = [
-    "SHARE_ANNOTATION",
     "BasicAuth",
     "FunctionSpec",
     "FunctionStatus",
+    "Grants",
     "LogLine",
     "Response",
     "fixed_scale_labels",
@@ -29,9 +31,11 @@ INTERNAL_HEADER = "X-OpenFaaS-Internal"
 """Header of answers that come from the gateway itself, not from the function."""
 EXIT_HEADER = "X-Geofed-Exit"
 """Header with the reason for which a replica ended during a call: "memory", "timeout" or "crash"."""
-SHARE_ANNOTATION = "geofed.share"
-"""Annotation with the folder, below the embedded gateway's ``share_dir``, of other regions' shards that a function may
-read."""
+GRANTS_ANNOTATION = "geofed.grants"
+"""Annotation with the `Grants` of a function, as JSON."""
+MOST_EGRESS = 128
+"""Addresses outside of its sandbox to which a function may connect, at most: the kernel passes on 253 sockets at a
+time."""
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
@@ -70,6 +74,44 @@ class BasicAuth:
         if not auth.user or not auth.password:
             raise GeofedError("CONFIG_INVALID", f"{user_file} or {password_file} is empty")
         return auth
+
+
+@dataclass(frozen=True)
+class Grants:
+    """What a function of the embedded gateway may use outside of its sandbox."""
+
+    read: tuple[str, ...] = ()
+    """Files and folders that it may read."""
+    write: tuple[str, ...] = ()
+    """Files and folders that it may read and write."""
+    egress: Mapping[str, str] = field(default_factory=dict)
+    """Addresses to which it may connect: ``host:port`` in the sandbox, and the address that it stands for. The latter
+    may change while the function runs, with a new deployment; an empty one refuses connections."""
+    host_network: bool = False
+    """True: it uses this machine's network, without any restriction."""
+
+    def annotations(self) -> dict[str, str]:
+        """Return the annotations of a function that has them."""
+        body = {"read": self.read, "write": self.write, "egress": dict(self.egress), "hostNetwork": self.host_network}
+        return {GRANTS_ANNOTATION: json.dumps(body)}
+
+    @classmethod
+    def of(cls, spec: FunctionSpec) -> Grants:
+        """Return a function's grants; raises ``ValueError`` with what is wrong."""
+        body = json.loads(spec.annotations.get(GRANTS_ANNOTATION, "{}"))
+        if not isinstance(body, dict):
+            raise ValueError(f"{GRANTS_ANNOTATION} must be a JSON object")
+        grants = cls(
+            _list(body, "read"), _list(body, "write"), _texts(body, "egress"), bool(body.get("hostNetwork", False))
+        )
+        for path in (*grants.read, *grants.write):
+            if not PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path == "/":
+                raise ValueError(f"{GRANTS_ANNOTATION}: {path!r} is not an absolute path below /")
+        if len(grants.egress) > MOST_EGRESS:
+            raise ValueError(f"{GRANTS_ANNOTATION}: more than {MOST_EGRESS} addresses")
+        for target in (*grants.egress, *filter(None, grants.egress.values())):
+            address.split(target)
+        return grants
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,37 @@ iteration of the event loop; that is logged as an error with a traceback. The st
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpcore2
 import httpx2
 
-__all__ = ["UnixTransport"]
+__all__ = ["UnixTransport", "short_path"]
+
+
+_MAX_PATH_BYTES = 107
+"""Longest path of a socket, as of `sys/un.h`, without its final NUL."""
+
+
+@contextmanager
+def short_path(path: Path) -> Iterator[str]:
+    """Yield a path for a socket that is short enough for one, however long its own is.
+
+    Raises ``OSError`` if its folder does not exist.
+    """
+    if len(os.fsencode(path)) <= _MAX_PATH_BYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 class UnixTransport(httpx2.AsyncBaseTransport):
@@ -88,8 +110,9 @@ class _Sockets(httpcore2.AsyncNetworkBackend):
         self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
     ) -> httpcore2.AsyncNetworkStream:
         try:
-            async with asyncio.timeout(timeout):
-                return _Stream(*await asyncio.open_unix_connection(path))
+            with short_path(Path(path)) as short:
+                async with asyncio.timeout(timeout):
+                    return _Stream(*await asyncio.open_unix_connection(short))
         except TimeoutError as error:
             raise httpcore2.ConnectTimeout(str(error)) from error
         except OSError as error:

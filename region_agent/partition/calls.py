@@ -66,6 +66,8 @@ class WorkerInputs(RegionInputs):
     samples: int | None
     """Samples of the training split by the region's file; None if unknown."""
     channel_costs: Mapping[str, float]
+    server_address: str
+    """Address of the parameter server for the worker."""
 
 
 def bundle_key(start: agent_pb2.StartPartition) -> str:
@@ -120,7 +122,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         workers=action.workers,
         attempt=action.attempt,
         token=sign(identity, inputs.row.token_key, life),
-        ps_address=f"{inputs.server.worker_host}:{inputs.row.worker_port}",
+        ps_address=inputs.server_address,
         ps_name=region_name(start.region),
         ca_pem=inputs.identity.ca_file.read_text(),
         channel=inputs.channel,

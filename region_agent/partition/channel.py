@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
+from geofed_pb.address import joined
 from geofed_pb.errors import GeofedError
 from region_agent.config import FileChannelConfig, RedisChannelConfig, RegionConfig, S3ChannelConfig
 from sync.channel import Channel, Usage
@@ -23,6 +24,7 @@ METERED = ("puts", "gets", "misses", "looks", "waits", "deletes", "lists", "byte
 """Kinds of requests, and bytes, with a meter in the account, each named ``channel_<kind>``."""
 _PREFIX = "geofed"
 """Prefix of all keys and users in Redis."""
+_REDIS_PORT = 6379
 _CHECK_JOB = "doctor"
 """Used in place of a job's name by `RegionChannel.check`; no job has it, since jobs end with a hyphen and digits."""
 _WORKER_COMMANDS = (
@@ -92,6 +94,30 @@ class RegionChannel:
         if isinstance(config, S3ChannelConfig) and config.worker_credentials_file is not None:
             return {"AWS_SHARED_CREDENTIALS_FILE": str(config.worker_credentials_file)}
         return {}
+
+    def files(self, job: str) -> tuple[list[str], list[str]]:
+        """Return files and folders of this machine through which a job's workers access the channel: those that they
+        read, and those that they write to."""
+        match self._config:
+            case FileChannelConfig():
+                return [], [self.address(job)]
+            case RedisChannelConfig(url=url):
+                return [], [urlsplit(url).path] if url.startswith("unix:") else []
+            case S3ChannelConfig(worker_credentials_file=file):
+                return [str(file)] if file is not None and file.exists() else [], []
+
+    def endpoints(self) -> list[str]:
+        """Return the addresses, ``host:port``, to which the workers of any job connect."""
+        match self._config:
+            case RedisChannelConfig(url=url) if not url.startswith("unix:"):
+                parts = urlsplit(url)
+                return [joined(parts.hostname or "localhost", parts.port or _REDIS_PORT)]
+            case S3ChannelConfig() as config:
+                parts = urlsplit(config.endpoint_url or _s3_endpoint(config.region))
+                host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+                return [joined(host, port), *([] if config.path_style else [joined(f"{config.bucket}.{host}", port)])]
+            case _:
+                return []
 
     def open(self, job: str) -> Channel:
         """Open a job's channel; the caller closes it."""
@@ -163,6 +189,14 @@ def _database(url: str) -> int:
 def channel_text(config: RegionConfig) -> str:
     """Return the kind of the region's channel, with a note if it is unencrypted."""
     return f"{config.channel.kind}{', unencrypted (insecure: true)' if config.channel.plaintext else ''}"
+
+
+def _s3_endpoint(region: str | None) -> str:
+    """Return the address of AWS's store in a region, as the workers' SDK finds it."""
+    import boto3
+
+    address: str = boto3.client("s3", region_name=region).meta.endpoint_url
+    return address
 
 
 def usage_meters(usage: Mapping[str, float]) -> dict[str, float]:

@@ -11,9 +11,10 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
-from region_agent.config import OpenFaasGateway, RegionConfig
+from region_agent.config import EmbeddedGateway, OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
-from region_agent.gateway.functions import SHARE_ANNOTATION
+from region_agent.gateway.functions import Grants
+from region_agent.isolation import with_server
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import Deployed
 from region_agent.partition.machine import PartitionMachine
@@ -45,24 +46,36 @@ class WorkerFunction:
         self._start, self._machine = start, machine
         self._gateway, self._config, self._channel, self._image = gateway, config, channel, image
         self._call_seconds = timedelta(seconds=start.plan.slice_seconds) + CALL_GRACE
+        self.grants = Grants()
+        """What its replicas may use outside of their sandboxes; set before the first deployment."""
         self._deploying = asyncio.Lock()
         """Orders deployments, so that the last one uses the latest number of workers."""
 
-    async def deploy(self, *, shared: bool) -> Deployed:
-        """Deploy the function with a replica for each worker; ``shared``: its replicas read other regions' shards."""
+    async def deploy(self) -> Deployed:
+        """Deploy the function with a replica for each worker."""
         async with self._deploying:
             workers, preemptible = self._machine.workers, self._machine.preemptible
-            await self._gateway.deploy(self._spec(workers, preemptible=preemptible, shared=shared))
+            await self._gateway.deploy(self._spec(workers, preemptible=preemptible))
             await self._gateway.scale(self.name, workers)
         return Deployed(workers, preemptible)
 
-    def _spec(self, workers: int, *, preemptible: bool, shared: bool) -> FunctionSpec:
+    async def connect_to_server(self, server: str) -> None:
+        """Let the replicas connect to the parameter server at an address from now on."""
+        if self._isolated:
+            self.grants = with_server(self.grants, server)
+            await self.deploy()
+
+    @property
+    def _isolated(self) -> bool:
+        return isinstance(self._config.gateway, EmbeddedGateway)
+
+    def _spec(self, workers: int, *, preemptible: bool) -> FunctionSpec:
         capacity_label = {_CAPACITY_LABEL: "preemptible"} if preemptible else {}
         return FunctionSpec(
             service=self.name,
             image=self._image,
             labels={**fixed_scale_labels(workers), **capacity_label},
-            annotations={SHARE_ANNOTATION: self._start.job} if shared else {},
+            annotations=self.grants.annotations() if self._isolated else {},
             constraints=self._constraints(preemptible=preemptible),
             env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env()},
             limits={"memory": f"{self._start.plan.memory_mb}Mi"},

@@ -19,6 +19,8 @@ from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
+from region_agent.gateway.functions import Grants
+from region_agent.isolation import NOT_ISOLATED, SERVER_ADDRESS, Isolation, grants_of, with_server
 from region_agent.link.identity import Identity
 from region_agent.link.networks import resolved
 from region_agent.partition.calls import (
@@ -123,6 +125,8 @@ class PartitionContext:
     """Add a line to a job's log: job, source, line."""
     log_format: str = "text"
     """Format of the parameter servers' own logs: "text" or "json"."""
+    isolation: Isolation = NOT_ISOLATED
+    """How functions are isolated."""
 
 
 def _machine_of(start: agent_pb2.StartPartition, row: PartitionRow) -> PartitionMachine:
@@ -380,18 +384,34 @@ class PartitionRunner:
             await context.fetch_model(task.initial_model, initial)
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._prepare_channel, bundle)
-        await self._function.deploy(shared=bool(self._shards.foreign))
+        self._function.grants = with_server(await asyncio.to_thread(self._grants), "")
+        await self._function.deploy()
         await self._function.wait_ready()
         if context.config.policy.ship_logs:
             self._run(self._logs.follow())
         self.feed(PartitionPrepared())
 
     async def _scale(self) -> None:
-        self.feed(await self._function.deploy(shared=bool(self._shards.foreign)))
+        self.feed(await self._function.deploy())
 
     async def _remove_replicas(self) -> None:
         await self._function.remove_replicas()
         self.feed(Deployed(None))
+
+    def _grants(self) -> Grants:
+        """Return what the workers may use outside of their sandboxes."""
+        context, dataset = self._context, self.start.task.dataset
+        shards = self._shards.folder if self._shards.foreign else None
+        own = context.config.datasets.get(dataset) if self._shards.own else None
+        return grants_of(context.config, context.channel, self.job, own, shards, self._splits)
+
+    @property
+    def _server_address(self) -> str:
+        """Address of the parameter server for this region's workers."""
+        config = self._context.config
+        if self._context.isolation.kind == "bubblewrap" and not config.functions.network.host_network:
+            return SERVER_ADDRESS
+        return f"{config.server.worker_host}:{self._row.worker_port}"
 
     def _prepare_channel(self, bundle: bytes) -> None:
         channel = self._context.channel.open(self.job)
@@ -462,6 +482,7 @@ class PartitionRunner:
         """Watch the parameter server until it ends; returns the reason."""
         self._context.store.keep_ports(self.job, ps.ports["worker"], ps.ports["exchange"], ps.ports.get("bulk", 0))
         self._row = self._context.store.partition(self.job) or self._row
+        await self._function.connect_to_server(f"{self._context.config.server.worker_host}:{ps.ports['worker']}")
         self._ps, self._began = ps, True
         self.meter.server_started(time.monotonic())
         self._server_events.server_started()
@@ -567,6 +588,7 @@ class PartitionRunner:
         inputs = WorkerInputs(
             context.identity, context.config.server, self._row, context.channel.kind, self._worker_channel,
             splits=self._splits, samples=self._shards.declared_samples, channel_costs=self._costs,
+            server_address=self._server_address,
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()
 

@@ -49,7 +49,8 @@ class PartitionShards:
         self.complete = False
         """All shards that are processed here are present."""
         shards = start.plan.shards
-        self._own = not shards or any(ref.region == config.name for ref in shards)
+        self.own = not shards or any(ref.region == config.name for ref in shards)
+        """Whether the region's own shard is processed."""
         self.foreign = [ref for ref in shards if ref.region != config.name]
         """Shards of other regions."""
         self._stores: list[ShardStore] = []
@@ -116,7 +117,7 @@ class PartitionShards:
     def splits(self) -> dict[str, tuple[ShardFile, ...]]:
         """Return the files of each split, shard by shard. Blocks; raises ``GeofedError("SHARD_UNREADABLE")``."""
         found: dict[str, tuple[ShardFile, ...]] = {}
-        if self._own:
+        if self.own:
             dataset = self._config.datasets.get(self._start.task.dataset)
             if dataset is None:
                 raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {self._start.task.dataset}")

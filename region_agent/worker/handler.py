@@ -200,6 +200,9 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
     bundle = channel.get(invocation.bundle_key)
     if bundle is None:
         raise GeofedError("TASK_INVALID", f"the task folder {invocation.bundle_key} is not in the channel")
+    if hashlib.sha256(bundle).hexdigest() != invocation.bundle_key.rpartition("/")[2]:
+        text = f"the task folder {invocation.bundle_key} in the channel is not the one that was submitted"
+        raise GeofedError("DIGEST_MISMATCH", text)
     folder = unpack(bundle, _scratch() / "bundles")
     # Named by the mark, so that a repeated attempt finds files that were downloaded before.
     fetched = _scratch() / "data" / hashlib.sha256(mark.encode()).hexdigest()[:16]

@@ -31,7 +31,7 @@ def _keys(kind: Any, path: str = "") -> Iterator[str]:
                 yield dotted
     elif get_origin(kind) is dict:
         yield from _keys(get_args(kind)[1], f"{path}.NAME")
-    elif get_origin(kind) is list:
+    elif get_origin(kind) in (list, tuple):
         yield from _keys(get_args(kind)[0], f"{path}[]")
     else:
         for each in get_args(kind):

@@ -22,6 +22,7 @@ from torch import nn
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
+from region_agent.isolation import isolation_of
 from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import PublishAsked, RecordEvent, Stopped
@@ -133,9 +134,7 @@ class Region:
     async def partition(self) -> Any:
         """The partition at work, over a gateway of its own."""
         (self.shared / "channel").mkdir(exist_ok=True)
-        gateway = EmbeddedGatewayProcess(
-            self.state, profile="none", keep_paths=[str(self.shared)], hide_paths=[str(self.state)]
-        )
+        gateway = EmbeddedGatewayProcess(self.state, profile="none", isolation="prefer")
         client = await gateway.start()
         around = PartitionContext(
             config=self.config,
@@ -151,6 +150,7 @@ class Region:
             report=lambda message, durable: self.reports.append(message),
             record_event=lambda _, action: self.events.append(action),
             log=lambda job, source, line: self.lines.append(f"{source}: {line}"),
+            isolation=await isolation_of(self.config, client),
         )
         partition = PartitionRunner(around, self.start)
         partition.begin()

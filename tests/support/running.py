@@ -50,6 +50,7 @@ def digits_sites(folder: Path, regions: Sequence[str], *, workers: int = 1, **mo
             "capacity": {"workers": workers, "memoryMb": 1024},
             "prices": PRICES,
             "datasets": {"digits": {"splits": splits}},
+            "policy": {"isolation": "prefer"},
             # A job that a test breaks off keeps its tensors for the agent's next start; they go with the test's folder.
             "channel": {"kind": "file", "path": str(folder / "channels" / name)},
             **more,

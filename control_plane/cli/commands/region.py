@@ -124,7 +124,7 @@ async def _regions(client: ControlClient) -> list[Data]:
 def regions_table(views: list[Data]) -> str:
     """Format regions as a table, one row each."""
     return columns(
-        ["REGION", "CLOUD", "STATE", "WORKERS", "DATASETS", "LAST CONTACT", "AGENT", "CONDITION"],
+        ["REGION", "CLOUD", "STATE", "WORKERS", "DATASETS", "ISOLATION", "LAST CONTACT", "AGENT", "CONDITION"],
         [
             [
                 view["name"],
@@ -132,6 +132,7 @@ def regions_table(views: list[Data]) -> str:
                 view["state"],
                 _workers_text(view["capacity"]) if view["capacity"] else "",
                 ",".join(held["name"] for held in view["datasets"]),
+                view["isolation"],
                 view["last_contact"] or "",
                 view["agent_version"],
                 view["condition"],
@@ -163,6 +164,7 @@ def _region_text(view: Data) -> str:
                 ("memory", f"at most {capacity['memory_mb']} MB per function" if capacity else ""),
                 ("samples/s", capacity.get("samples_per_second")),
                 ("channel", f"{view['channel']}, unencrypted" if view["channel_plaintext"] else view["channel"]),
+                ("isolation", view["isolation"]),
             ]
         )
     ]

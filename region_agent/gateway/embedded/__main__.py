@@ -23,6 +23,7 @@ from geofed_pb.logs import LOG_FORMATS, configure_logs
 from region_agent.gateway.embedded.app import create_app
 from region_agent.gateway.embedded.config import Config, load
 from region_agent.gateway.embedded.provider import Provider
+from region_agent.gateway.unix_sockets import short_path
 
 _GRACE_S = 2
 """Time for open requests to end at the shutdown, in seconds."""
@@ -102,9 +103,10 @@ def _bind(config: Config) -> tuple[socket.socket, str]:
         Path(path).unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX)
         try:
-            listener.bind(path)
+            with short_path(Path(path)) as short:
+                listener.bind(short)
         except OSError as error:
-            hint = "the path of a unix socket has at most 107 bytes, and its folder must exist"
+            hint = "its folder must exist"
             raise GeofedError("CONFIG_INVALID", f"cannot listen on unix:{path}: {error}", hint=hint) from error
         os.chmod(path, 0o600)
         listener.listen(1024)

@@ -46,6 +46,9 @@ PROFILES = {
 }
 
 
+ISOLATION = ("require", "prefer", "none")
+
+
 @dataclass(frozen=True)
 class Config:
     """Settings of the embedded gateway."""
@@ -75,14 +78,11 @@ class Config:
     python_path: tuple[str, ...] = ()
     """Folders in which handlers are found, appended to ``sys.path``."""
     hide_paths: tuple[str, ...] = ()
-    """Files and directories that no function may see; the state directory always belongs to them."""
-    keep_paths: tuple[str, ...] = ()
-    """Directories within hidden ones that stay visible."""
-    share_dir: Path | None = None
-    """Directory that is hidden from functions; a function may read only the folder in it that its annotation
-    ``geofed.share`` names."""
-    isolate: bool = True
-    """False runs functions with everything visible."""
+    """Directories that no function may see, even if what it may read contains them; the state directory always belongs
+    to them."""
+    isolation: str = "require"
+    """``require``: functions run in sandboxes, or not at all. ``prefer``: without sandboxes where there can be none.
+    ``none``: without."""
     read_timeout: timedelta = timedelta(seconds=60)
     """Longest time for a request's body to arrive."""
     write_timeout: timedelta = timedelta(seconds=60)
@@ -122,6 +122,8 @@ class Config:
         """Check the settings and return them; raises ``CONFIG_INVALID`` or ``PLAINTEXT_REFUSED``."""
         if self.profile not in PROFILES:
             raise GeofedError("CONFIG_INVALID", f"profile {self.profile!r} is none of {', '.join(PROFILES)}")
+        if self.isolation not in ISOLATION:
+            raise GeofedError("CONFIG_INVALID", f"isolation {self.isolation!r} is none of {', '.join(ISOLATION)}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise GeofedError("CONFIG_INVALID", "tls_cert and tls_key must be set together")
         if (self.auth_user_file is None) != (self.auth_password_file is None):

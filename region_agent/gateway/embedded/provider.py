@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import shutil
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from geofed_pb import address
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LogStore, pipe_to_lines
 from region_agent.gateway.embedded.replicas import memory
+from region_agent.gateway.embedded.replicas.process_limit import remove_old_groups
+from region_agent.gateway.embedded.replicas.relay import addresses_inside
 from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running, replica_spec
+from region_agent.gateway.embedded.replicas.sandbox import SandboxView
+from region_agent.gateway.embedded.replicas.system_view import system_view
 from region_agent.gateway.embedded.replicas.zygote_link import ZygoteEvents, ZygoteLink
 from region_agent.gateway.embedded.secret_store import SecretStore
 from region_agent.gateway.embedded.table import (
@@ -39,12 +46,26 @@ from region_agent.gateway.embedded.table import (
     StartReplica,
     StopReplica,
 )
-from region_agent.gateway.functions import FunctionSpec, FunctionStatus
+from region_agent.gateway.functions import FunctionSpec, FunctionStatus, Grants
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
 
-__all__ = ["Provider"]
+__all__ = ["Isolation", "Provider"]
 
 _log = structlog.get_logger("gateway.provider")
+_TRIAL = "trial-0"
+"""Name of the replica with which sandboxes are tried."""
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """How functions are isolated."""
+
+    kind: str
+    """``bubblewrap``, or ``none``."""
+    reason: str
+    """Reason why they are not."""
+    limits_processes: bool = False
+    """Whether a control group limits the processes of each."""
 
 
 class Provider:
@@ -57,14 +78,17 @@ class Provider:
         self.logs = LogStore(
             config.state_dir / "logs", lines_in_memory=config.log_lines, file_bytes=config.log_file_bytes
         )
-        self._runtime_fd = -1
-        self._temporary = Path()
+        self._temporary: Path | None = None
         self._running: dict[str, Running] = {}
         self._created: dict[str, datetime] = {}
         self._last_failure: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
-        events = ZygoteEvents(self._spawned, self._exited, self._zygote_lost, self._zygote_output)
+        self._system_view: list[str] = []
+        """Arguments of bubblewrap for what all functions see."""
+        self.isolation = Isolation("none", "the gateway has not started")
+        """How functions are isolated, from what was tried at the start."""
+        events = ZygoteEvents(self._spawned, self._exited, self._zygote_lost, self._sandbox_pids, self._zygote_output)
         self._zygote = ZygoteLink(config.preload, config.python_path, events)
 
     async def start(self) -> None:
@@ -72,11 +96,13 @@ class Provider:
         runtime = self.config.state_dir / "r"
         shutil.rmtree(runtime, ignore_errors=True)
         runtime.mkdir(mode=0o700)
-        self._temporary = short_folder(self.config.state_dir / "temporary-folders")
-        self._runtime_fd = os.open(runtime, os.O_PATH | os.O_CLOEXEC)
+        remove_old_groups()
         await self._zygote.start()
-        if self.config.isolate and not self._zygote.can_isolate:
-            _log.warning("this kernel cannot hide paths from functions: job code can read what this process can")
+        self._system_view = system_view(self._zygote.python_path, self._hidden)
+        self.isolation = await self._tried_isolation()
+        if self.isolation.kind == "none":
+            self._temporary = short_folder(self.config.state_dir / "temporary-folders")
+            _log.warning("functions are not isolated: they can read what this process can", cause=self.isolation.reason)
         self._run_task(self._watch_memory())
 
     async def stop(self) -> None:
@@ -89,17 +115,21 @@ class Provider:
         for running in list(self._running.values()):
             await running.clean()
         self._running.clear()
-        if self._runtime_fd >= 0:
-            os.close(self._runtime_fd)
-            shutil.rmtree(self.config.state_dir / "r", ignore_errors=True)
+        shutil.rmtree(self.config.state_dir / "r", ignore_errors=True)
         remove_short_folder(self.config.state_dir / "temporary-folders")
 
     # requests
 
     def deploy(self, spec: FunctionSpec) -> None:
         """Create or change a function; raises ``Refused``."""
+        if self.config.isolation == "require" and self.isolation.kind == "none":
+            raise Refused(400, f"functions cannot be isolated on this machine: {self.isolation.reason}")
         self.handler(spec.image)
         FunctionLimits.of(spec, self.config)
+        try:
+            Grants.of(spec)
+        except ValueError as error:
+            raise Refused(400, f"function {spec.service}: {error}") from error
         for name in spec.secrets:
             if name not in self.secrets.names():
                 raise Refused(400, f"function {spec.service} needs secret {name}, which does not exist")
@@ -125,8 +155,8 @@ class Provider:
 
     def usage(self, name: str) -> dict[str, float]:
         """CPU seconds per second since start and memory of all replicas."""
-        pids = [running.pid for replica in self.table.replicas(name) if (running := self._running.get(replica))]
-        return memory.usage([pid for pid in pids if pid is not None])
+        found = [running for replica in self.table.replicas(name) if (running := self._running.get(replica))]
+        return memory.usage([pid for running in found for pid in running.pids])
 
     def handler(self, image: str) -> str:
         """The handler that an image names; raises ``Refused`` 400."""
@@ -135,11 +165,6 @@ class Provider:
             known = ", ".join(sorted(self.config.images)) or "none"
             raise Refused(400, f"image {image!r} names no handler of the embedded gateway; known prefixes: {known}")
         return self.config.images[max(prefixes, key=len)]
-
-    @property
-    def isolation(self) -> str:
-        """``mount-namespace`` where replicas cannot see hidden paths, ``none`` where they can."""
-        return "mount-namespace" if self.config.isolate and self._zygote.can_isolate else "none"
 
     def apply(self, event: Event) -> None:
         """Pass an event to the table and carry out the actions that it returns; raises ``Refused``."""
@@ -192,7 +217,7 @@ class Provider:
                 self._after(wait.total_seconds(), self.apply, due)
 
     async def _start_replica(self, name: str, spec: FunctionSpec) -> None:
-        running = Running.create(name, spec, self._runtime_fd, self.config, self._temporary)
+        running = Running.create(name, spec, self.config, self._temporary)
         self._running[name] = running
         try:
             self.secrets.copy(spec.secrets, running.directory / "secrets")
@@ -203,23 +228,84 @@ class Provider:
         await self._zygote.wait_ready()
         if name not in self._running:
             return
-        control, theirs = socket.socketpair()
-        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-        control.setblocking(False)
-        running.output = await pipe_to_lines(read_fd, lambda line: self.logs.append(spec.service, name, line))
         try:
-            self._zygote.spawn(name, theirs.fileno(), write_fd)
+            control = await self._fork(running, lambda line: self.logs.append(spec.service, name, line))
         except OSError as error:
-            control.close()
             running.kill_text = f"replica {name} could not be forked: {error}"
             self._exited(name, None)
             return
+        if name not in self._running:
+            control.close()
+            await running.clean()
+            return
+        description = replica_spec(running, self.handler(spec.image), self.config)
+        egress = list(Grants.of(spec).egress)
+        if await running.begin(control, description, egress, functools.partial(self._target_of, spec.service)):
+            self.apply(ReplicaReady(name))
+
+    async def _fork(self, running: Running, take_line: Callable[[str], None]) -> socket.socket:
+        """Fork a replica, into a sandbox if it has none yet to be without; returns the socket for its specification.
+
+        Raises ``OSError``.
+        """
+        place = await running.enter(self._view(running)) if running.temporary is None else None
+        control, theirs = socket.socketpair()
+        read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+        control.setblocking(False)
+        running.output = await pipe_to_lines(read_fd, take_line)
+        try:
+            self._zygote.spawn(running.name, theirs.fileno(), write_fd, place)
+        except OSError:
+            control.close()
+            raise
         finally:
             theirs.close()
             os.close(write_fd)
-        description = replica_spec(running, self.handler(spec.image), self.config)
-        if await running.send_spec(control, description):
-            self.apply(ReplicaReady(name))
+        return control
+
+    @property
+    def _hidden(self) -> list[str]:
+        return [str(self.config.state_dir), *self.config.hide_paths]
+
+    def _view(self, running: Running) -> SandboxView:
+        grants = Grants.of(running.spec)
+        return SandboxView(
+            self._system_view,
+            str(running.directory),
+            read=grants.read,
+            write=grants.write,
+            hidden=self._hidden,
+            egress=[address.split(target) for target in grants.egress],
+            hosts=None if grants.host_network else addresses_inside(grants.egress),
+            memory_bytes=running.limits.memory_bytes,
+        )
+
+    def _target_of(self, function: str, name: str) -> str | None:
+        """Return the present address outside of one in a function's sandboxes."""
+        try:
+            return Grants.of(self.table.spec(function)).egress.get(name) or None
+        except Refused:
+            return None
+
+    async def _tried_isolation(self) -> Isolation:
+        """Start a replica without a handler in a sandbox and return how it is isolated."""
+        if self.config.isolation == "none":
+            return Isolation("none", "it is switched off")
+        lines: list[str] = []
+        running = Running.create(_TRIAL, FunctionSpec(_TRIAL, _TRIAL), self.config, None)
+        try:
+            control = await self._fork(running, lines.append)
+            if await running.begin(control, replica_spec(running, "", self.config), [], lambda _: None):
+                return Isolation("bubblewrap", "", limits_processes=running.process_limit.file != "")
+            reason = lines[-1] if lines else "no process could enter a sandbox"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        finally:
+            await running.clean()
+        return Isolation("none", reason)
+
+    def _sandbox_pids(self) -> set[int]:
+        return {running.sandbox.pid for running in self._running.values() if running.sandbox is not None}
 
     def _stop_replica(self, name: str) -> None:
         running = self._running.get(name)
@@ -269,7 +355,7 @@ class Provider:
                 limit = running.limits.memory_bytes
                 if limit is None or running.pid is None or running.kill_reason:
                     continue
-                used = memory.private_bytes(running.pid, limit)
+                used = memory.private_bytes(running.pids, limit)
                 if used > limit:
                     self.kill(running, "memory", memory.over_limit_text(running.name, used, limit))
 

@@ -102,6 +102,7 @@ class Proxy:
             for key, value in call.headers.items()
             if key.lower() not in _HOP_HEADERS and key.lower() not in _PRIVATE_HEADERS
         }
+        assert running.http is not None  # only replicas that are ready get calls
         request = running.http.build_request(call.method, call.path, content=call.body, headers=headers)
         try:
             async with asyncio.timeout(limit.total_seconds()):

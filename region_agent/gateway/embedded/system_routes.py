@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import json
 import platform
 from collections.abc import AsyncIterator
@@ -68,7 +69,7 @@ class SystemRoutes:
                     "provider": "geofed-embedded",
                     "orchestration": "processes",
                     "version": {"sha": "", "release": release},
-                    "isolation": self._provider.isolation,
+                    "isolation": dataclasses.asdict(self._provider.isolation),
                     "profile": self._provider.config.profile,
                 },
                 "version": {"sha": "", "release": release, "commit_message": ""},

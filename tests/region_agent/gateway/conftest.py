@@ -86,6 +86,7 @@ class Embedded:
             "images": {"probe": "gateway_probe:handle", "broken": "no_such_module:handle"},
             "python_path": [str(HANDLERS)],
             "preload": [],
+            "isolation": "none",
         }
         file.write_text(json.dumps(base | self.config))
         command = [sys.executable, "-m", "region_agent.gateway.embedded", "--config", str(file), *self.arguments]

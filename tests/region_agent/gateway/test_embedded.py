@@ -17,7 +17,6 @@ from support.processes import alive
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import FunctionSpec
-from region_agent.gateway.functions import SHARE_ANNOTATION
 
 from .conftest import QUICK, open_target, until
 
@@ -306,75 +305,29 @@ async def test_temporary_files_end_with_their_replica(launch) -> None:
         until(lambda: not home.exists() and not scratch.parent.exists())
 
 
-@pytest.mark.parametrize("isolate", [True, False])
 async def test_processes_of_a_function_find_each_other_wherever_the_state_lies(
-    launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isolate: bool
+    launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A socket's path is short; the folders for temporary files of the gateway and of its functions need not be."""
     deep = tmp_path / ("deep" * 30)
     (deep / "tmp").mkdir(parents=True)
     monkeypatch.setenv("TMPDIR", str(deep / "tmp"))
-    embedded = launch(state_dir=str(deep / "state"), isolate=isolate)
+    embedded = launch(state_dir=str(deep / "state"))
     async with open_target(embedded) as target:
         probe = await target.deploy()
         assert (await probe("listen")).body == b"heard"
         short = Path((await probe("scratch")).body.decode()).parent.parent
-        other = await target.deploy()
-        isolated = (await target.client.info())["provider"]["isolation"] != "none"
-        assert len(json.loads((await other(f"list?path={short}")).body)) == (1 if isolated else 2)
     embedded.kill()
     assert short.exists()
     embedded.start()
     assert not short.exists()
 
 
-async def test_hidden_paths_stay_hidden(launch, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.mkdir()
-    (keys / "region.key").write_text("PRIVATE")
-    (tmp_path / "one.key").write_text("PRIVATE")
-    embedded = launch(hide_paths=[str(keys), str(tmp_path / "one.key")])
+async def test_isolation_that_is_switched_off_is_reported(launch) -> None:
+    embedded = launch()
     async with open_target(embedded) as target:
-        await target.client.create_secret("other", b"PRIVATE")
-        probe = await target.deploy()
-        if (await target.client.info())["provider"]["isolation"] == "none":
-            pytest.skip("this kernel does not let an ordinary process mount in a namespace of its own")
-        for path in (keys / "region.key", embedded.state_dir / "secrets" / "other"):
-            assert (await probe(f"read?path={path}")).status == 404
-            assert "PRIVATE" not in (await probe(f"uncover?path={path}")).body.decode()
-        assert (await probe(f"read?path={tmp_path / 'one.key'}")).body == b""
-        assert (await probe("touch")).body == b"written"
-        assert (keys / "region.key").read_text() == "PRIVATE"
-
-
-async def test_a_function_reads_its_own_share_only(launch, tmp_path: Path) -> None:
-    """And cannot write there, nor name another way to it."""
-    share = tmp_path / "share"
-    for job in ("job-1", "job-2"):
-        (share / job / "east").mkdir(parents=True)
-        (share / job / "east" / "data").write_text("PRIVATE")
-    (tmp_path / "beside").mkdir()
-    embedded = launch(share_dir=str(share), hide_paths=[str(tmp_path / "beside")])
-    own, other = share / "job-1" / "east" / "data", share / "job-2" / "east" / "data"
-    async with open_target(embedded) as target:
-        if (await target.client.info())["provider"]["isolation"] == "none":
-            pytest.skip("this kernel does not let an ordinary process mount in a namespace of its own")
-        probe = await target.deploy(annotations={SHARE_ANNOTATION: "job-1"})
-        assert (await probe(f"read?path={own}")).body == b"PRIVATE"
-        assert (await probe(f"read?path={other}")).status == 404
-        assert "PRIVATE" not in (await probe(f"uncover?path={other}")).body.decode()
-        for path in (own, own.parent / "new", share / "job-1" / "new"):
-            assert (await probe(f"overwrite?path={path}")).body == b"[30, 30, 1]", "EROFS, whatever is tried"
-        assert own.read_text() == "PRIVATE"
-        for annotations in ({}, {SHARE_ANNOTATION: ""}, {SHARE_ANNOTATION: "."}, {SHARE_ANNOTATION: "../share/job-1"}):
-            stranger = await target.deploy(annotations=annotations)
-            assert (await stranger(f"read?path={own}")).status == 404
-
-
-async def test_missing_isolation_is_reported(launch) -> None:
-    embedded = launch(isolate=False)
-    async with open_target(embedded) as target:
-        assert (await target.client.info())["provider"]["isolation"] == "none"
+        isolation = (await target.client.info())["provider"]["isolation"]
+        assert (isolation["kind"], isolation["reason"]) == ("none", "it is switched off")
         probe = await target.deploy()
         assert (await probe(f"read?path={embedded.directory / 'gateway.json'}")).status == 200
 
@@ -392,15 +345,6 @@ async def test_descriptors_and_directories_do_not_pile_up(shared) -> None:
             await target.client.scale(probe.name, 1)
             await target.client.wait_ready(probe.name, 1, SOON)
         await asyncio.to_thread(until, lambda: process.num_fds() <= before + 1)
-
-
-async def test_death_of_the_warm_parent_reaches_isolated_replicas(launch) -> None:
-    embedded = launch()
-    async with open_target(embedded) as target:
-        probe = await target.deploy()
-        pid = await probe.pid()
-        os.kill(embedded.zygote().pid, signal.SIGKILL)
-        until(lambda: not psutil.pid_exists(pid))
 
 
 async def test_replica_directory_is_removed(launch) -> None:
@@ -454,6 +398,14 @@ async def test_follower_of_logs_ends_with_the_function(shared) -> None:
             if line.text == "only":
                 await target.client.delete(probe.name)
         assert "only" in texts
+
+
+async def test_unix_socket_with_a_long_path(launch, tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    embedded = launch("--listen", f"unix:{deep}/g.sock")
+    async with WholeClient(embedded.url, retry=QUICK) as client:
+        assert await client.health()
 
 
 async def test_long_state_directory(launch, tmp_path: Path) -> None:

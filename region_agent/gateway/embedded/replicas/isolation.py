@@ -1,17 +1,32 @@
-"""What a function may see and do: private mounts, and no capabilities; and the children of a process."""
+"""Entering a sandbox: namespaces, capabilities, limits; and the children of a process."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
-from collections.abc import Iterable
+import fcntl
+import resource
+import socket
+import struct
+from collections.abc import Sequence
+from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 
-from geofed_pb.linux import CLONE_NEWNS, CLONE_NEWUSER, call
+from geofed_pb.linux import CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUSER, call
 
-__all__ = ["children", "hide_paths"]
+__all__ = ["NAMESPACES", "children", "enter", "listen_at"]
 
+_CLONE_NEWUTS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x04000000, 0x08000000, 0x20000000
+"""Flags of setns, as of `linux/sched.h`."""
+NAMESPACES = {
+    "user": CLONE_NEWUSER,
+    "mount": CLONE_NEWNS,
+    "pid": _CLONE_NEWPID,
+    "ipc": _CLONE_NEWIPC,
+    "uts": _CLONE_NEWUTS,
+    "net": CLONE_NEWNET,
+}
+"""Namespaces of a sandbox, with the flags of setns."""
 _PR_SET_DUMPABLE = 4
 """prctl option, as of `linux/prctl.h`: whether others of this user may read the process's memory."""
 _PR_CAPBSET_DROP = 24
@@ -22,12 +37,14 @@ _PR_CAP_AMBIENT = 47
 """prctl option, as of `linux/prctl.h`: change the ambient capabilities."""
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 """Argument of `_PR_CAP_AMBIENT`, as of `linux/prctl.h`: clear all."""
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 1, 2, 4, 8, 32
-_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
 _CAPABILITY_VERSION_3 = 0x20080522
 """Version of capset's header with 64-bit sets, `_LINUX_CAPABILITY_VERSION_3` of `linux/capability.h`."""
 _LAST_CAPABILITY = 63
 """Highest number of a capability in 64-bit sets; the kernel rejects those that it does not know."""
+_SIOCSIFADDR = 0x8916
+"""Request of ioctl, as of `linux/sockios.h`: set the address of a network interface."""
+_BACKLOG = 64
+"""Connections that wait until they are accepted. A choice."""
 
 
 def children(pid: int | str = "self") -> list[int]:
@@ -39,48 +56,49 @@ def children(pid: int | str = "self") -> list[int]:
     return found
 
 
-def hide_paths(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[str] = ()) -> None:
-    """Cover files and directories for this process and its children; ``kept`` and ``read_only`` stay visible in them.
+def enter(
+    sandbox_fd: int, *, own_network: bool, addresses: Sequence[tuple[str, int]], processes: int
+) -> list[socket.socket]:
+    """Move this process to the namespaces of a sandbox, without any capability and for good.
 
-    Needs a single thread and a kernel with user namespaces; raises ``OSError`` if it has none or forbids the mounts.
-    Afterwards the process has no capabilities, so it cannot uncover them. It is in a user namespace of its own, so it
-    can neither trace processes outside nor read them through ``/proc``. The caller must change to the working directory
-    again, since the present one may be covered.
+    ``sandbox_fd``: pidfd of a process in it. Children are in its PID namespace, this process is not. ``own_network``:
+    the sandbox has a network of its own; ``addresses``: where to listen in it; returns the sockets. ``processes``:
+    largest number of processes and threads, which the kernel does not enforce for root.
+
+    Needs a single thread. Raises ``OSError``.
     """
-    uid, gid = os.getuid(), os.getgid()
-    call("unshare", CLONE_NEWUSER | CLONE_NEWNS)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-    Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    flags = sum(NAMESPACES.values())
+    call("setns", sandbox_fd, flags if own_network else flags & ~NAMESPACES["net"])
     try:
-        _cover_all(hidden, kept, read_only)
+        return [listen_at(host, port) for host, port in addresses]
     finally:
         _drop_capabilities()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_NPROC, (processes, processes))
         call("prctl", _PR_SET_DUMPABLE, 1, 0, 0, 0)
 
 
-def _cover_all(hidden: Iterable[str], kept: Iterable[str], read_only: Iterable[str]) -> None:
-    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
-    frozen = set(read_only)
-    handles = {path: os.open(path, os.O_PATH) for path in {*kept, *frozen} if os.path.isdir(path)}
-    covered = [path for path in sorted(hidden, key=len) if os.path.exists(path) and _cover(path)]
-    for path, handle in handles.items():
-        if any(Path(path).is_relative_to(cover) for cover in covered):
-            os.makedirs(path, exist_ok=True)
-            _mount(f"/proc/self/fd/{handle}", path, None, _MS_BIND | _MS_REC)
-            if path in frozen:
-                # The kernel requires a remount to keep the flags of the underlying mount.
-                locked = os.statvfs(path).f_flag & (_MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-                _mount("none", path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | locked)
-        os.close(handle)
+def listen_at(host: str, port: int) -> socket.socket:
+    """Listen at an address, which is given to the loopback interface if it is not one of loopback."""
+    address = ip_address(host)
+    version6 = not isinstance(address, IPv4Address)
+    if not address.is_loopback:
+        _add_address(address.packed, version6=version6)
+    return socket.create_server((host, port), family=socket.AF_INET6 if version6 else socket.AF_INET, backlog=_BACKLOG)
 
 
-def _cover(path: str) -> bool:
-    if os.path.isdir(path):
-        _mount("tmpfs", path, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-        return True
-    _mount("/dev/null", path, None, _MS_BIND)
-    return False
+def _add_address(packed: bytes, *, version6: bool) -> None:
+    """Give the loopback interface of this network namespace one more address."""
+    with socket.socket(socket.AF_INET6 if version6 else socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        if version6:
+            # struct in6_ifreq of linux/ipv6.h: address, length of the prefix, index of the interface.
+            request = struct.pack("=16sIi", packed, 128, socket.if_nametoindex("lo"))
+        else:
+            # struct ifreq of linux/if.h. An alias is named after its address, which is unique.
+            name = f"lo:{packed.hex()}".encode()
+            request = struct.pack("=16sHH4s8s8x", name, socket.AF_INET, 0, packed, b"")
+        with contextlib.suppress(FileExistsError):
+            fcntl.ioctl(any_socket, _SIOCSIFADDR, request)
 
 
 def _drop_capabilities() -> None:
@@ -93,11 +111,3 @@ def _drop_capabilities() -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
     call("capset", header, nothing)
-
-
-def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
-    try:
-        call("mount", source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), None)
-    except OSError as error:
-        error.filename = target
-        raise

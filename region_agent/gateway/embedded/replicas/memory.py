@@ -18,8 +18,8 @@ __all__ = ["over_limit_text", "private_bytes", "usage"]
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def private_bytes(pid: int, enough: int) -> int:
-    """Return the unshared memory of a process and its descendants in bytes; 0 if it has ended.
+def private_bytes(pids: Iterable[int], enough: int) -> int:
+    """Return the unshared memory of processes and their descendants in bytes; 0 if one of them has ended.
 
     The resident size is cheap to read and never smaller than the unshared size, so it is returned if it is at most
     ``enough``; only above that the page tables are walked. A limit of the address space would not work, since torch
@@ -27,7 +27,7 @@ def private_bytes(pid: int, enough: int) -> int:
     """
     total = 0
     with contextlib.suppress(psutil.Error, OSError):
-        family = [pid, *_descendants(pid)]
+        family = [member for pid in pids for member in (pid, *_descendants(pid))]
         total = sum(_resident_bytes(member) for member in family)
         if total > enough:
             total = sum(psutil.Process(member).memory_full_info().uss for member in family)
@@ -47,12 +47,13 @@ def usage(pids: Iterable[int]) -> dict[str, float]:
     """CPU time per second of life, in thousandths of a core, and private memory in bytes."""
     cpu_milli, memory_bytes = 0.0, 0
     for pid in pids:
-        memory_bytes += private_bytes(pid, 0)
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            times = process.cpu_times()
-            lived_s = max(1.0, time.time() - process.create_time())
-            cpu_milli += 1000 * (times.user + times.system) / lived_s
+        memory_bytes += private_bytes([pid], 0)
+        for member in (pid, *_descendants(pid)):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(member)
+                times = process.cpu_times()
+                lived_s = max(1.0, time.time() - process.create_time())
+                cpu_milli += 1000 * (times.user + times.system) / lived_s
     return {"cpu": round(cpu_milli, 1), "totalMemoryBytes": memory_bytes}
 
 

@@ -8,6 +8,7 @@ threads besides it.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import random
@@ -19,13 +20,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from geofed_pb import linux
-from region_agent.gateway.embedded.replicas import isolation
+from region_agent.gateway.embedded.replicas import seccomp
 from region_agent.gateway.embedded.replicas.calls import CallContext, CallQueue, resolve_handler
 from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 
-__all__ = ["ReplicaSpec", "main"]
+__all__ = ["READY", "ReplicaSpec", "main"]
 
+READY = b"ready\n"
+"""What a replica sends over its control socket when it is ready."""
 SOCKET_NAME = "s"
 """Name of the listening socket in a replica's directory; short, since socket paths are limited to 107 bytes."""
 
@@ -44,12 +46,8 @@ class ReplicaSpec:
     """The whole environment."""
     python_path: list[str] = field(default_factory=list)
     """Folders to append to ``sys.path``."""
-    hidden: list[str] = field(default_factory=list)
-    """Paths that the handler must not see."""
-    kept: list[str] = field(default_factory=list)
-    """Paths that stay visible within the hidden ones."""
-    read_only: list[str] = field(default_factory=list)
-    """Paths that stay visible within the hidden ones, and cannot be written to."""
+    filter: str = ""
+    """Filter of system calls, as a BPF program in base64; empty: none."""
     threads: int = 1
     """Threads for torch's operators."""
     max_inflight: int = 1
@@ -58,8 +56,11 @@ class ReplicaSpec:
     """Emulated cold start."""
 
 
-def main(control: socket.socket, parent_pid: int) -> int:
-    """Become the replica that the control socket describes; returns the exit status."""
+def main(control: socket.socket) -> int:
+    """Become the replica that the control socket describes; returns the exit status.
+
+    Without a handler it only reports that it is ready.
+    """
     spec = ReplicaSpec(**json.loads(_read_all(control)))
     os.environ.clear()
     os.environ.update(spec.env)
@@ -67,7 +68,11 @@ def main(control: socket.socket, parent_pid: int) -> int:
     tempfile.tempdir = None
     os.chdir(spec.directory)
     listener = _listen()
-    state = _isolate(spec, parent_pid)
+    if spec.filter:
+        seccomp.restrict(base64.b64decode(spec.filter))
+    if not spec.handler:
+        control.sendall(READY)
+        return 0
     if spec.cold_start_s:
         time.sleep(spec.cold_start_s)
     _settle_libraries(spec.threads)
@@ -75,7 +80,7 @@ def main(control: socket.socket, parent_pid: int) -> int:
     calls = CallQueue(resolve_handler(spec.handler), CallContext(spec.name))
     server = ReplicaServer(listener, calls.call, spec.max_inflight)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
-    control.sendall(json.dumps({"ready": True, "isolation": state}).encode() + b"\n")
+    control.sendall(READY)
     control.close()
     calls.work(spec.max_inflight)
     return 0
@@ -94,20 +99,6 @@ def _listen() -> socket.socket:
     listener.bind(SOCKET_NAME)
     listener.listen(128)
     return listener
-
-
-def _isolate(spec: ReplicaSpec, parent_pid: int) -> str:
-    if not spec.hidden:
-        return "none"
-    try:
-        isolation.hide_paths(spec.hidden, [spec.directory, *spec.kept], spec.read_only)
-    except OSError as error:
-        print(f"cannot hide {', '.join(spec.hidden)} from this function: {error}", file=sys.stderr)
-        return "none"
-    finally:
-        os.chdir(spec.directory)
-        linux.die_with_parent(parent_pid)
-    return "mount-namespace"
 
 
 def _settle_libraries(threads: int) -> None:

@@ -24,15 +24,18 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import traceback
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from geofed_pb import linux
 from region_agent.gateway.embedded.replicas import isolation, replica
 
 __all__ = ["main"]
 
+_MAX_DESCRIPTOR = 1 << 16
+"""Above the descriptors that the warm parent can have open."""
 _PACKET_BYTES = 64 * 1024
 """Largest packet on the socket to the gateway."""
 
@@ -57,7 +60,7 @@ class Zygote:
         gc.freeze()
         gc.enable()
         threads = len(os.listdir("/proc/self/task"))
-        self._tell(event="ready", failed_preloads=failed, threads=threads, can_isolate=_can_isolate())
+        self._tell(event="ready", failed_preloads=failed, threads=threads, python_path=sys.path[1:])
         signal.set_wakeup_fd(self._wakeup_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._stop)
@@ -75,22 +78,22 @@ class Zygote:
 
     def _serve(self) -> bool:
         try:
-            packet, fds, _, _ = socket.recv_fds(self._link, _PACKET_BYTES, 2)
+            packet, fds, _, _ = socket.recv_fds(self._link, _PACKET_BYTES, 3)
         except OSError:
             return False
         if not packet:
             return False
         request = json.loads(packet)
         if request["op"] == "spawn":
-            self._spawn(request["id"], fds)
+            self._spawn(request["id"], request["sandbox"], fds)
         elif request["id"] in self._pids:
             _signal_group(self._pids[request["id"]], request["signal"])
         return True
 
-    def _spawn(self, name: str, fds: list[int]) -> None:
+    def _spawn(self, name: str, sandbox: dict[str, Any] | None, fds: list[int]) -> None:
         pid = os.fork()
         if pid == 0:
-            self._become_replica(fds)
+            self._become_replica(sandbox, fds)
         self._pids[name] = pid
         # Set in parent and child, so that the group exists before any signal is sent to it.
         with contextlib.suppress(OSError):
@@ -99,7 +102,7 @@ class Zygote:
             os.close(fd)
         self._tell(event="spawned", id=name, pid=pid)
 
-    def _become_replica(self, fds: list[int]) -> None:
+    def _become_replica(self, sandbox: dict[str, Any] | None, fds: list[int]) -> None:
         status = 70
         try:
             os.setpgid(0, 0)
@@ -110,12 +113,14 @@ class Zygote:
             self._link.close()
             os.close(self._wakeup_read)
             os.close(self._wakeup_write)
-            control, log = fds
+            control, log, *of_sandbox = fds
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
             sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-            status = replica.main(socket.socket(fileno=control), self._pid)
+            if sandbox is not None:
+                _enter(sandbox, of_sandbox[0], control, self._pid)
+            status = replica.main(socket.socket(fileno=control))
         except SystemExit as exit_request:
             status = exit_request.code if isinstance(exit_request.code, int) else 1
         except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's loop
@@ -176,17 +181,41 @@ def _preload(name: str) -> bool:
     return True
 
 
-def _can_isolate() -> bool:
-    """Whether this kernel allows hiding paths, tested in a child process."""
-    with tempfile.TemporaryDirectory() as directory:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                isolation.hide_paths([directory], [])
-                os._exit(0)
-            except OSError:
-                os._exit(1)
-        return os.waitpid(pid, 0)[1] == 0
+def _enter(sandbox: dict[str, Any], sandbox_fd: int, control: int, parent: int) -> None:
+    """Enter a sandbox; returns in a forked child, which is in its PID namespace, too.
+
+    This process waits for the child and ends as that does: a process cannot change its own PID namespace.
+    """
+    if sandbox["cgroup"]:
+        Path(sandbox["cgroup"]).write_text(str(os.getpid()))
+    listeners = isolation.enter(
+        sandbox_fd,
+        own_network=sandbox["own_network"],
+        addresses=[(host, port) for host, port in sandbox["listen"]],
+        processes=sandbox["processes"],
+    )
+    # Entering has cleared the setting.
+    linux.die_with_parent(parent)
+    if listeners:
+        with socket.socket(fileno=os.dup(control)) as link:
+            socket.send_fds(link, [b"\n"], [listener.fileno() for listener in listeners])
+        for listener in listeners:
+            listener.close()
+    pid = os.fork()
+    if pid == 0:
+        # A session of its own: signals to its process group must not reach the process outside.
+        os.setsid()
+        linux.die_with_parent(0)  # the parent is not in this PID namespace
+        os.closerange(3, control)
+        os.closerange(control + 1, _MAX_DESCRIPTOR)
+        return
+    os.close(control)
+    os.closerange(0, 3)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
 
 
 def _signal_group(pid: int, signum: int) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import structlog
 
 from region_agent.gateway.embedded.replicas import isolation
 
-__all__ = ["ZygoteEvents", "ZygoteLink"]
+__all__ = ["Place", "ZygoteEvents", "ZygoteLink"]
 
 _PACKET_BYTES = 64 * 1024
 """Largest packet on the socket to the zygote."""
@@ -35,8 +35,26 @@ class ZygoteEvents:
     """A replica's process has ended: replica, waitpid status."""
     lost: Callable[[], None]
     """The zygote has ended, and with it every replica."""
+    sandboxes: Callable[[], Collection[int]]
+    """Processes of sandboxes, which this process has started."""
     output: Callable[[str], None]
     """The zygote wrote a line, which it does only when something is wrong."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The sandbox that a replica enters."""
+
+    sandbox_fd: int
+    """pidfd of a process in it."""
+    own_network: bool
+    """Whether it has a network of its own."""
+    listen: list[tuple[str, int]]
+    """Addresses in that network at which connections are accepted for the gateway."""
+    processes: int
+    """Largest number of processes and threads."""
+    cgroup: str
+    """File of a control group to which the process adds itself; empty: none."""
 
 
 class ZygoteLink:
@@ -46,7 +64,8 @@ class ZygoteLink:
         self._preload = preload
         self._python_path = python_path
         self._events = events
-        self.can_isolate = False
+        self.python_path: list[str] = []
+        """Folders from which the warm parent imports."""
         self._ready = asyncio.Event()
         self._link: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -73,12 +92,24 @@ class ZygoteLink:
         """Wait until the zygote is ready, as after a restart."""
         await self._ready.wait()
 
-    def spawn(self, replica: str, control_fd: int, log_fd: int) -> None:
-        """Fork a replica, which gets copies of the two descriptors; raises ``OSError``."""
+    def spawn(self, replica: str, control_fd: int, log_fd: int, place: Place | None) -> None:
+        """Fork a replica, which gets copies of the two descriptors; raises ``OSError``.
+
+        ``place``: the sandbox that it enters; None: it stays outside of any.
+        """
         if self._link is None:
             raise OSError("the warm parent is not running")
-        packet = json.dumps({"op": "spawn", "id": replica}).encode()
-        socket.send_fds(self._link, [packet], [control_fd, log_fd])
+        packet: dict[str, object] = {"op": "spawn", "id": replica, "sandbox": None}
+        descriptors = [control_fd, log_fd]
+        if place is not None:
+            descriptors.append(place.sandbox_fd)
+            packet["sandbox"] = {
+                "listen": place.listen,
+                "own_network": place.own_network,
+                "processes": place.processes,
+                "cgroup": place.cgroup,
+            }
+        socket.send_fds(self._link, [json.dumps(packet).encode()], descriptors)
 
     def kill(self, replica: str) -> None:
         """Kill a replica with its descendants; one that has ended already is left alone."""
@@ -134,7 +165,7 @@ class ZygoteLink:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
             await self._process.wait()
-            await asyncio.to_thread(end_orphans)
+            await asyncio.to_thread(end_orphans, self._events.sandboxes)
             await output
 
     async def _relay_output(self, process: asyncio.subprocess.Process) -> None:
@@ -158,12 +189,17 @@ class ZygoteLink:
 
     def _take(self, event: dict[str, object]) -> None:
         match event:
-            case {"event": "ready", "failed_preloads": list(failed), "threads": int(threads)}:
+            case {
+                "event": "ready",
+                "failed_preloads": list(failed),
+                "threads": int(threads),
+                "python_path": list(python_path),
+            }:
                 if failed:
                     _log.warning("modules could not be preloaded", modules=failed)
                 if threads > 1:
                     _log.warning("a preloaded module has started threads; forks may hang", threads=threads)
-                self.can_isolate = bool(event.get("can_isolate"))
+                self.python_path = list(python_path)
                 self._ready.set()
             case {"event": "spawned", "id": str(replica), "pid": int(pid)}:
                 self._events.spawned(replica, pid)
@@ -171,9 +207,12 @@ class ZygoteLink:
                 self._events.exited(replica, status)
 
 
-def end_orphans() -> None:
-    """Kill processes that a killed zygote has left; as a subreaper this process has inherited them."""
-    while orphans := isolation.children():
+def end_orphans(kept: Callable[[], Collection[int]]) -> None:
+    """Kill processes that a killed zygote has left; as a subreaper this process has inherited them.
+
+    ``kept`` returns children of this process that are none of them.
+    """
+    while orphans := set(isolation.children()) - set(kept()):
         for pid in orphans:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

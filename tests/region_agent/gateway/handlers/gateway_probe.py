@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -156,3 +157,26 @@ def do_random(event: Any, context: Any, given: Any) -> Any:
     import numpy as np
 
     return str(np.random.random())
+
+
+def do_attack(event: Any, context: Any, given: Any) -> Any:
+    from hostile import successes
+
+    return json.dumps(successes(json.loads(event.body)))
+
+
+def do_hear(event: Any, context: Any, given: Any) -> Any:
+    """What a server says; with `mib` how many bytes of so many come back."""
+    host, port = given["from"].rsplit(":", 1)
+    whole = int(given.get("mib", "0")) << 20
+    try:
+        with socket.create_connection((host, int(port)), 5) as connection:
+            sender = threading.Thread(target=connection.sendall, args=(bytes(whole),))
+            sender.start()
+            heard = 0
+            while whole and heard < whole:
+                heard += len(connection.recv(1 << 20))
+            sender.join()
+            return str(heard) if whole else connection.recv(100)
+    except OSError as error:
+        return type(error).__name__
