@@ -30,7 +30,7 @@ SCALE_MAX_LABEL = "com.openfaas.scale.max"
 INTERNAL_HEADER = "X-OpenFaaS-Internal"
 """Header of answers that come from the gateway itself, not from the function."""
 EXIT_HEADER = "X-Geofed-Exit"
-"""Header with the reason for which a replica ended during a call: "memory", "timeout" or "crash"."""
+"""Header with the reason for which a replica ended during a call: "memory", "disk", "timeout" or "crash"."""
 GRANTS_ANNOTATION = "geofed.grants"
 """Annotation with the `Grants` of a function, as JSON."""
 MOST_EGRESS = 128

@@ -41,7 +41,7 @@ def test_hostile_job_gets_nothing_and_trains(running_pair: Running) -> None:
     described = running_pair.wait_end(job)
     told = federation.control_plane("logs", job).stdout
     federation.control_plane("cancel", other, "--yes")
-    check_succeeded(described)
+    check_succeeded(described, accuracy=0.2)
     gained = [line.partition("GAINED ")[2] for line in told.splitlines() if "GAINED " in line]
     assert len(gained) >= 2, "both regions have tried"
     assert [json.loads(one) for one in gained] == [{}] * len(gained)
@@ -65,6 +65,7 @@ def _targets(folder: Path, processes: dict, other: str) -> dict[str, object]:
         "ports": sorted(ports),
         "sockets": [str(path) for state in states for path in state.rglob("*") if path.is_socket()],
         "channel": str(channels / "*" / "*"),
+        "bomb": False,  # its memory alone would end the worker
     }
 
 

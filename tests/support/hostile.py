@@ -22,9 +22,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def successes(targets: dict[str, Any]) -> dict[str, str]:
-    """Try everything; what worked, with evidence."""
+    """Try everything, or only what begins with certain words; what worked, with evidence."""
     found = {}
     for name, attempt in _attempts(targets):
+        if targets.get("only") and name.split()[0] not in targets["only"]:
+            continue
         try:
             evidence = attempt()
         except Exception as error:
@@ -71,8 +73,9 @@ def _attempts(targets: dict[str, Any]) -> Iterator[tuple[str, Callable[[], objec
     yield "devices", lambda: [path for path in glob.glob("/dev/*") if _is_dangerous(path)]
     yield "a link in the channel", lambda: os.symlink("/etc/passwd", f"{_first(targets['channel'])}/link") is None
     yield "a pipe in the channel", lambda: os.mkfifo(f"{_first(targets['channel'])}/pipe") is None
-    yield "a socket in a shared folder", lambda: [path for path in glob.glob("/tmp/*") if "geofed" in path]
-    yield "a fork bomb", _bombed
+    yield "a socket in a shared folder", lambda: [path for path in glob.glob("/tmp/*") if "geofed-gw" in path]
+    if targets["bomb"]:
+        yield "a fork bomb", _bombed
 
 
 def _first(pattern: str) -> str:

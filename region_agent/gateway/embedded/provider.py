@@ -20,7 +20,7 @@ import structlog
 from geofed_pb import address
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LogStore, pipe_to_lines
-from region_agent.gateway.embedded.replicas import memory
+from region_agent.gateway.embedded.replicas import disk, memory
 from region_agent.gateway.embedded.replicas.process_limit import remove_old_groups
 from region_agent.gateway.embedded.replicas.relay import addresses_inside
 from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running, replica_spec
@@ -52,6 +52,8 @@ from region_agent.gateway.short_folders import remove_short_folder, short_folder
 __all__ = ["Isolation", "Provider"]
 
 _log = structlog.get_logger("gateway.provider")
+_DISK_PAUSE_SECONDS = 1.0
+"""Pause after a nearly full disk was found."""
 _TRIAL = "trial-0"
 """Name of the replica with which sandboxes are tried."""
 
@@ -104,6 +106,7 @@ class Provider:
             self._temporary = short_folder(self.config.state_dir / "temporary-folders")
             _log.warning("functions are not isolated: they can read what this process can", cause=self.isolation.reason)
         self._run_task(self._watch_memory())
+        self._run_task(self._watch_disk())
 
     async def stop(self) -> None:
         """End every replica and the warm parent."""
@@ -244,7 +247,7 @@ class Provider:
             self.apply(ReplicaReady(name))
 
     async def _fork(self, running: Running, take_line: Callable[[str], None]) -> socket.socket:
-        """Fork a replica, into a sandbox if it has none yet to be without; returns the socket for its specification.
+        """Fork a replica, in a sandbox unless it was created without; returns the socket for its specification.
 
         Raises ``OSError``.
         """
@@ -358,6 +361,20 @@ class Provider:
                 used = memory.private_bytes(running.pids, limit)
                 if used > limit:
                     self.kill(running, "memory", memory.over_limit_text(running.name, used, limit))
+
+    async def _watch_disk(self) -> None:
+        runtime = self.config.state_dir / "r"
+        while True:
+            await asyncio.sleep(self.config.memory_poll.total_seconds())
+            if not disk.is_nearly_full(runtime):
+                continue
+            folders = {name: running.directory for name, running in self._running.items()}
+            found = await asyncio.to_thread(disk.largest, folders)
+            running = None if found is None else self._running.get(found[0])
+            if found is not None and running is not None and not running.kill_reason:
+                self.kill(running, "disk", disk.full_disk_text(*found))
+            # Its files are removed, or others than functions fill the disk.
+            await asyncio.sleep(_DISK_PAUSE_SECONDS)
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

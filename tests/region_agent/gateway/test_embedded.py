@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import time
 from datetime import timedelta
@@ -14,6 +15,7 @@ import psutil
 import pytest
 from support.gateway_client import WholeClient
 from support.processes import alive
+from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway import FunctionSpec
@@ -198,6 +200,19 @@ async def test_memory_limit_kills_and_names_itself(shared) -> None:
             await probe("eat?mib=160", idempotent=True)
         assert caught.value.code == "FUNCTION_OUT_OF_MEMORY"
         assert (await probe("echo", b"x")).body == b"x"
+
+
+async def test_function_that_fills_the_disk_is_killed(launch, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", bytes_=64 * MIB) as folder:
+        embedded = launch(state_dir=str(folder / "state"))
+        async with open_target(embedded) as target:
+            probe, other = await target.deploy(), await target.deploy()
+            with pytest.raises(GeofedError, match="and the disk is nearly full"):
+                await probe("fill", idempotent=True)
+            assert (await other.pid()) == (await other.pid())
+            assert shutil.disk_usage(folder).free > 3 * MIB
+            assert (await probe("echo", b"x")).body == b"x"
+        embedded.stop()
 
 
 async def test_max_inflight_above_one_runs_calls_side_by_side(shared, tmp_path: Path) -> None:

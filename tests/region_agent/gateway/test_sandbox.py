@@ -85,13 +85,15 @@ async def test_environment_names_places_in_the_sandbox(sandboxed) -> None:
         assert (await probe("secret?name=own")).body == b"its secret"
 
 
-async def test_hostile_function_gets_nothing(sandboxed, tmp_path: Path) -> None:
-    """What it tries works without a sandbox."""
+@pytest.mark.parametrize("isolation", ["require", "none"])
+async def test_hostile_function_gets_nothing(launch, tmp_path: Path, isolation: str) -> None:
+    """Without a sandbox it gets what it tries, as far as that harms nobody."""
     (tmp_path / "secret").write_text("PRIVATE")
     (tmp_path / "data").write_text("x")
     (tmp_path / "channel").mkdir()
     support = str(Path(hostile.__file__).parent)
-    embedded = sandboxed("--listen", f"unix:{tmp_path}/api", python_path=[str(HANDLERS), support])
+    listen = f"unix:{tmp_path}/api"
+    embedded = launch("--listen", listen, python_path=[str(HANDLERS), support], isolation=isolation)
     with socket.create_server(("127.0.0.1", 0)) as server:
         targets = {
             "secrets": [str(tmp_path / "secret"), str(embedded.directory / "gateway.json")],
@@ -101,11 +103,17 @@ async def test_hostile_function_gets_nothing(sandboxed, tmp_path: Path) -> None:
             "ports": [server.getsockname()],
             "sockets": [f"{tmp_path}/api"],
             "channel": str(tmp_path / "channel"),
+            "bomb": True,
+            "only": [] if isolation == "require" else ["read", "list", "write", "see", "signal", "connect"],
         }
         grants = Grants(read=(str(tmp_path / "data"),), write=(str(tmp_path / "channel"),))
         async with open_target(embedded) as target:
             probe = await target.deploy(annotations=grants.annotations())
-            assert json.loads((await probe("attack", json.dumps(targets).encode())).body) == {}
+            gained = json.loads((await probe("attack", json.dumps(targets).encode())).body)
+    if isolation == "require":
+        assert gained == {}
+    else:
+        assert len([name for name in gained if not name.startswith("write /proc")]) >= 12
 
 
 async def test_processes_are_out_of_each_others_sight(sandboxed) -> None:

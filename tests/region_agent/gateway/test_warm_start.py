@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 
 import pytest
+from support.sandboxes import needs_sandboxes
 
 from .conftest import open_target
 
@@ -15,8 +16,9 @@ pytestmark = [pytest.mark.alone, pytest.mark.anyio, pytest.mark.processes]
 SOON = timedelta(seconds=20)
 
 
-async def test_replica_starts_within_200_ms(launch) -> None:
-    embedded = launch(preload=["numpy", "torch"])
+@pytest.mark.parametrize("isolation", [pytest.param("require", marks=needs_sandboxes), "none"])
+async def test_replica_starts_within_200_ms(launch, isolation: str) -> None:
+    embedded = launch(preload=["numpy", "torch"], isolation=isolation)
     async with open_target(embedded) as target:
         probe = await target.deploy()
         starts = []

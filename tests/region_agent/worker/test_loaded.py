@@ -54,6 +54,18 @@ def test_what_dataset_sets_is_there_in_every_invocation(loaded: Callable[..., Ta
     assert _seen(first) == ["train", "test"]
 
 
+def test_a_task_folder_that_was_changed_in_the_channel_is_not_loaded(
+    loaded: Callable[..., TaskModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = FileChannel.get
+    monkeypatch.setattr(
+        FileChannel, "get", lambda channel, key: found(channel, key)[:-1] if "bundle" in key else found(channel, key)
+    )
+    with pytest.raises(GeofedError, match="is not the one that was submitted") as raised:
+        loaded()
+    assert raised.value.code == "DIGEST_MISMATCH"
+
+
 @pytest.mark.parametrize("changed", [{"config": {"lr": 0.2}}, {"job": "another"}, {"task": TASK + "\n"}, {"seed": 6}])
 def test_of_another_job_code_or_configuration_all_is_made_anew(
     loaded: Callable[..., TaskModule], changed: dict[str, Any]

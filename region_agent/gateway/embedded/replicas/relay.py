@@ -21,6 +21,9 @@ _FIRST_HOST = (127, 99, 0, 1)
 """Address in a sandbox of the first host that is known by its name."""
 _CONNECT_SECONDS = 10.0
 """Timeout of a connection to the address outside."""
+_MOST_SOCKETS = 512
+"""Open sockets of one sandbox's connections, two for each. An S3 client opens 48 connections at most; beyond that a
+function would take descriptors and threads from others."""
 _PIECE_BYTES = 1 << 18
 """Bytes that are passed on at a time. With 256 KiB the rate was highest."""
 
@@ -71,7 +74,7 @@ class Relay:
         except OSError:
             return
         inner.setblocking(True)
-        target = self._target_of(name)
+        target = self._target_of(name) if len(self._open) < _MOST_SOCKETS else None
         threading.Thread(target=self._serve, args=(inner, target), name="relay", daemon=True).start()
 
     def _serve(self, inner: socket.socket, target: str | None) -> None:

@@ -2,9 +2,10 @@
 
 It is connected to the gateway by an inherited SOCK_SEQPACKET socket, with one JSON object per packet:
 
-    gateway -> zygote   {"op": "spawn", "id": ...} with two descriptors: control socket, log pipe
+    gateway -> zygote   {"op": "spawn", "id": ..., "sandbox": {...} or null} with descriptors: control socket, log pipe,
+                        pidfd of the sandbox
                         {"op": "signal", "id": ..., "signal": ...}
-    zygote -> gateway   {"event": "ready", "failed_preloads": [...], "threads": n, "can_isolate": true}
+    zygote -> gateway   {"event": "ready", "failed_preloads": [...], "threads": n, "python_path": [...]}
                         {"event": "spawned", "id": ..., "pid": ...}
                         {"event": "exited", "id": ..., "status": <waitpid status>}
 

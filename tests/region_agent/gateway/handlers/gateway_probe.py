@@ -171,12 +171,25 @@ def do_hear(event: Any, context: Any, given: Any) -> Any:
     whole = int(given.get("mib", "0")) << 20
     try:
         with socket.create_connection((host, int(port)), 5) as connection:
+            if not whole:
+                return connection.recv(100)
             sender = threading.Thread(target=connection.sendall, args=(bytes(whole),))
             sender.start()
             heard = 0
-            while whole and heard < whole:
+            while heard < whole:
                 heard += len(connection.recv(1 << 20))
             sender.join()
-            return str(heard) if whole else connection.recv(100)
+            return str(heard)
     except OSError as error:
         return type(error).__name__
+
+
+def do_fill(event: Any, context: Any, given: Any) -> Any:
+    """Write to its own folder until the disk is nearly full."""
+    with open("filler", "wb") as file:
+        while True:
+            system = os.statvfs(".")
+            if system.f_bavail * system.f_frsize > 2 << 20:
+                file.write(bytes(1 << 20))
+                file.flush()
+            time.sleep(0.01)
