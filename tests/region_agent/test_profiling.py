@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
 from region_agent.config import RegionConfig
+from region_agent.isolation import Isolation
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.runner import PartitionContext
 from region_agent.profiling import Profiler
@@ -84,7 +86,7 @@ class Scene:
         self.around = PartitionContext(
             config=self.config, identity=nobody, store=nobody, gateway=self.gateway,  # type: ignore[arg-type]
             state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, fetch_model=nobody,
-            publish_model=nobody, report=nobody, record_event=nobody, log=nobody,
+            publish_model=nobody, report=nobody, record_event=nobody, log=nobody, isolation=Isolation("bubblewrap"),
         )  # fmt: skip
         self.profiler = Profiler(self.around, self.told.append)
 
@@ -305,6 +307,11 @@ async def test_a_region_may_refuse_and_a_task_may_fail(scene: Scene) -> None:
     scene.ask("p3")
     assert (await scene.answer(3)).error.code == "TASK_FAILED"
     assert not scene.gateway.there
+    lacking = replace(scene.around, isolation=Isolation("none", "bubblewrap is not installed"))
+    unsafe = Profiler(lacking, scene.told.append)
+    unsafe.probe(scene._command("p4"))
+    assert (await scene.answer(4)).error.code == "ISOLATION_UNAVAILABLE"
+    await unsafe.close()
 
 
 @on_a_loop
