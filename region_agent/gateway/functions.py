@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -89,6 +89,11 @@ class Grants:
     may change while the function runs, with a new deployment; an empty one refuses connections."""
     host_network: bool = False
     """True: it uses this machine's network, without any restriction."""
+
+    @property
+    def places(self) -> Grants:
+        """What a running replica has for good: all but the addresses that those in its sandbox stand for."""
+        return replace(self, egress=dict.fromkeys(self.egress, ""))
 
     def annotations(self) -> dict[str, str]:
         """Return the annotations of a function that has them."""

@@ -46,8 +46,10 @@ class WorkerFunction:
         self._start, self._machine = start, machine
         self._gateway, self._config, self._channel, self._image = gateway, config, channel, image
         self._call_seconds = timedelta(seconds=start.plan.slice_seconds) + CALL_GRACE
-        self.grants = Grants()
-        """What its replicas may use outside of their sandboxes; set before the first deployment."""
+        self.grants: Grants | None = None
+        """What its replicas may use outside of their sandboxes, besides the parameter server; None: not known yet."""
+        self._server = ""
+        """Present address of the parameter server; empty: it has none yet."""
         self._deploying = asyncio.Lock()
         """Orders deployments, so that the last one uses the latest number of workers."""
 
@@ -62,8 +64,10 @@ class WorkerFunction:
     async def connect_to_server(self, server: str) -> None:
         """Let the replicas connect to the parameter server at an address from now on."""
         if self._isolated:
-            self.grants = with_server(self.grants, server)
-            await self.deploy()
+            self._server = server
+            # The server may be ready first; the first deployment then takes its address.
+            if self.grants is not None:
+                await self.deploy()
 
     @property
     def _isolated(self) -> bool:
@@ -75,7 +79,7 @@ class WorkerFunction:
             service=self.name,
             image=self._image,
             labels={**fixed_scale_labels(workers), **capacity_label},
-            annotations=self.grants.annotations() if self._isolated else {},
+            annotations=with_server(self.grants or Grants(), self._server).annotations() if self._isolated else {},
             constraints=self._constraints(preemptible=preemptible),
             env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env()},
             limits={"memory": f"{self._start.plan.memory_mb}Mi"},

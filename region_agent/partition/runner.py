@@ -20,7 +20,7 @@ from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.functions import Grants
-from region_agent.isolation import NOT_ISOLATED, SERVER_ADDRESS, Isolation, grants_of, with_server
+from region_agent.isolation import NOT_ISOLATED, SERVER_ADDRESS, Isolation, grants_of
 from region_agent.link.identity import Identity
 from region_agent.link.networks import resolved
 from region_agent.partition.calls import (
@@ -384,7 +384,7 @@ class PartitionRunner:
             await context.fetch_model(task.initial_model, initial)
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._prepare_channel, bundle)
-        self._function.grants = with_server(await asyncio.to_thread(self._grants), "")
+        self._function.grants = await asyncio.to_thread(self._grants)
         await self._function.deploy()
         await self._function.wait_ready()
         if context.config.policy.ship_logs:

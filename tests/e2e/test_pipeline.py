@@ -248,7 +248,7 @@ def test_a_transformer_in_stages_learns_as_in_one_process(tmp_path: Path) -> Non
 def _training() -> list[psutil.Process]:
     """Worker replicas: processes that the gateway's warm parent has forked."""
     gateways = running_as("region_agent.gateway.embedded", psutil.Process().children())
-    parents = [parent for gateway in gateways for parent in gateway.children()]
+    parents = [parent for gateway in gateways for parent in running_as("zygote", gateway.children())]
     return sorted((p for parent in parents for p in parent.children()), key=lambda process: process.create_time())
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 
-from region_agent.gateway.functions import SCALE_MIN_LABEL, FunctionSpec
+from region_agent.gateway.functions import SCALE_MIN_LABEL, FunctionSpec, Grants
 
 __all__ = ["FunctionTable", "Refused"]
 
@@ -302,7 +302,7 @@ class FunctionTable:
             if spec.labels.get(SCALE_MIN_LABEL) != known.spec.labels.get(SCALE_MIN_LABEL):
                 changed.wanted = self._initial(spec)
             only_labels = replace(spec, labels=known.spec.labels, annotations=known.spec.annotations) == known.spec
-            if only_labels:
+            if only_labels and Grants.of(spec).places == Grants.of(known.spec).places:
                 changed.generation = known.generation
             self._functions[spec.service] = changed
 

@@ -29,6 +29,7 @@ from region_agent.gateway.embedded.table import (
     StartReplica,
     StopReplica,
 )
+from region_agent.gateway.functions import Grants
 
 SPEC = FunctionSpec("f", "image:1")
 
@@ -199,3 +200,17 @@ def test_whatever_happens_the_table_comes_back_to_what_is_wanted(steps) -> None:
         for name in list(alive):
             take(table.handle(ReplicaReady(name)))
     assert table.available("f") == table.wanted("f") == len(alive) == len(table.replicas("f"))
+
+
+def test_new_files_replace_replicas_and_another_address_behind_one_does_not() -> None:
+    before = Grants(read=("/data",), egress={"127.0.0.1:1": ""})
+    for changed, starts in (
+        (replace(before, egress={"127.0.0.1:1": "10.0.0.1:7"}), 0),
+        (replace(before, egress={"127.0.0.1:1": "", "127.0.0.1:2": ""}), 1),
+        (replace(before, read=("/data", "/more")), 1),
+        (replace(before, host_network=True), 1),
+    ):
+        table = FunctionTable()
+        table.handle(Deploy(FunctionSpec("f", "image", annotations=before.annotations())))
+        actions = table.handle(Deploy(FunctionSpec("f", "image", annotations=changed.annotations())))
+        assert sum(isinstance(action, StartReplica) for action in actions) == starts
