@@ -53,9 +53,18 @@ def test_a_job_has_its_shard_and_its_part_of_the_channel(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("channel", "expected"),
     [
-        ({"kind": "redis", "url": "redis://cache/0"}, ["cache:6379"]),
+        ({"kind": "redis", "url": "redis://cache/0", "insecure": True}, ["cache:6379"]),
         ({"kind": "redis", "url": "rediss://[::1]:7000"}, ["[::1]:7000"]),
-        ({"kind": "s3", "bucket": "tensors", "endpointUrl": "http://store:9000", "pathStyle": True}, ["store:9000"]),
+        (
+            {
+                "kind": "s3",
+                "bucket": "tensors",
+                "endpointUrl": "http://store:9000",
+                "pathStyle": True,
+                "insecure": True,
+            },
+            ["store:9000"],
+        ),
         (
             {"kind": "s3", "bucket": "tensors", "endpointUrl": "https://store"},
             ["store:443", "tensors.store:443"],
