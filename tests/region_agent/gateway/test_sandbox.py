@@ -176,9 +176,8 @@ async def test_nothing_is_left_of_a_sandbox(sandboxed, end: str) -> None:
             case "termination":
                 embedded.stop()
             case "sandbox":
-                for one in family:
-                    if one.name() == "bwrap" and one.ppid() == embedded.pid:
-                        one.kill()
+                for one in [one for one in family if one.name() == "bwrap" and one.ppid() == embedded.pid]:
+                    one.kill()
         await asyncio.to_thread(until, lambda: gone(family))
         if end in ("warm parent", "sandbox"):
             await target.client.wait_ready(probe.name, 2, SOON)
