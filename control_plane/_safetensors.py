@@ -25,5 +25,5 @@ def flat_bytes(path: Path) -> int | None:
             return 4 * int(elements)
         shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
         return 4 * sum(prod(int(size) for size in shape) for shape in shapes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

@@ -75,7 +75,7 @@ class InvitationToken:
             certificate = x509.load_der_x509_certificate(base64.b64decode(fields["ca"]))
             pem = certificate.public_bytes(serialization.Encoding.PEM)
             return cls(str(fields["address"]), pem, str(fields["region"]), str(fields["secret"]))
-        except (ValueError, KeyError, TypeError, binascii.Error):
+        except (ValueError, KeyError, TypeError, RecursionError, binascii.Error):
             raise GeofedError("TOKEN_INVALID", "the invitation is invalid or incomplete") from None
 
 

@@ -125,7 +125,7 @@ class Layout:
             aliases = tuple((str(alias), str(name)) for alias, name in raw["aliases"])
             base = tuple(_slot(entry) for entry in raw.get("base", ()))
             layout = cls(slots, int(raw["trainable"]), aliases, base)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise GeofedError("FRAME_INVALID", f"not a model layout: {error}") from None
         every = (*slots, *base)
         names = {slot.name for slot in every}

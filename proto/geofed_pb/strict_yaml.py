@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.scanner import Scanner, ScannerError
 
 __all__ = ["Document", "InvalidYaml", "parse", "scalar", "validate"]
 
@@ -84,6 +85,7 @@ def parse(text: str, source: str) -> Document:
     document = Document(source)
     yaml = YAML(typ="safe", pure=True)
     yaml.version = (1, 2)
+    yaml.Scanner = _Scanner
     try:
         root = yaml.compose(text)
     except MarkedYAMLError as error:
@@ -138,6 +140,15 @@ def explain(error: ValidationError, model: type[BaseModel], document: Document, 
             position = document._position(path, found["type"])
             mistakes.append((position or Position(0, 0), document._line(position, text)))
     return "\n".join(line for _, line in sorted(mistakes, key=lambda mistake: mistake[0]))
+
+
+class _Scanner(Scanner):
+    """Refuses lists in lists beyond the limit of levels: the time of the library's scanner grows with their square."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:  # names of the library
+        if len(self.flow_context) >= _MAX_DEPTH:
+            raise ScannerError(None, None, f"more than {_MAX_DEPTH} levels", self.reader.get_mark())
+        super().fetch_flow_collection_start(TokenClass, to_push=to_push)
 
 
 class _Reader:

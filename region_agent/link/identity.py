@@ -53,7 +53,7 @@ def read_invitation(text: str) -> Invitation:
         ca = x509.load_der_x509_certificate(base64.b64decode(raw["ca"]))
         pem = ca.public_bytes(serialization.Encoding.PEM)
         return Invitation(str(raw["address"]), pem, str(raw["region"]), str(raw["secret"]))
-    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, binascii.Error) as error:
         raise GeofedError("TOKEN_INVALID", f"not a valid invitation: {error}") from None
 
 

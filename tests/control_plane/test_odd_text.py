@@ -21,7 +21,6 @@ from geofed_pb.rpc import error_of
 from geofed_pb.v1 import agent_pb2, control_pb2, control_pb2_grpc
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.scenario import bring_up, run, train
-from tests.control_plane.test_store import postgres_url  # noqa: F401 - a fixture
 
 ODD = "a\0b\x1b[2Jc\u202ed\u2066e\u2028f\r\n" + "g" * 5000
 """NUL, a terminal's escape sequence, a change of direction, the end of a line, and more than any limit."""
@@ -91,13 +90,7 @@ def anywhere(serve_config: ServeConfig, request: pytest.FixtureRequest) -> Serve
     """A control plane on each of the databases."""
     if request.param == "sqlite":
         return serve_config
-    import psycopg
-
-    server = request.getfixturevalue("postgres_url")
-    name = request.node.name.lower().translate(str.maketrans("[]", "__"))[:60]
-    with psycopg.connect(server, autocommit=True) as connection:
-        connection.execute(f'CREATE DATABASE "{name}"')  # type: ignore[call-overload]
-    return replace(serve_config, database_url=server.replace("/postgres?", f"/{name}?"))
+    return replace(serve_config, database_url=request.getfixturevalue("postgres").database())
 
 
 def test_every_text_of_an_agent_is_stored_or_passed_over(anywhere: ServeConfig) -> None:

@@ -70,7 +70,7 @@ def _mistakes(text: str) -> list[str]:
         ("name: &a {<<: *a}\n", "f.yaml:1:7: an alias (`*name`) stands in the value that it repeats"),
         ("name: {<<: 3}\n", "f.yaml:1:12: `<<` must be a mapping or a list of mappings"),
         ("name: " + "[" * 200 + "]" * 200, "f.yaml:1:107: more than 100 levels"),
-        ("name: " + "[" * 1500, "f.yaml: too many levels"),
+        ("name: " + "[" * 1500, "f.yaml:1:107: more than 100 levels"),
     ],
 )
 def test_each_mistake_has_its_sentence_and_its_place(text: str, told: str) -> None:

@@ -191,7 +191,7 @@ async def _json(request: Request) -> dict[str, Any]:
             raise Refused(413, f"the body exceeds {_MAX_BODY_BYTES} bytes")
     try:
         parsed = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise Refused(400, "the body must be a JSON object")
