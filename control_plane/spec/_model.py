@@ -410,7 +410,8 @@ class Limits(_Section):
     """Limits of what a job waits for."""
 
     lost_region: Duration = timedelta(minutes=10)
-    """How long the job waits for a lost region before it fails."""
+    """How long the job waits for a lost region before it fails. Meanwhile the other regions pay for their parameter
+    servers only, once their workers' slices are over; in the background they train on as far as they can."""
 
 
 class JobSpec(_Section):

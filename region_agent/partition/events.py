@@ -151,6 +151,8 @@ class WorkerEnded:
     error: GeofedError | None = None
     step: int = 0
     """First step that an invocation with ``resume_key`` makes."""
+    waits_for: int = 0
+    """Round whose end the worker waits for, with nothing else to do; 0: it has steps to make."""
 
 
 @dataclass(frozen=True)

@@ -219,6 +219,8 @@ class PartitionMachine:
         self._view = PsView()
         self._worker_group = _Workers()
         self._previous = _PreviousAttempt()
+        self._waiting: dict[int, WorkerEnded] = {}
+        """Workers of the present attempt that are invoked again only when the round that they wait for has ended."""
         self._failures = _Failures()
         self._transient_condition = ""
         """A condition that the next step, or the next round, clears."""
@@ -317,7 +319,8 @@ class PartitionMachine:
         actions = self._configure()
         if moved and self.state not in ("preparing", "new"):
             actions.append(self._report())
-        return actions + self._maybe_train() + self._maybe_publish()
+        # A server that has started again does not know who waits.
+        return actions + self._invoke_waiting(all_=True) + self._maybe_train() + self._maybe_publish()
 
     def _configure(self) -> list[Action]:
         return [ConfigurePs(self.epoch, self.attempt, self._peers, self._topology, self._finish)] if self._ps_up else []
@@ -331,14 +334,15 @@ class PartitionMachine:
 
     def _ps_status_changed(self, view: PsView) -> list[Action]:
         before, self._view = self._view, view
+        again = self._invoke_waiting()
         if view.phase == "finished":
-            return self._maybe_finish()
+            return again + self._maybe_finish()
         if self.state != "training":
-            return []
+            return again
         if view.condition != before.condition or (self._transient_condition and view.round > self._failures.round):
             self._set_transient_condition(self._failures.summary(view.round))
-            return [self._report()]
-        return []
+            return [*again, self._report()]
+        return again
 
     def _progress(self, event: IdleTick) -> list[Action]:
         """Report task code that hangs. The condition goes with the next report, which comes within seconds."""
@@ -417,7 +421,9 @@ class PartitionMachine:
         if event.attempt != self.attempt or event.worker not in self._worker_group.running:
             return []
         if event.status == "continue":
-            return [self._invoke(event.worker, event.resume_key)]
+            # Nothing is paid while a worker would only wait, as for a region that is gone.
+            self._waiting[event.worker] = event
+            return self._invoke_waiting()
         self._worker_group.running.discard(event.worker)
         if event.status == "done":
             self._worker_group.done.add(event.worker)
@@ -426,6 +432,22 @@ class PartitionMachine:
         actions = self._after_failure(error, "worker-failed", f"worker {event.worker} failed")
         self._keep_furthest(event)
         return actions
+
+    def _invoke_waiting(self, *, all_: bool = False) -> list[Action]:
+        """Invoke the workers that have something to do again, or all of them."""
+        done = self._view.phase in ("finished", "failed")
+        due = [one for one in self._waiting.values() if all_ or done or one.waits_for <= self._view.round]
+        for one in due:
+            del self._waiting[one.worker]
+        return [self._invoke(one.worker, one.resume_key) for one in due]
+
+    def _leave_attempt(self, *, healthy: bool = False) -> None:
+        """Make the present attempt the previous one; its waiting workers have ended already."""
+        running = self._worker_group.running - set(self._waiting)
+        self._previous = _PreviousAttempt(self.attempt, running, healthy=healthy)
+        waiting, self._waiting = self._waiting, {}
+        for one in waiting.values():
+            self._keep_furthest(one)
 
     def _keep_furthest(self, event: WorkerEnded) -> None:
         """Remember the state of the previous attempt's furthest worker, from which all continue.
@@ -466,7 +488,7 @@ class PartitionMachine:
         actions: list[Action] = [RecordEvent("partition.scaled", f"{self.region}: {words}", data)]
         if self.state == "training":
             if self._worker_group.running:
-                self._previous = _PreviousAttempt(self.attempt, set(self._worker_group.running), healthy=True)
+                self._leave_attempt(healthy=True)
             self.attempt += 1
             self._worker_group, self._awaits_fence = _Workers(), False
             actions += [*self._configure(), RetryLater(self.attempt, _FIRST_PAUSE_SECONDS)]
@@ -529,7 +551,7 @@ class PartitionMachine:
         self._failures.last = f"{error.code}: {error.message}"
         if kind == "worker-failed":
             # The workers that still run belong to the old attempt; they are fenced as soon as the new one begins.
-            self._previous = _PreviousAttempt(self.attempt, set(self._worker_group.running))
+            self._leave_attempt()
             self.attempt += 1
             self._worker_group = _Workers()
         # The parameter server learns of the new attempt now, so that workers waiting there learn that theirs is over.

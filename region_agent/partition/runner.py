@@ -577,7 +577,17 @@ class PartitionRunner:
             self._context.record_event(
                 self.job, RecordEvent("collective.used", text, {"collective": outcome.merged_by})
             )
-        self.feed(WorkerEnded(action.worker, action.attempt, outcome.status, outcome.resume_key, failure, outcome.step))
+        self.feed(
+            WorkerEnded(
+                action.worker,
+                action.attempt,
+                outcome.status,
+                outcome.resume_key,
+                failure,
+                outcome.step,
+                outcome.waits_for,
+            )
+        )
 
     async def _invocation(self, action: Invoke) -> bytes:
         context = self._context

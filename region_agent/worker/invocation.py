@@ -146,6 +146,8 @@ class Outcome(BaseModel):
     """Channel key of the stored state."""
     step: int = 0
     """First step that an invocation with `resume_key` makes."""
+    waits_for: int = 0
+    """Round whose end the worker waits for, with nothing else to do; 0: it has steps to make."""
     steps: int = 0
     """Steps made in this invocation."""
     samples: int = 0

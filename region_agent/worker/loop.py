@@ -83,6 +83,8 @@ class WorkerLoop:
         self._steady = False
         """Whether the last operation was a step, so that the partition's other workers are at the next step, too."""
         self._steady_seconds: list[float] = []
+        self._waits_for = 0
+        """Round whose end is waited for; 0: none."""
 
     def run(self) -> Outcome:
         """Train until the end of the job, of the slice, or of the attempt."""
@@ -101,6 +103,7 @@ class WorkerLoop:
             status="done" if finished else "left" if fenced else "continue",
             resume_key=resume_key,
             step=self._step,
+            waits_for=0 if finished or fenced else self._waits_for,
             code=fenced.code if fenced else "",
             message=fenced.message if fenced else "",
             channel=asdict(self._channel.usage),
@@ -222,7 +225,9 @@ class WorkerLoop:
         if self._pending is None or self._step < self._pending.due:
             return False
         ended = self._pending
+        self._waits_for = ended.request.round
         reply, correction = ended.reply.result()
+        self._waits_for = 0
         if reply.finished:
             # The steps made since the boundary belong to no round.
             self._step, self._round = ended.request.step, RoundSums()
@@ -292,7 +297,10 @@ class WorkerLoop:
             request = self._boundary_request(sequence, self._step, self._round)
             # All workers of a group hold the same model and optimiser state, so one uploads them for all.
             self._upload(request, vector, self._trainer.dump_state() if self._trainer.leads else None)
+        # Stays set if the slice ends during the wait.
+        self._waits_for = sequence
         reply = server.boundary(request)
+        self._waits_for = 0
         if not self._background and self._trainer.leads:
             # By name: the worker's user of the channel may not list keys, which may be of other jobs.
             last = f"b/{self._call.attempt}/{sequence - 1}"

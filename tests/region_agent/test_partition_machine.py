@@ -203,7 +203,7 @@ class Region:
         self.ps = "gone"
         self.feed(PsEnded(error))
 
-    def worker_ends(self, key: tuple[int, int], *, slice_over: bool) -> None:
+    def worker_ends(self, key: tuple[int, int], *, slice_over: bool, waits: bool = False) -> None:
         """As an honest worker: fenced where a newer attempt is known, done only after the last round."""
         self.running.discard(key)
         worker, attempt = key
@@ -212,7 +212,8 @@ class Region:
             status, left = ("left", f"w/{attempt}/{worker}/7") if slice_over else ("failed", "")
             self.feed(WorkerEnded(worker, attempt, status, left, GeofedError("FENCED", "newer"), 7))
         elif slice_over:
-            self.feed(WorkerEnded(worker, attempt, "continue", "w/key"))
+            waits_for = min(self.round + 1, ROUNDS) if waits else 0
+            self.feed(WorkerEnded(worker, attempt, "continue", "w/key", step=7, waits_for=waits_for))
         else:
             self.round, self.finished = ROUNDS, True
             self.feed(WorkerEnded(worker, attempt, "done"))
@@ -281,11 +282,11 @@ class AnyOrder(RuleBasedStateMachine):
         if self.region.ps == "up" and self.region.unanswered:
             self.region.ps_answers()
 
-    @rule(which=st.integers(0, 99), slice_over=st.booleans())
-    def a_worker_ends(self, which: int, slice_over: bool) -> None:
+    @rule(which=st.integers(0, 99), slice_over=st.booleans(), waits=st.booleans())
+    def a_worker_ends(self, which: int, slice_over: bool, waits: bool) -> None:
         running = sorted(self.region.running)
         if running and self.region.ps == "up":
-            self.region.worker_ends(running[which % len(running)], slice_over=slice_over)
+            self.region.worker_ends(running[which % len(running)], slice_over=slice_over, waits=waits)
 
     @rule(which=st.integers(0, 99), code=_PASSING)
     def a_worker_fails(self, which: int, code: str) -> None:
@@ -368,6 +369,8 @@ def _all_goes_well(region: Region) -> None:
                 region.ps_answers()
             for key in sorted(region.running):
                 region.worker_ends(key, slice_over=False)
+            # Workers may wait for the next round.
+            region.round = min(ROUNDS, region.round + 1)
             region.ps_says()
         if region.publishing:
             region.published()
@@ -636,6 +639,27 @@ def test_a_model_that_was_asked_for_while_the_server_was_down_is_published_when_
     region.ps = "up"
     region.feed(PsReady("east:1"))
     assert region.publishing
+
+
+def test_a_worker_that_would_only_wait_is_called_when_the_round_is_over() -> None:
+    region = _training(2)
+    region.worker_ends((0, 1), slice_over=True, waits=True)
+    assert region.running == {(1, 1)}
+    region.ps_says()
+    region.worker_ends((1, 1), slice_over=True)
+    assert region.running == {(1, 1)}, "it has steps to make"
+    region.round += 1
+    region.ps_says()
+    assert region.running == {(0, 1), (1, 1)}
+    region.worker_ends((0, 1), slice_over=True, waits=True)
+    region.ps_dies(GeofedError("UNAVAILABLE", "x"))
+    region.pause_ends()
+    region.ps_listens()
+    assert region.running == {(0, 1), (1, 1)}, "the server does not know any more that it waits"
+    region.worker_ends((0, 1), slice_over=True, waits=True)
+    region.feed(Scaled(3, "a deadline comes near"))
+    assert region.machine._previous.running == {1}, "who waits has ended, and left what it has"
+    assert region.machine._previous.resume_key == "w/key"
 
 
 def test_more_workers_go_on_from_where_the_others_were() -> None:

@@ -87,9 +87,9 @@ def test_a_slice_that_ends_in_the_wait_for_a_round_hands_over_the_same_model(pla
     body = _invocation(place)
     script.wait_at = "boundary"
     outcome = call(body)
-    assert (outcome.status, outcome.steps) == ("continue", 2)
+    assert (outcome.status, outcome.steps, outcome.waits_for) == ("continue", 2, 1)
     outcome = call(_again(body, outcome))
-    assert (outcome.status, outcome.steps) == ("continue", 0)
+    assert (outcome.status, outcome.steps, outcome.waits_for) == ("continue", 0, 1)
     assert len({request.digest for request in script.ends}) == 1
     assert [request.samples for request in script.ends] == [16.0, 16.0]
 
