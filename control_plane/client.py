@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -188,7 +188,9 @@ class ControlClient:
             except OSError:
                 # A context in a folder that is read-only.
                 return
-            submission.CopyFrom(signer.sign(spec_json, bundle_digest))
+            # What is no job file is refused by the control plane, with the reason.
+            with suppress(KeyError, TypeError, ValueError):
+                submission.CopyFrom(signer.sign(spec_json, bundle_digest))
 
     async def job(self, job: str) -> control_pb2.Job:
         """Return a job by ID or name."""

@@ -109,6 +109,7 @@ def test_a_job_is_its_users_and_nobody_elses(serve_config: ServeConfig, job_file
                 assert [event async for event in bob.watch("", follow=False)] == []
                 for call in changing(bob, job.id):
                     await refused(call, "FORBIDDEN", "another user's job")
+                await stage.client.scale(job.id, {"a": 1})
                 operators = await submitted(stage.client, job_file, "r2", "train.seed=2")
                 assert operators.user == ""
                 await refused(ann.cancel(operators.id), "FORBIDDEN", "another user's job")
@@ -119,6 +120,11 @@ def test_a_job_is_its_users_and_nobody_elses(serve_config: ServeConfig, job_file
                 assert {event.job for event in [one async for one in ann.watch("", follow=False)]} == {job.id}
                 assert {shown.id for shown in await stage.client.jobs()} == {job.id, operators.id}
                 await ann.cancel(job.id)
+                events = [event async for event in ann.watch(job.id, follow=False)]
+                done = {event.kind: json.loads(event.data_json).get("by") for event in events}
+                assert (done["partition.scaling"], done["job.cancelling"]) == ("operator", "ann"), (
+                    "events name the user"
+                )
                 await stage.client.remove_user("bob")
                 await refused(bob.job(job.id), "UNAUTHENTICATED")
                 assert (await stage.client.cancel(operators.id)).state in ("cancelling", "cancelled")

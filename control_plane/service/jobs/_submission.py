@@ -224,14 +224,15 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
         begin(draft, entry, decided.workers, preemptible=decided.preemptible)
 
 
-async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str) -> None:
-    """Change the numbers of workers of a job's regions; 0 pauses a region.
+async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str, by: str) -> None:
+    """Change the numbers of workers of a job's regions, as a user (``by``) has requested; 0 pauses a region.
 
     Raises ``GeofedError``: ILLEGAL_STATE if the job does not run; REGION_NOT_FOUND; INADMISSIBLE if a region lacks free
     workers, or if a step has fewer samples than workers.
     """
     entry = await federation.find_job(job)
     async with federation.change() as draft:
+        draft.by = by
         entry = draft.job(entry.row.id) or entry
         if entry.state.phase not in ("starting", "running"):
             raise GeofedError(

@@ -65,8 +65,9 @@ class Succession:
         """Pace of the jobs that may be replanned automatically."""
         self._since = federation.clock()
 
-    async def replan(self, job: str, reason: str) -> None:
-        """Replan a job: end it, and continue its model in a new job. Repeated requests replan it once.
+    async def replan(self, job: str, reason: str, by: str = "") -> None:
+        """Replan a job, as a user (``by``) has requested: end it, and continue its model in a new job. Repeated
+        requests replan it once.
 
         Raises ``GeofedError``, and the job continues: ILLEGAL_STATE if it does not run or is about to end;
         INADMISSIBLE, or the code of the reason, if its rest cannot be run or would run in the same regions.
@@ -82,7 +83,7 @@ class Succession:
         if away := [part.region for part in entry.state.partitions if part.link == "lost"]:
             text = f"region {', '.join(away)} is lost: all regions of {job} must be reachable to end it"
             raise GeofedError("ILLEGAL_STATE", text)
-        await self._request(entry, await self._plan_of_rest(entry), reason)
+        await self._request(entry, await self._plan_of_rest(entry), reason, by=by)
 
     async def _plan_of_rest(self, entry: JobEntry) -> Plan:
         """Return the plan of a job's rest; raise ``GeofedError`` if it cannot be run, or would run in the same
@@ -102,11 +103,14 @@ class Succession:
             raise GeofedError("INADMISSIBLE", text, hint="`control-plane explain` shows why other regions are left out")
         return answer.plan
 
-    async def _request(self, entry: JobEntry, then: Plan, reason: str, *, by_itself: bool = False) -> None:
+    async def _request(
+        self, entry: JobEntry, then: Plan, reason: str, *, by_itself: bool = False, by: str = ""
+    ) -> None:
         job, regions = entry.row.id, _regions(then)
         why = f"the rest is replanned over {', '.join(regions)}" + (f": {reason}" if reason else "")
         data = {"regions": _regions(entry.plan), "wanted": regions, "reason": reason, "by_itself": by_itself}
         async with self._federation.change() as draft:
+            draft.by = by
             draft.apply_to_job(job, ReplanRequested(draft.at, why, data))
             present = draft.job(job)
             if present is None or not present.state.replanned:

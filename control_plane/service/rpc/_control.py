@@ -34,7 +34,7 @@ from control_plane.service.rpc._regions import change_region
 from control_plane.service.rpc._users import add_user, change_user, list_users, remove_user
 from control_plane.service.rpc._wire import event_message, log_message
 from control_plane.service.state._certificates import unseen_region
-from control_plane.service.state._draft import JobEntry
+from control_plane.service.state._draft import OPERATOR, JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_request
@@ -192,6 +192,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if entry.state.phase in ("succeeded", "failed"):
             raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
         async with federation.change() as draft:
+            draft.by = _who()
             draft.apply_to_job(entry.row.id, CancelRequested(draft.at, request.reason))
         return federation.describe(await federation.find_job(entry.row.id))
 
@@ -207,6 +208,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if phase not in ("running", "finishing", "succeeded"):
             raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
         async with federation.change() as draft:
+            draft.by = _who()
             draft.apply_to_job(job, FinishRequested(draft.at, request.reason))
         entry = await federation.find_job(job)
         if after := entry.state.successor:
@@ -220,14 +222,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         entry = await self._find(request.job)
         if entry.state.terminal:
             raise _ended(entry)
-        await self._succession.replan(entry.row.id, request.reason)
+        await self._succession.replan(entry.row.id, request.reason, _who())
         return self._federation.describe(await self._federation.find_job(entry.row.id))
 
     @answering
     async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
         entry = await self._find(request.job)
-        await scale(self._federation, entry.row.id, dict(request.workers), request.reason)
+        await scale(self._federation, entry.row.id, dict(request.workers), request.reason, _who())
         return self._federation.describe(await self._find(request.job))
 
     @answering
@@ -237,6 +239,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if user not in federation.users and not request.end:
             raise GeofedError("USER_NOT_FOUND", f"user {user} not found")
         async with federation.change() as draft:
+            draft.by = _who()
             entry = draft.job(entry.row.id) or entry
             others = {*entry.row.shared_with} - {user}
             shared = tuple(sorted(others if request.end else {*others, user}))
@@ -353,6 +356,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def _find(self, name: str) -> JobEntry:
         """Return a job that the caller may know by the name."""
         return await self._federation.find_job(name, caller_now().may_read)
+
+
+def _who() -> str:
+    """Return the name of the caller, for events."""
+    return caller_now().user or OPERATOR
 
 
 def _uploader() -> str:

@@ -99,6 +99,8 @@ class Draft:
     """Region and sequence number of a command that cannot be sent."""
     renumbered_region: str = ""
     """Region that has joined again, whose reports may start at any sequence number; empty: none."""
+    by: str = ""
+    """User who has requested the changes, which the events name; empty: nobody."""
     void: bool = False
     """Whether the draft is to be dropped."""
     _durable: bool = False
@@ -135,7 +137,11 @@ class Draft:
 
     def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
         """Add an event to the history."""
-        self.events.append(EventRow(self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(data or {})))
+        self.events.append(
+            EventRow(
+                self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(self._with_user(data or {}))
+            )
+        )
 
     def resend_commands(self, region: str, why: str) -> None:
         """Have the jobs send a region all their commands again, since one side has lost some state."""
@@ -241,9 +247,20 @@ class Draft:
             renumbered_region=self.renumbered_region,
         )
 
+    def _with_user(self, data: object) -> object:
+        return {**data, "by": self.by} if self.by and isinstance(data, dict) else data
+
     def _take_record(self, job_id: str, record: Record) -> None:
         self.events.append(
-            EventRow(self.at, job_id, record.region, record.kind, record.text, to_json(record.data), record.terminal)
+            EventRow(
+                self.at,
+                job_id,
+                record.region,
+                record.kind,
+                record.text,
+                to_json(self._with_user(record.data)),
+                record.terminal,
+            )
         )
 
 
