@@ -77,7 +77,7 @@ async def serve(config: PsConfig) -> None:
     links.start()
     ending = asyncio.create_task(end_revoked(revoked, of_peers, lambda: service.bulk))
     if engine.machine.state_lost:
-        rejoining = asyncio.create_task(rejoin(engine, config, identity), name="rejoin the job")
+        rejoining = asyncio.create_task(rejoin(engine, config, identity, links.admission), name="rejoin the job")
         rejoining.add_done_callback(functools.partial(_rejoined, engine))
     write_durably(config.ready_file, [json.dumps(ports).encode()])
     await _until_stopped(admin, engine)

@@ -94,6 +94,21 @@ class Admission:
             self._compare_witness(other, known)
         return manifest
 
+    def signed_only(self, region: str, reply: sync_pb2.RejoinReply) -> sync_pb2.RejoinReply:
+        """Return the reply of a region without updates that are not signed by the regions that have made them."""
+        found = sync_pb2.RejoinReply()
+        found.CopyFrom(reply)
+        del found.kept[:]
+        for proto in reply.kept:
+            try:
+                self._is_signed(proto, region)
+                self.limits.check(manifest_of(proto), self.limits.most_bytes)
+            except GeofedError as error:
+                self.note(region, error)
+            else:
+                found.kept.append(proto)
+        return found
+
     def _is_signed(self, proto: sync_pb2.UpdateManifest, caller: str) -> bool:
         if not proto.signature and {proto.region, caller} & self.unsigned:
             return False

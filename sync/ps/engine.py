@@ -54,6 +54,9 @@ from sync.wan import ExchangeSettings, LinkSample
 __all__ = ["Engine", "merged_key"]
 
 _log = logging.getLogger("geofed.ps")
+_PAUSED_SECONDS = 120.0
+"""Without a call of a worker for this long, the partition counts as paused: a waiting worker calls every 15 s, and one
+whose time slice has ended is invoked again."""
 
 
 class Engine:
@@ -83,6 +86,8 @@ class Engine:
         self._exchange_since: float | None = None
         self.patience_seconds = math.inf
         """How long the same update of another region may be awaited before the server fails."""
+        self._called_at = time.monotonic()
+        """When a worker has called last."""
         self._awaited: tuple[object, ...] = ()
         self._patience: asyncio.TimerHandle | None = None
         self.failed: GeofedError | None = None
@@ -120,6 +125,7 @@ class Engine:
     async def ask(self, make: Callable[[int], Event], timeout_seconds: float) -> Answer | None:
         """Feed a worker's call and return its answer, or None after the timeout; the worker then calls again."""
         call, self._next_call = self._next_call, self._next_call + 1
+        self._called_at = time.monotonic()
         future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
@@ -171,6 +177,11 @@ class Engine:
             self._patience = asyncio.get_running_loop().call_later(self.patience_seconds, self._lost, awaited)
 
     def _lost(self, awaited: tuple[str, ...]) -> None:
+        if time.monotonic() - self._called_at > _PAUSED_SECONDS:
+            # The job is paused: nobody here waits, and the other region may be paused as well.
+            self._awaited = ()
+            self._watch_awaited()
+            return
         text = f"nothing came from {', '.join(awaited)} for {self.patience_seconds:.0f} s"
         self.fail(GeofedError("REGION_LOST", f"{text}: {self.machine.progress.condition}"))
 

@@ -50,7 +50,7 @@ class Links:
     """The senders to all peers, and the counters of what has been received."""
 
     def __init__(self, engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
-        self._engine, self._config, self._identity = engine, config, identity
+        self._engine, self._config, self.identity = engine, config, identity
         self.peer_senders: dict[str, PeerSender] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.received_bytes: dict[str, int] = {}
@@ -91,7 +91,7 @@ class Links:
             storage = self._engine.storage
             peer_sender = self.peer_senders[region] = PeerSender(
                 self._config.job,
-                self._identity,
+                self.identity,
                 storage.path_of,
                 self._arrived,
                 self._config.stall_seconds,
@@ -116,7 +116,7 @@ class Links:
         """Sign the manifest of our own update, and add those of the last updates that we have merged from others."""
         if proto.region != self._config.region:
             return
-        sign(proto, self._identity())
+        sign(proto, self.identity())
         ledger = self._engine.machine.ledger
         others = [region for region in self._config.regions if region != proto.region]
         # In a large job they take turns.
@@ -298,7 +298,11 @@ class ExchangeService(Intake):
         self.drop_incoming(caller)
         self._engine.feed(StateLost(caller))
         layout = self._engine.storage.layout
-        return rejoin_reply(self._engine.machine, request.job, "" if layout is None else layout.to_json())
+        reply = rejoin_reply(self._engine.machine, request.job, "" if layout is None else layout.to_json())
+        for proto in reply.kept:
+            if proto.region == self._config.region:
+                sign(proto, self._links.identity())
+        return reply
 
     @streaming
     async def Fetch(self, request: sync_pb2.FetchRequest, context: _Context) -> AsyncIterator[common_pb2.BlobChunk]:

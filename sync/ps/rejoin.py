@@ -34,6 +34,7 @@ from geofed_pb.rpc import error_of
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync import framing
 from sync.layout import Layout
+from sync.ps.admission import Admission
 from sync.ps.config import PsConfig
 from sync.ps.core.events import Configured
 from sync.ps.core.machine import Machine
@@ -98,7 +99,7 @@ def rejoin_plan(machine: Machine, answers: Answers) -> RejoinPlan | None:
     return RejoinPlan(furthest, tuple(wanted)) if answers[furthest].merges else None
 
 
-async def rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
+async def rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls], admission: Admission) -> None:
     """Ask the other regions, waiting until all have replied, and continue from the state of the most advanced one.
 
     Raises ``GeofedError("STATE_INVALID")`` if the state cannot be restored: if no other region has a model, or if the
@@ -110,14 +111,14 @@ async def rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls]) 
         machine = engine.machine
         if set(machine.setup.others) <= set(machine.ledger.peers):
             with contextlib.suppress(grpc.RpcError):
-                if await _try_rejoin(engine, config, identity):
+                if await _try_rejoin(engine, config, identity, admission):
                     return
             await asyncio.sleep(_RETRY_SECONDS)
         else:
             await engine.changed_since(version)
 
 
-async def _try_rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> bool:
+async def _try_rejoin(engine: Engine, config: PsConfig, identity: Callable[[], Tls], admission: Admission) -> bool:
     """Ask once, and restore the state if possible. Return False if the other regions must be asked again."""
     machine = engine.machine
     near, peers = machine.ledger.regions_to_ask(), machine.ledger.peers
@@ -127,6 +128,7 @@ async def _try_rejoin(engine: Engine, config: PsConfig, identity: Callable[[], T
         answers = await _ask_all(config.job, {region: stubs[region] for region in near})
         if all(answer.state_lost for answer in answers.values()):
             answers = await _ask_all(config.job, stubs)
+        answers = {region: admission.signed_only(region, answer) for region, answer in answers.items()}
         plan = rejoin_plan(machine, answers)
         if plan is None:
             return False

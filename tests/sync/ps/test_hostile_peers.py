@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -16,6 +19,9 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of
 from geofed_pb.v1 import sync_pb2
 from sync import framing
+from sync.ps.admission import Admission
+from sync.ps.config import PsConfig
+from sync.ps.engine import Engine
 
 pytestmark = pytest.mark.processes
 
@@ -183,6 +189,45 @@ def test_an_unsigned_update_needs_the_control_planes_word(pair: Server, mars: Ho
     pair.configure_peers(old)
     assert mars.send(pair, proto, data).verdict == sync_pb2.OfferReply.VERDICT_HAVE
     wait_until(lambda: pair.status().round == 1, "round 1")
+
+
+def test_a_region_that_has_lost_its_state_believes_signatures_only(
+    servers: Servers, mars: HostilePeer, authority: Authority
+) -> None:
+    """What another region says that it has made counts only if it was made by this one."""
+    (east,) = servers("east", regions=("east", "mars"))
+    admission = Admission(PsConfig(**east.settings), lambda: east.identity, lambda event: None)
+    own = HostilePeer("east", east.identity)
+    kept = [own.manifest(b"own"), mars.manifest(b"theirs"), own.manifest(b"made up", 2, signer=mars.identity)]
+    found = admission.signed_only("mars", sync_pb2.RejoinReply(merges=3, layout_json="{}", kept=kept))
+    assert list(found.kept) == kept[:2]
+    assert (found.merges, found.layout_json) == (3, "{}")
+    assert admission.faults["mars", "FORBIDDEN"].count == 1
+
+
+def test_a_paused_region_is_patient() -> None:
+    """Without a worker that waits, the other region may be paused as well."""
+
+    async def waiting() -> list[str]:
+        engine = Engine.__new__(Engine)
+        engine.machine = SimpleNamespace(  # type: ignore[assignment]
+            awaited=("mars",), sequence=0, ledger=SimpleNamespace(newest=lambda _: 0),
+            progress=SimpleNamespace(condition="waiting"),
+        )  # fmt: skip
+        engine.failed, engine.patience_seconds, engine._awaited, engine._patience = None, 100.0, (), None
+        failures: list[str] = []
+        engine.fail = lambda error: failures.append(error.code)  # type: ignore[method-assign]
+        engine._watch_awaited()
+        first = engine._patience
+        engine._called_at = time.monotonic() - 1000
+        engine._lost(("mars",))
+        assert not failures
+        assert engine._patience is not first, "it waits as long again"
+        engine._called_at = time.monotonic()
+        engine._lost(("mars",))
+        return failures
+
+    assert asyncio.run(waiting()) == ["REGION_LOST"]
 
 
 def test_a_silent_region_is_not_waited_for_for_ever(servers: Servers, workers: Workers) -> None:
