@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.damage import damaged
 from support.pki import Authority
 
 from geofed_pb.errors import GeofedError
@@ -13,6 +14,7 @@ from sync.transfer.quotas import CallQuotas
 from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls, dial
 from sync.transport.stream import hello
+from sync.transport.wire import HEAD_BYTES, MAX_CHUNK_BYTES, FrameHead, FrameKind, parse
 
 
 def test_a_burst_is_answered_at_once_and_a_flood_is_slowed_down() -> None:
@@ -49,6 +51,23 @@ def test_a_peer_has_a_limited_number_of_calls_under_way() -> None:
             pass
 
     asyncio.run(many())
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_million_damaged_heads_of_frames_are_read_or_refused() -> None:
+    """Before memory is taken for a payload, its length is known to be within the limits."""
+    outcomes = {"refused": 0, "read": 0}
+    for data in damaged(FrameHead(FrameKind.CHUNK, 7, 1 << 20, 1 << 22, 99).pack(), 1_000_000):
+        try:
+            head = parse(data[:HEAD_BYTES].ljust(HEAD_BYTES, b"\0"))
+        except GeofedError as error:
+            assert error.code == "FRAME_INVALID"  # noqa: PT017 - one of a million
+            outcomes["refused"] += 1
+            continue
+        outcomes["read"] += 1
+        assert head.payload_bytes <= (MAX_CHUNK_BYTES if head.kind is FrameKind.CHUNK else 1 << 20)
+    assert min(outcomes.values()) > 1000, outcomes
 
 
 class _Deaf:
