@@ -70,15 +70,22 @@ def verify(proto: sync_pb2.UpdateManifest, tls: Tls, *, certificate_pem: bytes |
         raise GeofedError("FORBIDDEN", f"update {proto.sequence} of {proto.region} is not signed")
     pem = proto.certificate_pem if certificate_pem is None else certificate_pem
     try:
-        key, ends, serial = _certified_key(bytes(pem), tls.ca_pem, proto.region)
+        ends, serial = _verified(bytes(pem), tls.ca_pem, proto.region, bytes(proto.signature), statement(proto))
         if ends + _KEPT_SECONDS < time.time():
             raise ValueError("the certificate ended long ago")
-        _check(key, bytes(proto.signature), statement(proto))
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
         reason = str(error) or "the signature is of another key or text"
         text = f"update {proto.sequence} of {proto.region} is not signed by its region: {reason}"
         raise GeofedError("FORBIDDEN", text) from None
     tls.revoked.require(serial, proto.region)
+
+
+@lru_cache(maxsize=1024)
+def _verified(pem: bytes, ca_pem: bytes, region: str, signature: bytes, text: bytes) -> tuple[float, str]:
+    """Return when a valid signature's certificate ends, and its serial number; each stream of an update asks again."""
+    key, ends, serial = _certified_key(pem, ca_pem, region)
+    _check(key, signature, text)
+    return ends, serial
 
 
 def _check(key: _PublicKey, signature: bytes, text: bytes) -> None:
