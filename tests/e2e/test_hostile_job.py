@@ -13,6 +13,8 @@ from support.processes import family
 from support.running import Running, check_succeeded, named
 from support.sandboxes import needs_sandboxes
 
+from tests.e2e.conftest import PAIR
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400), needs_sandboxes]
 _ATTACK = """
 import json as _json
@@ -43,6 +45,9 @@ def test_hostile_job_gets_nothing_and_trains(running_pair: Running) -> None:
     federation.control_plane("cancel", other, "--yes")
     check_succeeded(described, accuracy=0.2)
     gained = [line.partition("GAINED ")[2] for line in told.splitlines() if "GAINED " in line]
+    assert described["plan"]["isolation"] == dict.fromkeys(PAIR, "bubblewrap")
+    listed = json.loads(federation.control_plane("region", "list", "-o", "json").stdout)["data"]
+    assert {region["isolation"] for region in listed} == {"bubblewrap"}
     assert len(gained) >= 2, "both regions have tried"
     assert [json.loads(one) for one in gained] == [{}] * len(gained)
 

@@ -30,6 +30,16 @@ class _Hub(agent_pb2_grpc.AgentHubServicer):
         return common_pb2.BlobAck()
 
 
+@pytest.fixture(autouse=True)
+def _isolation_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would start a gateway."""
+
+    async def tried(config: RegionConfig) -> str:
+        return "not tried"
+
+    monkeypatch.setattr(doctor, "_isolation", tried)
+
+
 def _found(folder: Path, authority: Authority, server_tls: Tls, own: Tls) -> dict[str, Finding]:
     """What the doctor says beside a control plane that shows such a certificate."""
 

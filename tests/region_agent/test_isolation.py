@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from geofed_pb import address
 from geofed_pb.errors import GeofedError
+from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.gateway.functions import FunctionSpec, Grants
 from region_agent.isolation import CONTAINER, SERVER_ADDRESS, Isolation, grants_of, with_server
@@ -118,6 +120,21 @@ def test_a_region_that_requires_isolation_refuses_jobs_without() -> None:
         check_isolation(region(), isolation)
     for policy in ("prefer", "none"):
         check_isolation(region(policy={"isolation": policy}), lacking)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("policy", ["require", "prefer", "none"])
+def test_doctor_tries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    """Here on a machine without bubblewrap."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    checked = doctor._isolation(region(policy={"isolation": policy}))
+    if policy == "require":
+        with pytest.raises(GeofedError, match="bubblewrap is not installed") as raised:
+            asyncio.run(checked)
+        assert raised.value.code == "ISOLATION_UNAVAILABLE"
+        return
+    reason = "bubblewrap is not installed" if policy == "prefer" else "it is switched off"
+    assert asyncio.run(checked) == f"none: {reason}"
 
 
 def test_isolation_is_described() -> None:

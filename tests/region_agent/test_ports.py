@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from geofed_pb.errors import GeofedError
+from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.doctor import examine
 from region_agent.partition.server_process import free_ports
@@ -98,6 +99,16 @@ def _region(tmp_path: Path, ports: tuple[int, int]) -> RegionConfig:
             "capacity": {"workers": 1}, "server": {"exchangeHost": HOST, "ports": list(ports)},
         }
     )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _isolation_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would start a gateway."""
+
+    async def tried(config: RegionConfig) -> str:
+        return "not tried"
+
+    monkeypatch.setattr(doctor, "_isolation", tried)
 
 
 @pytest.mark.parametrize(

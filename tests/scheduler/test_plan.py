@@ -202,6 +202,14 @@ def test_functions_smaller_than_torch_are_told() -> None:
     assert planned(Snapshot((region("a", 500),)), demand(memory_mb=512)).warnings == ()
 
 
+def test_isolation_of_job_code_is_told_and_its_absence_is_a_warning() -> None:
+    regions = (region("a", isolation="bubblewrap"), region("b", isolation="none"), region("c"))
+    chosen = planned(Snapshot(regions), demand())
+    assert chosen.isolation == {"a": "bubblewrap", "b": "none", "c": ""}
+    (warning,) = [text for text in chosen.warnings if "sandbox" in text]
+    assert warning.startswith("b runs job code without a sandbox")
+
+
 def test_a_step_that_is_larger_than_a_shard_is_told() -> None:
     regions = (region("a", 500), region("b", 3000))
     assert planned(Snapshot(regions), demand(batch=100)).warnings == ()

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,14 @@ async def test_state_directory_is_covered_in_what_a_function_reads(sandboxed, tm
         probe = await target.deploy(annotations=Grants(read=(str(tmp_path / "data"),)).annotations())
         assert (await probe(f"read?path={tmp_path / 'data' / 'file'}")).body == b"x"
         assert (await probe(f"list?path={tmp_path / 'data' / 'state'}")).body == b"[]"
+
+
+async def test_handler_in_the_folder_for_temporary_files_is_found(sandboxed) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        (Path(folder) / "greeter.py").write_text("def handle(event, context):\n    return 'found'\n")
+        async with open_target(sandboxed(images={"greeter": "greeter:handle"}, python_path=[folder])) as target:
+            greeter = await target.deploy(image="greeter")
+            assert (await greeter()).body == b"found"
 
 
 async def test_environment_names_places_in_the_sandbox(sandboxed) -> None:

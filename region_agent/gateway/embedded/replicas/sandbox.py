@@ -59,8 +59,10 @@ def _arguments(view: SandboxView) -> list[str]:
     size = ["--size", str(view.memory_bytes)] if view.memory_bytes else []
     found = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
     found += ["--unshare-net"] if view.hosts is not None else []
-    found += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "function", *view.system]
+    found += ["--die-with-parent", "--new-session", "--cap-drop", "ALL", "--hostname", "function"]
+    # First, since what is visible may be in the machine's own folders of these names.
     found += ["--bind", f"{view.home}/tmp", "/tmp", "--bind", view.home, HOME, *size, "--tmpfs", "/dev/shm"]
+    found += view.system
     for option, paths in (("--ro-bind", exposed), ("--tmpfs", covered), ("--ro-bind", within), ("--bind", view.write)):
         for path in paths:
             found += [option, path] if option == "--tmpfs" else [option, path, path]
