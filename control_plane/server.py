@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +24,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from control_plane._address import advertised_host, bound_socket, split_address
+from control_plane._database import locked_database
 from control_plane._standby import WhileLeading, standby_server
 from control_plane._web import Web, serving_routes, standby_routes
 from control_plane.blobs import BlobStore
@@ -50,7 +50,7 @@ from control_plane.service import (
     Succession,
     UserCheck,
 )
-from control_plane.store import Store, open_store, sqlite_file, upgrade_store
+from control_plane.store import Store, open_store, upgrade_store
 from geofed_pb.access import AccessInterceptor
 from geofed_pb.address import joined
 from geofed_pb.durable import write_durably
@@ -194,14 +194,8 @@ def _at(config: ServeConfig, ports: Ports) -> ServeConfig:
 async def _lead(config: ServeConfig, stack: AsyncExitStack) -> tuple[ServeConfig, Store, Leading]:
     """Open the database and begin to lead; until then, stand by."""
     _prepare(config.state_dir)
-    own = config.database_url is None
-    if (file := sqlite_file(_database_url(config))) is not None:
-        stack.enter_context(_only_one(config.state_dir if own else file, config.state_dir / "lock" if own else None))
-    if own:
-        # Set before SQLite writes to it, since its journal files inherit the mode.
-        _database_file(config).touch(mode=0o600)
-        _database_file(config).chmod(0o600)
-    store = stack.enter_context(open_store(_database_url(config), upgrade=file is not None))
+    url, shared = stack.enter_context(locked_database(config.state_dir, config.database_url))
+    store = stack.enter_context(open_store(url, upgrade=not shared))
     threads = StoreThreads(store, 1)
     stack.push_async_callback(threads.close)
     async with AsyncExitStack() as standing:
@@ -387,29 +381,6 @@ def _prepare(state_dir: Path) -> None:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise GeofedError("CONFIG_INVALID", f"cannot use {state_dir} as state directory: {error.strerror}") from None
-
-
-@contextmanager
-def _only_one(what: Path, lock: Path | None = None) -> Iterator[None]:
-    """Lock a state directory or an SQLite file, which two control planes cannot share."""
-    with (lock or what.with_name(f"{what.name}.lock")).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise GeofedError(
-                "ILLEGAL_STATE",
-                f"another control plane uses {what}",
-                hint="stop it, or choose another --state-dir; two control planes can share a PostgreSQL database only",
-            ) from None
-        yield
-
-
-def _database_url(config: ServeConfig) -> str:
-    return config.database_url or f"sqlite:///{_database_file(config)}"
-
-
-def _database_file(config: ServeConfig) -> Path:
-    return config.state_dir / "state.db"
 
 
 def _named(store: Store, wanted: str) -> str:

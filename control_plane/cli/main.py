@@ -12,6 +12,7 @@ from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from control_plane.cli.commands import (
     authority,
+    backup,
     catalogue,
     export,
     history,
@@ -77,6 +78,8 @@ app.command("schema")(meta.schema)
 app.command("version")(meta.version)
 app.command("completion")(meta.completion)
 app.command("serve")(serve.serve)
+app.command("backup")(backup.backup)
+app.command("restore")(backup.restore)
 app.command("simulate")(simulate.simulate)
 
 

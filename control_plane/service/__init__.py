@@ -12,11 +12,12 @@ from control_plane.service.rpc._enrolment import EnrolmentService
 from control_plane.service.rpc._users import Caller, caller_of
 from control_plane.service.rpc._wire import event_message
 from control_plane.service.state._federation import Federation
-from control_plane.service.state._leading import Leading, Silence, StoreThreads
+from control_plane.service.state._leading import SILENT_SECONDS, Leading, Silence, StoreThreads
 
 __all__ = [
     "AGENT_RULES",
     "CONTROL_RULES",
+    "SILENT_SECONDS",
     "WAIT",
     "AccessConfig",
     "AgentHubService",

@@ -1,5 +1,6 @@
 """Durable state of the control plane, in SQLite or PostgreSQL."""
 
+from control_plane.store._copying import Line, copy_rows, from_line, replace_rows, to_line
 from control_plane.store._open import open_store, sqlite_file, upgrade_store
 from control_plane.store._records import (
     Change,
@@ -28,6 +29,7 @@ __all__ = [
     "Invitation",
     "JobRow",
     "Leadership",
+    "Line",
     "LogRow",
     "OutcomeUnknown",
     "RegionRow",
@@ -36,7 +38,11 @@ __all__ = [
     "Store",
     "UserRow",
     "WeightRow",
+    "copy_rows",
+    "from_line",
     "open_store",
+    "replace_rows",
     "sqlite_file",
+    "to_line",
     "upgrade_store",
 ]

@@ -73,7 +73,7 @@ def _upgrade(engine: Engine) -> None:
             if engine.dialect.name == "postgresql":
                 # A migration may take longer than any other statement.
                 connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
-            _migrate(connection)
+            migrate(connection, "head")
     except CommandError as error:
         raise GeofedError("STATE_INVALID", f"the database belongs to another version of geofed: {error}") from error
 
@@ -123,8 +123,9 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-def _migrate(connection: Connection) -> None:
+def migrate(connection: Connection, revision: str) -> None:
+    """Run the migrations up to a revision."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)

@@ -66,6 +66,8 @@ class Store:
         self.shared = engine.dialect.name == "postgresql"
         """Whether other control planes can reach the database; a file lock keeps them from SQLite."""
         self._epoch = self.leadership().epoch
+        self._last_change: int | None = None
+        """Number of this leader's last change; None: it has made none."""
 
     def __enter__(self) -> Store:
         return self
@@ -151,7 +153,7 @@ class Store:
         with self._transaction() as connection:
             taken = connection.execute(update(t.leadership).where(unchanged).values(**begun)).rowcount == 1
         if taken:
-            self._epoch = seen.epoch + 1
+            self._epoch, self._last_change = seen.epoch + 1, None
         return taken
 
     def beat(self) -> None:
@@ -401,7 +403,11 @@ class Store:
         number = 0
         with self._transaction(lambda: self._settle(number)) as connection:
             number = self._write_as_leader(connection, changes=t.leadership.c.changes + 1)
+            if self._last_change is not None and number <= self._last_change:
+                text = "the database has lost changes of this control plane, as after a switch to an older replica"
+                raise GeofedError("STANDBY", text)
             yield connection
+        self._last_change = number
 
     @contextmanager
     def _transaction(self, settle: Callable[[], bool] = lambda: False) -> Iterator[Connection]:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane.cli._database import DEFAULT_STATE_DIR, DatabaseUrl, DatabaseUrlFile, StateDir, database_url_of
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from control_plane.pki import GivenAuthority
 
-_DatabaseUrl = Annotated[
-    str | None,
-    typer.Option(
-        help="postgresql://… or sqlite:///…, without a password; see --database-url-file.",
-        envvar="GEOFED_DATABASE_URL",
-        show_envvar=True,
-    ),
-]
-
 
 def serve(
-    state_dir: Annotated[
-        Path, typer.Option(help="Directory for keys, state and models.", envvar="GEOFED_STATE_DIR")
-    ] = Path(".geofed/control-plane"),
+    state_dir: StateDir = DEFAULT_STATE_DIR,
     listen: Annotated[str, typer.Option(help="host:port for users and for joining regions.")] = "127.0.0.1:7443",
     agent_listen: Annotated[str, typer.Option(help="host:port for region agents.")] = "127.0.0.1:7444",
     metrics_listen: Annotated[
@@ -42,8 +31,8 @@ def serve(
             help="host or host:port of another control plane on the same PostgreSQL database; it goes into invitations."
         ),
     ] = None,
-    database_url: _DatabaseUrl = None,
-    database_url_file: Annotated[Path | None, typer.Option(help="File with the database URL.")] = None,
+    database_url: DatabaseUrl = None,
+    database_url_file: DatabaseUrlFile = None,
     lease: Annotated[str, typer.Option(help="Time after which a region without contact is lost.")] = "30s",
     federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",
     region_certificate_life: Annotated[str, typer.Option(help="Lifetime of the regions' certificates.")] = "7d",
@@ -75,7 +64,7 @@ def serve(
         metrics_listen=metrics_listen,
         advertise=tuple(advertise or ()),
         peers=tuple(peer or ()),
-        database_url=_database_url(database_url, database_url_file),
+        database_url=database_url_of(database_url, database_url_file),
         lease=lease_time,
         federation=federation,
         region_certificate_life=certificate_life,
@@ -93,23 +82,3 @@ def _given(ca_file: Path | None, certificate_file: Path | None, key_file: Path |
     if ca_file or certificate_file or key_file:
         raise GeofedError("USAGE", "--tls-ca-file, --tls-certificate-file and --tls-key-file belong together")
     return None
-
-
-def _database_url(url: str | None, file: Path | None) -> str | None:
-    if file is not None:
-        try:
-            return file.read_text().strip()
-        except OSError as error:
-            raise GeofedError("CONFIG_INVALID", f"cannot read {file}: {error.strerror}") from None
-    if url and "GEOFED_DATABASE_URL" not in os.environ and _has_password(url):
-        raise GeofedError(
-            "CONFIG_INVALID",
-            "the database URL on the command line has a password, which every user of the machine can read",
-            hint="use --database-url-file, the environment variable GEOFED_DATABASE_URL, or ~/.pgpass",
-        )
-    return url
-
-
-def _has_password(url: str) -> bool:
-    authority = url.partition("://")[2].partition("/")[0]
-    return ":" in authority.rpartition("@")[0]
