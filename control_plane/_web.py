@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hmac
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -20,6 +19,7 @@ from control_plane.dashboard import Dashboard
 from control_plane.pki import hash_secret
 from control_plane.service import Leading, MetricsExporter
 from geofed_pb.errors import GeofedError
+from geofed_pb.tasks import background
 
 
 def serving_routes(
@@ -66,8 +66,15 @@ def _while(leading: Leading, route: Route) -> Route:
 class Web:
     """HTTPS server of the dashboard, `/metrics` and `/healthz`; it serves while its context is open."""
 
-    def __init__(self, routes: Sequence[BaseRoute], listen: str, certificate: Path, key: Path) -> None:
-        self._listen = listen
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute],
+        listen: str,
+        certificate: Path,
+        key: Path,
+        failed: Callable[[GeofedError], object],
+    ) -> None:
+        self._listen, self._failed = listen, failed
         self._files = certificate, key
         self._server = _WithoutSignals(
             uvicorn.Config(
@@ -91,7 +98,7 @@ class Web:
     async def __aenter__(self) -> Web:
         self._socket = bound_socket(*split_address(self._listen))
         self.port = self._socket.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._task = background(self._server.serve(sockets=[self._socket]), self._failed)
         return self
 
     async def __aexit__(self, *_: object) -> None:

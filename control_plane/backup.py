@@ -29,7 +29,7 @@ __all__ = ["Copied", "back_up", "restore"]
 
 _FORMAT = 1
 """Version of the archive's layout."""
-_KEYS = ("pki/ca.crt", "pki/ca.key", "pki/server.crt", "pki/server.key", "admin.token")
+_KEYS = ("pki/*", "*.token")
 """Files of the state directory that identify the federation and its operator."""
 _CHUNK_BYTES = 1 << 20
 """Bytes that are copied at a time."""
@@ -61,9 +61,8 @@ def back_up(store: Store, state_dir: Path, file: Path) -> Copied:
                 _add_bytes(archive, "manifest.json", json.dumps({**manifest, "rows": count}).encode())
                 rows.seek(0)
                 _add(archive, "rows.jsonl", rows)
-                for name in _KEYS:
-                    if (state_dir / name).exists():
-                        _add_bytes(archive, name, (state_dir / name).read_bytes())
+                for path in sorted(path for pattern in _KEYS for path in state_dir.glob(pattern) if path.is_file()):
+                    _add_bytes(archive, str(path.relative_to(state_dir)), path.read_bytes())
                 # After the rows: a blob that they name is complete, and stays the same.
                 blobs = sum(_add_blob(archive, path) for path in sorted((state_dir / "blobs").glob("[0-9a-f]*")))
         os.replace(partial, file)
@@ -90,11 +89,9 @@ def restore(store: Store, state_dir: Path, file: Path) -> Copied:
             # Files first: if this is interrupted, the database is still the former one, and its files are all there.
             for member in blobs:
                 _restore_blob(archive, member, state_dir / "blobs")
-            for name in _KEYS:
-                if any(member.name == name for member in members):
-                    (state_dir / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    mode = 0o644 if name.endswith(".crt") else 0o600
-                    write_durably(state_dir / name, [_read(archive, name)], mode=mode)
+            for name in (member.name for member in members):
+                if name.startswith("pki/") or name.endswith(".token"):
+                    _restore_key(archive, name, state_dir)
             rows = archive.extractfile("rows.jsonl")
             assert rows is not None
             replace_rows(store, manifest["revision"], _lines(rows, manifest["rows"]))
@@ -191,3 +188,11 @@ def _restore_blob(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Pat
             raise ValueError(f"{member.name} has another digest")
     os.replace(partial, target)
     flush_folder(folder)
+
+
+def _restore_key(archive: tarfile.TarFile, name: str, state_dir: Path) -> None:
+    if Path(name).name not in (name, name.removeprefix("pki/")):
+        raise ValueError(f"{name} is not the name of a key")
+    (state_dir / name).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mode = 0o644 if name.endswith(".crt") else 0o600
+    write_durably(state_dir / name, [_read(archive, name)], mode=mode)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -56,6 +56,7 @@ from geofed_pb.address import joined
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import reloading_credentials, server_options
+from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
 
 _log = structlog.get_logger("geofed.server")
@@ -142,8 +143,8 @@ async def serve(config: ServeConfig) -> None:
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _T]) -> _T | None:
     """Return the result of the work; None if `stop` is set before, which cancels the work."""
-    working = asyncio.ensure_future(work)
-    tasks = (working, asyncio.ensure_future(stop.wait()))
+    working = awaited(work)
+    tasks = (working, awaited(stop.wait()))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
@@ -202,10 +203,16 @@ async def _lead(config: ServeConfig, stack: AsyncExitStack) -> tuple[ServeConfig
         config = await _take(config, store, threads, standing)
     leading = Leading(store)
     stack.push_async_callback(_release, threads, leading)
-    stack.push_async_callback(_cancel, asyncio.create_task(leading.keep()))
+    step_down = _stepping_down(leading)
+    stack.push_async_callback(_cancel, background(leading.keep(), step_down))
     if store.shared:
         await asyncio.to_thread(upgrade_store, store)
     return config, store, leading
+
+
+def _stepping_down(leading: Leading) -> Callable[[GeofedError], None]:
+    """Return what ends the leadership after a failure of a task, so that all begins anew from the stored state."""
+    return lambda error: leading.step_down(f"a task has failed: {error}")
 
 
 async def _take(config: ServeConfig, store: Store, threads: StoreThreads, standing: AsyncExitStack) -> ServeConfig:
@@ -240,7 +247,9 @@ async def _stand_by(config: ServeConfig, leader: str, authority: str, standing: 
     agents = await standby_server(error, server_options())
     control_port = _bind(control, config.listen, _credentials(own, certificate, key, mutual=False))
     agent_port = _bind(agents, config.agent_listen, _credentials(own, certificate, key, mutual=True))
-    web = await standing.enter_async_context(Web(standby_routes(error), config.metrics_listen, certificate, key))
+    web = await standing.enter_async_context(
+        Web(standby_routes(error), config.metrics_listen, certificate, key, log_only)
+    )
     for server in (control, agents):
         await server.start()
         standing.push_async_callback(server.stop, None)
@@ -318,16 +327,17 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     control_port = _bind(control, config.listen, _credentials(authority, *files, mutual=False))
     enrolment.agent_port = _bind(agents, config.agent_listen, _credentials(authority, *files, mutual=True))
     users.access = replace(users.access, address=_reached_at(config, control_port))
+    step_down = _stepping_down(federation.leading)
     routes = serving_routes(meter, dashboard, federation.leading, _metrics_hash(config.state_dir))
-    web = await stack.enter_async_context(Web(routes, config.metrics_listen, state.certificate, state.key))
+    web = await stack.enter_async_context(Web(routes, config.metrics_listen, state.certificate, state.key, step_down))
     ports = Ports(control_port, enrolment.agent_port, web.port)
     for server in (control, agents):
         await server.start()
         stack.push_async_callback(server.stop, GRACE.total_seconds())
     stack.callback(federation.stop)
-    stack.push_async_callback(_cancel, asyncio.create_task(_tick(federation)))
-    stack.push_async_callback(_cancel, asyncio.create_task(_keep_certificate(config, authority, web)))
-    stack.push_async_callback(_cancel, asyncio.create_task(succession.run()))
+    stack.push_async_callback(_cancel, background(_tick(federation), step_down))
+    stack.push_async_callback(_cancel, background(_keep_certificate(config, authority, web), step_down))
+    stack.push_async_callback(_cancel, background(succession.run(), step_down))
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _write_context(config, state, ports)
     return ports
@@ -372,8 +382,7 @@ async def _tick(federation: Federation) -> None:
 
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait({task})  # its error, if any, has ended the leadership
 
 
 def _prepare(state_dir: Path) -> None:

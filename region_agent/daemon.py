@@ -21,6 +21,7 @@ from geofed_pb.bounds import clean
 from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
+from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.capacity import preemptible_workers
@@ -147,9 +148,9 @@ class Agent:
             _log.warning("job code is not isolated", isolation=self._isolation.text, hint=self._isolation.hint)
         self._context = self._partition_context(client)
         self._profiler = Profiler(self._context, self._hub.report_profile)
-        tasks = [asyncio.create_task(work) for work in self._background_tasks()]
+        tasks = [awaited(work) for work in self._background_tasks()]
         if self._gateway is not None:
-            tasks.append(asyncio.create_task(self._watch_gateway(self._gateway)))
+            tasks.append(awaited(self._watch_gateway(self._gateway)))
         try:
             for row in self._store.open_partitions():
                 self._start_or_wait(agent_pb2.StartPartition.FromString(row.start))
@@ -157,7 +158,7 @@ class Agent:
                 self._end(self._partition_of(row), "stopped before the agent started again", discard)
             for message, sent in self._store.sendings():
                 self._start_sending(agent_pb2.SendShard.FromString(message), sent=sent)
-            stopping = asyncio.create_task(self.stopped.wait())
+            stopping = awaited(self.stopped.wait())
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             for task in done - {stopping}:
@@ -507,9 +508,7 @@ class Agent:
         sending.begin()
 
     def _close(self, sending: Sending) -> None:
-        closing = asyncio.create_task(sending.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._run_to_end(sending.close(), sending.order.job, sending.order.epoch)
 
     def state_restored(self) -> None:
         """Restart partitions of several regions without state, as after the loss of a disk.
@@ -519,9 +518,7 @@ class Agent:
         """
         for partition in list(self._partitions.values()):
             if len(partition.start.regions) > 1:
-                restart = asyncio.create_task(self._restart_without_state(partition))
-                self._closing.add(restart)
-                restart.add_done_callback(self._closing.discard)
+                self._run_to_end(self._restart_without_state(partition), partition.job, partition.start.epoch)
 
     async def _restart_without_state(self, partition: PartitionRunner) -> None:
         await partition.close()
@@ -572,7 +569,18 @@ class Agent:
             self._store.forget(partition.job)
 
         partition.feed(Stopped(reason, discard))
-        closing = asyncio.create_task(drain())
+        self._run_to_end(drain(), partition.job, partition.start.epoch)
+
+    def _run_to_end(self, work: Coroutine[Any, Any, None], job: str, epoch: int) -> None:
+        """End or restart a partition or a transfer in the background; if that fails, the job does."""
+
+        def failed(error: GeofedError) -> None:
+            report = agent_pb2.PartitionReport(
+                job=job, epoch=epoch, state="failed", condition=error.message, error=to_proto(error)
+            )
+            self._hub.report(report, durable=True)
+
+        closing = background(work, failed)
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

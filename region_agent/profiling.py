@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import to_proto
+from geofed_pb.tasks import background, log_only
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
@@ -82,7 +83,7 @@ class Profiler:
         """The last report on each command, for repeated commands."""
         self._clearing: asyncio.Task[None] | None = None
         if (context.state_dir / _MARKER).exists():
-            self._clearing = asyncio.create_task(self._clear_up_after_a_crash())
+            self._clearing = background(self._clear_up_after_a_crash(), log_only)
 
     def profile(self, command: agent_pb2.ProfileTask) -> None:
         """Start a full measurement, unless it is running; if it is done, only send its report again."""
@@ -111,7 +112,11 @@ class Profiler:
             error = to_proto(GeofedError("FUNCTION_BUSY", text, hint="try again when some have ended"))
             self._report(agent_pb2.ProfileReport(id=command.id, error=error))
         else:
-            task = asyncio.create_task(self._answer(command, measure))
+
+            def failed(error: GeofedError) -> None:
+                self._report(agent_pb2.ProfileReport(id=command.id, error=to_proto(error)))
+
+            task = background(self._answer(command, measure), failed)
             self._tasks[command.id] = task
             task.add_done_callback(lambda _: self._tasks.pop(command.id, None))
 

@@ -13,6 +13,7 @@ from control_plane._view import ENDED, Data, clock, event_view, job_view
 from control_plane.cli._output import emit_line, say
 from control_plane.cli._settings import Format, is_interactive, settings
 from geofed_pb.errors import OUTAGE, GeofedError
+from geofed_pb.tasks import awaited
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
@@ -92,9 +93,7 @@ async def follow_job(client: ControlClient, job: str) -> Data:
 
 async def _show_until_ended(watched: _Watched, display: Display) -> Data:
     """Show one job until it has ended; return its final view."""
-    refreshing = (
-        asyncio.create_task(_keep_refreshing(watched, display)) if not isinstance(display, PlainDisplay) else None
-    )
+    refreshing = awaited(_keep_refreshing(watched, display)) if not isinstance(display, PlainDisplay) else None
     try:
         async for event in events_of(watched):
             if settings.format is Format.JSONL:

@@ -23,6 +23,7 @@ from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, to_proto
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.identity import Identity
 from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_large
@@ -214,9 +215,9 @@ class Hub:
             if first is grpc.aio.EOF:
                 return
             self._begin_session(first.welcome, commands)
-            sending = asyncio.create_task(self._send(call, first.welcome.report_cursor))
-            receiving = asyncio.create_task(self._receive(call, commands))
-            stale = asyncio.create_task(self._stale.wait())
+            sending = awaited(self._send(call, first.welcome.report_cursor))
+            receiving = awaited(self._receive(call, commands))
+            stale = awaited(self._stale.wait())
             try:
                 done, _ = await asyncio.wait({sending, receiving, stale}, return_when=asyncio.FIRST_COMPLETED)
                 if done == {stale}:

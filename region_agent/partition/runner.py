@@ -16,6 +16,8 @@ from typing import Any
 import structlog
 
 from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
+from geofed_pb.rpc import to_proto
+from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
@@ -233,7 +235,7 @@ class PartitionRunner:
         """Set the addresses of the other regions' parameter servers, and which regions exchange directly."""
         if self._following is not None:
             self._following.cancel()
-        self._following = asyncio.create_task(self._guarded(self._follow(message), ActionFailed))
+        self._following = background(self._guarded(self._follow(message), ActionFailed), self._unforeseen)
 
     async def _follow(self, message: agent_pb2.Peers) -> None:
         """Resolve the other regions' addresses, again every minute, and pass on those that may be connected to."""
@@ -339,11 +341,19 @@ class PartitionRunner:
 
     def _run(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event] = ActionFailed) -> None:
         """Run a coroutine in the background; ``failed`` makes the event for its failure."""
-        task = asyncio.create_task(self._guarded(work, failed))
+        task = background(self._guarded(work, failed), self._unforeseen)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # A task that is cancelled before it starts never awaits the coroutine.
         task.add_done_callback(lambda _: work.close())
+
+    def _unforeseen(self, error: GeofedError) -> None:
+        """Fail the partition, although its state machine could not handle an event: it might wait for ever."""
+        _log.error("a partition failed", job=self.job, error=str(error))
+        report = agent_pb2.PartitionReport(
+            job=self.job, epoch=self.start.epoch, state="failed", condition=error.message, error=to_proto(error)
+        )
+        self._context.report(report, True)
 
     async def _guarded(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event]) -> None:
         try:
@@ -486,7 +496,7 @@ class PartitionRunner:
         self._ps, self._began = ps, True
         self.meter.server_started(time.monotonic())
         self._server_events.server_started()
-        tasks = {asyncio.create_task(self._watch(ps)), (ended := asyncio.create_task(ps.ended()))}
+        tasks = {awaited(self._watch(ps)), (ended := awaited(ps.ended()))}
         self.feed(PsReady(f"{self._context.config.advertise}:{ps.ports['exchange']}"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -19,6 +19,7 @@ import grpc.aio
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.rpc import channel, error_of, region_name
+from geofed_pb.tasks import background
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.link.identity import Identity
 from region_agent.partition.events import ConfigurePs
@@ -65,13 +66,19 @@ class PsProcess:
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             env=_environment(),
         )  # fmt: skip
-        self._reading = asyncio.ensure_future(self._read_stderr())
+        self._reading = background(self._read_stderr(), self._unread)
         async with contextlib.AsyncExitStack() as undo:
             # Also when this start is cancelled: no other code has the process yet.
             undo.push_async_callback(self.kill)
             await self._until_ready(self._process)
             undo.pop_all()
         self.ports = json.loads(self._config.ready_file.read_text())
+
+    def _unread(self, error: GeofedError) -> None:
+        """End the process: it would wait for ever once the pipe of its log is full."""
+        self._error = self._error or error
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     def _connect(self) -> grpc.aio.Channel:
         """Open a connection with the present certificate; each call opens its own, as the agent renews certificates."""

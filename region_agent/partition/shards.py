@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.partition.events import RecordEvent
@@ -106,7 +107,7 @@ class PartitionShards:
             self._record_event(_received(self._config.name, shard_store))
 
     async def _receive_all(self, port: ShardPort) -> None:
-        waiting = asyncio.create_task(port.complete())
+        waiting = awaited(port.complete())
         try:
             while not (await asyncio.wait({waiting}, timeout=_REPORT_SECONDS))[0]:
                 self._report(False)

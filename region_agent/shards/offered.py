@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.tasks import awaited
 from region_agent.config import DatasetConfig, RegionConfig, load_config
 from region_agent.shards.listing import shard_bytes
 from region_agent.shards.reading import shard_files
@@ -100,7 +101,7 @@ class OfferedDatasets:
                 self.withheld[name] = error
 
     async def _error_of(self, name: str) -> GeofedError | None:
-        check = self._checks.pop(name, None) or asyncio.ensure_future(asyncio.to_thread(self._sizes_of, name))
+        check = self._checks.pop(name, None) or awaited(asyncio.to_thread(self._sizes_of, name))
         try:
             self.sizes[name] = await asyncio.wait_for(asyncio.shield(check), _CHECK_TIMEOUT_SECONDS)
         except TimeoutError:

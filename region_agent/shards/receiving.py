@@ -19,6 +19,7 @@ from geofed_pb.access import AccessInterceptor
 from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, peer_region, server_options
+from geofed_pb.tasks import background
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
@@ -225,6 +226,12 @@ class ShardPort(Intake, sync_pb2_grpc.ShardPortServicer):
         received = shard_store.have_bytes + sum(end - begin for have in arriving for begin, end in have)
         return f"received {min(received, shard_store.list.total_bytes):,} of {shard_store.list.total_bytes:,} bytes"
 
+    def fail(self, error: GeofedError) -> None:
+        """Have `complete` raise an error."""
+        for shard_store in self.stores.values():
+            shard_store.failed = error
+        self.changed.set()
+
     async def complete(self) -> None:
         """Wait until all shards are received; raises ``GeofedError`` for a list that cannot be used."""
         while True:
@@ -258,7 +265,7 @@ async def open_port(port: ShardPort, config: RegionConfig, identity: Callable[[]
             except OSError:
                 raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{bulk}") from None
         await server.start()
-        ending = asyncio.create_task(end_revoked(revoked, access, lambda: port.bulk))
+        ending = background(end_revoked(revoked, access, lambda: port.bulk), port.fail)
         try:
             yield f"{config.advertise}:{listens}"
         finally:

@@ -17,6 +17,7 @@ import structlog
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import channel, error_of, region_name, to_proto
+from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
 from region_agent.link.networks import resolved
@@ -115,7 +116,11 @@ class Sending:
         self._enter(self.state)
         if self.state == "sent":
             return
-        self._task = asyncio.create_task(self._work(), name=f"shard of {self.job}")
+        self._task = background(self._work(), self._unforeseen, name=f"shard of {self.job}")
+
+    def _unforeseen(self, error: GeofedError) -> None:
+        self._error = error
+        self._enter("failed", error.message)
 
     async def close(self) -> None:
         """End the transfer here; the other region keeps the files that it has."""
@@ -222,9 +227,7 @@ class Sending:
             _STALL_SECONDS,
             callbacks=SenderCallbacks(refused=progress.note),
         )
-        transfer_task = self._transfer_task = asyncio.create_task(
-            peer_sender.run(), name=f"the shard of {order.job} to {order.to}"
-        )
+        transfer_task = self._transfer_task = awaited(peer_sender.run(), name=f"the shard of {order.job} to {order.to}")
         self._counted = 0
         try:
             peer = PeerAddress(order.to, order.epoch, self._address)

@@ -24,6 +24,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.linux import die_with_parent, keep_freed_memory
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from geofed_pb.rpc import read_pem, server_options
+from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.codec import codec_named
 from sync.ps.config import PsConfig, read_config
@@ -75,10 +76,9 @@ async def serve(config: PsConfig) -> None:
     await workers.start()
     await exchange.start()
     links.start()
-    ending = asyncio.create_task(end_revoked(revoked, of_peers, lambda: service.bulk))
+    ending = background(end_revoked(revoked, of_peers, lambda: service.bulk), engine.fail)
     if engine.machine.state_lost:
-        rejoining = asyncio.create_task(rejoin(engine, config, identity, links.admission), name="rejoin the job")
-        rejoining.add_done_callback(functools.partial(_rejoined, engine))
+        background(rejoin(engine, config, identity, links.admission), engine.fail, name="rejoin the job")
     write_durably(config.ready_file, [json.dumps(ports).encode()])
     await _until_stopped(admin, engine)
     ending.cancel()
@@ -133,19 +133,10 @@ async def _until_stopped(admin: AdminService, engine: Engine) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, admin.stopped.set)
-    ends = [asyncio.ensure_future(event.wait()) for event in (admin.stopped, engine.broken)]
+    ends = [awaited(event.wait()) for event in (admin.stopped, engine.broken)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     for end in ends:
         end.cancel()
-
-
-def _rejoined(engine: Engine, task: asyncio.Task[None]) -> None:
-    error = None if task.cancelled() else task.exception()
-    if error is not None:
-        failure = (
-            error if isinstance(error, GeofedError) else GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
-        )
-        engine.fail(failure)
 
 
 def _identity(config: PsConfig, revoked: RevokedSerials) -> Tls:

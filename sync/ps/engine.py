@@ -10,11 +10,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.tasks import background
 from sync.codec import codec_named
 from sync.layout import Layout, Vector
 from sync.ps.controller import Controller
@@ -115,11 +117,16 @@ class Engine:
     # Events in
 
     def feed(self, event: Event) -> None:
-        """Pass an event to the state machine and execute the actions that it returns."""
-        for action in self.machine.handle(event, Measured(time.monotonic(), self.links())):
-            self._carry_out(action)
-        self._watch_exchange()
-        self._watch_awaited()
+        """Pass an event to the state machine and execute the actions that it returns. An error in them ends the server,
+        since the machine may be in between two states."""
+        try:
+            for action in self.machine.handle(event, Measured(time.monotonic(), self.links())):
+                self._carry_out(action)
+            self._watch_exchange()
+            self._watch_awaited()
+        except Exception as error:  # noqa: BLE001 - whoever feeds, a timer or a caller, does not own the machine
+            _log.exception("%s could not be handled", type(event).__name__)
+            self.fail(GeofedError("INTERNAL", f"{type(error).__name__}: {error}"))
         self.notify()
 
     async def ask(self, make: Callable[[int], Event], timeout_seconds: float) -> Answer | None:
@@ -225,8 +232,8 @@ class Engine:
         if future is not None and not future.done():
             settle(future)
 
-    def _start(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]  # a coroutine of None
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = background(work, self.fail)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

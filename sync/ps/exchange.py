@@ -18,6 +18,7 @@ import grpc.aio
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_region, streaming
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import common_pb2, sync_pb2
 from sync.ps.admission import MAX_WITNESSES, Admission
 from sync.ps.config import PsConfig
@@ -69,7 +70,7 @@ class Links:
 
     def start(self) -> None:
         """Create senders for peers as they become known."""
-        task = asyncio.create_task(self._watch_peers(), name="watching for peers")
+        task = awaited(self._watch_peers(), name="watching for peers")
         task.add_done_callback(self._peer_sender_ended)
         self._tasks.append(task)
 
@@ -107,7 +108,7 @@ class Links:
                 ),
             )
             for name, work in (("sender to", peer_sender.run()), ("Collect call to", peer_sender.collect())):
-                task = asyncio.create_task(work, name=f"{name} {region}")
+                task = awaited(work, name=f"{name} {region}")
                 task.add_done_callback(self._peer_sender_ended)
                 self._tasks.append(task)
         return peer_sender

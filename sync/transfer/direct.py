@@ -15,6 +15,7 @@ import grpc.aio
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.transfer.manifest import PeerAddress
 from sync.transfer.wire import open_channel
@@ -213,9 +214,9 @@ class DirectConnection:
 
     async def _watched(self, call: Any, progress: _Progress) -> sync_pb2.OfferReply:
         """Return the peer's reply to a call, unless `_watch` raises first."""
-        watch = asyncio.ensure_future(self._watch(progress))
+        watch = awaited(self._watch(progress))
         try:
-            await asyncio.wait({watch, asyncio.ensure_future(call.code())}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({watch, awaited(call.code())}, return_when=asyncio.FIRST_COMPLETED)
             if watch.done():
                 watch.result()
             reply: sync_pb2.OfferReply = await call

@@ -15,6 +15,7 @@ import grpc.aio
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, peer_region
+from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.transfer.arrival import Arrival, Tickets, key_of
 from sync.transfer.manifest import Manifest, Verdict
@@ -145,7 +146,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         arrival = self._arrival(manifest)
         if arrival.filling is None:
             # The work is shared by concurrent callers, and continues when a caller disconnects.
-            arrival.filling = asyncio.ensure_future(self._filled(job, arrival, pieces, caller))
+            arrival.filling = awaited(self._filled(job, arrival, pieces, caller))
             self._keep(arrival.filling)
         await asyncio.shield(arrival.filling)
 
@@ -158,7 +159,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
     def take_local_copies(self) -> None:
         """Complete updates that are being received from a copy that has become available."""
-        self._keep(asyncio.ensure_future(self._take_local_copies()))
+        self._keep(background(self._take_local_copies(), log_only))
 
     async def _take_local_copies(self) -> None:
         for arrival in list(self._incoming.values()):
@@ -215,7 +216,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
     async def _complete(self, job: str, arrival: Arrival, caller: str) -> None:
         """Make a complete update durable and report it, even if the sender disconnects meanwhile."""
-        work = asyncio.ensure_future(self._completed(job, arrival, caller))
+        work = awaited(self._completed(job, arrival, caller))
         self._keep(work)
         await asyncio.shield(work)
 

@@ -20,6 +20,7 @@ import grpc.aio
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, error_of
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import sync_pb2
 from sync.transfer.bulk import BulkConnection, BulkUnreachable
 from sync.transfer.direct import ConnectionReplaced, DirectConnection, LinkMeter
@@ -294,7 +295,7 @@ class PeerSender:
         They are acknowledged in order, since an acknowledgement covers all updates before it.
         """
         self._link_is_good = False
-        sends = [asyncio.ensure_future(self._send_whole(manifest)) for manifest in burst]
+        sends = [awaited(self._send_whole(manifest)) for manifest in burst]
         try:
             for manifest, send in zip(burst, sends, strict=True):
                 verdict = (await send).verdict

@@ -25,6 +25,7 @@ from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.errors import GeofedError
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
 
 WAIT = timedelta(seconds=10)
@@ -151,7 +152,7 @@ class Probing:
         if task is None:
             if len(self._running) >= _MAX_PROBES:
                 return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._running)} other tasks are being probed"))
-            task = self._running[key] = asyncio.create_task(self._probe(key, spec, bundle_digest, submission))
+            task = self._running[key] = awaited(self._probe(key, spec, bundle_digest, submission))
             task.add_done_callback(lambda _: self._running.pop(key, None))
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():

@@ -26,6 +26,7 @@ from control_plane.service.state._federation import Federation
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
 from geofed_pb.rpc import answering, peer_address, peer_expiry, peer_serial, streaming
+from geofed_pb.tasks import background, log_only
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 MAX_MODEL_BYTES = 64 << 30
@@ -70,7 +71,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             raise GeofedError("FRAME_INVALID", "the first message of a session must be hello")
         shown = None if federation.issues_certificates else Certificate(peer_serial(context), peer_expiry(context))
         session = await federation.connect(region, first.hello, peer_address(context), shown)
-        reader = asyncio.create_task(self._read(session, requests))
+        reader = background(self._read(session, requests), session.end)
         context.add_done_callback(lambda _: self._close(session, reader))  # type: ignore[arg-type]
         yield agent_pb2.ToAgent(
             welcome=agent_pb2.Welcome(
@@ -138,7 +139,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
     def _close(self, session: AgentSession, reader: asyncio.Task[None]) -> None:
         reader.cancel()
-        closing = asyncio.get_running_loop().create_task(self._disconnect(session))
+        closing = background(self._disconnect(session), log_only)
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 

@@ -46,6 +46,7 @@ from control_plane.spec import JobSpec, packed_code_digest, parse_json
 from control_plane.store import Change, CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
 
@@ -536,7 +537,7 @@ async def _nothing() -> None:
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
     """Finish the work even if the caller is cancelled, so that memory and store never differ."""
-    task = asyncio.create_task(work)
+    task = awaited(work)
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:

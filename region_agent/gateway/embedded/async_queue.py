@@ -21,6 +21,7 @@ from tenacity import (
     stop_after_attempt,
 )
 
+from geofed_pb.tasks import background, log_only
 from region_agent.gateway.client import is_loopback
 from region_agent.gateway.embedded.config import Edition
 from region_agent.gateway.embedded.proxy import Answered, ProxiedCall, Proxy
@@ -92,17 +93,14 @@ class AsyncQueue:
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._profile.queue_inflight:
-            task = asyncio.create_task(self._run(self._waiting.popleft()))
+            task = background(self._run(self._waiting.popleft()), log_only)
             self._running.add(task)
             task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
-        if task.cancelled():
-            return
-        if (error := task.exception()) is not None:
-            _log.error("asynchronous call failed", exc_info=error)
-        self._fill()
+        if not task.cancelled():
+            self._fill()
 
     async def _run(self, queued: QueuedCall) -> None:
         headers: dict[str, str] = {}
@@ -115,6 +113,10 @@ class AsyncQueue:
             headers[INTERNAL_HEADER] = "proxy"
             if refusal.exit_reason:
                 headers[EXIT_HEADER] = refusal.exit_reason
+        except Exception as error:  # noqa: BLE001 - the caller waits for its callback, whatever has failed
+            _log.exception("an asynchronous call failed")
+            status, body, seconds = 500, f"{type(error).__name__}: {error}".encode(), 0.0
+            headers[INTERNAL_HEADER] = "proxy"
         if queued.callback_url:
             headers |= {
                 "X-Call-Id": queued.call.call_id,

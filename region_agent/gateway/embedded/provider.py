@@ -12,12 +12,15 @@ import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from geofed_pb import address
+from geofed_pb.errors import GeofedError
+from geofed_pb.tasks import background, end_process, log_only
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LogStore, pipe_to_lines
 from region_agent.gateway.embedded.replicas import disk, memory
@@ -105,8 +108,8 @@ class Provider:
         if self.isolation.kind == "none":
             self._temporary = short_folder(self.config.state_dir / "temporary-folders")
             _log.warning("functions are not isolated: they can read what this process can", cause=self.isolation.reason)
-        self._run_task(self._watch_memory())
-        self._run_task(self._watch_disk())
+        self._run_task(self._watch_memory(), end_process)
+        self._run_task(self._watch_disk(), end_process)
 
     async def stop(self) -> None:
         """End every replica and the warm parent."""
@@ -211,7 +214,7 @@ class Provider:
     def _carry_out(self, action: Action) -> None:
         match action:
             case StartReplica(name, spec):
-                self._run_task(self._start_replica(name, spec))
+                self._run_task(self._start_replica(name, spec), partial(self._not_started, name))
             case StopReplica(name):
                 self._stop_replica(name)
             case LimitDrain(name):
@@ -310,6 +313,15 @@ class Provider:
     def _sandbox_pids(self) -> set[int]:
         return {running.sandbox.pid for running in self._running.values() if running.sandbox is not None}
 
+    def _not_started(self, name: str, error: GeofedError) -> None:
+        running = self._running.get(name)
+        if running is None:
+            self.apply(ReplicaExited(name))
+            return
+        running.kill_text = f"replica {name} could not be started: {error}"
+        self._zygote.kill(name)
+        self._exited(name, None)
+
     def _stop_replica(self, name: str) -> None:
         running = self._running.get(name)
         if running is not None:
@@ -335,7 +347,7 @@ class Provider:
             self._last_failure[running.spec.service] = text
             _log.warning("replica ended", replica=name, cause=text)
         running.exited.set_result(text)
-        self._run_task(running.clean())
+        self._run_task(running.clean(), log_only)
         self.apply(ReplicaExited(name))
 
     def _zygote_lost(self) -> None:
@@ -376,15 +388,10 @@ class Provider:
             # Its files are removed, or others than functions fill the disk.
             await asyncio.sleep(_DISK_PAUSE_SECONDS)
 
-    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _run_task(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], object]) -> None:
+        task = background(work, failed)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("task failed", exc_info=error)
+        task.add_done_callback(self._tasks.discard)
 
     def _after(self, wait_s: float, call: Any, *arguments: Any) -> None:
         asyncio.get_running_loop().call_later(wait_s, call, *arguments)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from geofed_pb.tasks import awaited, background, end_process
 from region_agent.gateway.embedded.replicas import isolation
 
 __all__ = ["Place", "ZygoteEvents", "ZygoteLink"]
@@ -73,7 +74,7 @@ class ZygoteLink:
 
     async def start(self) -> None:
         """Start the warm parent and wait until its modules are loaded."""
-        self._task = asyncio.create_task(self._keep_running(), name="zygote")
+        self._task = background(self._keep_running(), end_process, name="zygote")
         await self._ready.wait()
 
     async def stop(self) -> None:
@@ -151,7 +152,7 @@ class ZygoteLink:
         self._link = ours
         loop = asyncio.get_running_loop()
         loop.add_reader(ours, self._receive, ours)
-        output = asyncio.create_task(self._relay_output(self._process))
+        output = awaited(self._relay_output(self._process))
         try:
             await self._process.wait()
         finally:
