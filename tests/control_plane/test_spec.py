@@ -198,7 +198,7 @@ def test_how_the_learning_rate_goes_reaches_the_agents_as_it_is_written(job_file
         chosen = plan(snapshot, to_demand(spec, "j", NOW))
         assert isinstance(chosen, Plan)
         row = JobRow("j", "j", "r", "sha256:c", "sha256:b", "sha256:t", "{}", "{}", "{}", "planned", 0.0)
-        task = command_of(SendStart("a", 1), row, spec, chosen).start.task
+        task = command_of(SendStart("a", 1), row, spec, chosen, pytest.fail).start.task
         rates[setting] = task.learning_rate if task.HasField("learning_rate") else None
     assert list(rates.values()) == [None, agent_pb2.LearningRate(schedule="cosine", warmup=0.05, floor=0.0)]
 

@@ -56,7 +56,7 @@ def test_the_agents_are_told_all_pairs_of_neighbours(job_file: Path) -> None:
     stored = TypeAdapter(Plan).validate_json(plan_json(chosen))
     assert stored == chosen
     for region in "abc":
-        start = command_of(SendStart(region, 1), ROW, spec_of(job_file, "star"), stored).start
+        start = command_of(SendStart(region, 1), ROW, spec_of(job_file, "star"), stored, pytest.fail).start
         assert [(pair.a, pair.b) for pair in start.plan.neighbours] == [("a", "b"), ("b", "c")]
         assert start.plan.topology == "star via b"
 
@@ -66,7 +66,7 @@ def test_a_plan_of_before_is_of_a_mesh(job_file: Path) -> None:
     del old["neighbours"], old["exchange_seconds"]
     stored = TypeAdapter(Plan).validate_json(json.dumps(old))
     assert not stored.neighbours
-    assert not command_of(SendStart("b", 1), ROW, spec_of(job_file, "auto"), stored).start.plan.neighbours
+    assert not command_of(SendStart("b", 1), ROW, spec_of(job_file, "auto"), stored, pytest.fail).start.plan.neighbours
     assert "exchange" in plan_text(old)
 
 
