@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 from control_plane.spec import load
 
 TEMPLATES = Path(str(files("deploy") / "templates"))
-NAMES = ["image-classification", "matrix-factorisation", "sparse-logistic-regression", "text"]
+NAMES = ["image-classification", "llm-lora", "matrix-factorisation", "sparse-logistic-regression", "text"]
 
 
 def load_task(name: str) -> ModuleType:
@@ -171,6 +171,26 @@ def test_the_text_model_learns_the_made_up_text(tmp_path: Path) -> None:
         told = task.metrics(model, iter([default_collate(data.__getitems__(list(range(64))))]))
     assert told["accuracy"] > 0.2
     assert 0 < told["bits_per_character"] < 6
+
+
+@pytest.mark.parametrize("train_a", [False, True])
+def test_adapters_learn_and_the_rest_stays(tmp_path: Path, train_a: bool) -> None:
+    task, text = load_task("llm-lora"), tmp_path / "train.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    config = {"width": 32, "blocks": 2, "heads": 2, "length": 24, "rank": 4, "lr": 0.01, "train_a": train_a}
+    data = task.dataset(str(text), "train", config)
+    torch.manual_seed(0)
+    fresh = task.model(config).state_dict()
+    model, losses = train(task, data, config, 40)
+    assert losses[-1] < 0.8 * losses[0]
+    changed = {name for name, held in model.state_dict().items() if not torch.equal(held, fresh[name])}
+    assert changed == {n for n in fresh if "lora_B" in n or (train_a and "lora_A" in n)}
+    other = tmp_path / "weights.pt"
+    torch.save({name: held for name, held in fresh.items() if ".lora_" not in name}, other)
+    loaded = task.model({**config, "weights": str(other)}).state_dict()
+    assert all(torch.equal(loaded[name], held) for name, held in fresh.items() if ".lora_" not in name)
+    x, y = collated(data, range(8))
+    assert 0 < float(task.loss(task.model({**config, "bf16": True}), (x, y)).detach()) < 20
 
 
 def test_no_template_replaces_the_data_of_another(tmp_path: Path) -> None:

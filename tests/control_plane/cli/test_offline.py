@@ -27,7 +27,7 @@ from tests.control_plane.cli.conftest import Run
 
 
 @pytest.mark.parametrize(
-    "template", ["image-classification", "matrix-factorisation", "sparse-logistic-regression", "text"]
+    "template", ["image-classification", "llm-lora", "matrix-factorisation", "sparse-logistic-regression", "text"]
 )
 def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str) -> None:
     folder = tmp_path / "mine"
