@@ -208,7 +208,8 @@ class Authority:
         """Take the next step of the CA's replacement; return the stage.
 
         "prepared": a new CA exists and is trusted beside the present one, which still signs. "switched": the new CA
-        signs, and the former one is still trusted. "single": only the new CA is trusted.
+        signs, the control plane's own certificate too, and the former one is still trusted. "single": only the new CA
+        is trusted.
         """
         stage = self.stage
         if stage == "single":
@@ -224,6 +225,8 @@ class Authority:
         else:
             self._others = ()
         write_durably(self.ca_file, [self.ca_pem], mode=0o644)
+        if (server := self._folder / "server.crt").exists():
+            self.server_certificate(sorted(_names_of(x509.load_pem_x509_certificate(server.read_bytes()))), now)
         return self.stage
 
     @property

@@ -86,6 +86,8 @@ CONTRACTS = {
     "version": Contract(remote=False),
     "completion": Contract(remote=False, formats=NONE),
     "serve": Contract(remote=False, formats=NONE),
+    "backup": Contract("{fresh}.backup --state-dir {state}", remote=False),
+    "restore": Contract("{backup} --state-dir s-{fresh} --yes", remote=False),
     "simulate": Contract("{trace} --cluster 1x4", remote=False),
 }
 OURS = ("control_plane.spec", "control_plane.client", "control_plane.server", "scheduler")
@@ -164,6 +166,9 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     heads = "job_id,user,num_gpu,submit_time,iterations,model_name,duration,expect_time_list,expect_value_list,job_type"
     trace.write_text(f"{heads}\n0,u,1,5,100,m,50,90-120,10-5,soft\n")
     given = {"file": file, "running": running, "prices": str(prices), "store": store, "trace": str(trace)}
+    state, backup = str(federation.context.parent), str(folder / "backup")
+    told("backup", backup, "--state-dir", state)
+    given |= {"state": state, "backup": backup}
     return {"job": told("submit", file, "--wait", "-o", "name"), "cancelled": held, **given}
 
 

@@ -102,14 +102,12 @@ def test_a_model_is_probed_without_looking_at_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory_mb", [0, 64])
 def test_what_is_not_trained_does_not_count(tmp_path: Path, memory_mb: int) -> None:
     """Whether the model is made or only its shell."""
-    adapted = DEEP.replace("return nn.Sequential(", "return frozen(").replace(
-        "def model(", "def frozen(*layers):\n    whole = nn.Sequential(*layers)\n    whole[:-1].requires_grad_(False)\n"
-        "    return whole\n\n\ndef model("
-    )  # fmt: skip
-    whole, _ = profiled(tmp_path, DEEP, measure="size", splits={}, memory_mb=memory_mb)
+    whole_task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))")
+    adapted = whole_task.replace("nn.Linear(4, 8)", "nn.Linear(4, 8).requires_grad_(False)")
+    whole, _ = profiled(tmp_path, whole_task, measure="size", splits={}, memory_mb=memory_mb)
     told, _ = profiled(tmp_path, adapted, measure="size", splits={}, memory_mb=memory_mb)
     assert told.parameters == whole.parameters
-    assert 0 < told.model_bytes < whole.model_bytes
+    assert (told.model_bytes, whole.model_bytes) == (4 * 18, 4 * 58)
 
 
 def test_a_model_that_the_function_cannot_hold_is_probed_without_being_made(tmp_path: Path) -> None:
