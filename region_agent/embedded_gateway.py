@@ -103,3 +103,5 @@ class EmbeddedGatewayProcess:
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
+        # A copy of the state folder fails at a socket.
+        (self._folder / "api").unlink(missing_ok=True)

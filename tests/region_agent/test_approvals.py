@@ -29,7 +29,8 @@ def config(folder: Path, **policy: Any) -> RegionConfig:
     return RegionConfig.model_validate(
         {
             "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
-            "capacity": {"workers": 2}, "channel": {"path": str(folder / "channel")}, "policy": policy,
+            "capacity": {"workers": 2}, "channel": {"path": str(folder / "channel")},
+            "policy": {"isolation": "none", **policy},
             "datasets": {"digits": {"splits": {"train": {"uri": "/nowhere", "samples": 1}}}},
         }
     )  # fmt: skip

@@ -207,7 +207,11 @@ class Running:
 
     def workers(self, region: str) -> list[psutil.Process]:
         """A region's function replicas: the warm parent forks them."""
-        return [child for parent in self.descendants(region, "zygote") for child in parent.children()]
+        found = []
+        for parent in self.descendants(region, "zygote"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += parent.children()
+        return found
 
 
 def expected_updates(described: dict[str, Any]) -> dict[str, int]:

@@ -194,8 +194,11 @@ def _collated(data: Any, indices: list[int], collate: Collate | None) -> tuple[i
     """Return the number of samples that are not None, and the batch of these; None if there are none."""
     if collate is None and (stacked := _stacked(data, indices)) is not None:
         return len(indices), stacked
-    samples = [sample for sample in _items(data, indices) if sample is not None]
-    return len(samples), (collate or default_collate)(samples) if samples else None
+    items = _items(data, indices)
+    samples = [sample for sample in items if sample is not None]
+    # An item may be several samples: `__getitems__` may return a whole batch as one.
+    count = len(indices) - (len(items) - len(samples)) if samples else 0
+    return count, (collate or default_collate)(samples) if samples else None
 
 
 def _stacked(data: Any, indices: list[int]) -> list[torch.Tensor] | None:

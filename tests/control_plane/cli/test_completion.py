@@ -30,7 +30,8 @@ def _completed(run: Run, folder: Path, *words: str, **environment: str) -> list[
 
 def test_commands_and_options(run: Run, tmp_path: Path) -> None:
     assert _completed(run, tmp_path, "su") == ["submit"]
-    assert _completed(run, tmp_path, "region", "") == ["list", "describe", "invite"]
+    of_regions = ["list", "describe", "invite", "drain", "undrain", "revoke", "remove"]
+    assert _completed(run, tmp_path, "region", "") == of_regions
     assert "--ttl" in _completed(run, tmp_path, "region", "invite", "a", "--")
     assert _completed(run, tmp_path, "submit", "--req") == ["--request-id"]
 
