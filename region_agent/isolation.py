@@ -102,12 +102,18 @@ def grants_of(
         write=tuple(written),
         egress={} if network.host_network else {target: target for target in sorted(targets)},
         host_network=network.host_network,
+        identity=_identity(written),
     )
 
 
 def with_server(grants: Grants, server: str) -> Grants:
     """Return grants with the present address of the job's parameter server; empty: it has none."""
     return replace(grants, egress={**grants.egress, SERVER_ADDRESS: server})
+
+
+def _identity(folders: Iterable[str]) -> str:
+    found = [os.stat(folder) for folder in folders if os.path.exists(folder)]
+    return ",".join(f"{status.st_dev}:{status.st_ino}" for status in found)
 
 
 def _paths(dataset: DatasetConfig) -> list[str]:

@@ -89,6 +89,9 @@ class Grants:
     may change while the function runs, with a new deployment; an empty one refuses connections."""
     host_network: bool = False
     """True: it uses this machine's network, without any restriction."""
+    identity: str = ""
+    """Identifies the folders that it writes to. A running replica keeps those that it has begun with, although others
+    have been created in their places since."""
 
     @property
     def places(self) -> Grants:
@@ -97,7 +100,10 @@ class Grants:
 
     def annotations(self) -> dict[str, str]:
         """Return the annotations of a function that has them."""
-        body = {"read": self.read, "write": self.write, "egress": dict(self.egress), "hostNetwork": self.host_network}
+        body = {
+            "read": self.read, "write": self.write, "egress": dict(self.egress), "hostNetwork": self.host_network,
+            "identity": self.identity,
+        }  # fmt: skip
         return {GRANTS_ANNOTATION: json.dumps(body)}
 
     @classmethod
@@ -107,7 +113,11 @@ class Grants:
         if not isinstance(body, dict):
             raise ValueError(f"{GRANTS_ANNOTATION} must be a JSON object")
         grants = cls(
-            _list(body, "read"), _list(body, "write"), _texts(body, "egress"), bool(body.get("hostNetwork", False))
+            _list(body, "read"),
+            _list(body, "write"),
+            _texts(body, "egress"),
+            bool(body.get("hostNetwork", False)),
+            str(body.get("identity", "")),
         )
         for path in (*grants.read, *grants.write):
             if not PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or path == "/":
