@@ -17,6 +17,7 @@ from scheduler._ways import Ways
 from scheduler.topology import Topologies
 from sync.collective import collective_named
 from sync.policy import DEFAULT, policy_named
+from sync.robust import robust_in, robust_rule_named
 
 DEFAULT_INTERVAL_STEPS = 20
 """Local steps between WAN exchanges where the job file says `auto`: H = 20, as in the measurements of WAN policies."""
@@ -79,7 +80,11 @@ def _ways_for(placed: PlacedShards, demand: Demand) -> Ways | Declined:
     if reasons:
         return Declined(tuple(reasons))
     staffing = [_staffing(region, snapshot, demand) for region in candidates]
-    if odd := (*_misnamed(demand.workers, candidates, snapshot), *_unreachable_quorum(demand, candidates)):
+    if odd := (
+        *_misnamed(demand.workers, candidates, snapshot),
+        *_unreachable_quorum(demand, candidates),
+        *_too_many_wrong(demand, candidates),
+    ):
         return Declined(odd)
     ways = _ways(candidates, staffing, snapshot, demand)
     partitions = _partitions(candidates, ways[0], snapshot, demand)
@@ -151,6 +156,20 @@ def _unreachable_quorum(demand: Demand, candidates: list[Region]) -> list[Reason
         return []
     text = f"wan.quorum is {quorum}, and {len(candidates)} region{'s' * (len(candidates) > 1)} take part"
     return [Reason("INADMISSIBLE", text, f"set wan.quorum to {len(candidates)} at most, or leave it out")]
+
+
+def _too_many_wrong(demand: Demand, candidates: list[Region]) -> list[Reason]:
+    """Return why a robust rule cannot withstand the wrong updates that it has to."""
+    name, wrong = robust_in(demand.wan_settings)
+    if not name:
+        return []
+    wrong = max(1, int(wrong))
+    fewest = robust_rule_named(name).fewest(wrong)
+    if fewest <= len(candidates):
+        return []
+    those = f"{wrong} region{'s' * (wrong > 1)} that may be wrong"
+    text = f"wan.robust: {name} with {those} needs {fewest} regions, and {len(candidates)} take part"
+    return [Reason("INADMISSIBLE", text, "use another rule, a lower wan.byzantine, or more regions")]
 
 
 def _planned(

@@ -169,7 +169,7 @@ class FlatModel:
         flat = torch.from_numpy(out)
         at = 0
         with torch.no_grad():
-            for number, parameter in enumerate(self._parameters()):
+            for number, parameter in enumerate(self.parameters()):
                 part = flat[at : at + parameter.numel()]
                 grad = self._dense_gradient(number, parameter)
                 part.zero_() if grad is None else part.copy_(grad.reshape(-1))
@@ -179,7 +179,7 @@ class FlatModel:
 
     def gradient_of(self, number: int) -> Vector:
         """Return the gradient of the trained parameter of this number, shape (n,); zeros if it has none."""
-        parameter = self._parameters()[number]
+        parameter = self.parameters()[number]
         grad = self._dense_gradient(number, parameter)
         if grad is None:
             return np.zeros(parameter.numel(), np.float32)
@@ -199,7 +199,7 @@ class FlatModel:
                 text = "was frozen when model(config) returned it, and has a gradient now"
                 hint = "let it require a gradient in model(config); where it is not to move, give its group a rate of 0"
                 raise refused(place, text, hint)
-        given = [parameter.grad is not None for parameter in self._parameters()]
+        given = [parameter.grad is not None for parameter in self.parameters()]
         out[self.layout.size - head :] = given
         return out
 
@@ -212,7 +212,7 @@ class FlatModel:
         parts, the last one must be loaded last.
         """
         stop = start + vector.size
-        parameters = self._parameters()
+        parameters = self.parameters()
         with torch.no_grad():
             for number, (slot, at) in enumerate(self.layout.places()):
                 if not (start <= at.start and at.stop <= stop):
@@ -233,7 +233,11 @@ class FlatModel:
                     elif number in self._sparse and parameter.grad is not None:
                         parameter.grad = _rows_of(parameter.grad)
 
-    def _parameters(self) -> Sequence[torch.Tensor]:
+    def parameters(self) -> Sequence[torch.Tensor]:
+        """Return the trained parameters, in the order of the layout.
+
+        Raises ``GeofedError("TASK_INVALID")`` if one was replaced by another, which the optimiser does not train.
+        """
         for place, bound in zip(self._trained, self._bound, strict=True):
             if place.tensor() is not bound:
                 raise refused(place, "was replaced by another one, which the optimiser does not train")

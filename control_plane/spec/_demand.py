@@ -7,6 +7,7 @@ from datetime import datetime
 from control_plane._durations import parse_duration
 from control_plane.spec._model import JobSpec, Wan
 from scheduler import Demand
+from sync.robust import ROBUST_SETTING
 
 LEAD = 8
 """Default of `wan.lead`, in rounds. Unbounded staleness makes a model diverge if rounds are shorter than the WAN's
@@ -45,7 +46,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         merging_codec=spec.merge.codec,
         wan_policy=_fixed(spec.wan.policy),
         wan_settings=_settings(spec.wan),
-        exchange="synchronous" if spec.train.scaling != "fixed" else _fixed(spec.wan.exchange),
+        exchange="synchronous" if spec.train.scaling != "fixed" or spec.wan.waits else _fixed(spec.wan.exchange),
         codec=_fixed(spec.wan.codec),
         topology=_fixed(spec.wan.topology),
         evaluate_every=spec.train.evaluate_every,
@@ -58,7 +59,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
 
 def _parallelism(spec: JobSpec) -> str:
     # The stages of a pipeline do not know the norm of the whole gradient.
-    if spec.train.scaling != "fixed" or spec.train.clip_norm is not None:
+    if spec.train.scaling != "fixed" or spec.train.clip_norm is not None or spec.wan.traits.proximal:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
 
@@ -89,6 +90,8 @@ def _settings(wan: Wan) -> dict[str, float]:
         found["damping"] = 1.0
     if wan.staleness == "compensation":
         found["compensation"] = COMPENSATION_STRENGTH
+    if wan.robust != "none":
+        found[f"{ROBUST_SETTING}{wan.robust}"] = float(_count(wan.byzantine) or 0)
     if wan.traits.significance:
         found["significance"] = wan.significance or wan.traits.significance
     return found

@@ -23,6 +23,7 @@ from sync.channel import channel_kinds
 from sync.codec import codecs
 from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
+from sync.robust import robust_rules
 
 LONGEST_SLICE = timedelta(minutes=10)
 """Limit of `function.slice`: workers' tokens are valid for 15 minutes."""
@@ -283,10 +284,13 @@ class Wan(_Section):
     policy: Annotated[str, OneOf("auto", *policies())] = "auto"
     """WAN policy (docs/wan.md#policies-wanpolicy). `ma`: the regions' models are averaged, weighted by samples, after
     each round. `diloco`: the same, with an outer optimiser. `bsp`: the exact mean after every step. `asgd`, `asgd-ga`:
-    each region applies the steps of all regions. `asp`: the same with Gaia's significance filter. `auto`: `ma`."""
+    each region applies the steps of all regions. `asp`: the same with Gaia's significance filter. `fedprox`: `ma`, and
+    a proximal term in the workers. `fedavgm`, `fedadagrad`, `fedadam`, `fedyogi`: server optimisers over the mean
+    change. `auto`: `ma`."""
     outer: dict[str, float] | None = None
     """Settings of the policy. `diloco`: those of its outer optimiser, `lr` (default: 0.7) and `momentum` (default:
-    0.9)."""
+    0.9). `fedprox`: `mu` (0.01). `fedavgm`: `lr` (1) and `momentum` (0.9). `fedadam`, `fedyogi`, `fedadagrad`: `lr`
+    (0.01), `beta1` (0.9), `beta2` (0.99; not `fedadagrad`) and `tau` (0.001)."""
     exchange: Literal["auto", "synchronous", "background"] = "auto"
     """`synchronous`: a round ends when the updates of all regions have arrived. `background`: training continues during
     the exchange. `auto`: background, unless waiting takes less than a twentieth of the time or there are fewer than 20
@@ -317,6 +321,12 @@ class Wan(_Section):
     """For `asp`: relative change below which a coordinate is not sent yet. Default: 0.01."""
     guard: Annotated[float, Field(ge=0)] = 100.0
     """An update is refused if its norm exceeds its region's usual norm by more than this factor; 0: never."""
+    robust: Annotated[str, OneOf("none", *robust_rules())] = "none"
+    """Rule that replaces the mean of the regions' changes, so that a minority of wrong updates cannot lead the model
+    (docs/wan.md#robust-aggregation-wanrobust). With synchronous exchange and a policy that averages."""
+    byzantine: AutoOrCount = "auto"
+    """For `robust`: number of regions whose updates may be arbitrarily wrong. `auto`: as many as the rule withstands
+    with the job's regions."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Wan:
@@ -328,13 +338,23 @@ class Wan(_Section):
             raise ValueError(f"`policy: {self.policy}` is synchronous")
         if self.significance is not None and not self.traits.significance:
             raise ValueError(f"`significance` requires {_policies_with(lambda policy: policy.significance)}")
-        if self.exchange == "synchronous" or self.traits.synchronous:
+        if self.waits:
             late = {"quorum": self.quorum, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
             if odd := [name for name, value in late.items() if value not in (None, "none")]:
                 raise ValueError(f"`{odd[0]}` requires `exchange: background`")
+        if self.robust != "none":
+            if self.exchange == "background" or self.traits.on_arrival:
+                raise ValueError("`robust` requires synchronous exchange, and a policy that averages")
+        elif self.byzantine != "auto":
+            raise ValueError("`byzantine` requires `robust`")
         if self.lead is not None and self.quorum is None and not self.traits.on_arrival:
             raise ValueError("`lead` requires `quorum`: without one a region is never more than a round ahead")
         return self
+
+    @property
+    def waits(self) -> bool:
+        """Whether the job file demands synchronous exchange."""
+        return self.exchange == "synchronous" or self.traits.synchronous or self.robust != "none"
 
     @property
     def traits(self) -> WanPolicy:
@@ -464,6 +484,8 @@ class JobSpec(_Section):
             raise ValueError("`train.balance: speed` requires rounds of several steps")
         if self.train.clip_norm is not None and isinstance(self.parallelism, Parallelism):
             raise ValueError("`train.clipNorm` cannot be used with a pipeline, whose stages hold parts of the gradient")
+        if self.wan.traits.proximal and isinstance(self.parallelism, Parallelism):
+            raise ValueError(f"`policy: {self.wan.policy}` cannot be used with a pipeline")
         self._merges_together()
         return self
 

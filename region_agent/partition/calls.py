@@ -22,6 +22,7 @@ from region_agent.partition.server_process import free_ports
 from region_agent.state.store import PartitionRow
 from region_agent.worker.invocation import Invocation, Schedule, Stretch
 from sync.collective import DEFAULT
+from sync.policy import policy_named
 from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
 
@@ -108,6 +109,12 @@ def _schedule(rate: agent_pb2.LearningRate) -> Schedule:
         raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
 
 
+def _proximal(plan: agent_pb2.PartitionPlan) -> float:
+    """Return the weight of the workers' proximal term; 0: the policy has none."""
+    policy = policy_named(plan.wan_policy)
+    return {**policy.settings, **plan.wan_settings}[policy.proximal] if policy.proximal else 0.0
+
+
 def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: WorkerInputs) -> Invocation:
     """Build the body of one call of a worker."""
     plan, task = start.plan, start.task
@@ -141,6 +148,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         seed=plan.seed,
         schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
         clip_norm=task.clip_norm,
+        proximal=_proximal(plan),
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,
         collective=plan.collective or DEFAULT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from geofed_pb.bounds import clean
 from geofed_pb.v1 import sync_pb2
 from region_agent.partition.events import RecordEvent
 
@@ -13,6 +14,8 @@ _ROUND = re.compile(r"round (\d+): (.*)", re.DOTALL)
 """A decision of the parameter server, with its round."""
 _MAX_REMEMBERED = 1000
 """Decisions that are remembered as recorded; far more than one status repeats."""
+_REASON_BYTES = 300
+"""Longest reason of a refusal in an event."""
 
 
 class ServerEvents:
@@ -33,12 +36,13 @@ class ServerEvents:
         """Return the events that are new in a status, in order."""
         fresh = [text for text in status.decisions if text not in self._decisions]
         self._decisions = (self._decisions + fresh)[-_MAX_REMEMBERED:]
-        return [_decided(text) for text in fresh] + self._refusals(dict(status.refused)) + self._peer_faults(status)
+        return [_decided(text) for text in fresh] + self._refusals(status) + self._peer_faults(status)
 
-    def _refusals(self, refused: dict[str, int]) -> list[RecordEvent]:
-        grown = {region: count - self._refused.get(region, 0) for region, count in sorted(refused.items())}
-        self._refused = refused
-        return [_refused(region, count) for region, count in grown.items() if count > 0]
+    def _refusals(self, status: sync_pb2.PsStatus) -> list[RecordEvent]:
+        grown = {region: count - self._refused.get(region, 0) for region, count in sorted(status.refused.items())}
+        self._refused = dict(status.refused)
+        reasons = status.refusal_reasons
+        return [_refused(region, count, reasons.get(region, "")) for region, count in grown.items() if count > 0]
 
     def _peer_faults(self, status: sync_pb2.PsStatus) -> list[RecordEvent]:
         """Return an event whenever the number of a region's refused messages has at least doubled, since a hostile
@@ -59,7 +63,7 @@ def _decided(text: str) -> RecordEvent:
     return RecordEvent("wan.decision", text, {"round": int(parts[1])} if parts else {})
 
 
-def _refused(region: str, count: int) -> RecordEvent:
+def _refused(region: str, count: int, reason: str) -> RecordEvent:
     updates = f"an update of {region} was" if count == 1 else f"{count} updates of {region} were"
-    text = f"{updates} not merged: not finite, or far larger than its usual ones (wan.guard); see the log of ps"
+    text = f"{updates} not merged: {clean(reason, _REASON_BYTES)}"
     return RecordEvent("update.refused", text, {"source": region, "count": count})

@@ -102,6 +102,8 @@ class Invocation(BaseModel):
     """None: the optimiser's learning rate is not changed."""
     clip_norm: float = Field(default=0.0, ge=0)
     """Largest norm of a step's merged gradient; 0: any."""
+    proximal: float = Field(default=0.0, ge=0)
+    """mu of the term mu / 2 * |w - w_round|^2, whose gradient is added to the loss's; 0: none."""
     slice_seconds: float = Field(gt=0)
     """Time after which the invocation ends at the next step."""
     resume_key: str = ""

@@ -164,7 +164,9 @@ class WorkerLoop:
         """Load the model, or add the correction, that the server has answered with."""
         self._steady = False
         if reply.model_key:
-            self._flat.load(self._trainer.read(reply.model_key, "model"))
+            model = self._trainer.read(reply.model_key, "model")
+            self._flat.load(model)
+            self._trainer.begin_round(model)
         elif reply.correction_key:
             self._flat.add(self._trainer.read(reply.correction_key, "correction"))
         self._until = reply.until_step
@@ -264,9 +266,13 @@ class WorkerLoop:
             if not start.model_key:
                 raise GeofedError("FENCED", "the state of the last slice is no longer in the channel")
             self._step = start.step
-            self._flat.load(self._trainer.read(start.model_key, "model"))
+            model = self._trainer.read(start.model_key, "model")
+            self._flat.load(model)
+            self._trainer.begin_round(model)
             if start.state_key:
                 self._trainer.load_state(self._trainer.read_state(start.state_key))
+        elif self._trainer.needs_round_model and start.model_key and not start.boundary:
+            self._trainer.begin_round(self._trainer.read(start.model_key, "model"))
         return start
 
     def _put_base(self) -> str:

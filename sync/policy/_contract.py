@@ -86,6 +86,9 @@ class WanPolicy:
     """Whether the interval may be lengthened while the job runs, if links don't keep up; with background exchange."""
     synchronous: bool = False
     """Whether it works only with synchronous exchange."""
+    proximal: str = ""
+    """Name of the setting mu, for a policy whose workers add the gradient of mu / 2 * |w - w_round|^2 to the loss's,
+    where w_round is the model with which the round began; empty: they do not."""
     on_arrival: bool = False
     """Whether updates are added as they arrive, in the background, instead of being averaged over a round."""
     significance: float = 0.0

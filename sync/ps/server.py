@@ -251,6 +251,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             samples_per_second=progress.samples_per_second,
             staleness=progress.staleness,
             refused=progress.refused,
+            refusal_reasons=progress.refusal_reasons,
             interval=progress.interval,
             routes=progress.routes,
             update_bytes=progress.update_bytes,

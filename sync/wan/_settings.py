@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from geofed_pb.errors import GeofedError
+from sync.robust import ROBUST_SETTING, robust_in
 
 __all__ = ["ExchangeSettings"]
 
@@ -41,6 +43,11 @@ class ExchangeSettings:
     """1: the control plane may change the routes of updates while the job runs."""
     guard: float = 100.0
     """Updates are refused whose norm exceeds this multiple of the usual norm of their region; 0: none are."""
+    robust: str = ""
+    """Robust rule that replaces the mean of the updates; empty: none. In a plan its name is part of the number's name:
+    ``robust/NAME``, with the number of regions that may be wrong. Synchronous exchange only."""
+    byzantine: float = 0.0
+    """Number of regions whose updates may be arbitrarily wrong; 0: as many as the rule withstands."""
 
     @classmethod
     def of(cls, settings: Mapping[str, float]) -> tuple[ExchangeSettings, dict[str, float]]:
@@ -48,9 +55,11 @@ class ExchangeSettings:
 
         Raises ``GeofedError("CONFIG_INVALID")`` for an invalid number.
         """
-        names = {field.name for field in fields(cls)}
-        found = cls(**{name: float(value) for name, value in settings.items() if name in names})
-        for name in names:
+        names = {field.name for field in fields(cls)} - {"robust", "byzantine"}
+        numbers: dict[str, Any] = {name: float(value) for name, value in settings.items() if name in names}
+        rule, wrong = robust_in(settings)
+        found = cls(robust=rule, byzantine=float(wrong), **numbers)
+        for name in (*names, "byzantine"):
             value = getattr(found, name)
             if not math.isfinite(value) or value < 0:
                 raise GeofedError(
@@ -58,4 +67,7 @@ class ExchangeSettings:
                 )
         if found.fragments < 1 or found.fragments > 1024:
             raise GeofedError("CONFIG_INVALID", "wan fragments must be 1 to 1024")
-        return found, {name: value for name, value in settings.items() if name not in names}
+        if found.robust and found.background:
+            raise GeofedError("CONFIG_INVALID", "a robust rule requires synchronous exchange")
+        own = {name: v for name, v in settings.items() if name not in names and not name.startswith(ROBUST_SETTING)}
+        return found, own

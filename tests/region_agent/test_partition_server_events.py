@@ -19,9 +19,10 @@ def test_a_decision_is_told_once_however_often_it_is_repeated() -> None:
 
 def test_refused_updates_are_told_as_they_are_counted() -> None:
     server_events = ServerEvents()
-    (one,) = server_events.new_in(sync_pb2.PsStatus(refused={"west": 1}))
+    reasons = {"west": "it is not finite"}
+    (one,) = server_events.new_in(sync_pb2.PsStatus(refused={"west": 1}, refusal_reasons=reasons))
     assert (one.kind, one.data) == ("update.refused", {"source": "west", "count": 1})
-    assert one.text.startswith("an update of west was not merged")
+    assert one.text == "an update of west was not merged: it is not finite"
     assert server_events.new_in(sync_pb2.PsStatus(refused={"west": 1})) == []
     told = server_events.new_in(sync_pb2.PsStatus(refused={"west": 3, "east": 1}))
     assert [(t.data["source"], t.data["count"]) for t in told] == [("east", 1), ("west", 2)]

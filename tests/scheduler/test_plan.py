@@ -167,6 +167,18 @@ def test_an_avoided_region_takes_no_part() -> None:
         (Snapshot((region("a"), region("b"))), demand(avoid=("bb",)), "REGION_NOT_FOUND", "the regions are a, b"),
         (Snapshot((region("a"),)), demand(workers={"a": 2, "x": 2}), "REGION_NOT_FOUND", "x of train.workers"),
         (Snapshot((region("a"),)), demand(wan_settings={"quorum": 2.0}), "INADMISSIBLE", "quorum is 2, and 1 region"),
+        (
+            Snapshot((region("a"), region("b"))),
+            demand(wan_settings={"robust/median": 0.0}),
+            "INADMISSIBLE",
+            "wan.robust: median with 1 region that may be wrong needs 3 regions, and 2 take part",
+        ),
+        (
+            Snapshot(tuple(map(region, "abcdef"))),
+            demand(wan_settings={"robust/krum": 2.0}),
+            "INADMISSIBLE",
+            "krum with 2 regions that may be wrong needs 7 regions, and 6 take part",
+        ),
         (Snapshot((region("a", prices=None),)), demand(), "PRICE_UNKNOWN", "region a"),
         (Snapshot((region("a"), region("b"))), demand(avoid=("a", "b")), "INADMISSIBLE", "out of it: a, b"),
         (Snapshot((region("a"),), absent=("b",)), demand(dataset="faces"), "DATASET_UNKNOWN", "not connected: b"),

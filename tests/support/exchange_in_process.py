@@ -170,7 +170,9 @@ class Federation:
             region.publish()
         return True
 
-    def train(self, task: str, config: dict[str, Any], *, seed: int, batch: int, slice_seconds: float) -> None:
+    def train(
+        self, task: str, config: dict[str, Any], *, seed: int, batch: int, slice_seconds: float, **call_fields: Any
+    ) -> None:
         """Invoke all workers in turn until the job is done."""
         bodies = {}
         for name, region in self.regions.items():
@@ -184,6 +186,7 @@ class Federation:
                     "splits": {"train": files, "test": files},
                     "job": f"job-{name}",
                     "keeps_base": True,
+                    **call_fields,
                 }
             )
         while bodies:

@@ -15,6 +15,7 @@ from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import TaskModule
+from region_agent.worker.training.proximal import ProximalTerm
 from sync import framing
 from sync.channel import Channel, channel_kind
 from sync.collective import (
@@ -86,9 +87,15 @@ class SingleWorker:
     name = "a worker alone"
     server_counts_steps = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer, task: TaskModule, clip_norm: float = 0.0) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        task: TaskModule,
+        clip_norm: float = 0.0,
+        proximal: ProximalTerm | None = None,
+    ) -> None:
         """``clip_norm``: largest norm of the merged gradient; 0: any."""
-        self._optimizer, self._task, self._clip_norm = optimizer, task, clip_norm
+        self._optimizer, self._task, self._clip_norm, self._proximal = optimizer, task, clip_norm, proximal
 
     def arm(self, step: int, samples: int) -> None:
         """Do nothing: no gradient is sent during the backward pass."""
@@ -98,6 +105,8 @@ class SingleWorker:
         self._make_step()
 
     def _make_step(self) -> None:
+        if self._proximal is not None:
+            self._proximal.add()
         if self._clip_norm:
             parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
             with self._task.calling("the clipping of gradients"):
@@ -126,9 +135,15 @@ class ServerReduce(SingleWorker):
     server_counts_steps = True
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, task: TaskModule, flat: FlatModel, channel: Channel, call: Invocation
+        self,
+        optimizer: torch.optim.Optimizer,
+        task: TaskModule,
+        flat: FlatModel,
+        channel: Channel,
+        call: Invocation,
+        proximal: ProximalTerm | None = None,
     ) -> None:
-        super().__init__(optimizer, task, call.clip_norm)
+        super().__init__(optimizer, task, call.clip_norm, proximal)
         self._flat, self._channel, self._call = flat, channel, call
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
@@ -185,8 +200,9 @@ class ChannelCollective(SingleWorker):
         name: str,
         timeout: PeerTimeout,
         clip_norm: float = 0.0,
+        proximal: ProximalTerm | None = None,
     ) -> None:
-        super().__init__(optimizer, task, clip_norm)
+        super().__init__(optimizer, task, clip_norm, proximal)
         self._flat, self._collective, self.name, self._timeout = flat, collective, name, timeout
         self._before = flat.vector() if collective.shares == "changes" else None
         overlap = isinstance(collective, MeanCollective) and collective.in_parts
@@ -284,6 +300,7 @@ def merging_for(
     flat: FlatModel,
     channel: Channel,
     begun: float,
+    proximal: ProximalTerm | None = None,
 ) -> Merging:
     """Open the collective of the plan; for "auto", the fastest one by the channel's measured costs.
 
@@ -291,10 +308,10 @@ def merging_for(
     seconds of the monotonic clock.
     """
     if call.workers == 1:
-        return SingleWorker(optimizer, task, call.clip_norm)
+        return SingleWorker(optimizer, task, call.clip_norm, proximal)
     settings = _settings(call, flat, _costs(call))
     if settings is None:
-        return ServerReduce(optimizer, task, flat, channel, call)
+        return ServerReduce(optimizer, task, flat, channel, call, proximal)
     member = Member(call.worker, call.workers, call.attempt)
     # Sending gradients in parts hides latency. In one machine's memory all cores are busy anyway, so it does not help;
     # with S3, which workers have to poll, it needs the measured duration of a request.
@@ -309,7 +326,7 @@ def merging_for(
     collective = open_collective(settings, member, fenced, _PREFIX, size, timeout)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
-    return ChannelCollective(optimizer, task, flat, collective, name, timeout, call.clip_norm)
+    return ChannelCollective(optimizer, task, flat, collective, name, timeout, call.clip_norm, proximal)
 
 
 def group_settings(call: Invocation, flat: FlatModel) -> Settings:

@@ -253,6 +253,11 @@ class ModelStage:
             self._evaluated = (sequence, sum(sizes) if self._runner.is_last else 0, kept)
         return self._evaluated[1], self._evaluated[2]
 
+    needs_round_model = False
+
+    def begin_round(self, model: Vector) -> None:
+        """Do nothing: no policy with a proximal term is used with stages."""
+
     def round_ended(self, completed: int) -> None:
         """Do nothing: no worker holds the whole model."""
 

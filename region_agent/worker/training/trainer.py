@@ -25,6 +25,7 @@ from region_agent.worker.training.base import constant_tensors
 from region_agent.worker.training.learning_rate import LearningRateSchedule
 from region_agent.worker.training.merging import merging_for
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
+from region_agent.worker.training.proximal import ProximalTerm
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
@@ -90,6 +91,13 @@ class Trainer(Protocol):
 
         ``tries``: how often this worker was killed in this evaluation before.
         """
+
+    @property
+    def needs_round_model(self) -> bool:
+        """Whether `begin_round` has an effect, so that the model is worth reading."""
+
+    def begin_round(self, model: Vector) -> None:
+        """Note the model with which the open round has begun, with synchronous exchange."""
 
     def round_ended(self, completed: int) -> None:
         """Note that training continues from the model of so many completed rounds."""
@@ -201,7 +209,8 @@ class WholeModel:
             own = partial(task.schedule, parameters)
             self._rate = LearningRateSchedule(self._optimizer, call.schedule, steps, batches, own)
         self.counted = self.share(1)
-        self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun)
+        self._proximal = ProximalTerm(self.flat, call.proximal) if call.proximal else None
+        self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun, self._proximal)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
         self.leads = self.reports_steps = call.worker == 0
@@ -286,6 +295,16 @@ class WholeModel:
             moved = (move(batch, self._device) for batch in batches)
             metrics = self._task.metrics(self._module, moved, sizes) if sizes else {}
             return sum(sizes), metrics
+
+    @property
+    def needs_round_model(self) -> bool:
+        """Whether the steps have a proximal term."""
+        return self._proximal is not None
+
+    def begin_round(self, model: Vector) -> None:
+        """Set the model that the proximal term draws to."""
+        if self._proximal is not None:
+            self._proximal.begin_round(model)
 
     def round_ended(self, completed: int) -> None:
         """Call the task's `on_round`, in one worker of the region."""

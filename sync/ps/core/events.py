@@ -218,7 +218,7 @@ class UpdatesMerged:
     correction_key: str = ""
     """Channel key of the correction for the workers; empty: they load the model."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Regions whose update the guard refused, with the reason."""
+    """Regions whose update the guard refused, or that are in quarantine, with the reason."""
     model_bytes: int = 0
     """Size of the model in float32."""
 
@@ -323,7 +323,9 @@ class Progress:
     staleness: dict[str, float] = field(default_factory=dict)
     """Mean staleness of each peer's last updates, in rounds of this region."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Number of updates that the guard refused, by region."""
+    """Number of updates that were not merged, by region."""
+    refusal_reasons: dict[str, str] = field(default_factory=dict)
+    """Reason of the last one, by region."""
     interval: int = 0
     """Number of steps of the open round."""
     routes: int = 0

@@ -212,6 +212,7 @@ class Machine(abc.ABC):
         """Regions that state an earlier end of the job than planned, which the control plane has not ordered, with its
         round."""
         self._refused: dict[str, int] = {}
+        self._refusal_reasons: dict[str, str] = {}
         self._staleness: dict[str, float] = {}
         self._update_bytes = max(recovered.outbox, key=lambda m: m.sequence).total_bytes if recovered.outbox else 0
         self._failure: Failed | None = None
@@ -258,6 +259,7 @@ class Machine(abc.ABC):
             samples_per_second=self._speed,
             staleness=dict(self._staleness),
             refused=dict(self._refused),
+            refusal_reasons=dict(self._refusal_reasons),
             interval=self._until - self._open_step,
             routes=self.ledger.routes,
             update_bytes=self._update_bytes,
@@ -403,8 +405,9 @@ class Machine(abc.ABC):
             case Restarted():
                 return self._was_restarted(event)
             case UpdatesMerged():
-                for region, _ in event.refused:
+                for region, reason in event.refused:
                     self._refused[region] = self._refused.get(region, 0) + 1
+                    self._refusal_reasons[region] = reason
                 return self._was_applied(event)
             case Evaluated():
                 return self._was_evaluated(event)

@@ -32,6 +32,7 @@ import numpy.typing as npt
 from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
 from sync.policy import Contribution, Policy, StateAveraged
+from sync.robust import RobustMerge, robust_rule_named
 from sync.wan import ExchangeSettings, Guard, significant
 
 __all__ = ["OwnUpdate", "Replica", "ReplicaState", "expanded", "fragment"]
@@ -91,6 +92,9 @@ class Replica:
 
     def __init__(self, policy: Policy, exchange: ExchangeSettings, codec: Codec, state: ReplicaState) -> None:
         self._policy, self._exchange, self._guard = policy, exchange, Guard(exchange.guard)
+        self._robust = (
+            RobustMerge(robust_rule_named(exchange.robust), int(exchange.byzantine)) if exchange.robust else None
+        )
         self._feedback = ErrorFeedback(codec, state.residual)
         self._model, self._memory = state.model, dict(state.memory)
         self._start = state.start
@@ -284,11 +288,14 @@ class Replica:
                 refused.append((contribution.region, why))
             else:
                 passed.append(contribution)
-        memory = {name: v for name, v in self._memory.items() if not name.startswith(_GUARD)}
-        norms = {name: v for name, v in self._memory.items() if name.startswith(_GUARD)}
+        memory = {name: v for name, v in self._memory.items() if not _is_of_regions(name)}
+        of_regions = {name: v for name, v in self._memory.items() if _is_of_regions(name)} | judged
+        if self._robust is not None and passed:
+            passed, kept, quarantined = self._robust.merge(passed, of_regions, self.trained)
+            of_regions, refused = {**of_regions, **kept}, [*refused, *quarantined]
         if passed:
             self._model, memory = self._merged(passed, memory, total)
-        self._memory = {**memory, **norms, **judged}
+        self._memory = {**memory, **of_regions}
         self._count(before, rounds, lacking)
         return tuple(refused)
 
@@ -331,6 +338,11 @@ class Replica:
             self._whole = before
         self._since += rounds
         self._present = np.float32(max(1.0 - lacking / max(self._since, 1), _MIN_PRESENT))
+
+
+def _is_of_regions(name: str) -> bool:
+    """Whether an entry of the memory is of the guard or of the robust merge, not of the policy."""
+    return name.startswith(_GUARD) or RobustMerge.owns(name)
 
 
 def _blocks(size: int) -> Iterator[slice]:
