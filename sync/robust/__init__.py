@@ -8,8 +8,18 @@ from collections.abc import Mapping
 from sync.registry import Registry
 from sync.robust._contract import Combined, RobustRule
 from sync.robust._merge import RobustMerge
+from sync.robust._numbers import squared_distance
 
-__all__ = ["ROBUST_SETTING", "Combined", "RobustMerge", "RobustRule", "robust_in", "robust_rule_named", "robust_rules"]
+__all__ = [
+    "ROBUST_SETTING",
+    "Combined",
+    "RobustMerge",
+    "RobustRule",
+    "robust_in",
+    "robust_rule_named",
+    "robust_rules",
+    "squared_distance",
+]
 
 ROBUST_SETTING = "robust/"
 """Begin of the name of a plan's number that names the rule, and whose value is the number of wrong regions."""

@@ -31,7 +31,9 @@ __all__ = [
     "REGIONS",
     "Link",
     "Outcome",
+    "Samples",
     "Setting",
+    "Trainer",
     "alone",
     "asgd_bytes",
     "default_folder",
@@ -88,7 +90,7 @@ class _Update:
     last: bool
 
 
-class _Samples:
+class Samples:
     """Batches of a region's samples, shuffled anew in every pass."""
 
     def __init__(self, data: Data, mine: npt.NDArray[np.int64], batch: int, seed: tuple[int, ...]) -> None:
@@ -102,10 +104,10 @@ class _Samples:
         return self._data.train[0][chosen], self._data.train[1][chosen]
 
 
-class _Trainer:
+class Trainer:
     """A module, its optimiser with a rate that falls linearly to zero after a short rise, and its batches."""
 
-    def __init__(self, workload: Workload, samples: _Samples, rate: float, steps: int, seed: int) -> None:
+    def __init__(self, workload: Workload, samples: Samples, rate: float, steps: int, seed: int) -> None:
         torch.manual_seed(seed)
         self.workload, self._samples = workload, samples
         self.module = workload.model()
@@ -132,7 +134,7 @@ class _Trainer:
 
 def alone(workload: Workload, data: Data, *, batch: int, steps: int, rate: float, seed: int) -> Outcome:
     """All data at one site."""
-    trainer = _Trainer(workload, _Samples(data, np.arange(len(data.labels)), batch, (seed, 0)), rate, steps, seed)
+    trainer = Trainer(workload, Samples(data, np.arange(len(data.labels)), batch, (seed, 0)), rate, steps, seed)
     for _ in range(steps):
         if not trainer.step():
             return Outcome(0.0, math.inf, diverged=True)
@@ -146,7 +148,7 @@ def federated(
     """The same number of samples, at three sites."""
     parts = split(data, len(REGIONS), alpha, seed)
     trainers = {
-        region: _Trainer(workload, _Samples(data, part, workload.batch, (seed, at)), rate, steps, seed)
+        region: Trainer(workload, Samples(data, part, workload.batch, (seed, at)), rate, steps, seed)
         for at, (region, part) in enumerate(zip(REGIONS, parts, strict=True))
     }
     exchange, _ = ExchangeSettings.of(setting.settings)
@@ -165,7 +167,7 @@ def federated(
 
 class _Federation:
     def __init__(
-        self, setting: Setting, exchange: ExchangeSettings, trainers: dict[str, _Trainer], steps: int, link: Link
+        self, setting: Setting, exchange: ExchangeSettings, trainers: dict[str, Trainer], steps: int, link: Link
     ) -> None:
         self.trainers, self.steps, self.link, self._exchange = trainers, steps, link, exchange
         self.interval = setting.interval

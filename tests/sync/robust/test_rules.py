@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sync.robust import RobustRule, robust_rule_named, robust_rules
-from sync.robust._numbers import squared_distance
+from sync.robust import RobustRule, robust_rule_named, robust_rules, squared_distance
 
 SIZE = 70_000
 """Above two blocks of the sums."""
