@@ -1,13 +1,16 @@
-"""Read the size of a model from the header of a safetensors file, without its tensors."""
+"""Read what the header of a safetensors file says of a model, without its tensors."""
 
 from __future__ import annotations
 
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 _MAX_HEADER_BYTES = 16 << 20
 """Limit of the header's size."""
+_INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""Errors of a file that is missing, or no safetensors file."""
 
 
 def flat_bytes(path: Path) -> int | None:
@@ -16,14 +19,27 @@ def flat_bytes(path: Path) -> int | None:
     The header may state the number of elements; the sum over all tensors would count tied tensors repeatedly.
     """
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= _MAX_HEADER_BYTES:
-                return None
-            header = json.loads(file.read(length))
+        header = _header(path)
         if elements := header.get("__metadata__", {}).get("flat_elements"):
             return 4 * int(elements)
         shapes = [tensor["shape"] for name, tensor in header.items() if name != "__metadata__"]
         return 4 * sum(prod(int(size) for size in shape) for shape in shapes)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except _INVALID:
         return None
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """Return what the file states beside its tensors, such as job and round; empty if the file is invalid."""
+    try:
+        return dict(_header(path).get("__metadata__", {}))
+    except _INVALID:
+        return {}
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        header: dict[str, Any] = json.loads(file.read(length))
+        return header

@@ -47,6 +47,7 @@ def job_view(job: control_pb2.Job) -> Data:
         "deadline_at": time_text(job.deadline_at),
         "slack_seconds": _slack(job),
         "initial_model": _initial_model_view(job.initial_model) if job.HasField("initial_model") else None,
+        "models": [_kept_view(model) for model in job.models],
         "successor": job.successor or None,
         "rounds": job.rounds,
         "usd": sum(charge.usd for part in job.partitions for charge in part.money)
@@ -103,7 +104,18 @@ def job_summary(view: Data) -> Data:
 
 
 def _initial_model_view(model: control_pb2.InitialModel) -> Data:
-    return {"job": model.job, "digest": model.digest, "bytes": model.bytes}
+    return {"job": model.job, "digest": model.digest, "bytes": model.bytes, "round": model.round or None}
+
+
+def _kept_view(model: control_pb2.KeptModel) -> Data:
+    """Return the view of a model at the control plane."""
+    return {
+        "round": model.round,
+        "digest": model.digest,
+        "bytes": model.bytes,
+        "metrics": dict(model.metrics),
+        "best": model.best,
+    }
 
 
 def _partition_view(part: control_pb2.PartitionStatus) -> Data:
@@ -161,6 +173,12 @@ def _link_view(link: control_pb2.WanLink) -> Data:
         "staleness_rounds": link.staleness,
         "refused_updates": link.refused,
     }
+
+
+def model_text(model: Data) -> str:
+    """Format the round and the metrics of a model: round 8 (loss 0.4100), the best."""
+    metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(model["metrics"].items()))
+    return f"round {model['round']}{f' ({metrics})' if metrics else ''}{', the best' if model['best'] else ''}"
 
 
 def region_view(region: control_pb2.Region) -> Data:

@@ -40,6 +40,10 @@ class BlobStore:
         """Return the size of a complete blob; None if it is missing or incomplete."""
         return _size(self.path(digest))
 
+    def remove(self, digest: str) -> None:
+        """Delete a complete blob; one that is being sent is sent to its end."""
+        self.path(digest).unlink(missing_ok=True)
+
     def stat(self, digest: str, uploader: str) -> common_pb2.BlobAck:
         """Return how many bytes of a blob are stored, as far as the uploader needs to know."""
         whole = self.size(digest)

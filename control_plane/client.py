@@ -225,6 +225,11 @@ class ControlClient:
         """Replan a job: end it, and continue its model in a new job over the regions that are available now."""
         return await self._answer(lambda stub: stub.Replan, control_pb2.ReplanRequest(job=job, reason=reason))
 
+    async def resume(self, job: str, request_id: str) -> control_pb2.SubmitReply:
+        """Continue an ended job as a new one, from its last kept model; once for each request ID."""
+        request = control_pb2.ResumeRequest(job=job, request_id=request_id)
+        return await self._answer(lambda stub: stub.Resume, request, PROBE_WAIT)
+
     async def share(self, job: str, user: str, *, end: bool = False) -> control_pb2.Job:
         """Let a user read a job or, with ``end``, not any more."""
         return await self._answer(lambda stub: stub.Share, control_pb2.ShareRequest(job=job, user=user, end=end))
@@ -346,10 +351,10 @@ class ControlClient:
                     on_break(error)
             await asyncio.sleep(RETRY_WAIT.total_seconds())
 
-    async def model(self, job: str, *, offset: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:
-        """Yield the bytes of a job's model from `offset` on; each chunk has the digest."""
+    async def model(self, job: str, *, round_: int = 0, offset: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:
+        """Yield the bytes of a job's last model, or of a round's, from `offset` on; each chunk has the digest."""
         async with self._calling():
-            request = control_pb2.ModelRequest(job=job, offset=offset)
+            request = control_pb2.ModelRequest(job=job, round=round_, offset=offset)
             async for chunk in self._stub.GetModel(request, metadata=self._metadata):
                 yield chunk
 

@@ -271,9 +271,9 @@ class Agent:
         write_durably(kept, [data])
         return data
 
-    async def _publish_model(self, ps: PsProcess) -> str:
+    async def _publish_model(self, ps: PsProcess, round_: int = 0) -> str:
         data = bytearray()
-        async for chunk in ps.model():
+        async for chunk in ps.model(round_):
             data += chunk.data
         digest = digest_of([data])
         await self._hub.put_blob(bytes(data), digest)
@@ -475,6 +475,13 @@ class Agent:
         self._store.took_publish(seq, command.job)
         if command.job in self._partitions:
             self._partitions[command.job].feed(PublishAsked())
+
+    def keep(self, seq: int, command: agent_pb2.KeepModel) -> None:
+        """Have the running partition upload the model of a round. The command is not stored: the control plane chooses
+        another round after a restart."""
+        self._store.took(seq)
+        if (partition := self._partitions.get(command.job)) is not None:
+            partition.keep(command.round)
 
     def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None:
         """Store and start the transfer of a shard to another region; one that is running for the job is replaced.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from control_plane._view import Data, bytes_text, seconds_text, slack_text, usd_text
+from control_plane._view import Data, bytes_text, model_text, seconds_text, slack_text, usd_text
 from control_plane.cli._output import columns, fields
 
 
@@ -22,6 +22,7 @@ def job_head(view: Data) -> str:
             ("error", f"{error['code']}: {error['message']}" if error else ""),
             ("hint", error["hint"] if error else ""),
             ("starts from", initial_model_text(view["initial_model"])),
+            ("kept models", kept_models_text(view)),
             ("continues as", view["successor"]),
             ("submitted", view["created_at"]),
             ("started", view["started_at"]),
@@ -29,6 +30,17 @@ def job_head(view: Data) -> str:
             ("deadline", _deadline(view)),
         ]
     )
+
+
+def kept_models_text(view: Data) -> str:
+    """Format which models of evaluated rounds are kept; empty if there is no other one than the final one."""
+    models = view["models"]
+    if not models or (view["state"] == "succeeded" and len(models) == 1):
+        return ""
+    if len(models) <= 3:
+        return "; ".join(model_text(model) for model in models)
+    best = [model_text(model) for model in models[:-1] if model["best"]]
+    return "; ".join([f"{len(models)}, the last one of {model_text(models[-1])}", *best])
 
 
 def _deadline(view: Data) -> str:
@@ -40,7 +52,10 @@ def _deadline(view: Data) -> str:
 
 def initial_model_text(model: Data | None) -> str:
     """Format the model that a job starts from; empty if it starts from the task's own."""
-    return f"the model of {model['job']} ({bytes_text(model['bytes'])})" if model else ""
+    if not model:
+        return ""
+    of_round = f", round {model['round']}" if model.get("round") else ""
+    return f"the model of {model['job']}{of_round} ({bytes_text(model['bytes'])})"
 
 
 PARTITION_LEAVES = ("SAMPLES/S", "STEP", "WORKERS", "WAN SENT", "CONDITION", "METRICS", "USD")

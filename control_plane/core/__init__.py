@@ -33,6 +33,7 @@ from control_plane.core._events import (
     Rerouted,
     Revoked,
     ScaleRequested,
+    SendKeep,
     SendPeers,
     SendPublish,
     SendScale,
@@ -48,6 +49,7 @@ from control_plane.core._goal import federated_metrics, may_end_early
 from control_plane.core._job import MAX_PUBLISHES, JobMachine
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._meters import with_late_charges
+from control_plane.core._models import best_model, last_model, models_of
 from control_plane.core._region import RegionMachine, RegionState
 from control_plane.core._report_events import loss_of_round
 from control_plane.core._state import (
@@ -60,13 +62,17 @@ from control_plane.core._state import (
     Goal,
     InitialModel,
     JobState,
+    Keep,
+    KeptModel,
     LinkReport,
     MeterTotals,
+    Models,
     Pairs,
     Partition,
     Peer,
     Report,
     Speed,
+    Uploaded,
     WanExchange,
 )
 
@@ -95,8 +101,11 @@ __all__ = [
     "JobEvent",
     "JobMachine",
     "JobState",
+    "Keep",
+    "KeptModel",
     "LinkReport",
     "MeterTotals",
+    "Models",
     "NotifyJobs",
     "Pairs",
     "Partition",
@@ -116,6 +125,7 @@ __all__ = [
     "Rerouted",
     "Revoked",
     "ScaleRequested",
+    "SendKeep",
     "SendPeers",
     "SendPublish",
     "SendScale",
@@ -127,14 +137,18 @@ __all__ = [
     "StartDelayed",
     "SuccessorDecided",
     "Tick",
+    "Uploaded",
     "WanExchange",
     "WanLink",
+    "best_model",
     "condition_of",
     "federated_metrics",
     "job_state_from_json",
     "job_state_to_json",
+    "last_model",
     "loss_of_round",
     "may_end_early",
+    "models_of",
     "region_state_from_json",
     "region_state_to_json",
     "wan_links",

@@ -44,6 +44,8 @@ class Reported:
     """Size of the uploaded model file, with state "published"; None: the file is missing, or its digest is wrong."""
     flat_bytes: int = 0
     """Size of the model's tensors as one float32 vector; 0: unknown."""
+    kept_bytes: int | None = None
+    """Size of the model file that `Report.kept` names; None: it is missing, or not of this job and round."""
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,15 @@ class SendPublish:
 
 
 @dataclass(frozen=True)
+class SendKeep:
+    """Have the region upload the model of an evaluated round."""
+
+    region: str
+    epoch: int
+    round: int
+
+
+@dataclass(frozen=True)
 class SendShard:
     """Have the region send its shard to another one."""
 
@@ -358,5 +369,5 @@ class NotifyJobs:
     event: RegionLive | RegionUnreachable | RegionLost
 
 
-JobAction = SendStart | SendPeers | SendScale | SendStop | SendPublish | SendShard | Record
+JobAction = SendStart | SendPeers | SendScale | SendStop | SendPublish | SendKeep | SendShard | Record
 RegionAction = EndSession | NotifyJobs | Record

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from control_plane.core._state import JobState, Report
+from control_plane.core._state import Evaluation, JobState, Report
 
-__all__ = ["EndReason", "federated_metrics", "may_end_early", "metrics_lacking_goal", "reached"]
+__all__ = ["EndReason", "federated_metrics", "is_together", "may_end_early", "metrics_lacking_goal", "reached"]
 
 
 _MAX_ROUNDS_APART = 16
@@ -23,14 +23,14 @@ class EndReason:
     data: dict[str, Any]
 
 
-def federated_metrics(reports: Iterable[Report]) -> dict[str, float]:
+def federated_metrics(evaluations: Iterable[Evaluation]) -> dict[str, float]:
     """Return the mean of each metric over the regions, weighted by the number of evaluated samples."""
     sums: dict[str, float] = {}
     weights: dict[str, int] = {}
-    for report in reports:
-        for name, value in report.evaluation.metrics.items():
-            sums[name] = sums.get(name, 0.0) + value * report.evaluation.samples
-            weights[name] = weights.get(name, 0) + report.evaluation.samples
+    for one in evaluations:
+        for name, value in one.metrics.items():
+            sums[name] = sums.get(name, 0.0) + value * one.samples
+            weights[name] = weights.get(name, 0) + one.samples
     return {name: sums[name] / weights[name] for name in sums if weights[name]}
 
 
@@ -39,10 +39,11 @@ def may_end_early(state: JobState) -> bool:
     return state.phase == "running" and not state.ends_early and all(p.state != "finished" for p in state.partitions)
 
 
-def reached(state: JobState) -> EndReason | None:
-    """Return why the job ends early by the last reports of all regions; None: it continues."""
+def reached(state: JobState, at: float) -> EndReason | None:
+    """Return why the job ends early by the time and the last reports of all regions; None: it continues."""
     reports = [part.report for part in state.partitions if part.report is not None]
-    return _budget_spent(state, reports) or _goal_reached(state, reports)
+    ends = _budget_spent(state, reports) or _goal_reached(state, reports) or _not_improved(state)
+    return ends or _time_over(state, at)
 
 
 def metrics_lacking_goal(state: JobState) -> list[str] | None:
@@ -75,6 +76,27 @@ def _goal_reached(state: JobState, reports: list[Report]) -> EndReason | None:
     return EndReason(text, {"metric": goal.metric, "value": value, "bound": goal.bound, "round": newest})
 
 
+def _not_improved(state: JobState) -> EndReason | None:
+    models, metric = state.models, state.keep.metric
+    if not state.patience or models.not_improved < state.patience:
+        return None
+    text = f"{metric} has not improved in {models.not_improved} evaluations since round {models.best_round}"
+    best = {"metric": metric, "value": models.best_value, "best_round": models.best_round}
+    return EndReason(f"{text}, where it was {models.best_value:.4f}", {**best, "round": models.evaluated})
+
+
+def _time_over(state: JobState, at: float) -> EndReason | None:
+    limit = state.time_limit_seconds
+    if limit is None or not state.started_at or at - state.started_at < limit:
+        return None
+    return EndReason(f"the training time of {limit:.0f} s is over", {"seconds": at - state.started_at})
+
+
+def is_together(rounds: list[int], every: int) -> bool:
+    """Whether evaluations of these rounds, one of each region, may be put together; ``every``: their interval."""
+    return min(rounds) > 0 and max(rounds) - min(rounds) <= max(every, _MAX_ROUNDS_APART)
+
+
 def _measured(state: JobState, reports: list[Report]) -> dict[str, float] | None:
     """Return the federated metrics of the regions' latest evaluations.
 
@@ -85,7 +107,7 @@ def _measured(state: JobState, reports: list[Report]) -> dict[str, float] | None
     goal = state.goal
     if goal is None or len(reports) < len(state.partitions):
         return None
-    rounds = [report.evaluation.round for report in reports]
-    if min(rounds) <= 0 or max(rounds) - min(rounds) > max(goal.every, _MAX_ROUNDS_APART):
+    evaluations = [report.evaluation for report in reports]
+    if not is_together([one.round for one in evaluations], goal.every):
         return None
-    return federated_metrics(reports)
+    return federated_metrics(evaluations)

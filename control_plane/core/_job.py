@@ -37,6 +37,7 @@ from control_plane.core._events import (
     Reported,
     Rerouted,
     ScaleRequested,
+    SendKeep,
     SendPeers,
     SendPublish,
     SendScale,
@@ -49,6 +50,14 @@ from control_plane.core._events import (
 )
 from control_plane.core._goal import may_end_early, metrics_lacking_goal, reached
 from control_plane.core._meters import with_all_meters, with_late_charges
+from control_plane.core._models import (
+    kept_text,
+    uploader,
+    with_answer,
+    with_evaluation,
+    with_final_model,
+    with_latest,
+)
 from control_plane.core._report_events import failure_of, fewer_workers, never_backwards, records_of
 from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, JobState, Link, Partition, Peer
 
@@ -191,6 +200,7 @@ class JobMachine:
                 state=event.report.state,
                 counted_before=before,
                 report=never_backwards(report, part.report),
+                evaluations=with_latest(part.evaluations, report),
                 address=event.report.ps_address or part.address,
                 ran=part.ran or bool(event.report.ps_address),
             )
@@ -205,7 +215,8 @@ class JobMachine:
             return
         self._advance_copies()
         self._settle_routes()
-        self._end_early()
+        self._keep_models(event)
+        self._end_early(event.at)
         self._send_peers()
         if event.report.state in ("training", "finished") and self.state.phase == "starting":
             self._start_running(event)
@@ -279,15 +290,44 @@ class JobMachine:
             self.state = replace(state, former=(), routes=state.routes + 1)
             self._record("wan.settled", "all regions know the new routes; the former ones are not used any more", "")
 
+    # --- models of evaluated rounds
+
+    def _keep_models(self, event: Reported) -> None:
+        """Keep the model that the region has uploaded, and have the next one uploaded that is wanted."""
+        models, answer = self.state.models, event.report.kept
+        if models.region == event.region and models.awaited and models.awaited[0].round == answer.round:
+            self.state = with_answer(self.state, answer.digest, event.kept_bytes)
+            if event.kept_bytes is not None:
+                data = {"round": answer.round, "digest": answer.digest, "bytes": event.kept_bytes}
+                self._record("model.kept", f"the model of round {answer.round} is kept", event.region, data)
+            else:
+                text = f"the model of round {answer.round} is not kept: {answer.error or 'it did not arrive'}"
+                self._record("model.left-out", text, event.region, {"round": answer.round})
+        self.state = with_evaluation(self.state)
+        self._ask_for_round()
+
+    def _ask_for_round(self) -> None:
+        """Command a region to upload the first of the awaited models, unless an upload is already pending."""
+        if (part := uploader(self.state)) is not None:
+            models = self.state.models
+            self.state = replace(self.state, models=replace(models, region=part.region))
+            self._out.append(SendKeep(part.region, part.epoch, models.awaited[0].round))
+
+    def _upload_lost(self, region: str) -> None:
+        """Have another region upload the model that was awaited from one that is lost or has restarted."""
+        if self.state.models.region == region:
+            self.state = replace(self.state, models=replace(self.state.models, region=""))
+            self._ask_for_round()
+
     # --- the end
 
-    def _end_early(self) -> None:
-        """End the job early if its goal is reached or its budget is spent.
+    def _end_early(self, at: float) -> None:
+        """End the job early if its goal is reached, its metric does not improve, or its budget or time is spent.
 
         All regions then end with the same round (`sync.ps`).
         """
         state = self.state
-        if state.replanned and (why := reached(state)) is not None:
+        if state.replanned and (why := reached(state, at)) is not None:
             self._without_successor(why.text, why.data)
         if not may_end_early(state):
             return
@@ -296,7 +336,7 @@ class JobMachine:
             self.state = replace(state, goal_unknown=True)
             text = f"no region measures the goal's metric; measured metrics: {_listed(measured) or 'none'}"
             self._record("job.goal", text, "", {"reached": False, "measured": measured})
-        why = reached(state)
+        why = reached(state, at)
         if why is not None:
             self.state = replace(self.state, ends_early=why.text)
             self._record("job.goal", f"ending early: {why.text}", "", {"reached": True, **why.data})
@@ -386,6 +426,7 @@ class JobMachine:
             flat_bytes=event.flat_bytes,
             publisher="",
         )
+        self.state = with_final_model(self.state)
         self._stop_all("the job has succeeded")
         if not self.state.replanned:
             self._report_deadline(event.at)
@@ -448,12 +489,12 @@ class JobMachine:
     def _cancelled_if_all_ended(self, at: float) -> None:
         ended = all(part.link == "lost" or part.state in ENDED_PARTITION for part in self.state.partitions)
         if ended and copies_ended(self.state):
-            self._end(at, "cancelled", _because("cancelled", self.state.reason))
+            self._end(at, "cancelled", _because("cancelled", self.state.reason) + kept_text(self.state))
 
     def _fail(self, at: float, failure: Failure) -> None:
         self.state = replace(self.state, error=failure, publisher="")
         self._stop_all(f"the job has failed: {failure.code}")
-        self._end(at, "failed", f"failed: {failure.message}", {"code": failure.code})
+        self._end(at, "failed", f"failed: {failure.message}{kept_text(self.state)}", {"code": failure.code})
 
     def _stop_all(self, reason: str) -> None:
         for part in self.state.partitions:
@@ -512,6 +553,7 @@ class JobMachine:
             {"epoch": part.epoch},
         )
         self._start(replace(part, told=()))
+        self._upload_lost(part.region)
 
     def _region_unreachable(self, event: RegionUnreachable) -> None:
         copy, part = self.state.copy_from(event.region), self.state.partition(event.region)
@@ -543,6 +585,7 @@ class JobMachine:
             part.region,
             {"epoch": part.epoch + 1},
         )
+        self._upload_lost(part.region)
         if self.state.publisher == part.region:
             self.state = replace(self.state, publisher="")
             self._ask_for_model()
@@ -555,6 +598,9 @@ class JobMachine:
                 text = f"region {name} has been lost for longer than {self.state.lost_limit_seconds:.0f} s"
                 self._fail(event.at, Failure("REGION_LOST", text))
                 return
+        if self.state.time_limit_seconds is not None:
+            self._end_early(event.at)
+            self._send_peers()
 
     def _relink(self, part: Partition, link: Link, at: float) -> Partition:
         if part.link == link:

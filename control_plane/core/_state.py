@@ -112,6 +112,17 @@ class LinkReport:
 
 
 @dataclass(frozen=True)
+class Uploaded:
+    """Answer of an agent that was commanded to upload the model of a round."""
+
+    round: int = 0
+    """0: it was never commanded to."""
+    digest: str = ""
+    """Digest of the safetensors file; empty: it could not be uploaded."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Report:
     """An agent's report on its partition; the fields of the protocol's PartitionReport."""
 
@@ -150,6 +161,10 @@ class Report:
     exchange: WanExchange = WanExchange()
     links: dict[str, LinkReport] = field(default_factory=dict)
     """To the other regions, as its parameter server has reported them last."""
+    keeps_models: bool = False
+    """Whether it uploads models of evaluated rounds; older versions do not."""
+    kept: Uploaded = Uploaded()
+    """Answer to the last command to upload one."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,8 @@ class Partition:
     """Address of the parameter server of this epoch; empty: not started."""
     ran: bool = False
     """Whether a parameter server has run, in this or an earlier epoch, so that it may hold progress to resume."""
+    evaluations: tuple[Evaluation, ...] = ()
+    """Its last evaluations, by round."""
     told: tuple[Peer, ...] = ()
     """Peers that were last sent to this region."""
     told_routes: int = 0
@@ -235,6 +252,49 @@ class Goal:
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Which models of evaluated rounds are kept, and what makes one the best (`train.keep`, `train.best`)."""
+
+    models: int = 1
+    """Number of the last ones that are kept."""
+    best: bool = False
+    """Instead, the best one is kept."""
+    metric: str = "loss"
+    highest: bool = False
+    """Whether a model is better the higher the metric is, else the lower."""
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """The model of a round, with the metrics of all regions together."""
+
+    round: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    digest: str = ""
+    """Digest of the safetensors file; empty: it is not uploaded yet."""
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Models:
+    """Models of a job's evaluated rounds."""
+
+    kept: tuple[KeptModel, ...] = ()
+    """Models at the control plane, by round; of a job that has succeeded, the final one is the last."""
+    awaited: tuple[KeptModel, ...] = ()
+    """Models to be uploaded, one after another."""
+    region: str = ""
+    """Region that was commanded to upload the first of them; empty: none."""
+    evaluated: int = 0
+    """Last round that all regions have evaluated."""
+    best_round: int = 0
+    """Round of the best evaluation so far; 0: none has the metric."""
+    best_value: float = 0.0
+    not_improved: int = 0
+    """Number of evaluations since the best one."""
+
+
+@dataclass(frozen=True)
 class InitialModel:
     """The model of another job that a job starts from."""
 
@@ -242,6 +302,8 @@ class InitialModel:
     digest: str
     """Digest of the safetensors file."""
     bytes: int
+    round: int = 0
+    """Round of that job; 0: submitted under an older version."""
 
 
 @dataclass(frozen=True)
@@ -301,6 +363,14 @@ class JobState:
     deadline_at: float | None = None
     """Deadline promised when the job was admitted, in Unix seconds."""
     goal: Goal | None = None
+    evaluate_every: int = 0
+    """Number of rounds between evaluations; 0: only at the end."""
+    keep: Keep = Keep()
+    models: Models = Models()
+    patience: int = 0
+    """Number of evaluations without an improvement after which the job ends early; 0: any."""
+    time_limit_seconds: float | None = None
+    """Training time after which the job ends early."""
     budget_usd: float | None = None
     """Cost at which the job ends early."""
     ends_early: str = ""

@@ -25,6 +25,8 @@ from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 from sync.robust import robust_rules
 
+MOST_KEPT = 100
+"""Limit of the models of a job's rounds that the control plane keeps; `train.keep: all` keeps as many."""
 LONGEST_SLICE = timedelta(minutes=10)
 """Limit of `function.slice`: workers' tokens are valid for 15 minutes."""
 
@@ -125,6 +127,11 @@ class End(_Section):
     `steps` is then the maximum, on which plans and promises are based. It is checked after each evaluation, so
     `train.evaluateEvery` must be set. The regions' last evaluations are combined if they are at most one evaluation,
     or 16 rounds, apart."""
+    patience: int | None = Field(default=None, ge=1, lt=BELOW)
+    """The job ends early after this many evaluations without an improvement of `train.best.metric`; requires
+    `train.evaluateEvery`. Its result is the model of the end; `train.keep: best` keeps the best one, too."""
+    time: Duration | None = None
+    """The job ends early, with its current model, once it has trained this long."""
 
     @model_validator(mode="after")
     def _exactly_one(self) -> End:
@@ -148,12 +155,25 @@ class LearningRate(_Section):
     schedule."""
 
 
+class Best(_Section):
+    """What makes a model better than another one."""
+
+    metric: str = Field(min_length=1)
+    """A metric that the task's `metrics` returns; `loss` if the task has no `metrics`. It is the mean over all regions'
+    test samples."""
+    mode: Literal["min", "max"]
+    """Whether the lowest or the highest value is the best."""
+
+
 class InitialModel(_Section):
     """An earlier job whose model a job starts from."""
 
     job: str = Field(min_length=1)
-    """ID of a job of the same user that has succeeded, or its name if it is unique. Of replanned jobs the last
-    successor counts."""
+    """ID of an ended job that the user may read, or its name if it is unique. Of replanned jobs the last successor
+    counts."""
+    round: Annotated[int, Field(ge=1, lt=BELOW)] | Literal["best"] | None = None
+    """Which of its models: that of a kept round (`train.keep`), or the best one by its `train.best`. Default: the final
+    one or, of a job that has not succeeded, that of its last kept round."""
 
 
 class Train(_Section):
@@ -196,6 +216,21 @@ class Train(_Section):
     memory is chosen for."""
     evaluate_every: int = Field(default=0, ge=0, lt=BELOW)
     """Number of rounds between evaluations; 0: only at the end."""
+    keep: Literal["last", "best", "all"] | Annotated[int, Field(ge=1, le=MOST_KEPT)] = "last"
+    """Which models of evaluated rounds stay at the control plane, whatever becomes of the job. `last`: that of the last
+    one. `best`: the best one by `best`. A number: the last ones. `all`: the last 100. The final model is kept in any
+    case. With `last`, it replaces that of the last evaluated round (docs/planning.md#models-of-rounds)."""
+    best: Best | None = None
+    """What makes a model the best one, for `keep`, `end.patience` and `export --round best`. Default: the metric of
+    `end.goal`, else the lowest `loss`."""
+
+    @model_validator(mode="after")
+    def _measures_what_it_keeps(self) -> Train:
+        if self.keep != "last" and not self.evaluate_every:
+            raise ValueError("`keep` requires `evaluateEvery`, since models of evaluated rounds are kept")
+        if self.end.patience is not None and not self.evaluate_every:
+            raise ValueError("`end.patience` requires `evaluateEvery`, since it counts evaluations")
+        return self
 
     @model_validator(mode="after")
     def _measures_the_goal(self) -> Train:

@@ -71,6 +71,9 @@ class Commands(Protocol):
     def publish(self, seq: int, command: agent_pb2.PublishModel) -> None:
         """Publish a partition's model."""
 
+    def keep(self, seq: int, command: agent_pb2.KeepModel) -> None:
+        """Upload the model of an evaluated round."""
+
     def send_shard(self, seq: int, command: agent_pb2.SendShard) -> None:
         """Send a shard to another region."""
 
@@ -306,6 +309,8 @@ class Hub:
                 commands.scale(message.seq, message.scale)
             case "publish":
                 commands.publish(message.seq, message.publish)
+            case "keep":
+                commands.keep(message.seq, message.keep)
             case "send_shard":
                 commands.send_shard(message.seq, message.send_shard)
             case "profile":

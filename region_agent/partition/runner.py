@@ -117,8 +117,9 @@ class PartitionContext:
     """Download the packed task folder with a digest from the control plane."""
     fetch_model: Callable[[str, Path], Coroutine[Any, Any, None]]
     """Download the model with a digest into a file, and verify it."""
-    publish_model: Callable[[PsProcess], Coroutine[Any, Any, str]]
-    """Upload the server's model to the control plane; returns its digest."""
+    publish_model: Callable[[PsProcess, int], Coroutine[Any, Any, str]]
+    """Upload the server's model to the control plane, the present one (0) or an evaluated round's; returns its
+    digest."""
     report: Callable[[agent_pb2.PartitionReport, bool], None]
     """Send a report to the control plane; the flag: durably, until it is acknowledged."""
     record_event: Callable[[str, RecordEvent], None]
@@ -173,6 +174,8 @@ class PartitionRunner:
         """Measured costs of requests to the channel, where the workers choose a collective by them."""
         self._merged_by = ""
         """Collective that the workers have reported."""
+        self._kept = agent_pb2.UploadedModel()
+        """Answer to the control plane's last command to keep the model of a round."""
         self._function = WorkerFunction(
             start, self.machine, context.gateway, context.config, context.channel, context.image
         )
@@ -226,6 +229,10 @@ class PartitionRunner:
     def scale(self, wanted: Scaled) -> None:
         """Set the number of workers, which the caller has stored."""
         self.feed(replace(wanted, workers=whole_pipelines(self.start.plan, wanted.workers)))
+
+    def keep(self, round_: int) -> None:
+        """Upload the model of an evaluated round to the control plane."""
+        self._run(self._keep(round_))
 
     def preempt(self, workers: int) -> None:
         """Keep this number of workers and end the others, as the cloud does when it takes their machines away."""
@@ -379,6 +386,8 @@ class PartitionRunner:
         message.scale_order = self.machine.order
         message.speed.merged_by = self._merged_by
         message.blob_digest = blob_digest
+        message.keeps_models = True
+        message.kept.CopyFrom(self._kept)
         self._context.report(message, durable)
 
     # Implementation of the actions
@@ -622,8 +631,19 @@ class PartitionRunner:
     async def _publish(self) -> None:
         if self._ps is None:
             raise GeofedError("UNAVAILABLE", "the parameter server is not running")
-        digest = await self._context.publish_model(self._ps)
+        digest = await self._context.publish_model(self._ps, 0)
         self.feed(Published(digest))
+
+    async def _keep(self, round_: int) -> None:
+        """Upload the model of an evaluated round. The job goes on without it if that fails."""
+        self._kept = agent_pb2.UploadedModel(round=round_)
+        try:
+            if self._ps is None:
+                raise GeofedError("UNAVAILABLE", "the parameter server is not running")
+            self._kept.blob_digest = await self._context.publish_model(self._ps, round_)
+        except GeofedError as error:
+            self._kept.error = error.message
+        self._report(durable=True)
 
     async def _shut_down(self, action: ShutDown) -> None:
         await self._logs.catch_up()

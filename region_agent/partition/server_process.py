@@ -146,11 +146,12 @@ class PsProcess:
                         yield status
             await asyncio.sleep(_RECONNECT_SECONDS)
 
-    async def model(self) -> AsyncIterator[common_pb2.BlobChunk]:
-        """Yield the model, as chunks of a safetensors file."""
+    async def model(self, round_: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:
+        """Yield the present model, or that of one of the last evaluated rounds, as chunks of a safetensors file."""
+        request = sync_pb2.PsModelRequest(round=round_)
         async with self._connect() as connection:
             try:
-                async for chunk in sync_pb2_grpc.PsAdminStub(connection).GetModel(sync_pb2.PsModelRequest()):
+                async for chunk in sync_pb2_grpc.PsAdminStub(connection).GetModel(request):
                     yield chunk
             except grpc.RpcError as error:
                 raise error_of(error) from None

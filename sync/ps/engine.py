@@ -288,9 +288,9 @@ class Engine:
         ask = partial(self.executor.agree, layout, base_key, begins=begins)
         return await asyncio.get_running_loop().run_in_executor(self._disk, ask)
 
-    async def model(self) -> Vector | None:
-        """Return a copy of the current model, shape (n,), or None before the first merge."""
-        return await asyncio.get_running_loop().run_in_executor(self._disk, self.executor.copy_of_model)
+    async def model(self, sequence: int = 0) -> Vector | None:
+        """Return a copy of the current model or of an evaluated round's, shape (n,): see `copy_of_model`."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, self.executor.copy_of_model, sequence)
 
     async def close(self) -> None:
         """Wait until all actions under way have ended, then stop the thread."""

@@ -15,6 +15,7 @@ from geofed_pb.access import Rule
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, streaming, to_proto
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
+from sync import framing
 from sync.layout import Layout
 from sync.ps.config import PsConfig
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, ReduceAnswer
@@ -212,11 +213,12 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
     async def GetModel(
         self, request: sync_pb2.PsModelRequest, context: _Context
     ) -> AsyncIterator[common_pb2.BlobChunk]:
-        model = await self._engine.model()
+        model = await self._engine.model(request.round)
         layout, progress = self._engine.storage.layout, self._engine.machine.progress
         if model is None or layout is None:
-            raise GeofedError("MODEL_NOT_FOUND", "there is no model yet")
-        facts = {"job": self._config.job, "round": str(progress.sequence), "flat_digest": progress.model_digest}
+            raise GeofedError("MODEL_NOT_FOUND", _missing(request.round))
+        digest = framing.digest_of([model.data.cast("B")]) if request.round else progress.model_digest
+        facts = {"job": self._config.job, "round": str(request.round or progress.sequence), "flat_digest": digest}
         base = self._engine.executor.base.contents(layout)
         data, digest = await asyncio.to_thread(to_safetensors, layout, model, facts, base)
         for offset in range(0, len(data), CHUNK_BYTES):
@@ -275,3 +277,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             elif peer_sender.meter.slow_path:
                 notes.append(f"large updates to {region} take a slower path: {peer_sender.meter.slow_path}")
         return "; ".join(notes)
+
+
+def _missing(sequence: int) -> str:
+    return f"the model of round {sequence} is not kept" if sequence else "there is no model yet"

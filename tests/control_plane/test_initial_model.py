@@ -36,7 +36,7 @@ def starting_from(job: str) -> str:
     [
         ("train.initialModel={}", "job"),
         ("train.initialModel={job: ''}", "at least 1 character"),
-        ("train.initialModel={job: x, round: 3}", "round"),
+        ("train.initialModel={job: x, round: 0}", "round"),
         ("train.initialModel=x", "initialModel"),
         ("train.learningRate={schedule: linear, begin: 1}", "less than 1"),
     ],
@@ -54,7 +54,7 @@ def test_every_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
             first = await ended(stage, job_file, a, b)
-            told = {"job": first, "digest": digest_of(MODEL), "bytes": len(MODEL)}
+            told = {"job": first, "digest": digest_of(MODEL), "bytes": len(MODEL), "round": 2}
             # By its name, too, as only one job has it.
             spec = load(job_file, [starting_from("digits")])
             assert json.loads((await stage.client.plan(spec.json)).plan_json)["initial_model"] == told
@@ -105,7 +105,7 @@ def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: Serve
             await both(stage.client, "nobody", "JOB_NOT_FOUND", "job nobody not found")
             async with as_user(stage, ann) as client:
                 job = (await submitted(client, job_file, "r1")).id
-                await both(client, job, "MODEL_NOT_FOUND", "it has no model to start from")
+                await both(client, job, "MODEL_NOT_FOUND", "a job can start from its model once it has ended")
                 await train(job, a, b)
                 await finish(job, a, b)
                 assert (await client.plan(load(job_file, [starting_from(job)]).json)).admissible
@@ -116,7 +116,7 @@ def test_what_has_no_model_or_is_anothers_is_refused_at_once(serve_config: Serve
             await both(stage.client, job, "MODEL_NOT_FOUND", "is missing")
             cancelled = (await stage.submit(job_file, "r3")).job.id
             await stage.client.cancel(cancelled)
-            await both(stage.client, cancelled, "MODEL_NOT_FOUND", "is cancelling; it has no model to start from")
+            await both(stage.client, cancelled, "MODEL_NOT_FOUND", "is cancelling; a job can start from its model")
             assert len(await stage.client.jobs(ended=True)) == 2
             for agent in (a, b):
                 await agent.close()

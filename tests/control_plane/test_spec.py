@@ -151,8 +151,8 @@ def test_codecs_of_merges_go_with_collectives(job_file: Path) -> None:
 
 def test_a_section_is_a_mapping(job_file: Path) -> None:
     told = {
-        "train.initialModel=digits-1": "`train.initialModel` must be a mapping with the keys job",
-        "train.end=[4]": "`train.end` must be a mapping with the keys epochs, steps, goal",
+        "train.initialModel=digits-1": "`train.initialModel` must be a mapping with the keys job, round",
+        "train.end=[4]": "`train.end` must be a mapping with the keys epochs, steps, goal, patience, time",
         "task.config=3": "`task.config` must be a mapping",
     }
     for setting, text in told.items():

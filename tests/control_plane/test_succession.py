@@ -108,7 +108,7 @@ def test_another_job_goes_on_over_the_region_that_has_come(serve_config: ServeCo
             assert (after.user, after.initial_model.job, after.initial_model.digest) == ("ann", job, digest_of(MODEL))
             assert after.deadline_at == pytest.approx(first.deadline_at, abs=1e-3)
             spec = json.loads(after.spec_json)
-            assert spec["train"]["end"] == {"epochs": None, "steps": 28, "goal": None}
+            assert spec["train"]["end"] == {"epochs": None, "steps": 28, "goal": None, "patience": None, "time": None}
             assert spec["train"]["seed"] == 1
             assert spec["objective"]["budget"] == pytest.approx(2.5)
             speeds = {p["region"]: p["samples_per_second"] for p in json.loads(after.plan_json)["partitions"]}
@@ -386,7 +386,7 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
         "objective={deadline: 1h, soft: [{deadline: 2h}], budget: 4}", "regions.avoid=[c]",
     )  # fmt: skip
     job = running(tmp_path, *wanted, done=5)
-    rest = rest_of(replace(job, state=replace(job.state, deadline_at=1_800_000_000.5)))
+    rest = rest_of(replace(job, state=replace(job.state, deadline_at=1_800_000_000.5)), 0.0)
     assert rest.train.initial_model is not None
     assert rest.train.initial_model.job == job.row.id
     assert (rest.train.end.epochs, rest.train.end.steps, rest.train.seed) == (30.0, None, 6)
@@ -397,11 +397,11 @@ def test_what_is_left_of_a_job(tmp_path: Path) -> None:
     kept = ("task", "data", "regions", "wan", "function", "metadata", "limits")
     assert all(getattr(rest, name) == getattr(job.spec, name) for name in kept)
     # One that was taken without a promise continues without one.
-    assert rest_of(job).objective.deadline is None
+    assert rest_of(job, 0.0).objective.deadline is None
     with pytest.raises(GeofedError, match="has nothing left to train"):
-        rest_of(running(tmp_path, "train.end={steps: 195}", done=20))
+        rest_of(running(tmp_path, "train.end={steps: 195}", done=20), 0.0)
     with pytest.raises(GeofedError, match="budget of j is spent"):
-        rest_of(running(tmp_path, "objective.budget=1", done=5))
+        rest_of(running(tmp_path, "objective.budget=1", done=5), 0.0)
 
 
 @settings(deadline=None, max_examples=budget(40))
@@ -419,9 +419,9 @@ def test_however_often_it_is_planned_anew_all_is_trained_once(steps: int, ends: 
         job = replace(job, state=replace(job.state, partitions=parts))
         if total - done * 10 <= 0:
             with pytest.raises(GeofedError, match="has nothing left"):
-                rest_of(job)
+                rest_of(job, 0.0)
             return
-        job = replace(job, spec=rest_of(job))
+        job = replace(job, spec=rest_of(job, 0.0))
         made += done * 10
         assert job.spec.train.end.steps == steps - made
         assert job.spec.train.learning_rate is not None

@@ -134,6 +134,15 @@ class Server:
     def status(self) -> sync_pb2.PsStatus:
         return self.configure()
 
+    def model(self, round_: int = 0) -> bytes:
+        """The present model, or that of an evaluated round, as a safetensors file."""
+        with self.exchange() as line:
+            chunks = sync_pb2_grpc.PsAdminStub(line).GetModel(sync_pb2.PsModelRequest(round=round_), timeout=10)
+            try:
+                return b"".join(chunk.data for chunk in chunks)
+            except grpc.RpcError as raised:
+                raise error_of(raised) from None
+
     def token(self, worker: int = 0, attempt: int = 1, **other: Any) -> str:
         place = (other.get("job", JOB), other.get("region", self.region))
         who = WorkerIdentity(*place, worker, attempt, other.get("workers", self.settings["workers"]))
@@ -230,6 +239,8 @@ class NumpyWorker(threading.Thread):
             elif reply.correction_key:
                 self._add(reply.correction_key)
             done, known, finished = reply.round, False, reply.finished
+            if reply.evaluate and not finished:
+                self._call("Evaluated", worker_pb2.EvaluatedRequest(round=done, samples=1.0, metrics={"accuracy": 0.1}))
         request = worker_pb2.EvaluatedRequest(round=done, samples=1.0, metrics={"accuracy": 0.5})
         self._call("Evaluated", request)
         self.finals.append(self.model)

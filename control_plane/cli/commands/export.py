@@ -1,4 +1,4 @@
-"""`export`: write the model of a job, verified, with a manifest."""
+"""`export`: write a model of a job, verified, with a manifest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from control_plane._view import ENDED, Data, job_view, standing_text
+from control_plane._view import ENDED, Data, job_view, model_text, standing_text
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import emit, fields, unwritable
@@ -47,6 +47,15 @@ def export(
             show_default=False,
         ),
     ] = None,
+    round_: Annotated[
+        str | None,
+        typer.Option(
+            "--round",
+            metavar="N|best",
+            help="The model of a kept round, or the best one by `train.best`; default: the last one.",
+            show_default=False,
+        ),
+    ] = None,
     part: Annotated[
         Part,
         typer.Option(
@@ -60,16 +69,19 @@ def export(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Write a job's model as safetensors, and a manifest next to it."""
+    """Write a job's model as safetensors, and a manifest next to it. Of a job that runs, has failed or was cancelled,
+    that of an evaluated round.
+
+    Example: control-plane export digits-3f9c21 --round best
+    """
 
     async def fetch(client: ControlClient) -> Data:
         view = job_view(await client.job(job))
-        if not (view["result"] and view["result"]["model"]):
-            raise _no_model(view)
+        view["model"] = _chosen(view, round_)
         target = output_file or Path(view["id"] if part is Part.PEFT else f"{view['id']}.safetensors")
         if part is not Part.WHOLE:
             return await _written_part(client, view, target, part, yes=yes)
-        if target.is_file() and not _holds(target, view["result"]["model"]["digest"]):
+        if target.is_file() and not _holds(target, view["model"]["digest"]):
             confirm(f"Overwrite {target}?", yes=yes)
         await _download(client, view, target)
         return _with_manifest(view, target)
@@ -99,11 +111,27 @@ async def _written_part(client: ControlClient, view: Data, target: Path, part: P
     return _with_manifest(view, file, told)
 
 
-def _no_model(view: Data) -> GeofedError:
-    job, state = view["id"], view["state"]
-    pending = state not in (*ENDED, "cancelling")
-    hint = "wait for it to succeed" if pending else f"`control-plane events {job}` shows what happened"
-    return GeofedError("MODEL_NOT_FOUND", f"job {job} {standing_text(state)}; it has no model", hint=hint)
+def _chosen(view: Data, wanted: str | None) -> Data:
+    """Return the model of a job that a user wants: of a round, the best one or the last one."""
+    models, job, state = view["models"], view["id"], view["state"]
+    if wanted not in (None, "best") and not (wanted.isascii() and wanted.isdigit()):
+        raise GeofedError("USAGE", f"invalid value {wanted!r} for --round", hint="give the number of a round, or best")
+    if not models:
+        pending = state not in (*ENDED, "cancelling")
+        hint = "wait for its first evaluation" if pending else f"`control-plane events {job}` shows what happened"
+        raise GeofedError("MODEL_NOT_FOUND", f"job {job} {standing_text(state)}; it has no model", hint=hint)
+    if wanted is None:
+        last: Data = models[-1]
+        return last
+    found: Data | None = None
+    for model in models:
+        if model["best"] if wanted == "best" else model["round"] == int(wanted):
+            found = model
+    if found is None:
+        text = "no kept model has the metric of `train.best`" if wanted == "best" else f"round {wanted} is not kept"
+        kept = "; ".join(model_text(model) for model in models)
+        raise GeofedError("MODEL_NOT_FOUND", f"job {job}: {text}", hint=f"kept: {kept}")
+    return found
 
 
 def _holds(path: Path, digest: str) -> bool:
@@ -125,7 +153,7 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
     import asyncio
     import hashlib
 
-    expected, digest, have = view["result"]["model"], hashlib.sha256(), 0
+    expected, digest, have = view["model"], hashlib.sha256(), 0
     plain = target.is_file() or not target.exists()
     # A device such as /dev/stdout cannot be replaced by a file, so it is written directly.
     draft = target.with_name(f".{target.name}.{os.getpid()}") if plain else target
@@ -133,7 +161,7 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
         with draft.open("wb") as file:
             for attempt in range(1, _ATTEMPTS + 1):
                 try:
-                    async for chunk in client.model(view["id"], offset=have):
+                    async for chunk in client.model(view["id"], round_=expected["round"], offset=have):
                         file.write(chunk.data)
                         digest.update(chunk.data)
                         have += len(chunk.data)
@@ -146,7 +174,8 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
             if plain:
                 os.fsync(file.fileno())
         if f"sha256:{digest.hexdigest()}" != expected["digest"]:
-            text = f"{have} bytes arrived as sha256:{digest.hexdigest()}, the job's model is {expected['digest']}"
+            of_round = f"the model of round {expected['round']} is {expected['digest']}"
+            text = f"{have} bytes arrived as sha256:{digest.hexdigest()}, {of_round}"
             raise GeofedError("DIGEST_MISMATCH", text, hint="nothing was written; export again")
         if plain:
             draft.replace(target)
@@ -161,8 +190,8 @@ async def _download(client: ControlClient, view: Data, target: Path) -> None:
 def _with_manifest(view: Data, target: Path, part: Data | None = None) -> Data:
     """Write the manifest next to the model; return the result of the command. ``part``: digest and bytes of the file,
     where it is not the whole model."""
-    result = view["result"]
-    written = {**result["model"], **(part or {})}
+    result, model = view["result"] or {}, view["model"]
+    written = {"digest": model["digest"], "bytes": model["bytes"], "format": "safetensors", **(part or {})}
     manifest = {
         "apiVersion": "geofed/v1",
         "kind": "ModelManifest",
@@ -170,21 +199,25 @@ def _with_manifest(view: Data, target: Path, part: Data | None = None) -> Data:
         **written,
         "job": view["id"],
         "name": view["name"],
+        "state": view["state"],
         "finished_at": view["finished_at"],
-        "metrics": result["metrics"],
-        "data": {"dataset": view["spec"]["data"]["dataset"], "residency": result["residency"]},
-        "digests": result["digests"],
+        "round": model["round"],
+        "metrics": model["metrics"],
+        "data": {"dataset": view["spec"]["data"]["dataset"], "residency": view["plan"]["residency"]},
+        "digests": result.get("digests"),
         "spec": view["spec"],
         "plan": view["plan"],
-        "account": result,
+        "account": view["result"],
     }
     path = target.with_name(f"{target.name}.manifest.json")
     try:
         path.write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
         raise unwritable(path, error) from None
-    return {"job": view["id"], "file": str(target), "manifest": str(path), **written}
+    return {"job": view["id"], "round": model["round"], "file": str(target), "manifest": str(path), **written}
 
 
 def _exported_text(data: Data) -> str:
-    return fields([("model", data["file"]), ("digest", data["digest"]), ("manifest", data["manifest"])])
+    return fields(
+        [("model", data["file"]), ("round", data["round"]), ("digest", data["digest"]), ("manifest", data["manifest"])]
+    )

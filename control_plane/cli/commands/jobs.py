@@ -1,4 +1,4 @@
-"""`status`, `list`, `describe`, `wait`, `scale`, `replan`, `finish`, `cancel`, `share` and `unshare`."""
+"""`status`, `list`, `describe`, `wait`, `scale`, `replan`, `finish`, `cancel`, `resume`, `share` and `unshare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from control_plane.cli._completion import complete_job, complete_region_workers,
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import columns, emit, fields, say
-from control_plane.cli._settings import Format, settings
+from control_plane.cli._settings import Format, can_ask, settings
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
@@ -102,8 +102,12 @@ def cancel(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Cancel a job and discard its model."""
-    confirm(f"Cancel job {job}? Its model is lost.", yes=yes)
+    """Cancel a job. Models of evaluated rounds are kept: `export` writes them, `resume` continues with the last one.
+
+    Example: control-plane cancel digits-3f9c21 --reason "wrong data" --yes
+    """
+    kept = f" {ask_control_plane(context, _what_is_kept(job))}" if not yes and can_ask() else ""
+    confirm(f"Cancel job {job}?{kept}", yes=yes)
     _request(context, lambda client: client.cancel(job, reason))
 
 
@@ -125,6 +129,49 @@ def replan(
 ) -> None:
     """Replan a running job: end it, and continue its model in a new job over the regions that are available now."""
     _request(context, lambda client: client.replan(job, reason))
+
+
+def _what_is_kept(job: str) -> Any:
+    from control_plane._view import model_text
+
+    async def request(client: ControlClient) -> str:
+        models = job_view(await client.job(job))["models"]
+        if not models:
+            return "No round was evaluated: nothing is kept."
+        return f"Kept: {'; '.join(model_text(model) for model in models[-3:])}."
+
+    return request
+
+
+def resume(
+    job: JobArgument,
+    request_id: Annotated[
+        str | None,
+        typer.Option(help="Repeat the ID to retry safely: requests with one ID make one job. Default: random."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the new job until it has ended.")] = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Resume an ended job: a new one trains the rest, with the same code, from the last kept model.
+
+    Example: control-plane resume digits-3f9c21 --watch
+    """
+    import uuid
+
+    from control_plane.cli._report import job_head
+
+    identity = request_id or str(uuid.uuid4())
+
+    async def ask(client: ControlClient) -> Data:
+        reply = await client.resume(job, identity)
+        return job_summary(job_view(reply.job)) | {"created": reply.created, "request_id": identity}
+
+    view = ask_control_plane(context, ask)
+    if watch:
+        finish_with_job(context, view["id"], shown=True)
+        return
+    emit(view, table=job_head, name=_id_of)
 
 
 def share(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from control_plane._view import Data, job_summary, job_view
+from control_plane.cli._completion import complete_job
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._job_file import JobFile, read_job
 from control_plane.cli._options import ContextFile, NoInput, Output, Overrides, Yes
@@ -32,6 +33,16 @@ def submit(
         str | None,
         typer.Option(help="Repeat the ID to retry safely: submissions with one ID make one job. Default: random."),
     ] = None,
+    from_job: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="JOB",
+            help="Start from the model of an ended job, as with `train.initialModel`.",
+            show_default=False,
+            autocompletion=complete_job,
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan with its cost; run nothing.")] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile the task first, unless it has been measured already.")
@@ -47,6 +58,8 @@ def submit(
 
     Example: control-plane submit job.yaml --set train.seed=2 --yes --watch
     """
+    if from_job is not None:
+        overrides = [*(overrides or []), f"train.initialModel.job={json.dumps(from_job)}"]
     loaded, bundle = read_job(job_file, overrides, name)
     if profile:
         _profile_unless_measured(context, loaded, bundle, request_id)

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from control_plane.core import Copy, JobState, Partition, Report, federated_metrics, loss_of_round
+from control_plane.core import Copy, JobState, Partition, Report, federated_metrics, loss_of_round, models_of
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
@@ -35,7 +35,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "job": row.id,
         "name": row.name,
         "state": state.phase,
-        "metrics": federated_metrics(reports.values()),
+        "metrics": federated_metrics(report.evaluation for report in reports.values()),
         "ended_early": state.ends_early or None,
         "steps": {name: report.step for name, report in reports.items()},
         "rounds": max((report.round for report in reports.values()), default=0),
@@ -49,6 +49,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "usd": usd,
         "initial_model": asdict(state.initial_model) if state.initial_model else None,
         "model": _model(state),
+        "models": [asdict(model) for model in models_of(state)],
         "successor": state.successor or None,
         "predicted": {
             "seconds": asdict(expected.seconds),

@@ -110,8 +110,7 @@ async def submit(
     cannot create its model; INADMISSIBLE, or the code of the reason, if it is declined; and what `initial_model_of`
     raises.
     """
-    if not 1 <= len(request.request_id) <= 256:
-        raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
+    require_request_id(request.request_id)
     spec = parse_request(request.spec_json)
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
@@ -132,6 +131,12 @@ async def submit(
         return await _earlier(federation, row)
 
     return await admit(federation, new, check)
+
+
+def require_request_id(request_id: str) -> None:
+    """Raise ``GeofedError("SPEC_INVALID")`` unless it is valid."""
+    if not 1 <= len(request_id) <= 256:
+        raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
 
 
 def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> JobRow:

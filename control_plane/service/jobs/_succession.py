@@ -12,16 +12,18 @@ import json
 import math
 import secrets
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import structlog
 
-from control_plane.core import InitialModel, ReplanRequested, SuccessorDecided, may_end_early
+from control_plane._durations import format_duration
+from control_plane.core import InitialModel, KeptModel, ReplanRequested, SuccessorDecided, may_end_early
 from control_plane.service.jobs._result import runs_so_far
 from control_plane.service.jobs._submission import NewJob, admit, new_row
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.planning._admission import AdmittedJob
+from control_plane.service.planning._initial import kept_model
 from control_plane.service.planning._planning import declined_error
 from control_plane.service.planning._replan_gain import ROUNDS_SEEN, RoundTimes, pays
 from control_plane.service.state._draft import Draft, JobEntry
@@ -88,7 +90,7 @@ class Succession:
     async def _plan_of_rest(self, entry: JobEntry) -> Plan:
         """Return the plan of a job's rest; raise ``GeofedError`` if it cannot be run, or would run in the same
         regions."""
-        job, rest = entry.row.id, rest_of(entry)
+        job, rest = entry.row.id, rest_of(entry, self._federation.clock())
         learnt = await self._learnt(entry, rest)
         async with self._federation.planning:
             reachable = _without_regions(rest, self._silent(entry))
@@ -186,7 +188,7 @@ class Succession:
         if silent := self._silent(entry, _RECONNECT_SECONDS):
             raise GeofedError("UNAVAILABLE", f"region {', '.join(silent)} is unreachable; it may reconnect in a moment")
         try:
-            rest = rest_of(entry)
+            rest = rest_of(entry, self._federation.clock())
             try:
                 await self._admit(entry, rest)
             except GeofedError as error:
@@ -202,12 +204,13 @@ class Succession:
             return
 
     async def _admit(self, entry: JobEntry, rest: JobSpec, late: GeofedError | None = None) -> None:
-        state, row = entry.state, entry.row
+        row = entry.row
         # A new ID for each attempt: the old job's state shows if an attempt was stored.
         request = f"{_REQUEST_PREFIX}{row.id}-{secrets.token_hex(8)}"
         key, _ = await self._keys(entry, rest)
         new_job = new_row(rest, row.bundle_digest, request, row.user)
-        model = InitialModel(row.id, state.blob_digest, state.blob_bytes)
+        last = kept_model(entry, None)
+        model = InitialModel(row.id, last.digest, last.bytes, last.round)
         silent = self._silent(entry)
         # Unreachable regions are only left out of the plan, not excluded in the stored spec.
         planned = _without_regions(rest, silent)
@@ -258,25 +261,30 @@ class Succession:
         return await self._federation.read(lambda store: Learnt((*own, *store.runs(*keys)), store.weight(keys[0])))
 
 
-def rest_of(entry: JobEntry) -> JobSpec:
-    """Return the spec of a job that trains the rest of a job, starting from its model.
+def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSpec:
+    """Return the spec of a job that trains the rest of a job, starting from its model, or that of a kept round.
 
-    Epochs or steps, deadline and budget are the remaining ones. The seed differs, so that samples come in a new order;
-    a learning rate schedule continues where it is. Raises ``GeofedError("ILLEGAL_STATE")`` if nothing is left.
+    Epochs or steps, time, deadline and budget are the remaining ones. The seed differs, so that samples come in a new
+    order; a learning rate schedule continues where it is. Raises ``GeofedError("ILLEGAL_STATE")`` if nothing is left.
     """
     state, spec, job = entry.state, entry.spec, entry.row.id
     reports = [part.report for part in state.partitions if part.report is not None]
-    done = min((report.round for report in reports), default=0)
+    done = min((report.round for report in reports), default=0) if model is None else model.round
     share = done / entry.plan.rounds
     rest: dict[str, Any] = json.loads(spec.to_json())
     train, objective = rest["train"], rest["objective"]
-    train["initialModel"] = {"job": job}
+    train["initialModel"] = {"job": job, "round": model.round if model is not None else None}
     train["seed"] = (spec.train.seed + 1) % _SEED_LIMIT
     end = spec.train.end
     if end.steps is not None:
         train["end"]["steps"] = end.steps - done * entry.plan.interval
     if end.epochs is not None:
         train["end"]["epochs"] = end.epochs * (1 - share)
+    if end.time is not None:
+        left = end.time.total_seconds() - ((state.finished_at or at) - state.started_at)
+        if left <= 0:
+            raise GeofedError("ILLEGAL_STATE", f"the training time of {job} is over")
+        train["end"]["time"] = format_duration(timedelta(seconds=left))
     if max(train["end"]["steps"] or 0, train["end"]["epochs"] or 0) <= 0:
         raise GeofedError("ILLEGAL_STATE", f"job {job} has nothing left to train")
     if spec.train.learning_rate is not None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from control_plane._view import standing_text
-from control_plane.core import InitialModel
+from control_plane.core import InitialModel, KeptModel, best_model, last_model, models_of
 from control_plane.service.rpc._users import Caller
+from control_plane.service.state._draft import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from geofed_pb.errors import GeofedError
 
-__all__ = ["initial_model_of"]
+__all__ = ["initial_model_of", "kept_model", "starting_from"]
 
 
 async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> InitialModel | None:
     """Return the model that a job of a user (empty: the operator) starts from; None: the task's own.
 
     Raises ``GeofedError``: JOB_NOT_FOUND; FORBIDDEN for a job that the user may not read; MODEL_NOT_FOUND if the job
-    has no model.
+    has not ended, or has no such model.
     """
     wanted = spec.train.initial_model
     if wanted is None:
@@ -24,12 +25,43 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
     entry = await federation.find_job(wanted.job, Caller(user).may_read)
     job, state = entry.row.id, entry.state
     Caller(user).require("read", entry.row)
-    if state.phase != "succeeded" or not state.blob_digest:
-        text = f"job {job} {standing_text(state.phase)}; it has no model to start from"
-        pending = not state.terminal and state.phase != "cancelling"
-        hint = "wait for it to succeed" if pending else "name a job that has succeeded"
-        raise GeofedError("MODEL_NOT_FOUND", text, hint=hint)
-    if federation.blobs.size(state.blob_digest) is None:
+    if not state.terminal:
+        text = f"job {job} {standing_text(state.phase)}; a job can start from its model once it has ended"
+        raise GeofedError("MODEL_NOT_FOUND", text, hint="wait for it, or finish it")
+    return starting_from(federation, entry, kept_model(entry, wanted.round))
+
+
+def starting_from(federation: Federation, entry: JobEntry, model: KeptModel) -> InitialModel:
+    """Return a model of a job as the one to start from. Raises ``GeofedError("MODEL_NOT_FOUND")``: it is missing."""
+    job = entry.row.id
+    if federation.blobs.size(model.digest) is None:
         hint = "its file was removed from the control plane's state directory"
-        raise GeofedError("MODEL_NOT_FOUND", f"the model of {job}, {state.blob_digest}, is missing", hint=hint)
-    return InitialModel(job, state.blob_digest, state.blob_bytes)
+        raise GeofedError("MODEL_NOT_FOUND", f"the model of {job}, {model.digest}, is missing", hint=hint)
+    return InitialModel(job, model.digest, model.bytes, model.round)
+
+
+def kept_model(entry: JobEntry, wanted: int | str | None) -> KeptModel:
+    """Return a model of a job: that of a round, the "best" one, or (None) the last one.
+
+    Raises ``GeofedError("MODEL_NOT_FOUND")``.
+    """
+    job, state = entry.row.id, entry.state
+    models = models_of(state)
+    if not models:
+        text, hint = f"job {job} {standing_text(state.phase)}; no model of it is kept", "wait for its first evaluation"
+        if state.terminal or not state.evaluate_every:
+            hint = "with `train.evaluateEvery` the control plane keeps models of evaluated rounds"
+        raise GeofedError("MODEL_NOT_FOUND", text, hint=hint)
+    if wanted == "best":
+        found = best_model(state)
+        text = f"no kept model of job {job} has the metric {state.keep.metric}"
+        measured = ", ".join(sorted({name for model in models for name in model.metrics}))
+        hint = f"name one of {measured} in `train.best`" if measured else "its `metrics` measure nothing"
+    else:
+        last = last_model(state) if wanted is None else None
+        found = last or next((model for model in models if model.round == wanted), None)
+        text = f"the model of round {wanted} of job {job} is not kept"
+        hint = "kept rounds: " + ", ".join(str(model.round) for model in models)
+    if found is None:
+        raise GeofedError("MODEL_NOT_FOUND", text, hint=hint)
+    return found

@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from control_plane.core import Copy, Goal, InitialModel, JobState, Partition
+from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
 from control_plane.service.measuring._known import Learnt, merges_of, probed_speeds, speeds_of, stage_paces_of
 from control_plane.service.planning._tuning import profile_from_json
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._draft import JobEntry, RegionEntry
-from control_plane.spec import JobSpec
+from control_plane.spec import MOST_KEPT, JobSpec
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
 from scheduler.tuning import TaskProfile
@@ -122,6 +122,10 @@ def first_state(
         job=job,
         deadline_at=deadline_at,
         goal=goal_of(spec),
+        evaluate_every=spec.train.evaluate_every,
+        keep=keep_of(spec),
+        patience=spec.train.end.patience or 0,
+        time_limit_seconds=spec.train.end.time.total_seconds() if spec.train.end.time is not None else None,
         budget_usd=spec.objective.budget,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
@@ -152,3 +156,13 @@ def goal_of(spec: JobSpec) -> Goal | None:
     at_least, at_most = wanted.at_least, wanted.at_most
     bound = at_least if at_least is not None else at_most
     return Goal(wanted.metric, bound or 0.0, at_least is not None, spec.train.evaluate_every)
+
+
+def keep_of(spec: JobSpec) -> Keep:
+    """Return which models of a job's rounds are kept, and what makes one the best: by default, what its goal asks."""
+    train, goal = spec.train, spec.train.end.goal
+    metric, highest = ("loss", False) if goal is None else (goal.metric, goal.at_least is not None)
+    if train.best is not None:
+        metric, highest = train.best.metric, train.best.mode == "max"
+    models = {"last": 1, "best": 1, "all": MOST_KEPT}.get(str(train.keep), train.keep)
+    return Keep(int(models), train.keep == "best", metric, highest)

@@ -200,7 +200,7 @@ class Tuning:
         if len(reports) < len(self.pool):
             return None
         measured = [report.evaluation.round for report in reports.values()]
-        metric = federated_metrics(reports.values()).get(self.goal.metric)
+        metric = federated_metrics(report.evaluation for report in reports.values()).get(self.goal.metric)
         # Regions report independently and may never be at the same round.
         late = max(measured) - min(measured) > self.goal.every
         if late or metric is None or not math.isfinite(metric) or min(measured) <= self._evaluated:

@@ -29,6 +29,7 @@ _CONTROL = {
     "Cancel": Rule(_BOTH, job="change"),
     "Finish": Rule(_BOTH, job="change"),
     "Replan": Rule(_BOTH, job="change"),
+    "Resume": Rule(_BOTH, job="change"),
     "Scale": Rule(_BOTH, job="change"),
     "Share": Rule(_BOTH, job="change"),
     "ListRegions": Rule(_BOTH),

@@ -13,8 +13,8 @@ from typing import Any
 import grpc.aio
 import structlog
 
-from control_plane._safetensors import flat_bytes
-from control_plane.core import Heartbeat, Reported
+from control_plane._safetensors import facts_of, flat_bytes
+from control_plane.core import Heartbeat, Reported, Uploaded
 from control_plane.pki import Authority, GivenAuthority, utc_now
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.rpc._access import region_of
@@ -266,7 +266,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             if report.state == "published" and report.blob_digest:
                 size = self._federation.blobs.size(report.blob_digest)
                 flat = flat_bytes(self._federation.blobs.path(report.blob_digest)) or 0
-            draft.apply_to_job(message.partition.job, Reported(draft.at, region, report, size, flat))
+            kept = self._kept_bytes(message.partition.job, report.kept)
+            draft.apply_to_job(message.partition.job, Reported(draft.at, region, report, size, flat, kept))
             self._federation.allocation.reported(draft, message.partition.job)
         elif kind == "happening":
             happening = message.happening
@@ -277,6 +278,14 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         elif kind == "logs":
             records = [record for record in message.logs.records if self._is_involved(record.job, region)]
             draft.logs += log_rows(region, records)
+
+    def _kept_bytes(self, job: str, kept: Uploaded) -> int | None:
+        """Return the size of the uploaded model of a round; None unless it is there, and of this job and round."""
+        blobs = self._federation.blobs
+        if not kept.digest or (size := blobs.size(kept.digest)) is None:
+            return None
+        facts = facts_of(blobs.path(kept.digest))
+        return size if (facts.get("job"), facts.get("round")) == (job, str(kept.round)) else None
 
     def _is_involved(self, job: str, region: str) -> bool:
         entry = self._federation.jobs.get(job)

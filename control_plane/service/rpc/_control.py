@@ -23,11 +23,13 @@ from control_plane.pki import (
     new_secret,
     not_issued,
 )
+from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.measuring._profiling import Profiling
+from control_plane.service.planning._initial import kept_model
 from control_plane.service.rpc._access import caller_now
 from control_plane.service.rpc._authority import rotate_authority
 from control_plane.service.rpc._regions import change_region
@@ -226,6 +228,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return self._federation.describe(await self._federation.find_job(entry.row.id))
 
     @answering
+    async def Resume(self, request: control_pb2.ResumeRequest, context: Context) -> control_pb2.SubmitReply:
+        """Continue an ended job as a new one; once for each request ID."""
+        job = (await self._find(request.job)).row.id
+        entry, created = await resume(self._federation, self._probing, job, request.request_id)
+        return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
+
+    @answering
     async def Scale(self, request: control_pb2.ScaleRequest, context: Context) -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
         entry = await self._find(request.job)
@@ -325,11 +334,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def GetModel(
         self, request: control_pb2.ModelRequest, context: Context
     ) -> AsyncIterator[common_pb2.BlobChunk]:
-        """Stream the model of a job that has succeeded."""
-        entry = await self._find(request.job)
-        if not entry.state.blob_digest:
-            raise GeofedError("MODEL_NOT_FOUND", f"job {entry.row.id} is {entry.state.phase}; it has no model")
-        async for chunk in self._federation.blobs.send(entry.state.blob_digest, request.offset):
+        """Stream a kept model of a job: the last one, or that of a round."""
+        model = kept_model(await self._find(request.job), request.round or None)
+        async for chunk in self._federation.blobs.send(model.digest, request.offset):
             yield chunk
 
     # --- helpers

@@ -25,14 +25,18 @@ from control_plane.core import (
     Record,
     RegionState,
     Report,
+    SendKeep,
     SendPeers,
     SendPublish,
     SendScale,
     SendShard,
     SendStart,
     Speed,
+    Uploaded,
     WanExchange,
+    best_model,
     condition_of,
+    models_of,
     wan_links,
 )
 from control_plane.service.planning._scaling import batch_with
@@ -84,6 +88,8 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
             clean(name, NAME_BYTES): LinkReport(link.rtt_ms, link.mbps, link.streams, link.down)
             for name, link in islice(message.links.items(), _MAX_NAMES)
         },
+        keeps_models=message.keeps_models,
+        kept=Uploaded(message.kept.round, message.kept.blob_digest, clean(message.kept.error)),
     )
 
 
@@ -182,6 +188,8 @@ def command_of(
         return agent_pb2.ToAgent(scale=wanted)
     if isinstance(action, SendPublish):
         return agent_pb2.ToAgent(publish=agent_pb2.PublishModel(job=row.id, epoch=action.epoch))
+    if isinstance(action, SendKeep):
+        return agent_pb2.ToAgent(keep=agent_pb2.KeepModel(job=row.id, epoch=action.epoch, round=action.round))
     if isinstance(action, SendShard):
         order = agent_pb2.SendShard(
             job=row.id,
@@ -306,10 +314,21 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         initial_model=control_pb2.InitialModel(**asdict(state.initial_model)) if state.initial_model else None,
         successor=state.successor,
         expected_seconds=plan.estimate.seconds.expected,
+        models=_models(state),
     )
     if state.error is not None:
         message.error.CopyFrom(error_message(state.error))
     return message
+
+
+def _models(state: JobState) -> list[control_pb2.KeptModel]:
+    best = best_model(state)
+    return [
+        control_pb2.KeptModel(
+            round=one.round, digest=one.digest, bytes=one.bytes, metrics=one.metrics, best=one == best
+        )
+        for one in models_of(state)
+    ]
 
 
 def _copy(copy: Copy, *, ended: bool) -> control_pb2.ShardCopy:

@@ -18,6 +18,7 @@ from control_plane.core import (
     Report,
     Reported,
     job_state_to_json,
+    models_of,
     region_state_to_json,
     with_late_charges,
 )
@@ -103,6 +104,8 @@ class Draft:
     """User who has requested the changes, which the events name; empty: nobody."""
     void: bool = False
     """Whether the draft is to be dropped."""
+    dropped_models: list[str] = field(default_factory=list)
+    """Digests of models that their jobs keep no longer."""
     _durable: bool = False
 
     def job(self, job_id: str) -> JobEntry | None:
@@ -174,6 +177,8 @@ class Draft:
             else:
                 payload = command_of(action, entry.row, entry.spec, entry.plan, self._state_of).SerializeToString()
                 self.commands.append(CommandRow(action.region, job_id, payload))
+        kept = {model.digest for model in models_of(machine.state)}
+        self.dropped_models += [model.digest for model in models_of(entry.state) if model.digest not in kept]
         row = entry.row
         if machine.state.terminal:
             row = replace(

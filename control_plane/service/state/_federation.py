@@ -218,6 +218,10 @@ class Federation:
                 self._summed_at = -math.inf
             else:
                 self.jobs[job_id] = entry
+        for digest in draft.dropped_models:
+            # A job that starts from it may still fetch it.
+            if not any(digest in _blobs_of(entry) for entry in self.jobs.values()):
+                self.blobs.remove(digest)
         for name, user in draft.changed_users.items():
             self.users.pop(name, None)
             if user is not None:

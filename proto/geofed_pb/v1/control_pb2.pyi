@@ -91,7 +91,7 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor", "expected_seconds", "shared_with")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor", "expected_seconds", "shared_with", "models")
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class Job(_message.Message):
     SUCCESSOR_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -134,17 +135,41 @@ class Job(_message.Message):
     successor: str
     expected_seconds: float
     shared_with: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ..., expected_seconds: _Optional[float] = ..., shared_with: _Optional[_Iterable[str]] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[KeptModel]
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ..., expected_seconds: _Optional[float] = ..., shared_with: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[_Union[KeptModel, _Mapping]]] = ...) -> None: ...
+
+class KeptModel(_message.Message):
+    __slots__ = ("round", "digest", "bytes", "metrics", "best")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    BEST_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    digest: str
+    bytes: int
+    metrics: _containers.ScalarMap[str, float]
+    best: bool
+    def __init__(self, round: _Optional[int] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., best: bool = ...) -> None: ...
 
 class InitialModel(_message.Message):
-    __slots__ = ("job", "digest", "bytes")
+    __slots__ = ("job", "digest", "bytes", "round")
     JOB_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     job: str
     digest: str
     bytes: int
-    def __init__(self, job: _Optional[str] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ...) -> None: ...
+    round: int
+    def __init__(self, job: _Optional[str] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class ShardCopy(_message.Message):
     __slots__ = ("source", "destination", "state", "condition", "bytes", "sent_bytes", "money")
@@ -366,6 +391,14 @@ class ReplanRequest(_message.Message):
     reason: str
     def __init__(self, job: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class ResumeRequest(_message.Message):
+    __slots__ = ("request_id", "job")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    job: str
+    def __init__(self, request_id: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+
 class ShareRequest(_message.Message):
     __slots__ = ("job", "user", "end")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -529,12 +562,14 @@ class User(_message.Message):
     def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., promised_now: _Optional[int] = ..., jobs: _Optional[int] = ..., created_at: _Optional[float] = ..., public_key: _Optional[str] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
-    __slots__ = ("job", "offset")
+    __slots__ = ("job", "offset", "round")
     JOB_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
     job: str
     offset: int
-    def __init__(self, job: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    round: int
+    def __init__(self, job: _Optional[str] = ..., offset: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("secret", "csr_pem")

@@ -105,6 +105,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/geofed.v1.Control/Resume',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.SubmitReply.FromString,
+                _registered_method=True)
         self.Share = channel.unary_unary(
                 '/geofed.v1.Control/Share',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ShareRequest.SerializeToString,
@@ -254,6 +259,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resume(self, request, context):
+        """Continues an ended job as a new one: the same code and job file, from its last kept model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Share(self, request, context):
         """Lets another user read the job, or not any more.
         """
@@ -315,7 +327,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Downloads the model as safetensors bytes; the manifest is in the job's result.
+        """Downloads a kept model as safetensors bytes; the manifest is in the job's result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -393,6 +405,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Scale,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
+            ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ResumeRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.SubmitReply.SerializeToString,
             ),
             'Share': grpc.unary_unary_rpc_method_handler(
                     servicer.Share,
@@ -823,6 +840,33 @@ class Control(object):
             '/geofed.v1.Control/Scale',
             geofed__pb_dot_v1_dot_control__pb2.ScaleRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Resume',
+            geofed__pb_dot_v1_dot_control__pb2.ResumeRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.SubmitReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -407,7 +407,7 @@ class PsAdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Downloads the model as safetensors.
+        """Downloads the model as safetensors: the present one, or that of one of the last evaluated rounds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

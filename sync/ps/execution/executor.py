@@ -126,11 +126,14 @@ class ActionExecutor:
         self.coding_bytes_per_second = 0.0
         """float32 bytes per second that became our last update, including making it durable; 0: not known yet."""
 
-    def copy_of_model(self) -> Vector | None:
+    def copy_of_model(self, sequence: int = 0) -> Vector | None:
         """Return a copy of the model after the last merge, shape (n,), or None before the first one.
 
-        Must be called in the thread of `do`.
+        ``sequence``: instead, an evaluated round; None if its model is not kept (any more). Must be called in the
+        thread of `do`.
         """
+        if sequence:
+            return self.storage.model_of(sequence)
         return self.replica.model.copy() if self.replica is not None else None
 
     @property
@@ -158,6 +161,8 @@ class ActionExecutor:
             case Restart():
                 return self._restart(action)
             case StoreMetrics():
+                if self.setup.evaluate_every and self.replica is not None:
+                    self.storage.keep_model(action.sequence, self.replica.model)
                 self.storage.keep_metrics(action)
                 return MetricsStored(action)
             case SumUp():

@@ -12,6 +12,7 @@
     residual-SEQ.frame           residual of a lossy codec after our update of round SEQ; synchronous exchange only,
                                  with background exchange it is part of the checkpoint
     metrics.json                 metrics of the last evaluation
+    round-SEQ.frame              model of one of the last evaluated rounds; not flushed, since a lost one harms nothing
     inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json exists
     inbox/REGION/SEQ.from-FIRST.*  the sum of another region's updates of rounds FIRST to SEQ; likewise
     outbox/SEQ.{frame,json}        our own update; likewise
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import zlib
@@ -56,8 +58,11 @@ from sync.transfer.manifest import Manifest
 
 __all__ = ["Entry", "PendingCheckpoint", "Storage", "correction_key"]
 
+_log = logging.getLogger("geofed.ps")
 _KEPT_CHECKPOINTS = 2
 """Checkpoints on disk: if the newest one is damaged, the merges since the one before it are repeated."""
+_KEPT_ROUNDS = 4
+"""Models of evaluated rounds on disk. The control plane fetches one soon after its evaluation, if it wants it."""
 _SPARE = ".spare.partial"
 """File name of an old checkpoint that the next one overwrites."""
 _MEMORY = "memory/"
@@ -268,6 +273,30 @@ class Storage:
     def keep_metrics(self, metrics: StoreMetrics) -> None:
         """Make the metrics of an evaluation durable, in place of those before."""
         write_durably(self.folder / "metrics.json", [json.dumps(asdict(metrics)).encode()])
+
+    def keep_model(self, sequence: int, model: Vector) -> None:
+        """Keep the model of an evaluated round, in place of older ones. One that does not fit on the disk is left
+        out, as is one that an interruption has damaged."""
+        path = self.folder / f"round-{sequence}.frame"
+        try:
+            with path.open("wb") as file:
+                file.writelines(framing.encode({"model": model}, {"crc": _crc({"model": model})}))
+        except OSError as error:
+            _log.warning("the model of round %d is not kept: %s", sequence, error)
+            path.unlink(missing_ok=True)
+        for old in sorted(self._rounds())[:-_KEPT_ROUNDS]:
+            (self.folder / f"round-{old}.frame").unlink(missing_ok=True)
+
+    def model_of(self, sequence: int) -> Vector | None:
+        """Return the model of an evaluated round, shape (n,), or None if it is not here (any more)."""
+        with contextlib.suppress(FileNotFoundError, GeofedError, KeyError, ValueError):
+            frame = framing.decode((self.folder / f"round-{sequence}.frame").read_bytes())
+            model = np.array(frame.tensors["model"], np.float32)
+            return model if frame.facts["crc"] == _crc({"model": model}) else None
+        return None
+
+    def _rounds(self) -> set[int]:
+        return {int(path.stem.split("-")[1]) for path in self.folder.glob("round-*.frame")}
 
     def keep_update(
         self, manifest: Manifest, pieces: Sequence[framing.Buffer], first: Callable[[], None] = lambda: None
