@@ -99,7 +99,7 @@ CATALOGUE: dict[str, Entry] = {
     "REGION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane region list` shows the regions"),
     "USER_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane user list` shows the users"),
     "TEMPLATE_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane template list` shows the templates"),
-    "MODEL_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "the job has no model yet; wait for it to succeed"),
+    "MODEL_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane status JOB` shows which models are kept"),
     "REQUEST_CONFLICT": Entry(Exit.CONFLICT, False, "use a new --request-id for a different job"),
     "ILLEGAL_STATE": Entry(Exit.CONFLICT, False, "the job's state does not allow this; see `control-plane status JOB`"),
     "JOB_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`control-plane events JOB` shows what happened"),

@@ -635,7 +635,7 @@ class PartitionRunner:
         self.feed(Published(digest))
 
     async def _keep(self, round_: int) -> None:
-        """Upload the model of an evaluated round. The job goes on without it if that fails."""
+        """Upload the model of an evaluated round. The job continues without it if that fails."""
         self._kept = agent_pb2.UploadedModel(round=round_)
         try:
             if self._ps is None:

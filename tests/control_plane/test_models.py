@@ -305,7 +305,7 @@ def test_a_cancelled_job_leaves_its_model_and_is_resumed_from_it(serve_config: S
             assert await model(stage, job) == first, "while it runs"
             second = await keeps(job, a, b, 2, 2)
             assert digest_of(first) not in blobs(serve_config), "only the last one is kept"
-            with pytest.raises(GeofedError, match="the model of round 1 of job .* is not kept"):
+            with pytest.raises(GeofedError, match=r"the model of round 1 of job .* is not kept"):
                 await model(stage, job, 1)
             await stage.client.cancel(job)
             for agent in (a, b):
@@ -344,7 +344,7 @@ def test_a_job_starts_from_a_round_of_a_failed_one(serve_config: ServeConfig, jo
             await a.settled()
             wanted = (f"train.initialModel={{job: {job}, round: 1}}",)
             assert (await stage.submit(job_file, "r2", wanted)).job.initial_model.digest == digest_of(first)
-            with pytest.raises(GeofedError, match="no kept model of job .* has the metric loss") as caught:
+            with pytest.raises(GeofedError, match=r"no kept model of job .* has the metric loss") as caught:
                 await stage.submit(job_file, "r3", (f"train.initialModel={{job: {job}, round: best}}",))
             assert caught.value.hint == "name one of accuracy in `train.best`"
             with pytest.raises(GeofedError, match="the model of round 7 of job") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
+from ruamel.yaml import YAML
 from support.commands import run_here
 from support.failures import command
 
@@ -169,3 +171,11 @@ def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file.write_text(_yaml("job-file.md"))
     (tmp_path / "task.py").write_text(TASK)
     assert load(file, []).spec.metadata.name == "digits"
+
+
+def test_the_kept_models_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(_yaml("job-file.md"))
+    (tmp_path / "task.py").write_text(TASK)
+    train = json.dumps(YAML(typ="safe").load(_yaml("planning.md"))["train"])
+    assert load(file, [f"train={train}"]).spec.train.end.patience == 5

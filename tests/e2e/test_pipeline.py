@@ -169,8 +169,8 @@ class Region:
     async def _no_model(self, digest: str, into: Path) -> None:
         raise AssertionError("the job begins with what its task makes")
 
-    async def _publish(self, ps: PsProcess) -> str:
-        self.model = b"".join([chunk.data async for chunk in ps.model()])
+    async def _publish(self, ps: PsProcess, round_: int) -> str:
+        self.model = b"".join([chunk.data async for chunk in ps.model(round_)])
         return "sha256:published"
 
     async def until(self, holds: Callable[[], object], what: str, seconds: float = 150) -> None:

@@ -140,8 +140,10 @@ class Scene:
             raise GeofedError("UNAVAILABLE", "no such model yet")
         into.write_bytes(self.blobs[digest])
 
-    async def _publish(self, ps: Any) -> str:
-        return "sha256:model"
+    async def _publish(self, ps: Any, round_: int) -> str:
+        if round_ > 3:
+            raise GeofedError("MODEL_NOT_FOUND", f"the model of round {round_} is not kept")
+        return f"sha256:model-{round_}"
 
     async def until(self, holds: Callable[[], object]) -> None:
         async with asyncio.timeout(20):
@@ -259,6 +261,24 @@ def test_a_call_without_a_step_is_told_in_the_condition(tmp_path: Path) -> None:
         scene.partition.report_account(now + 50.0)
         told = scene.partition.machine.condition
         assert told == "no step for 50 s (a call without an answer is ended after 125 s)"
+
+    _play(act, tmp_path)
+
+
+def test_the_model_of_a_round_is_uploaded_when_it_is_asked_for(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.partition.keep(3)
+        await scene.until(lambda: scene.reports)
+        assert scene.reports[-1].kept.error == "the parameter server is not running"
+        await scene.training()
+        assert scene.reports[-1].keeps_models
+        for round_, digest, error in ((3, "sha256:model-3", ""), (4, "", "the model of round 4 is not kept")):
+            told = len(scene.reports)
+            scene.partition.keep(round_)
+            await scene.until(lambda told=told: len(scene.reports) > told)
+            kept = scene.reports[-1].kept
+            assert (kept.round, kept.blob_digest, kept.error) == (round_, digest, error)
+        assert scene.partition.machine.state == "training", "the job continues"
 
     _play(act, tmp_path)
 

@@ -33,6 +33,15 @@ def dataset(uri, split, config): ...
 def loss(model, batch): ...
 """
 HOLD = ("--set", "task.config.play=hold")
+KEEP = tuple(
+    word
+    for setting in (
+        "task.config.play=keep", "train.end.steps=8", "train.evaluateEvery=1", "train.keep=all",
+        "train.best={metric: accuracy, mode: max}",
+    )
+    for word in ("--set", setting)
+)  # fmt: skip
+"""Two rounds are evaluated and kept; then nothing happens."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Two regions, played by a script in a process of its own: `python scripted_agents.py CONTEXT READY_FILE`.
 
-What a job meets is in its task's config: `play: finish | hold | fail`. Over a restart of the control plane the agents
+What a job meets is in its task's config: `play: finish | hold | fail | keep`; with the last one it is held, and the
+models of two evaluated rounds are uploaded. Over a restart of the control plane the agents
 connect again, as real ones do.
 """
 
@@ -57,10 +58,16 @@ async def act(agent: FakeAgent, command: agent_pb2.ToAgent, plays: dict[str, str
         agent.report(body.job, "accepted", epoch=body.epoch)
         agent.report(body.job, "ready", epoch=body.epoch, ps_address=f"{agent.region}.example:9000")
     elif kind == "peers":
-        agent.report(body.job, "training", epoch=body.epoch, **figures(agent.region, 1))
+        told = {"keeps_models": plays[body.job] == "keep", **figures(agent.region, 1)}
+        agent.report(body.job, "training", epoch=body.epoch, **told)
         record = agent_pb2.LogRecord(job=body.job, at=1.0, source="worker 1", text=f"hello from {agent.region}")
         agent.send(agent_pb2.FromAgent(logs=agent_pb2.LogBatch(records=[record])))
         end(agent, body, plays[body.job])
+    elif kind == "keep":
+        model = kept_model(body.job, body.round)
+        await agent.put(model)
+        kept = agent_pb2.UploadedModel(round=body.round, blob_digest=digest_of(model))
+        agent.report(body.job, "training", epoch=body.epoch, keeps_models=True, kept=kept, **figures(agent.region, 1))
     elif kind == "publish":
         await agent.put(MODEL)
         told = {"model_digest": "m", "blob_digest": digest_of(MODEL), **figures(agent.region, 2)}
@@ -78,15 +85,24 @@ def end(agent: FakeAgent, body: Any, play: str) -> None:
     elif play == "fail" and agent.region == "a":
         error = common_pb2.Error(code="TASK_FAILED", message="loss raised ValueError", hint="see the logs")
         agent.report(body.job, "failed", epoch=body.epoch, error=error, **figures(agent.region, 1))
+    elif play == "keep":
+        told = figures(agent.region, 2, accuracy=0.8)
+        agent.report(body.job, "training", epoch=body.epoch, keeps_models=True, **told)
 
 
-def figures(region: str, rounds: int) -> dict[str, Any]:
+def kept_model(job: str, rounds: int) -> bytes:
+    """A safetensors file without tensors, of always the same bytes."""
+    head = json.dumps({"__metadata__": {"job": job, "round": str(rounds)}}).encode()
+    return len(head).to_bytes(8, "little") + head
+
+
+def figures(region: str, rounds: int, accuracy: float = 0.9) -> dict[str, Any]:
     return {
         "round": rounds,
         "step": rounds * 2,
         "samples": rounds * 20,
         "loss": 1.0 / (rounds + 1),
-        "evaluation": {"metrics": {"accuracy": 0.9}, "samples": 30, "round": rounds},
+        "evaluation": {"metrics": {"accuracy": accuracy}, "samples": 30, "round": rounds},
         "workers": 2,
         "totals": {
             "sent_bytes": {OTHER[region]: 1000 * rounds},

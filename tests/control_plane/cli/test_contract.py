@@ -56,6 +56,7 @@ CONTRACTS = {
     "replan": Contract("{running}", mutating=True, refused=True),
     "finish": Contract("{running}", mutating=True),
     "cancel": Contract("{cancelled} --yes", mutating=True),
+    "resume": Contract("{kept}", mutating=True, streaming=True),
     "share": Contract("{job} ann", mutating=True),
     "unshare": Contract("{job} ann", mutating=True),
     "logs": Contract("{job}", streaming=True),
@@ -120,7 +121,7 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
     of_users = {"user add", "user change", "user remove"}
     of_regions = {f"region {what}" for what in ("invite", "drain", "undrain", "revoke", "remove")}
-    of_jobs = {"submit", "scale", "replan", "finish", "cancel", "share", "unshare"}
+    of_jobs = {"submit", "scale", "replan", "finish", "cancel", "resume", "share", "unshare"}
     assert mutating == of_jobs | of_regions | of_users | {"rotate-ca"}
     assert "--request-id" in options_of(found["submit"])
     assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove", "region remove"))
@@ -142,7 +143,7 @@ def store() -> Iterator[str]:
 def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A job that has succeeded and one that was cancelled, and what else the commands are given."""
     folder = tmp_path_factory.mktemp("jobs")
-    from tests.control_plane.cli.conftest import HOLD, JOB, TASK
+    from tests.control_plane.cli.conftest import HOLD, JOB, KEEP, TASK
 
     (folder / "job.yaml").write_text(JOB)
     (folder / "task.py").write_text(TASK)
@@ -159,6 +160,11 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
         told("region", "invite", region)
     held = told("submit", file, "-o", "name", *HOLD)
     told("cancel", held, "--yes")
+    kept = told("submit", file, "-o", "name", *KEEP)
+    while not json.loads(told("status", kept, "-o", "json"))["data"]["models"]:
+        pass
+    told("cancel", kept, "--yes")
+    run_here("wait", kept, GEOFED_CONTEXT=str(federation.context))
     running = told("submit", file, "-o", "name", "--set", "train.workers=1", *HOLD)
     prices = folder / "prices.csv"
     prices.write_text("cloud,region,instance_type,purchase,usd_per_hour\naws,r,t,on_demand,0.5\n")
@@ -169,7 +175,7 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     state, backup = str(federation.context.parent), str(folder / "backup")
     told("backup", backup, "--state-dir", state)
     given |= {"state": state, "backup": backup}
-    return {"job": told("submit", file, "--wait", "-o", "name"), "cancelled": held, **given}
+    return {"job": told("submit", file, "--wait", "-o", "name"), "cancelled": held, "kept": kept, **given}
 
 
 @pytest.mark.parametrize("name", [name for name, contract in CONTRACTS.items() if contract.formats])
@@ -208,7 +214,7 @@ def test_without_a_control_plane_there_is_an_envelope_too(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GEOFED_CONTEXT", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    filled = CONTRACTS[name].arguments.format(job="j", cancelled="j", running="j", file=job_file, fresh="u")
+    filled = CONTRACTS[name].arguments.format(job="j", cancelled="j", running="j", kept="j", file=job_file, fresh="u")
     ran = run(*name.split(), *filled.split(), "-o", "json")
     assert ran.status == 6
     assert ran.error["code"] == "UNAVAILABLE"

@@ -296,7 +296,7 @@ def test_what_has_no_model_is_not_exported(live: Federation, run: Run, job_file:
     assert told.error["message"] == f"job {failed} has failed; it has no model"
     assert told.error["hint"] == f"`control-plane events {failed}` shows what happened"
     going = run("submit", job_file, "-o", "name", *HOLD).out.strip()
-    assert run("export", going, "-o", "json").error["hint"] == "wait for it to succeed"
+    assert run("export", going, "-o", "json").error["hint"] == "wait for its first evaluation"
     assert run("cancel", going, "--yes").status == 0
 
 

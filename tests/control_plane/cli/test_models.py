@@ -1,0 +1,71 @@
+"""Models of evaluated rounds, as a user meets them: exported of a running and of a cancelled job, and resumed from."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.control_plane.cli.conftest import KEEP, Federation, Run
+from tests.control_plane.cli.scripted_agents import kept_model
+
+pytestmark = pytest.mark.processes
+
+
+def submitted(run: Run, job_file: str) -> str:
+    """A job of which two rounds are kept, and that continues."""
+    job = run("submit", job_file, "-o", "name", *KEEP).out.strip()
+    deadline = time.monotonic() + 20
+    while len(run("status", job, "-o", "json").data["models"]) < 2:
+        assert time.monotonic() < deadline
+    return job
+
+
+def test_a_model_is_exported_of_a_job_that_runs_and_of_one_that_was_cancelled(
+    live: Federation, run: Run, job_file: str, tmp_path: Path
+) -> None:
+    job = submitted(run, job_file)
+    file = str(tmp_path / "m")
+    for cancelled in (False, True):
+        if cancelled:
+            assert run("cancel", job, "--yes").status == 0
+            assert run("wait", job).status == 1
+        for option, round_ in (((), 2), (("--round", "best"), 1), (("--round", "1"), 1), (("--round", "2"), 2)):
+            told = run("export", job, "--output-file", file, "--yes", "-o", "json", *option).data
+            assert (told["round"], Path(file).read_bytes()) == (round_, kept_model(job, round_)), option
+            manifest = json.loads(Path(told["manifest"]).read_text())
+            assert manifest["metrics"] == {"accuracy": pytest.approx(0.9 if round_ == 1 else 0.8)}
+            assert manifest["state"] == ("cancelled" if cancelled else "running")
+        missing = run("export", job, "--round", "7", "-o", "json")
+        assert (missing.status, missing.error["code"]) == (4, "MODEL_NOT_FOUND")
+        hint = "kept: round 1 (accuracy 0.9000), the best; round 2 (accuracy 0.8000)"
+        assert (missing.error["message"], missing.error["hint"]) == (f"job {job}: round 7 is not kept", hint)
+        assert run("export", job, "--round", "last").status == 2
+        assert "round 1 (accuracy 0.9000), the best; round 2 (accuracy 0.8000)" in run("status", job).out
+
+
+def test_a_job_is_resumed_and_another_starts_from_it(live: Federation, run: Run, job_file: str) -> None:
+    job = submitted(run, job_file)
+    going = run("resume", job, "-o", "json")
+    assert (going.status, going.error["code"]) == (8, "ILLEGAL_STATE")
+    run("cancel", job, "--yes")
+    run("wait", job)
+    after = run("resume", job, "--request-id", f"after-{job}", "-o", "json").data
+    assert (after["initial_model"]["job"], after["initial_model"]["round"], after["created"]) == (job, 2, True)
+    again = run("resume", job, "--request-id", f"after-{job}", "-o", "json").data
+    assert (again["id"], again["created"]) == (after["id"], False)
+    assert run("describe", after["id"], "-o", "json").data["spec"]["train"]["end"]["steps"] == 4
+    assert f"the model of {job}, round 2" in run("status", after["id"]).out
+    other = run("submit", job_file, "--from", job, "-o", "json", "--set", "train.initialModel.round=best").data
+    assert (other["initial_model"]["job"], other["initial_model"]["round"]) == (job, 1)
+    for one in (after["id"], other["id"]):
+        run("cancel", one, "--yes")
+
+
+def test_a_job_without_a_kept_model_is_told_how_to_have_one(live: Federation, run: Run, job_file: str) -> None:
+    failed = run("submit", job_file, "--wait", "-o", "name", "--set", "task.config.play=fail").out.strip()
+    told = run("resume", failed, "-o", "json")
+    assert (told.status, told.error["code"]) == (4, "MODEL_NOT_FOUND")
+    assert told.error["hint"] == "with `train.evaluateEvery` the control plane keeps models of evaluated rounds"
