@@ -11,11 +11,15 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import errors_with_code
 
 __all__ = ["AccessInterceptor", "Check", "Rule", "wrapped"]
+
+_UNDECODABLE = object()
+"""Stands for a message whose bytes are not of the RPC's type: gRPC itself would log a traceback for each one."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         rule = self._rules.get(method, Rule(()))
         wrap = self._stream if handler.response_streaming else self._answer
-        return wrapped(handler, functools.partial(wrap, rule, method, streams=handler.request_streaming))
+        return wrapped(handler, functools.partial(wrap, rule, method, streams=handler.request_streaming), _lenient)
 
     def _answer(self, rule: Rule, method: str, behaviour: Any, *, streams: bool) -> Any:
         async def call(request: Any, context: Any) -> Any:
@@ -100,6 +104,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         return call
 
     async def _begin(self, rule: Rule, method: str, context: Any, request: Any) -> None:
+        _require_decoded(method, request)
         if not rule.callers:
             raise GeofedError("FORBIDDEN", f"no rule says who may call {method}")
         if "anyone" not in rule.callers:
@@ -112,6 +117,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     async def _checked(self, rule: Rule, method: str, context: Any, messages: Any) -> AsyncIterator[Any]:
         async for message in messages:
             async with errors_with_code(context, method):
+                _require_decoded(method, message)
                 await self._again(rule, context, None)
             yield message
 
@@ -134,8 +140,28 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             self._ended.pop(task, None)
 
 
-def wrapped(handler: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Return a copy of an RPC's handler with another behaviour, which ``wrap`` makes from the present one."""
+def _lenient(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            return _UNDECODABLE
+
+    return decoded
+
+
+def _require_decoded(method: str, message: Any) -> None:
+    if message is _UNDECODABLE:
+        raise GeofedError("FRAME_INVALID", f"what was sent is no message of {method}")
+
+
+def wrapped(
+    handler: Any,
+    wrap: Callable[[Any], Any],
+    wrap_decoding: Callable[[Callable[[bytes], Any]], Callable[[bytes], Any]] = lambda decode: decode,
+) -> Any:
+    """Return a copy of an RPC's handler with another behaviour, which ``wrap`` makes from the present one, and another
+    decoding of its messages, which ``wrap_decoding`` makes."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(wrap(getattr(handler, kind)), handler.request_deserializer, handler.response_serializer)
+    make, decode = getattr(grpc, f"{kind}_rpc_method_handler"), handler.request_deserializer
+    return make(wrap(getattr(handler, kind)), decode and wrap_decoding(decode), handler.response_serializer)

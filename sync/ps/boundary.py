@@ -57,14 +57,15 @@ class ManifestLimits:
     def check(self, manifest: Manifest, most_bytes: int) -> None:
         """Check everything that a manifest states. Raises ``GeofedError``: FRAME_INVALID, or LIMIT_EXCEEDED for a size
         or a weight beyond the region's share."""
+        what = f"update {manifest.sequence} of {manifest.region} states"
         if not 0 < manifest.total_bytes <= most_bytes:
-            text = f"an update of {manifest.total_bytes} bytes exceeds the limit of {most_bytes}"
-            raise GeofedError("LIMIT_EXCEEDED", text)
+            text = f"{what} {manifest.total_bytes} bytes, of at most {most_bytes}"
+            raise GeofedError("LIMIT_EXCEEDED" if manifest.total_bytes else "FRAME_INVALID", text)
         if not _DIGEST.fullmatch(manifest.digest):
-            raise GeofedError("FRAME_INVALID", "an update has an invalid digest")
+            raise GeofedError("FRAME_INVALID", f"{what} an invalid digest")
         self._check_weight(manifest)
         if reason := self._fault(manifest):
-            raise GeofedError("FRAME_INVALID", f"update {manifest.sequence} of {manifest.region} states {reason}")
+            raise GeofedError("FRAME_INVALID", f"{what} {reason}")
 
     def _check_weight(self, manifest: Manifest) -> None:
         weight = manifest.weight

@@ -21,7 +21,7 @@ from control_plane.server import ServeConfig
 from control_plane.service import AGENT_RULES, CONTROL_RULES
 from geofed_pb.access import AccessInterceptor, Check, Rule
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of, region_name, reloading_credentials, with_token
-from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2, sync_pb2, worker_pb2
+from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2, sync_pb2, sync_pb2_grpc, worker_pb2
 from sync.ps.server import WORKER_RULES, WorkerCheck
 from sync.ps.tokens import WorkerIdentity, new_key, sign
 from sync.transfer.access import EXCHANGE_RULES, PeerCheck
@@ -268,3 +268,43 @@ def test_the_workers_port_by_every_role(role: str) -> None:
                     assert code == "INTERNAL" or code in REFUSED
 
     asyncio.run(scenario())
+
+
+class Exchange(sync_pb2_grpc.ExchangeServicer):
+    async def Offer(self, request: Any, context: Any) -> sync_pb2.OfferReply:
+        return sync_pb2.OfferReply()
+
+    async def Send(self, request_iterator: Any, context: Any) -> sync_pb2.OfferReply:
+        async for _ in request_iterator:
+            pass
+        return sync_pb2.OfferReply()
+
+
+@pytest.mark.parametrize("method", ["Offer", "Send"])
+def test_bytes_that_are_no_message_are_refused_with_a_code(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They leave no traceback in the log, which whoever reaches the port could fill."""
+    authority = Authority()
+    own, peer = authority.region("a"), authority.region("b")
+
+    async def scenario() -> None:
+        access = AccessInterceptor(EXCHANGE_RULES, PeerCheck("a", lambda: frozenset({"b"}), RevokedSerials()))
+        server = grpc.aio.server(interceptors=[access])
+        sync_pb2_grpc.add_ExchangeServicer_to_server(Exchange(), server)
+        load: Callable[[], Any] = lambda: (own.key_pem, own.certificate_pem, own.ca_pem)  # noqa: E731
+        port = server.add_secure_port("127.0.0.1:0", reloading_credentials(load))
+        await server.start()
+        pems = {"certificate_pem": peer.certificate_pem, "key_pem": peer.key_pem}
+        try:
+            async with channel(f"127.0.0.1:{port}", ca_pem=authority.pem, name=region_name("a"), **pems) as line:
+                streams = method == "Send"
+                call = (line.stream_unary if streams else line.unary_unary)(f"/geofed.v1.Exchange/{method}")
+                await call(iter([b""]) if streams else b"", timeout=10)
+                data = b"\xff" * 9
+                with pytest.raises(grpc.RpcError) as refused:
+                    await call(iter([data]) if streams else data, timeout=10)
+                assert error_of(refused.value).code == "FRAME_INVALID"
+        finally:
+            await server.stop(0)
+
+    asyncio.run(scenario())
+    assert "DecodeError" not in caplog.text

@@ -6,13 +6,17 @@ import os
 import random
 from collections.abc import Iterator
 
-__all__ = ["damaged"]
+__all__ = ["damaged", "damaged_by"]
 
 
 def damaged(whole: bytes, count: int) -> Iterator[bytes]:
     """Yield so many variants of a message, each with a few bytes replaced, inserted or cut off; in each round of
     `make soak` others."""
-    draw = random.Random(int(os.environ.get("GEOFED_TEST_SEED", "0")))
+    return damaged_by(random.Random(int(os.environ.get("GEOFED_TEST_SEED", "0"))), whole, count)
+
+
+def damaged_by(draw: random.Random, whole: bytes, count: int) -> Iterator[bytes]:
+    """The same, as a generator of random numbers says."""
     for _ in range(count):
         data = bytearray(whole)
         for _ in range(1 + int(draw.random() * 4)):

@@ -69,14 +69,14 @@ class Server:
         self.process: subprocess.Popen[bytes] | ServerProcess | None = None
         self.ports: dict[str, int] = {}
 
-    def launch(self, **changed: Any) -> None:
-        """Start the process; does not wait for it."""
+    def launch(self, *, dies_at: int = -1, **changed: Any) -> None:
+        """Start the process; does not wait for it. ``dies_at``: see `WarmServers.start`."""
         self.settings |= changed
         config = self.folder / "ps.json"
         config.write_text(PsConfig(**self.settings).model_dump_json())
         (self.folder / "ready.json").unlink(missing_ok=True)
         if self._warm is not None:
-            self.process = self._warm.start(config, self.log)
+            self.process = self._warm.start(config, self.log, dies_at)
             return
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, "-m", "sync.ps", "--config", str(config)], stderr=log)

@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from support.failpoints import die_at
+
 __all__ = ["ServerProcess", "WarmServers"]
 
 _POLL_SECONDS = 0.005
@@ -38,12 +40,15 @@ class WarmServers:
         self._process.communicate()
         self._folder.cleanup()
 
-    def start(self, config: Path, log: Path) -> ServerProcess:
-        """As ``python -m sync.ps --config CONFIG`` whose standard error goes to the end of ``log``."""
+    def start(self, config: Path, log: Path, dies_at: int = -1) -> ServerProcess:
+        """As ``python -m sync.ps --config CONFIG`` whose standard error goes to the end of ``log``.
+
+        ``dies_at``: the operation on files at which it kills itself (`support.failpoints`); -1: none.
+        """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        stdin.write(f"{config}\t{log}\n")
+        stdin.write(f"{config}\t{log}\t{dies_at}\n")
         stdin.flush()
         pid, serial = stdout.readline().split()
         return ServerProcess(int(pid), Path(self._folder.name) / serial)
@@ -86,7 +91,7 @@ def _serve(line: str) -> int:
 
     from sync.ps.__main__ import main as serve
 
-    config, log = line.rstrip("\n").split("\t")
+    config, log, dies_at = line.rstrip("\n").split("\t")
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
@@ -95,6 +100,8 @@ def _serve(line: str) -> int:
     for descriptor, to in enumerate((nothing, nothing, told)):
         os.dup2(to, descriptor)
     sys.argv = ["sync.ps", "--config", config]
+    if int(dies_at) >= 0:
+        die_at(int(dies_at))
     return serve()
 
 
