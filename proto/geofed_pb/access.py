@@ -11,15 +11,12 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
+from geofed_pb.decoding import Undecodable, decoding
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import errors_with_code
 
 __all__ = ["AccessInterceptor", "Check", "Rule", "wrapped"]
-
-_UNDECODABLE = object()
-"""Stands for a message whose bytes are not of the RPC's type: gRPC itself would log a traceback for each one."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         rule = self._rules.get(method, Rule(()))
         wrap = self._stream if handler.response_streaming else self._answer
-        return wrapped(handler, functools.partial(wrap, rule, method, streams=handler.request_streaming), _lenient)
+        return wrapped(handler, functools.partial(wrap, rule, method, streams=handler.request_streaming), decoding)
 
     def _answer(self, rule: Rule, method: str, behaviour: Any, *, streams: bool) -> Any:
         async def call(request: Any, context: Any) -> Any:
@@ -140,19 +137,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
             self._ended.pop(task, None)
 
 
-def _lenient(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def decoded(data: bytes) -> Any:
-        try:
-            return decode(data)
-        except DecodeError:
-            return _UNDECODABLE
-
-    return decoded
-
-
 def _require_decoded(method: str, message: Any) -> None:
-    if message is _UNDECODABLE:
-        raise GeofedError("FRAME_INVALID", f"what was sent is no message of {method}")
+    if isinstance(message, Undecodable):
+        raise GeofedError("FRAME_INVALID", f"what was sent cannot be a message of {method}: {message.reason}")
 
 
 def wrapped(

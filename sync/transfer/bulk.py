@@ -190,6 +190,10 @@ class BulkConnection:
         else:
             connection.close()
 
+    def end_revoked(self, serials: frozenset[str]) -> None:
+        """End the streams to a peer whose certificate is revoked."""
+        self._outbound.end_revoked(serials)
+
     async def close(self) -> None:
         """Close all streams, and end the peer's open call."""
         if self._calls is not None:

@@ -21,7 +21,7 @@ from sync.transfer.manifest import PeerAddress
 from sync.transfer.wire import open_channel
 from sync.transport.outgoing import Content
 from sync.transport.ranges import Ranges, pieces
-from sync.transport.sockets import Tls
+from sync.transport.sockets import Tls, require_unrevoked
 
 __all__ = ["ConnectionReplaced", "DirectConnection", "LinkMeter"]
 
@@ -79,6 +79,7 @@ class DirectConnection:
         self._channel: grpc.aio.Channel | None = None
         self._opened_with: tuple[str, Tls] | None = None
         """Address and TLS identity that the connection was opened with."""
+        self._opening = asyncio.Lock()
         self._replacement: grpc.aio.Channel | None = None
         """An open connection that is to replace the current one, which has stalled."""
         self._dialling = asyncio.Lock()
@@ -187,12 +188,21 @@ class DirectConnection:
         return reply
 
     async def stub(self) -> sync_pb2_grpc.ExchangeStub:
-        """Return the stub of the current connection, or of a new one if address or identity have changed."""
-        current = self.require_peer().address, self._identity()
-        if self._channel is None or self._opened_with != current:
-            await self.close()
-            self._channel, self._opened_with = open_channel(self.require_peer(), current[1]), current
-        return sync_pb2_grpc.ExchangeStub(self._channel)
+        """Return the stub of the current connection, or of a new one if address or identity have changed. Raises
+        ``GeofedError("FORBIDDEN")`` if the peer's certificate is revoked."""
+        async with self._opening:
+            current = self.require_peer().address, self._identity()
+            if self._channel is None or self._opened_with != current:
+                await self.close()
+                self._channel, self._opened_with = await self._open(), current
+            return sync_pb2_grpc.ExchangeStub(self._channel)
+
+    async def _open(self) -> grpc.aio.Channel:
+        peer, tls = self.require_peer(), self._identity()
+        if tls.revoked.serials:
+            # gRPC tells a client nothing of the server's certificate.
+            await asyncio.to_thread(require_unrevoked, peer.address, peer.region, tls, self._stall_seconds)
+        return open_channel(peer, tls)
 
     @property
     def has_replacement(self) -> bool:
@@ -237,7 +247,7 @@ class DirectConnection:
                 raise GeofedError("TRANSFER_STALLED", f"no progress for {self._stall_seconds:.0f} s")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left), self._dialling:
-                    unused: grpc.aio.Channel | None = (fresh := open_channel(self.require_peer(), self._identity()))
+                    unused: grpc.aio.Channel | None = (fresh := await self._open())
                     try:
                         await fresh.channel_ready()
                         # The link may have recovered at this moment, and the old connection with it.

@@ -26,7 +26,7 @@ from sync.transfer.bulk import BulkConnection, BulkUnreachable
 from sync.transfer.direct import ConnectionReplaced, DirectConnection, LinkMeter
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.wire import manifest_to_proto
-from sync.transport.outgoing import Content
+from sync.transport.outgoing import Content, ranges_of
 from sync.transport.sockets import DIAL_FAULT, Tls
 
 __all__ = ["PeerSender", "SenderCallbacks"]
@@ -45,6 +45,8 @@ _MAX_BACKOFF_SECONDS = 1.0
 """Longest pause between retries."""
 _COLLECT_RETRY_SECONDS = 5.0
 """Pause before the Collect call to a peer is repeated."""
+_REVOKED_SECONDS = 1.0
+"""Interval at which open connections are checked for a revoked certificate."""
 _BULK_RETRY_SECONDS = 60.0
 """How long large updates are sent through the exchange port after the bulk port could not be reached."""
 
@@ -96,7 +98,7 @@ class PeerSender:
         ``path_of`` returns the file or the bytes of an update. A file is memory-mapped and must not change: truncating
         it would kill the process.
         """
-        self._job, self._path_of, self._arrived = job, path_of, arrived
+        self._job, self._path_of, self._arrived, self._identity = job, path_of, arrived, identity
         self._broke = broke
         self._dial_back, self._callbacks = dial_back, callbacks
         self.meter = LinkMeter()
@@ -139,6 +141,29 @@ class PeerSender:
 
     async def run(self) -> None:
         """Send updates until cancelled."""
+        works = {awaited(self._send_waiting()), awaited(self._end_revoked())}
+        try:
+            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            for work in done:
+                work.result()
+        finally:
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+
+    async def _end_revoked(self) -> None:
+        """End what is open to the peer once its certificate is revoked, until cancelled. `DirectConnection` opens
+        nothing to it again."""
+        known: frozenset[str] = frozenset()
+        while True:
+            await asyncio.sleep(_REVOKED_SECONDS)
+            serials = self._identity().revoked.serials
+            if serials != known:
+                known = serials
+                self._bulk.end_revoked(serials)
+                await self._direct.close()
+
+    async def _send_waiting(self) -> None:
         backoff = _MIN_BACKOFF_SECONDS
         while True:
             await self._news.wait()
@@ -343,7 +368,7 @@ class PeerSender:
             if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
                 return reply
             self._bulk.learn(reply)
-            have = tuple((item.begin, item.end) for item in reply.have)
+            have = ranges_of(reply, manifest.total_bytes)
             self._begin_to_send(manifest)
             if bulk and self._bulk.can_dial:
                 try:

@@ -9,7 +9,7 @@ from geofed_pb.v1 import sync_pb2
 from sync.transport.ranges import Ranges
 from sync.transport.stream_count import chunk_bytes
 
-__all__ = ["Content", "Transfer"]
+__all__ = ["Content", "Transfer", "ranges_of"]
 
 _MAX_DAMAGED_CHUNKS = 8
 """A transfer fails when more chunks than this arrive damaged."""
@@ -21,6 +21,14 @@ class Content(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, piece: slice, /) -> memoryview: ...
+
+
+def ranges_of(reply: sync_pb2.OfferReply, size: int) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of an update of ``size`` bytes that a peer has. Raises ``GeofedError("FRAME_INVALID")``."""
+    found = tuple((item.begin, item.end) for item in reply.have)
+    if any(end > size for _, end in found):
+        raise GeofedError("FRAME_INVALID", f"the peer states that it has bytes beyond the {size} of an update")
+    return found
 
 
 class _Stream(Protocol):
@@ -112,12 +120,12 @@ class Transfer:
         self._lost_at = self.question
 
     def answered(self, reply: sync_pb2.OfferReply, question: int) -> None:
-        """Process the peer's answer to the request number ``question``."""
+        """Process the peer's answer to the request number ``question``. Raises ``GeofedError("FRAME_INVALID")``."""
         self.moved += 1
         if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
             self.reply = reply
             return
-        present = Ranges((item.begin, item.end) for item in reply.have)
+        present = Ranges(ranges_of(reply, len(self.view)))
         if not self._may_send:
             self._may_send = True
             self.lacked = len(self.view) - present.total

@@ -18,7 +18,7 @@ from geofed_pb.v1 import sync_pb2
 from sync.transport.partial_file import PartialFile
 from sync.transport.sockets import DIAL_FAULT, Tls, accept_tls, dial, listen, region_of, serial_of
 from sync.transport.stream import hello
-from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
+from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, decoded, frame, parse
 
 __all__ = ["BulkPort", "ReceiverHandler"]
 
@@ -154,7 +154,7 @@ class BulkPort:
             head = parse(_exactly(connection, HEAD_BYTES))
             if head.kind is not FrameKind.HELLO:
                 raise GeofedError("FRAME_INVALID", f"the first frame of a stream is {head.kind.name}")
-            greeting = sync_pb2.BulkHello.FromString(_exactly(connection, head.length))
+            greeting = decoded(sync_pb2.BulkHello, _exactly(connection, head.length))
             self._handler.greeted(caller, greeting)
             connection.settimeout(None)
             if greeting.collects:
@@ -243,7 +243,7 @@ class _Receiving:
         self._line.sendall(answer.pack() + payload)
 
     def _offered(self, head: FrameHead) -> None:
-        self._offer = sync_pb2.BulkOffer.FromString(_exactly(self._line, head.length))
+        self._offer = decoded(sync_pb2.BulkOffer, _exactly(self._line, head.length))
         reply, self._landing = self._handler.offered(self._caller, self._offer)
         self._tag, self._declined = head.tag, self._landing is None
         self._reply(head, reply)

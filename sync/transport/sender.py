@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
 from sync.transport.outgoing import Content, Transfer
-from sync.transport.sockets import buffer_bytes, tcp_info, tune, unacknowledged_bytes
+from sync.transport.sockets import buffer_bytes, serial_of, tcp_info, tune, unacknowledged_bytes
 from sync.transport.stream import Stream, StreamEnded
 from sync.transport.stream_count import KernelStatistics, StreamCount
 
@@ -58,7 +58,8 @@ class TransferResult:
 
 
 class OutboundStreams:
-    """The open streams to one peer. Sends one update at a time; `adopt` and `abort` may be called by any thread."""
+    """The open streams to one peer. Sends one update at a time; `adopt`, `abort` and
+    `end_revoked` may be called by any thread."""
 
     def __init__(self, count_sent: Callable[[int], None]) -> None:
         self._count_sent = count_sent
@@ -93,6 +94,14 @@ class OutboundStreams:
         """Make the current update fail, and send no other."""
         self._aborted = True
         self._wake()
+
+    def end_revoked(self, serials: frozenset[str]) -> None:
+        """End the streams to a peer whose certificate is revoked."""
+        for stream in list(self._warm):
+            if serial_of(stream.connection) in serials:
+                with contextlib.suppress(OSError):
+                    # The thread that sends finds it broken.
+                    socket.socket.shutdown(stream.connection, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close all streams. No update may be under way."""
@@ -238,7 +247,7 @@ class OutboundStreams:
         def work() -> None:
             try:
                 self._coming.put(dial())
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, GeofedError) as error:
                 self._coming.put(error if isinstance(error, OSError) else OSError(str(error)))
             self._wake()
 

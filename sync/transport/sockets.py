@@ -4,6 +4,7 @@ the kernel's TCP statistics."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -29,6 +30,7 @@ __all__ = [
     "dial",
     "listen",
     "region_of",
+    "require_unrevoked",
     "serial_of",
     "tcp_info",
     "tune",
@@ -97,10 +99,20 @@ def _unnamed_file(content: bytes) -> Iterator[str]:
 def dial(address: tuple[str, int], region: str, tls: Tls, timeout: float) -> ssl.SSLSocket:
     """Connect to a region's bulk port. Raises OSError, of which ssl.SSLError is a subclass; ``GeofedError`` if its
     certificate is revoked."""
+    if not 0 < address[1] < 1 << 16:
+        raise OSError(errno.EADDRNOTAVAIL, f"{address[1]} is no port")
     # Wrapping takes the connection out of `plain`, which then closes nothing.
     with socket.create_connection(address, timeout) as plain:
         tune(plain)
         return _valid(_context(tls, server=False).wrap_socket(plain, server_hostname=region_name(region)), tls)
+
+
+def require_unrevoked(address: str, region: str, tls: Tls, timeout: float) -> None:
+    """Raise ``GeofedError("FORBIDDEN")`` if what a region shows at a host:port is a revoked certificate. An address
+    that cannot be reached shows none."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        dial((host.strip("[]"), int(port)), region, tls, timeout).close()
 
 
 def _valid(connection: ssl.SSLSocket, tls: Tls) -> ssl.SSLSocket:

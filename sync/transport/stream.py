@@ -14,7 +14,7 @@ from geofed_pb.rpc import error_of
 from geofed_pb.v1 import common_pb2, sync_pb2
 from sync.transport.outgoing import Transfer
 from sync.transport.sockets import TcpInfo
-from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
+from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, decoded, frame, parse
 
 __all__ = ["Stream", "StreamEnded", "hello"]
 
@@ -112,12 +112,12 @@ class Stream:
 
     def _take(self, head: FrameHead, payload: bytes, transfer: Transfer) -> None:
         if head.kind is FrameKind.FAULT:
-            raise error_of(common_pb2.Error.FromString(payload))
+            raise error_of(decoded(common_pb2.Error, payload))
         if head.tag != transfer.tag:
             return
         match head.kind:
             case FrameKind.REPLY:
-                transfer.answered(sync_pb2.OfferReply.FromString(payload), head.offset)
+                transfer.answered(decoded(sync_pb2.OfferReply, payload), head.offset)
             case FrameKind.ACK:
                 transfer.acknowledged(self.in_flight.pop(head.offset, 0))
             case FrameKind.BAD:

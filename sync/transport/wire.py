@@ -19,10 +19,16 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
+from google.protobuf.message import Message
+
+from geofed_pb.decoding import Undecodable, decoding
 from geofed_pb.errors import GeofedError
 
-__all__ = ["HEAD_BYTES", "MAX_CHUNK_BYTES", "FrameHead", "FrameKind", "frame", "parse"]
+__all__ = ["HEAD_BYTES", "MAX_CHUNK_BYTES", "FrameHead", "FrameKind", "decoded", "frame", "parse"]
+
+_Kind = TypeVar("_Kind", bound=Message)
 
 _HEAD = struct.Struct(">B3xIIQI")
 HEAD_BYTES = _HEAD.size
@@ -83,3 +89,11 @@ def parse(head: bytes | bytearray | memoryview) -> FrameHead:
     if not 1 <= kind <= len(FrameKind) or length > largest:
         raise GeofedError("FRAME_INVALID", f"a bulk stream carries a frame of kind {kind} and {length} bytes")
     return FrameHead(FrameKind(kind), tag, length, offset, crc)
+
+
+def decoded(kind: type[_Kind], payload: bytes) -> _Kind:
+    """Read the message that a frame carries. Raises ``GeofedError("FRAME_INVALID")``."""
+    message: _Kind | Undecodable = decoding(kind.FromString)(payload)
+    if isinstance(message, Undecodable):
+        raise GeofedError("FRAME_INVALID", f"a bulk stream carries an invalid {kind.__name__}: {message.reason}")
+    return message

@@ -145,9 +145,7 @@ class ServerRun:
         server.await_ready()
         self._begun.add(server.region)
         if server.region not in self.workers:
-            self.workers[server.region] = NumpyWorker(
-                server, PUSHES[server.region], samples=SAMPLES, begins_anew=True
-            )
+            self.workers[server.region] = NumpyWorker(server, PUSHES[server.region], samples=SAMPLES, begins_anew=True)
             self.workers[server.region].start()
         return True
 
@@ -161,7 +159,8 @@ class ServerRun:
                 server.launch(begun=begun)
         before = set(self._begun)
         with contextlib.suppress(AssertionError):
-            if all([self._ready(server) for server in self.servers.values()]):
+            ready = [self._ready(server) for server in self.servers.values()]
+            if all(ready):
                 if before != self._begun:
                     self._introduce()
                 elif not self._sent and self._reached():
@@ -180,8 +179,10 @@ class ServerRun:
                 self._begun.discard(server.region)
 
     def _reached(self) -> bool:
-        channel = self.servers[self._target].channel_folder
-        return not self._at_round or any(channel.glob(f"b/*/{self._at_round}/model"))
+        """Whether the target's worker has handed the round over, or a later one: what it hands over is deleted."""
+        handed_over = self.servers[self._target].channel_folder.glob("b/*/*/model")
+        worker = self.workers[self._target]
+        return bool(worker.finals) or any(int(path.parent.name) >= self._at_round for path in handed_over)
 
     def _state(self) -> Outcome | None:
         """How the run has ended; None: it has not."""
@@ -189,12 +190,9 @@ class ServerRun:
             if server.process is not None and (status := server.process.poll()) not in (None, -9):
                 return self._failed(server, status)
         if failed := [worker for worker in self.workers.values() if worker.failure is not None]:
-            # A server that fails tells its workers before it ends.
-            server = failed[0].server
-            assert server.process is not None
-            with contextlib.suppress(Exception):
-                return self._failed(server, server.process.wait(10))
-            return Outcome(f"A WORKER FAILED: {failed[0].failure}", whole=False)
+            # A server that fails tells its workers before it ends, or dies at its failpoint.
+            server, error = failed[0].server, failed[0].failure
+            return self._judged(server, f"error[{error.code}]: {error.message}")
         if not self._sent or len(self.finals()) < len(PUSHES):
             return None
         if self._seed < 0:
@@ -210,6 +208,9 @@ class ServerRun:
     def _failed(self, server: Server, status: int | None) -> Outcome:
         lines = server.log.read_text(errors="replace").splitlines()
         said = next((line for line in lines if line.startswith("error[")), f"ended with {status}")
+        return self._judged(server, said)
+
+    def _judged(self, server: Server, said: str) -> Outcome:
         code = said.partition("[")[2].partition("]")[0]
         blamed = self._sender == "member" and self._sent and code in CATALOGUE and code != "INTERNAL" and MEMBER in said
         return self._without_traceback(Outcome(f"{server.region}: {said[:200]}", whole=bool(blamed)))

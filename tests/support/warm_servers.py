@@ -1,10 +1,11 @@
-"""Parameter servers in processes of their own, forked from one parent that has imported what they need: to import it
-takes longer than most of what a test has them do."""
+"""Servers in processes of their own, forked from one parent that has imported what they need: to import it takes longer
+than most of what a test has them do."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import os
 import selectors
@@ -25,11 +26,15 @@ _POLL_SECONDS = 0.005
 class WarmServers:
     """A context manager; what it has forked ends with it."""
 
+    def __init__(self, module: str = "sync.ps.__main__") -> None:
+        """``module``: has `main`, and `FAILPOINTS` where it has more of them than operations on files."""
+        self._module = module
+
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
         self._folder = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.warm_servers", self._folder.name],
+            [sys.executable, "-m", "support.warm_servers", self._folder.name, self._module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True,
             start_new_session=True,
         )  # fmt: skip
@@ -41,9 +46,9 @@ class WarmServers:
         self._folder.cleanup()
 
     def start(self, config: Path, log: Path, dies_at: int = -1) -> ServerProcess:
-        """As ``python -m sync.ps --config CONFIG`` whose standard error goes to the end of ``log``.
+        """As ``python -m MODULE --config CONFIG`` whose standard error goes to the end of ``log``.
 
-        ``dies_at``: the operation on files at which it kills itself (`support.failpoints`); -1: none.
+        ``dies_at``: the operation at which it kills itself (`support.failpoints`); -1: none.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
@@ -89,8 +94,7 @@ def _serve(line: str) -> int:
     """In the forked process."""
     import random
 
-    from sync.ps.__main__ import main as serve
-
+    module = importlib.import_module(sys.argv[2])
     config, log, dies_at = line.rstrip("\n").split("\t")
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
@@ -99,10 +103,10 @@ def _serve(line: str) -> int:
     nothing, told = os.open(os.devnull, os.O_RDWR), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for descriptor, to in enumerate((nothing, nothing, told)):
         os.dup2(to, descriptor)
-    sys.argv = ["sync.ps", "--config", config]
+    sys.argv = [sys.argv[2], "--config", config]
     if int(dies_at) >= 0:
-        die_at(int(dies_at))
-    return serve()
+        die_at(int(dies_at), getattr(module, "FAILPOINTS", ()))
+    return int(module.main())
 
 
 def _reap(serials: dict[int, int], folder: Path) -> None:
@@ -143,8 +147,8 @@ def main() -> int:
     """The parent: what to start in each line of standard input, in each of output the process's number and the name of
     the file that tells how it has ended. Ends with its standard input."""
     gc.disable()
-    import sync.ps.__main__  # noqa: F401 - what it imports is what the forked processes need not
-
+    # What it imports is what the forked processes need not.
+    importlib.import_module(sys.argv[2])
     gc.enable()
     gc.freeze()
     return _serve(_await_child(Path(sys.argv[1])))

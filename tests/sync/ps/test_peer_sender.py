@@ -14,13 +14,16 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.peer_sender import PeerSender, SenderCallbacks
+from sync.transport.sockets import Tls
+
+NOBODY = Tls(b"", b"", b"")
 
 
 def test_an_idle_link_is_as_fast_as_it_was() -> None:
     """The update was forgotten, because the peer's own updates have told that it has it."""
 
     async def idle() -> tuple[int, float]:
-        peer_sender = PeerSender("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
+        peer_sender = PeerSender("j", lambda: NOBODY, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
 
         async def carry(manifest: Manifest) -> bool:
             raise FileNotFoundError
@@ -48,7 +51,7 @@ def test_what_takes_far_longer_than_its_link_explains_is_told(tmp_path: Path) ->
     async def told(mbps: float, seconds: float) -> list[str]:
         failed: list[str] = []
         notices = SenderCallbacks(failed=failed.append)
-        peer_sender = PeerSender("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, callbacks=notices)
+        peer_sender = PeerSender("j", lambda: NOBODY, lambda manifest: update, lambda *_: None, 5.0, callbacks=notices)
 
         async def carry(manifest: Manifest) -> bool:
             await asyncio.sleep(seconds)
@@ -83,7 +86,9 @@ def test_a_peer_that_was_restarted_is_dialled_anew_before_it_is_taken_for_out_of
 
     async def carried(fails: int) -> tuple[list[str], str]:
         took: list[str] = []
-        peer_sender = PeerSender("j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, bulk_port=lambda: 7)
+        peer_sender = PeerSender(
+            "j", lambda: NOBODY, lambda manifest: update, lambda *_: None, 5.0, bulk_port=lambda: 7
+        )
 
         async def directly(manifest: Manifest) -> sync_pb2.OfferReply:
             took.append("direct")
@@ -128,7 +133,7 @@ def test_what_was_picked_is_not_sent_once_others_have_taken_its_place(tmp_path: 
         notices = SenderCallbacks(trying=lambda peer, manifest: begun.append((manifest.begins, manifest.sequence)))
         arrived = asyncio.Event()
         peer_sender = PeerSender(
-            "j", lambda: None, lambda manifest: update, lambda *_: arrived.set(), 5.0, callbacks=notices
+            "j", lambda: NOBODY, lambda manifest: update, lambda *_: arrived.set(), 5.0, callbacks=notices
         )
         answered, peer = asyncio.Event(), PeerAddress("b", 1, "127.0.0.1:1")
 
@@ -169,7 +174,12 @@ def test_what_waits_goes_in_order_and_a_refusal_is_told(tmp_path: Path) -> None:
                 enough.set()
 
         peer_sender = PeerSender(
-            "j", lambda: None, lambda manifest: update, lambda *_: None, 5.0, callbacks=SenderCallbacks(refused=refused)
+            "j",
+            lambda: NOBODY,
+            lambda manifest: update,
+            lambda *_: None,
+            5.0,
+            callbacks=SenderCallbacks(refused=refused),
         )
 
         async def offer(proto: sync_pb2.UpdateManifest) -> sync_pb2.OfferReply:
@@ -207,7 +217,7 @@ def test_of_small_updates_no_more_is_on_its_way_at_once_than_the_link_holds(
     """Two megabytes in any case; what has been tried cannot be summed up when the link falls."""
 
     async def trains() -> tuple[list[Manifest], list[Manifest]]:
-        peer_sender = PeerSender("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
+        peer_sender = PeerSender("j", lambda: NOBODY, lambda manifest: Path("/nonexistent"), lambda *_: None, 5.0)
         peer_sender.ship(
             PeerAddress("b", 1, "127.0.0.1:1"), tuple(Manifest("a", 1, n, f"d{n}", size, 1.0) for n in range(1, 20))
         )

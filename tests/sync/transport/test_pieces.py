@@ -13,11 +13,14 @@ from hypothesis import strategies as st
 from support.small_disk import small_disk
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import sync_pb2
+from sync.transport.outgoing import Transfer
 from sync.transport.partial_file import PartialFile
 from sync.transport.ranges import Ranges, pieces
-from sync.transport.sockets import TcpInfo, buffer_bytes, tcp_info
+from sync.transport.sockets import TcpInfo, Tls, buffer_bytes, dial, tcp_info
+from sync.transport.stream import Stream
 from sync.transport.stream_count import KernelStatistics, StreamCount, chunk_bytes, largest_chunk_bytes
-from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, parse
+from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
 _STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 60), st.integers(0, 60)), max_size=30)
 
@@ -241,3 +244,37 @@ def test_a_head_is_read_back_and_an_impossible_one_refused() -> None:
         with pytest.raises(GeofedError) as raised:
             parse(wrong)
         assert raised.value.code == "FRAME_INVALID"
+
+
+_WANT = sync_pb2.OfferReply.VERDICT_WANT
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (FrameKind.REPLY, b"\xff" * 9),
+        (FrameKind.FAULT, b"\xff" * 9),
+        (FrameKind.REPLY, sync_pb2.OfferReply(next=1 << 63).SerializeToString()),
+        (
+            FrameKind.REPLY,
+            sync_pb2.OfferReply(verdict=_WANT, have=[sync_pb2.Range(begin=0, end=101)]).SerializeToString(),
+        ),
+    ],
+)
+def test_what_a_receiver_may_not_answer_ends_its_stream_and_nothing_else(kind: FrameKind, payload: bytes) -> None:
+    """It would end the sending server, were it not a coded error of this link."""
+    near, far = socket.socketpair()
+    with near, far:
+        stream = Stream(near)  # type: ignore[arg-type]
+        transfer = Transfer(sync_pb2.UpdateManifest(), memoryview(bytes(100)), b"", None, 7, 0.0)
+        far.sendall(frame(kind, 7, payload))
+        stream._incoming += near.recv(1 << 16)
+        with pytest.raises(GeofedError) as refused:
+            stream._digest(transfer)
+    assert refused.value.code == "FRAME_INVALID"
+
+
+@pytest.mark.parametrize("port", [0, 1 << 16, (1 << 32) - 1])
+def test_what_is_no_port_is_out_of_reach(port: int) -> None:
+    with pytest.raises(OSError, match="is no port"):
+        dial(("127.0.0.1", port), "west", Tls(b"", b"", b""), 1.0)

@@ -13,13 +13,16 @@ from typing import Any
 import grpc
 import pytest
 from cryptography import x509
+from support.exchange_site import Site
 from support.pki import Authority
+from support.relay import Relay
 
 from geofed_pb.access import AccessInterceptor
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name, streaming
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
-from sync.transfer import access
+from sync.ps.core.actions import SendUpdates
+from sync.transfer import access, peer_sender
 from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
 from sync.transfer.listening import credentials
 from sync.transport.receiver import BulkPort
@@ -126,3 +129,47 @@ def test_no_call_is_left_to_a_revoked_certificate(
             await server.stop(0)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bulk", [True, False], ids=["bulk streams", "exchange port"])
+def test_a_revoked_region_gets_nothing_more_over_what_was_opened_to_it(
+    tmp_path: Path, revoked: RevokedSerials, monkeypatch: pytest.MonkeyPatch, bulk: bool
+) -> None:
+    """Neither the rest of an update that is on its way nor the next one, although its server still runs."""
+    monkeypatch.setattr(peer_sender, "_REVOKED_SECONDS", 0.02)
+    own, peer = AUTHORITY.region("east"), AUTHORITY.region("west")
+
+    async def scenario(relay: Relay) -> None:
+        east = Site("east", ("east", "west"), tmp_path / "east", replace(own, revoked=revoked))
+        west = Site("west", ("east", "west"), tmp_path / "west", peer)
+        await east.start()
+        await west.start(bulk_port=0 if bulk else None)
+        relay.to = ("127.0.0.1", west.bulk_port if bulk else west.port)
+        port = int(relay.address.rpartition(":")[2])
+        if west.links.bulk is not None:
+            west.links.bulk.port = port
+        try:
+            to, large = west.peer(port=0 if bulk else port), bytes(16 << 20)
+            east.links.ship(SendUpdates(to, (east.make(1, large),)))
+            sender = east.links.peer_senders["west"]
+            async with asyncio.timeout(20):
+                while relay.passed < 1 << 20:  # noqa: ASYNC110 - a thread passes it on
+                    await asyncio.sleep(0.01)
+                (tmp_path / "revoked.json").write_text(json.dumps([serial(peer)]))
+                while "is revoked" not in sender.meter.fault:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            sent = sender.meter.sent_bytes
+            east.links.ship(SendUpdates(to, (east.make(2, b"small"),)))
+            failures = sender.meter.failures
+            async with asyncio.timeout(20):
+                while sender.meter.failures < failures + 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert (west.stored, east.arrived) == ([], [])
+            assert sender.meter.sent_bytes == sent < 16 << 20
+        finally:
+            await east.stop()
+            await west.stop()
+
+    with Relay() as relay:
+        relay.late_seconds = 0.02
+        asyncio.run(scenario(relay))

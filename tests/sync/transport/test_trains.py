@@ -17,8 +17,10 @@ from sync.ps.core.actions import SendUpdates
 from sync.transfer.arrival import Arrival
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.transfer.peer_sender import PeerSender
+from sync.transport.sockets import Tls
 
 AUTHORITY = Authority()
+NOBODY = Tls(b"", b"", b"")
 COUNT = 24
 REGIONS = ("east", "west")
 
@@ -149,7 +151,7 @@ def test_the_time_of_an_answer_does_not_count_the_dialling(tmp_path: Path) -> No
 
 def test_each_time_in_a_row_a_silent_connection_gets_twice_as_long() -> None:
     async def waits() -> tuple[float, float, list[float]]:
-        peer_sender = PeerSender("j", lambda: None, lambda manifest: Path("/nonexistent"), lambda *_: None, 30.0)
+        peer_sender = PeerSender("j", lambda: NOBODY, lambda manifest: Path("/nonexistent"), lambda *_: None, 30.0)
         unknown = peer_sender._direct.quiet_seconds()
         peer_sender.meter.mbps, peer_sender.meter.rtt_ms, peer_sender._direct._carrying = 8.0, 500.0, (0.0, 1_000_000)
         slow, fast = peer_sender._direct.quiet_seconds(), []
