@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +104,7 @@ class Web:
 
     async def __aexit__(self, *_: object) -> None:
         self._server.should_exit = True
-        await self._task
+        await asyncio.wait({self._task})  # its error, if any, was passed to its owner
         self._socket.close()
 
 

@@ -253,6 +253,7 @@ async def _stand_by(config: ServeConfig, leader: str, authority: str, standing: 
     for server in (control, agents):
         await server.start()
         standing.push_async_callback(server.stop, None)
+    standing.push_async_callback(_cancel, background(_follow_certificate(web), log_only))
     ports = Ports(control_port, agent_port, web.port)
     _log.info("standing by", leader=leader, **asdict(ports))
     _write_ready(config, ports, leads=False)
@@ -352,9 +353,9 @@ async def _recheck(*interceptors: AccessInterceptor) -> None:
 def _credentials(
     authority: Authority | GivenAuthority, certificate: Path, key: Path, *, mutual: bool
 ) -> grpc.ServerCredentials:
-    """Return credentials that follow renewals of the files, and of the trusted CAs."""
+    """Return credentials that follow changes of all files: those of the CA may be another control plane's."""
     return reloading_credentials(
-        lambda: (key.read_bytes(), certificate.read_bytes(), authority.ca_pem if mutual else None)
+        lambda: (key.read_bytes(), certificate.read_bytes(), authority.ca_file.read_bytes() if mutual else None)
     )
 
 
@@ -367,6 +368,17 @@ async def _keep_certificate(config: ServeConfig, authority: Authority | GivenAut
             web.reload()
         except (GeofedError, OSError, ValueError) as error:
             _log.warning("the certificate could not be renewed", error=str(error))
+
+
+async def _follow_certificate(web: Web) -> None:
+    """Use the certificate that the leader, which has the same state directory, has renewed."""
+    while True:
+        await asyncio.sleep(CERTIFICATE_SECONDS)
+        try:
+            web.reload()
+        except (OSError, ValueError) as error:
+            # The key and the certificate are replaced one after the other.
+            _log.warning("the certificate could not be read again", error=str(error))
 
 
 async def _tick(federation: Federation) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from control_plane.server import ServeConfig
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME
 from tests.control_plane.conftest import Stage, staged
-from tests.control_plane.fake_agent import FakeAgent, Identity, catalogue
+from tests.control_plane.fake_agent import FakeAgent, Identity, catalogue, make_request
 from tests.control_plane.scenario import run
 from tests.control_plane.test_shut_out import refused
 
@@ -171,6 +172,33 @@ def of_region(own: OwnAuthority, stage: Stage, region: str, dns_name: str = "") 
     agent = FakeAgent(Identity(region, address, tls.ca_pem, tls.certificate_pem, tls.key_pem))
     agent.catalogue = catalogue(region)
     return agent
+
+
+def test_who_stands_by_follows_each_step_of_a_replacement(
+    serve_config: ServeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader replaces the files that both have."""
+    monkeypatch.setattr(server, "CERTIFICATE_SECONDS", 0.05)
+    now = datetime.now(UTC)
+    leading = Authority.open(serve_config.state_dir / "pki", "geofed", now)
+
+    async def scenario() -> None:
+        async with AsyncExitStack() as standing:
+            config = await server._stand_by(serve_config, "x", leading.fingerprint, standing)
+            for _ in range(3):
+                leading.advance("geofed", now)
+                key_pem, csr_pem = make_request()
+                issued = leading.sign_region(csr_pem, "a", now)
+                identity = Identity("a", config.agent_listen, leading.ca_pem, issued.certificate_pem, key_pem)
+                with pytest.raises(GeofedError, match="STANDBY"):
+                    await FakeAgent(identity).connect()
+                crt = x509.load_pem_x509_certificate((serve_config.state_dir / "pki" / "server.crt").read_bytes())
+                port = int(config.metrics_listen.rpartition(":")[2])
+                async with asyncio.timeout(10):
+                    while await asyncio.to_thread(serial_at, port) != crt.serial_number:  # noqa: ASYNC110 - of a socket
+                        await asyncio.sleep(0.05)
+
+    run(scenario())
 
 
 def test_with_the_operators_ca_nothing_is_issued_and_its_word_admits(serve_config: ServeConfig, tmp_path: Path) -> None:

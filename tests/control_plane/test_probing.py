@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.cli._report import plan_text
+from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
 from control_plane.service.measuring import _probing
 from control_plane.service.measuring._known import Learnt, probed_speeds, task_keys
@@ -94,6 +95,27 @@ def test_the_first_plan_knows_the_model_and_a_speed(serve_config: ServeConfig, j
         async with staged(serve_config) as stage, scales(stage) as agent:
             assert (await plan(stage, job_file))["estimate"]["model_basis"] == "counted"
             assert not asked(agent), "it is kept"
+
+    run(scenario())
+
+
+def test_what_a_region_refuses_one_user_is_probed_for_another(
+    serve_config: ServeConfig, job_file: Path, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            (tmp_path / "ann.token").write_text((await stage.client.add_user("ann")).token)
+            async with ControlClient.connect(replace(stage.context, token_file=tmp_path / "ann.token")) as ann:
+                of_ann = replace(stage, client=ann)
+                answer = asyncio.create_task(plan(of_ann, job_file))
+                refused = common_pb2.Error(code="FORBIDDEN", message="region a runs no code of user ann")
+                agent.tell_profile((await agent.command("probe")).id, error=refused)
+                assert any("no code of user ann" in text for text in (await answer)["warnings"])
+                answer = asyncio.create_task(plan(stage, job_file))
+                agent.tell_profile((await agent.command("probe", 2)).id, weight=weight())
+                assert (await answer)["estimate"]["basis"] == "probed"
+                assert (await plan(of_ann, job_file))["estimate"]["basis"] == "probed"
+                assert asked(agent) == 2
 
     run(scenario())
 

@@ -73,6 +73,8 @@ _ELSEWHERE = "the probe in another region failed: "
 """Beginning of what a note says of another region."""
 _MAX_NOTE_CHARACTERS = 1000
 """Limit of a stored note."""
+_Asked = tuple[str, str]
+"""A task's key, and the user who asks for its plan."""
 _log = structlog.get_logger("geofed.probing")
 
 
@@ -86,14 +88,14 @@ class _Unprobed:
 
 
 class Probing:
-    """Running probes, at most one for each task."""
+    """Running probes, at most one for each task and user: a region may refuse the code of one user only."""
 
     def __init__(self, federation: Federation, measurements: Measurements, wait: timedelta = WAIT) -> None:
         self._federation, self._measurements = federation, measurements
         self._wait = wait.total_seconds()
-        self._running: dict[str, asyncio.Task[_Unprobed | None]] = {}
-        self._rests: dict[str, tuple[float, GeofedError]] = {}
-        """By task key: when it may be probed again, and why it could not be probed."""
+        self._running: dict[_Asked, asyncio.Task[_Unprobed | None]] = {}
+        self._rests: dict[_Asked, tuple[float, GeofedError]] = {}
+        """When a task may be probed again, and why it could not be probed."""
 
     async def close(self) -> None:
         """Cancel all running probes."""
@@ -138,22 +140,24 @@ class Probing:
             return ""
         if weight.steps_json != "[]":
             return weight.note
-        why = "the probe is still running" if key in self._running else weight.note or "the probe was interrupted"
+        running = any(task == key for task, _ in self._running)
+        why = "the probe is still running" if running else weight.note or "the probe was interrupted"
         return f"the agent of {weight.region} has not timed the task's steps: {why}"
 
     async def _probed(
         self, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission
     ) -> _Unprobed | None:
         """Probe a task, or join its running probe; return why it is not or not completely probed, else None."""
-        until, why = self._rests.get(key, (-math.inf, None))
+        asked = key, submission.user
+        until, why = self._rests.get(asked, (-math.inf, None))
         if why is not None and time.monotonic() < until:
             return _Unprobed(why)
-        task = self._running.get(key)
+        task = self._running.get(asked)
         if task is None:
             if len(self._running) >= _MAX_PROBES:
                 return _Unprobed(GeofedError("UNAVAILABLE", f"{len(self._running)} other tasks are being probed"))
-            task = self._running[key] = awaited(self._probe(key, spec, bundle_digest, submission))
-            task.add_done_callback(lambda _: self._running.pop(key, None))
+            task = self._running[asked] = awaited(self._probe(key, spec, bundle_digest, submission))
+            task.add_done_callback(lambda _: self._running.pop(asked, None))
         await asyncio.wait({task}, timeout=self._wait)
         if not task.done():
             text = f"the probe takes longer than {self._wait:g} s; later plans will use its result"
@@ -166,7 +170,7 @@ class Probing:
         self, key: str, spec: JobSpec, bundle_digest: str, submission: common_pb2.Submission
     ) -> _Unprobed | None:
         """Try one region after another until one has probed the task; return why none has, else None."""
-        failed: dict[str, GeofedError] = {}
+        asked, failed = (key, submission.user), dict[str, GeofedError]()
         tried, row = False, None
         try:
             ends = time.monotonic() + _LIMIT_SECONDS
@@ -184,7 +188,7 @@ class Probing:
                         failed[region] = error
                     else:
                         if (error_of_step := _step_error(row)) is None:
-                            self._rest(key, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
+                            self._rest(asked, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
                             return None
                         failed[region] = error_of_step
                     if (fault := _certain_fault(failed, alone)) is not None:
@@ -201,15 +205,15 @@ class Probing:
             why = GeofedError("INTERNAL", f"{type(error).__name__}: {error}")
         if tried:
             # If no region could be asked, the next request may try immediately.
-            self._rest(key, why)
+            self._rest(asked, why)
         return _Unprobed(why)
 
-    def _rest(self, key: str, why: GeofedError | None) -> None:
-        """Block another probe of a task for a while if `why` is given; drop expired entries."""
+    def _rest(self, asked: _Asked, why: GeofedError | None) -> None:
+        """Block another probe of a task for its user for a while if `why` is given; drop expired entries."""
         now = time.monotonic()
         self._rests = {other: rest for other, rest in self._rests.items() if rest[0] > now}
         if why is not None:
-            self._rests[key] = now + _REST_SECONDS, why
+            self._rests[asked] = now + _REST_SECONDS, why
 
     def _regions(self, spec: JobSpec) -> list[str]:
         """Return regions with a free worker: those with the fewest measurements first, then those with the most data,
