@@ -291,8 +291,8 @@ class PolicyConfig(Section):
 
     accept_jobs: bool = True
     """Whether the region takes jobs."""
-    max_workers_per_job: int | None = None
-    """Largest number of workers of one job. Default: all that the region has."""
+    max_workers_per_job: Annotated[int, Field(ge=1)] | None = None
+    """Largest number of workers of one job. Default: all that the region has. `acceptJobs: false` takes no jobs."""
     ship_logs: bool = True
     """Whether log lines of job code may leave the region."""
     accept_shards: bool = True

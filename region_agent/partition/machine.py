@@ -543,8 +543,7 @@ class PartitionMachine:
             kind, f"{self.region}: {text}: {error.message}", {"code": error.code, "attempt": self.attempt}
         )
         if error.code in FATAL or self._failures.count > _failure_limit(error):
-            self.state, self.condition, self.error = "failed", error.message, error
-            return [record, ShutDown(discard=False)]
+            return [record, *self.fail(error)]
         longest = _EXTERNAL_PAUSE_SECONDS if error.code in _EXTERNAL else _LONGEST_PAUSE_SECONDS
         pause = min(_FIRST_PAUSE_SECONDS * 2 ** min(self._failures.pauses - 1, 16), longest)
         self.condition = f"{error.code}: {error.message}; retrying"
@@ -586,6 +585,13 @@ class PartitionMachine:
     def _enter(self, state: str, condition: str = "") -> list[Action]:
         self.state, self.condition = state, condition
         return [self._report(), *(self._maybe_publish() if state == "finished" else [])]
+
+    def fail(self, error: GeofedError) -> list[Action]:
+        """End the partition with an error, as after an event that could not be handled."""
+        if self.state in ("failed", "stopped"):
+            return [self._report()]
+        self.state, self.condition, self.error = "failed", error.message, error
+        return [ShutDown(discard=False)]
 
     def _report(self) -> SendReport:
         return SendReport(self.state, self.condition, self.error, self._blob_digest)

@@ -16,7 +16,6 @@ from typing import Any
 import structlog
 
 from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
-from geofed_pb.rpc import to_proto
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
@@ -336,7 +335,8 @@ class PartitionRunner:
                     self._context.log(self.job, "agent", f"{action.data['code']}: {action.text}")
                 self._context.record_event(self.job, action)
             case ShutDown():
-                self._run(self._shut_down(action))
+                # What could not be shut down is in the log; the partition's end is reported nevertheless.
+                self._run(self._shut_down(action), lambda _: ShutDownFinished())
 
     def _log_state(self, action: SendReport) -> None:
         """Log the state for the region's operator, who cannot read a job's history."""
@@ -355,12 +355,9 @@ class PartitionRunner:
         task.add_done_callback(lambda _: work.close())
 
     def _unforeseen(self, error: GeofedError) -> None:
-        """Fail the partition, although its state machine could not handle an event: it might wait for ever."""
-        _log.error("a partition failed", job=self.job, error=str(error))
-        report = agent_pb2.PartitionReport(
-            job=self.job, epoch=self.start.epoch, state="failed", condition=error.message, error=to_proto(error)
-        )
-        self._context.report(report, True)
+        """Fail the partition: its state machine could not handle an event, and might wait for ever."""
+        for action in self.machine.fail(error):
+            self._carry_out(action)
 
     async def _guarded(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event]) -> None:
         try:

@@ -221,6 +221,11 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
             "region.yaml:5:21: `capacity.workers`: input should be greater than or equal to 0",
         ),
         (
+            "maxWorkersPerJob: 3",
+            "maxWorkersPerJob: 0",
+            "region.yaml:17:28: `policy.maxWorkersPerJob`: input should be greater than or equal to 1",
+        ),
+        (
             "samples: 10",
             "sample: 10",
             "region.yaml:9:36: unknown key `sample` in datasets.digits.splits.train; did you mean `samples`?",

@@ -27,7 +27,7 @@ from region_agent.config import RegionConfig
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
-from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped
+from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped, WorkerEnded
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
@@ -439,6 +439,45 @@ def test_a_stop_at_any_moment_leaves_no_process_and_no_function(tmp_path: Path, 
         assert scene.gateway.deleted == 1
         assert not (scene.folder / "jobs" / JOB).exists()
         assert scene.reports[-1].state == "stopped"
+
+    _play(act, tmp_path)
+
+
+def test_an_event_that_cannot_be_handled_fails_the_partition_and_ends_what_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def act(scene: Scene) -> None:
+        machine, handle = scene.partition.machine, scene.partition.machine.handle
+
+        def broken(event: Any) -> Any:
+            if isinstance(event, WorkerEnded):
+                raise RuntimeError("a bug")
+            return handle(event)
+
+        monkeypatch.setattr(machine, "handle", broken)
+        scene.gateway.answers = [Outcome(status="failed", code="FENCED")]
+        await scene.training()
+        await scene.until(lambda: scene.reports[-1].state == "failed")
+        await scene.partition.drained()
+        assert (machine.state, scene.reports[-1].error.code) == ("failed", "INTERNAL")
+        assert "a bug" in scene.reports[-1].condition
+        assert _servers() == []
+        assert scene.gateway.deleted == 1
+
+    _play(act, tmp_path)
+
+
+def test_a_failed_partition_is_reported_although_it_cannot_be_shut_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def act(scene: Scene) -> None:
+        async def broken() -> None:
+            raise RuntimeError("no logs")
+
+        monkeypatch.setattr(scene.partition._logs, "catch_up", broken)
+        await scene.training()
+        scene.partition._unforeseen(GeofedError("INTERNAL", "a bug"))
+        await scene.until(lambda: scene.reports[-1].state == "failed")
 
     _play(act, tmp_path)
 
