@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
@@ -12,8 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.exchange_site import Site
+from support.pki import Authority
+from support.server_process import Server
 
-from control_plane import server
+import sync.ps.__main__ as parameter_server
+from control_plane import _web, server
 from control_plane.server import ServeConfig
 from control_plane.service.rpc._agents import AgentHubService
 from geofed_pb import tasks
@@ -25,11 +30,20 @@ from region_agent.gateway.embedded import provider
 from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
 from region_agent.gateway.embedded.replicas import zygote_link
 from region_agent.gateway.embedded.table import ReplicaExited
+from region_agent.partition.batches import BatchPlan
+from region_agent.partition.events import SendReport, ShutDown, ShutDownFinished
+from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.runner import PartitionRunner
 from region_agent.partition.server_process import PsProcess
 from region_agent.profiling import Profiler
+from region_agent.shards import receiving
+from region_agent.shards.receiving import ShardPort
 from region_agent.shards.sending import Sending
+from sync.ps.config import PsConfig
 from sync.ps.engine import Engine
+from sync.transfer.manifest import PeerAddress
+from sync.transfer.peer_sender import PeerSender
+from tests.control_plane.conftest import staged
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("control_plane", "region_agent", "sync", "scheduler", "deploy", "proto/geofed_pb")
@@ -152,23 +166,15 @@ async def _agent_of_a_region() -> None:
 
 
 async def _partition() -> None:
-    reports: list[Any] = []
-    context = SimpleNamespace(report=lambda report, durable: reports.append(report))
-    start = agent_pb2.StartPartition(job="j", epoch=3)
-    runner = _bare(PartitionRunner, job="j", start=start, _context=context, _tasks=set(), _feed=None)
+    machine, done = PartitionMachine("a", 1, epoch=3, batches=BatchPlan(1, 8)), list[Any]()
+    runner = _bare(PartitionRunner, job="j", machine=machine, _tasks=set(), _carry_out=done.append)
     runner.feed = lambda event: (_ for _ in ()).throw(Injected())
     runner._run(_broken())
-    await _soon(lambda: reports)
-    assert (reports[0].epoch, reports[0].state, reports[0].error.code) == (3, "failed", "INTERNAL")
-
-
-async def _log_of_a_server() -> None:
-    killed: list[bool] = []
-    process = SimpleNamespace(returncode=None, kill=lambda: killed.append(True))
-    server_process = _bare(PsProcess, _error=None, _process=process)
-    background(_broken(), server_process._unread)
-    await _soon(lambda: killed)
-    assert server_process._error.code == "INTERNAL"
+    await _soon(lambda: done)
+    assert done == [ShutDown(discard=False)]
+    assert machine.handle(ShutDownFinished()) == [SendReport("failed", "Injected: ", machine.error, "")]
+    assert machine.error is not None
+    assert machine.error.code == "INTERNAL"
 
 
 async def _shard() -> None:
@@ -213,40 +219,78 @@ async def _asynchronous_call() -> None:
     assert delivered == [("https://x", "500")]
 
 
-async def _session() -> None:
-    ended: list[GeofedError] = []
-    hub = _bare(AgentHubService, _read=_broken)
-    background(hub._read(None, None), ended.append)
-    await _soon(lambda: ended)
-    assert ended[0].code == "INTERNAL"
-
-
 @pytest.mark.parametrize(
     "owner",
     [
-        _engine, _agent_of_a_region, _partition, _log_of_a_server, _shard, _profile, _replica, _asynchronous_call,
-        _session,
+        _engine, _agent_of_a_region, _partition, _shard, _profile, _replica, _asynchronous_call,
     ],
 )  # fmt: skip
 def test_a_failed_task_fails_its_owner(owner: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(owner())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("task", ["_tick", "Succession.run", "Leading.keep"])
-def test_a_failed_task_of_the_control_plane_ends_its_leadership(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
-) -> None:
-    kind, _, method = task.rpartition(".")
-    monkeypatch.setattr(getattr(server, kind) if kind else server, method, _broken)
+def test_without_the_reader_of_its_log_a_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever once the pipe of its log is full."""
+    monkeypatch.setattr(PsProcess, "_read_stderr", _broken)
+    config: Any = SimpleNamespace(ready_file=tmp_path / "ready", model_dump_json=lambda: "{}")
+    ended: list[int] = []
+
+    async def started(*_: object, **__: object) -> Any:
+        async def wait() -> int:
+            return -9
+
+        process = SimpleNamespace(returncode=None, wait=wait)
+        process.kill = process.terminate = lambda: (ended.append(9), setattr(process, "returncode", -9))
+        return process
 
     async def scenario() -> None:
-        anywhere = "127.0.0.1:0"
-        config = ServeConfig(tmp_path / "state", anywhere, anywhere, anywhere, lease=timedelta(seconds=30))
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
+        server_process = PsProcess(config, tmp_path / "ps.json", Any, print, log_format="text")  # type: ignore[arg-type]
+        with pytest.raises(GeofedError, match="INTERNAL: Injected"):
+            await server_process.start()
+
+    asyncio.run(scenario())
+    assert ended
+
+
+def _config_of(folder: Path) -> ServeConfig:
+    anywhere = "127.0.0.1:0"
+    return ServeConfig(folder / "state", anywhere, anywhere, anywhere, lease=timedelta(seconds=30))
+
+
+def test_a_session_whose_reader_fails_ends_with_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent then opens another one."""
+    monkeypatch.setattr(AgentHubService, "_read", _broken)
+
+    async def scenario() -> None:
+        async with staged(_config_of(tmp_path)) as stage:
+            agent = await stage.agent("a")
+            with contextlib.suppress(GeofedError):
+                await agent.connect()
+            assert (await agent.ended()).code == "INTERNAL"
+            await agent.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (server, "_tick"), (server, "_keep_certificate"), (server.Succession, "run"), (server.Leading, "keep"),
+        (_web._WithoutSignals, "serve"),
+    ],
+)  # fmt: skip
+def test_a_failed_task_of_the_control_plane_ends_its_leadership(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    monkeypatch.setattr(owner, method, _broken)
+
+    async def scenario() -> None:
         async with AsyncExitStack() as stack:
-            opened = await asyncio.gather(server._opened(config, stack), return_exceptions=True)
+            opened = await asyncio.gather(server._opened(_config_of(tmp_path), stack), return_exceptions=True)
             if isinstance(opened[0], GeofedError):
                 # It has ended before the state was loaded.
-                assert (opened[0].code, task) == ("STANDBY", "Leading.keep")
+                assert (opened[0].code, method) == ("STANDBY", "keep")
             else:
                 async with asyncio.timeout(10):
                     await opened[0].lost.wait()
@@ -254,20 +298,97 @@ def test_a_failed_task_of_the_control_plane_ends_its_leadership(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("module", [provider, zygote_link], ids=["memory watch", "warm parent"])
-def test_without_its_watch_the_gateway_ends(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What starts it again is the agent, which waits for the end of its process."""
-    ends: list[GeofedError] = []
-    monkeypatch.setattr(module, "end_process", ends.append)
+def test_a_server_that_no_longer_looks_for_revoked_certificates_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_server, "end_revoked", _broken)
+    settings = Server(tmp_path / "east", Authority(), "east", ("east", "west")).settings
+    with pytest.raises(GeofedError, match="INTERNAL: Injected"):
+        asyncio.run(asyncio.wait_for(parameter_server.serve(PsConfig(**settings)), 20))
+
+
+def test_a_port_for_shards_that_no_longer_looks_for_revoked_certificates_fails_its_partition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receiving, "end_revoked", _broken)
+    identity = Authority().region("west")
+    config: Any = SimpleNamespace(
+        name="west", advertise="127.0.0.1", server=SimpleNamespace(exchange_host="127.0.0.1", ports=None)
+    )
+    store: Any = SimpleNamespace(source="east", failed=None, complete=False)
 
     async def scenario() -> None:
-        if module is zygote_link:
-            link = _bare(zygote_link.ZygoteLink, _keep_running=_broken, _ready=asyncio.Event())
-            link._ready.set()
-            await link.start()
-        else:
-            owner = _bare(provider.Provider, _tasks=set())
-            owner._run_task(_broken(), provider.end_process)
+        port = ShardPort("j", "west", "cloud", [store])
+        async with receiving.open_port(port, config, lambda: identity), asyncio.timeout(10):
+            with pytest.raises(GeofedError, match="INTERNAL: Injected"):
+                await port.complete()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("work", "name"),
+    [("run", "sender to west"), ("collect", "Collect call to west"), ("_end_revoked", "sender to west")],
+)
+def test_a_sender_that_ends_fails_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str, name: str
+) -> None:
+    monkeypatch.setattr(PeerSender, work, _broken)
+
+    async def scenario() -> None:
+        east = Site("east", ("east", "west"), tmp_path, Authority().region("east"))
+        try:
+            east.links.set_peers([PeerAddress("west", 1, "127.0.0.1:1")])
+            await _soon(lambda: east.failed)
+            assert east.failed is not None
+            assert (east.failed.code, east.failed.message) == ("INTERNAL", f"{name}: Injected: ")
+        finally:
+            await east.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("watch", ["_watch_memory", "_watch_disk"])
+def test_without_a_watch_the_gateway_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch: str) -> None:
+    """What starts it again is the agent, which waits for the end of its process."""
+    ends: list[GeofedError] = []
+    monkeypatch.setattr(provider, "end_process", ends.append)
+    for name in ("_watch_memory", "_watch_disk"):
+        monkeypatch.setattr(provider.Provider, name, _broken if name == watch else _waiting)
+
+    async def nothing(*_: object) -> Any:
+        return SimpleNamespace(kind="bubblewrap")
+
+    monkeypatch.setattr(provider, "remove_old_groups", lambda: None)
+    monkeypatch.setattr(provider, "system_view", lambda *_: None)
+
+    async def scenario() -> None:
+        zygote = SimpleNamespace(start=nothing, python_path=())
+        config = SimpleNamespace(state_dir=tmp_path, hide_paths=())
+        owner = _bare(provider.Provider, config=config, _zygote=zygote, _hidden=(), _tasks=set())
+        owner._tried_isolation = nothing
+        await owner.start()
+        await _soon(lambda: ends)
+        assert ends[0].code == "INTERNAL"
+        for task in list(owner._tasks):
+            task.cancel()
+        await asyncio.gather(*owner._tasks, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+async def _waiting(*_: object) -> None:
+    await asyncio.Event().wait()
+
+
+def test_without_its_warm_parent_the_gateway_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[GeofedError] = []
+    monkeypatch.setattr(zygote_link, "end_process", ends.append)
+
+    async def scenario() -> None:
+        link = _bare(zygote_link.ZygoteLink, _keep_running=_broken, _ready=asyncio.Event())
+        link._ready.set()
+        await link.start()
         await _soon(lambda: ends)
         assert ends[0].code == "INTERNAL"
 
