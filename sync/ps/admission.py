@@ -136,7 +136,8 @@ class Admission:
             return
         path = self._config.state_dir / "evidence" / f"{manifest.region}-{manifest.sequence}.json"
         _keep(path, {"job": self._config.job, "manifests": [asdict(held), asdict(manifest)]})
-        text = f"{manifest.region} has made two different updates of round {manifest.sequence}; regions may have merged either: {path}"
+        what = f"two different updates of round {manifest.sequence}; regions may have merged either"
+        text = f"{manifest.region} has made {what}: {path}"
         self.blame(manifest, text)
         raise GeofedError("PEER_INVALID", text)
 

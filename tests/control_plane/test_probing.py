@@ -405,7 +405,7 @@ def test_an_agent_that_talks_nonsense_is_not_believed(serve_config: ServeConfig,
         async with staged(serve_config) as stage, scales(stage) as agent:
             answer = asyncio.create_task(plan(stage, job_file))
             command = await agent.command("probe")
-            agent.tell_profile(command.id, weight=weight(model_bytes=2**63))
+            agent.tell_profile(command.id, weight=weight(model_bytes=2**62))
             assert "region a reported an implausible probe" in str((await answer)["warnings"])
 
     run(scenario())
