@@ -51,6 +51,7 @@ from control_plane.core._events import (
 from control_plane.core._goal import may_end_early, metrics_lacking_goal, reached
 from control_plane.core._meters import with_all_meters, with_late_charges
 from control_plane.core._models import (
+    keeps_models,
     kept_text,
     uploader,
     with_answer,
@@ -303,7 +304,10 @@ class JobMachine:
             else:
                 text = f"the model of round {answer.round} is not kept: {answer.error or 'it did not arrive'}"
                 self._record("model.left-out", text, event.region, {"round": answer.round})
-        self.state = with_evaluation(self.state)
+        before, self.state = self.state.models.evaluated, with_evaluation(self.state)
+        if not before and self.state.models.evaluated and not keeps_models(self.state):
+            text = "models of evaluated rounds are not kept: the regions' agents are of older versions"
+            self._record("model.left-out", text, "", {"round": self.state.models.evaluated})
         self._ask_for_round()
 
     def _ask_for_round(self) -> None:

@@ -9,7 +9,7 @@ from control_plane.core._goal import federated_metrics, is_together
 from control_plane.core._state import Evaluation, JobState, Keep, KeptModel, Models, Partition, Report
 
 __all__ = [
-    "best_model", "kept_text", "last_model", "models_of", "uploader", "with_answer", "with_evaluation",
+    "best_model", "keeps_models", "kept_text", "last_model", "models_of", "uploader", "with_answer", "with_evaluation",
     "with_final_model",
 ]  # fmt: skip
 
@@ -41,9 +41,14 @@ def with_evaluation(state: JobState) -> JobState:
             models = replace(models, best_round=new.round, best_value=value, not_improved=0)
         else:
             models = replace(models, not_improved=models.not_improved + 1)
-    if any(part.report is not None and part.report.keeps_models for part in state.partitions):
+    if keeps_models(state):
         models = _with_wanted(state.keep, models, new)
     return replace(state, models=models)
+
+
+def keeps_models(state: JobState) -> bool:
+    """Whether a region's agent uploads models of evaluated rounds; older versions do not."""
+    return any(part.report is not None and part.report.keeps_models for part in state.partitions)
 
 
 def _evaluated(state: JobState) -> KeptModel | None:

@@ -176,6 +176,10 @@ def test_agents_of_older_versions_are_never_asked() -> None:
         made = job.report(region, 1, metrics={"loss": 1.0}, keeps_models=False)
         assert not any(isinstance(one, SendKeep) for one in made)
     assert job.state.models.awaited == ()
+    for region in "ab":
+        job.report(region, 2, metrics={"loss": 1.0}, keeps_models=False)
+    told = "models of evaluated rounds are not kept: the regions' agents are of older versions"
+    assert job.records("model.left-out") == [told], "once"
 
 
 def test_the_final_model_takes_the_place_of_the_last_one_and_stands_beside_the_best() -> None:
@@ -350,6 +354,33 @@ def test_a_job_starts_from_a_round_of_a_failed_one(serve_config: ServeConfig, jo
             with pytest.raises(GeofedError, match="the model of round 7 of job") as caught:
                 await stage.submit(job_file, "r4", (f"train.initialModel={{job: {job}, round: 7}}",))
             assert caught.value.hint == "kept rounds: 1, 2"
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_model_that_comes_too_late_leaves_nothing_behind(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            job = (await stage.submit(job_file, "r1", ("train.evaluateEvery=1", "train.end={steps: 20}"))).job.id
+            await train(job, a, b)
+            for agent, other in ((a, "b"), (b, "a")):
+                agent.report(job, "training", keeps_models=True, **figures(agent.region, other, 1))
+            await a.command("keep")
+            late = model_of(job, 1)
+            await a.put(late)
+            await stage.client.cancel(job)
+            kept = agent_pb2.UploadedModel(round=1, blob_digest=digest_of(late))
+            for agent in (b, a):
+                agent.report(job, "stopped")
+                await agent.settled()
+            assert (await stage.client.job(job)).state == "cancelled"
+            assert digest_of(late) in blobs(serve_config)
+            a.report(job, "stopped", keeps_models=True, kept=kept)
+            await a.settled()
+            assert digest_of(late) not in blobs(serve_config)
             for agent in (a, b):
                 await agent.close()
 

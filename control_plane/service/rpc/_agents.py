@@ -14,7 +14,7 @@ import grpc.aio
 import structlog
 
 from control_plane._safetensors import facts_of, flat_bytes
-from control_plane.core import Heartbeat, Reported, Uploaded
+from control_plane.core import Heartbeat, Models, Reported, Uploaded, models_of
 from control_plane.pki import Authority, GivenAuthority, utc_now
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.rpc._access import region_of
@@ -231,7 +231,9 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 # This control plane was restored from a backup: the reports between were applied before.
                 draft.resend_commands(region, f"report {seq} follows report {done}")
             if seq > done and (ended := await self._ended_job(message)) is not None:
-                draft.settle(ended, region, report_of(message.partition))
+                report = report_of(message.partition)
+                draft.settle(ended, region, report)
+                self._drop_unwanted(draft, ended, report.kept)
             elif seq == 0 or seq > done:
                 self._apply_body(draft, region, message)
             if seq > done:
@@ -266,8 +268,11 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             if report.state == "published" and report.blob_digest:
                 size = self._federation.blobs.size(report.blob_digest)
                 flat = flat_bytes(self._federation.blobs.path(report.blob_digest)) or 0
-            kept = self._kept_bytes(message.partition.job, report.kept)
-            draft.apply_to_job(message.partition.job, Reported(draft.at, region, report, size, flat, kept))
+            job = message.partition.job
+            kept = self._kept_bytes(draft.job(job), region, report.kept)
+            draft.apply_to_job(job, Reported(draft.at, region, report, size, flat, kept))
+            if message.seq and (entry := draft.job(job)) is not None:
+                self._drop_unwanted(draft, entry, report.kept)
             self._federation.allocation.reported(draft, message.partition.job)
         elif kind == "happening":
             happening = message.happening
@@ -279,13 +284,27 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             records = [record for record in message.logs.records if self._is_involved(record.job, region)]
             draft.logs += log_rows(region, records)
 
-    def _kept_bytes(self, job: str, kept: Uploaded) -> int | None:
-        """Return the size of the uploaded model of a round; None unless it is there, and of this job and round."""
-        blobs = self._federation.blobs
-        if not kept.digest or (size := blobs.size(kept.digest)) is None:
+    def _kept_bytes(self, entry: JobEntry | None, region: str, kept: Uploaded) -> int | None:
+        """Return the size of a model that the region has uploaded as commanded; None unless it is there."""
+        models = entry.state.models if entry is not None else Models()
+        asked = models.region == region and bool(models.awaited) and models.awaited[0].round == kept.round
+        if entry is None or not asked or not self._is_model_of(entry.row.id, kept):
             return None
+        return self._federation.blobs.size(kept.digest)
+
+    def _is_model_of(self, job: str, kept: Uploaded) -> bool:
+        """Whether a region has uploaded a model, and the file itself says that it is of this job and round."""
+        blobs = self._federation.blobs
+        if not kept.digest or blobs.size(kept.digest) is None:
+            return False
         facts = facts_of(blobs.path(kept.digest))
-        return size if (facts.get("job"), facts.get("round")) == (job, str(kept.round)) else None
+        return (facts.get("job"), facts.get("round")) == (job, str(kept.round))
+
+    def _drop_unwanted(self, draft: Draft, entry: JobEntry, kept: Uploaded) -> None:
+        """Drop an uploaded model that came too late to be kept."""
+        wanted = {model.digest for model in models_of(entry.state)}
+        if kept.digest not in wanted and self._is_model_of(entry.row.id, kept):
+            draft.dropped_models.append(kept.digest)
 
     def _is_involved(self, job: str, region: str) -> bool:
         entry = self._federation.jobs.get(job)
