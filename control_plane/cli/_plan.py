@@ -8,7 +8,7 @@ from control_plane._view import Data, bytes_text, seconds_text, usd_text
 from control_plane.cli._output import columns, fields
 from control_plane.cli._report import budget_promise, deadline_promise, exchange_text, range_text
 
-__all__ = ["diff_text", "plan_diff", "plan_summary"]
+__all__ = ["diff_text", "differing", "plan_diff", "plan_summary"]
 
 
 def plan_summary(plan: Data) -> str:
@@ -41,12 +41,7 @@ def plan_summary(plan: Data) -> str:
 
 def plan_diff(spec_before: Data, spec_after: Data, before: Data, after: Data) -> list[Data]:
     """Return what differs between two job files, then between their plans; time, bytes and cost in any case."""
-    keys, other = _flat(spec_before), _flat(spec_after)
-    rows = [
-        _row(key, _shown(keys.get(key)), _shown(other.get(key)))
-        for key in sorted({*keys, *other})
-        if keys.get(key) != other.get(key)
-    ]
+    rows = [_row(row["key"], *map(_shown, row["values"])) for row in differing([spec_before, spec_after])]
     facts, new = _facts(before), _facts(after)
     rows += [
         _row(name, facts.get(name, "-"), new.get(name, "-"))
@@ -54,6 +49,14 @@ def plan_diff(spec_before: Data, spec_after: Data, before: Data, after: Data) ->
         if name in _ALWAYS or facts.get(name) != new.get(name)
     ]
     return rows
+
+
+def differing(specs: list[Data]) -> list[Data]:
+    """Return the keys in which some job files differ, with the value of each; None: it has none."""
+    flat = [_flat(spec) for spec in specs]
+    keys = sorted({key for one in flat for key in one})
+    rows = [{"key": key, "values": [one.get(key) for one in flat]} for key in keys]
+    return [row for row in rows if any(value != row["values"][0] for value in row["values"])]
 
 
 def diff_text(data: Data) -> str:

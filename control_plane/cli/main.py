@@ -14,6 +14,7 @@ from control_plane.cli.commands import (
     authority,
     backup,
     catalogue,
+    compare,
     export,
     history,
     init,
@@ -58,6 +59,7 @@ app.command("status")(jobs.status)
 app.command("list")(jobs.list_jobs)
 app.command("describe")(jobs.describe)
 app.command("wait")(jobs.wait)
+app.command("compare")(compare.compare)
 app.command("scale")(jobs.scale)
 app.command("replan")(jobs.replan)
 app.command("finish")(jobs.finish)

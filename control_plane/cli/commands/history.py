@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,21 +49,53 @@ def logs(
     job: JobArgument,
     region: Annotated[str, typer.Option(help="Only lines of this region.", autocompletion=complete_region)] = "",
     tail: Annotated[int, typer.Option(help="Only the last N lines.", min=0)] = 0,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="10m|TIME",
+            help="Only lines of this last while, or since a time such as 2026-11-27T18:00:00Z.",
+            show_default=False,
+        ),
+    ] = None,
     follow: Follow = False,
     after: After = 0,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show the logs of a job's workers, parameter servers and agents."""
+    """Show the logs of a job's workers, parameter servers and agents.
+
+    Example: control-plane logs digits-3f9c21 --since 10m --region frankfurt
+    """
+    begin = 0.0 if since is None else _begin(since)
 
     async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
         async for line in client.logs(
             job, region=region, cursor=after, tail=tail, follow=follow, on_break=outage.call_failed
         ):
             outage.call_succeeded()
-            yield log_view(line)
+            if line.at >= begin:
+                yield log_view(line)
 
     _show(context, stream, _log_line, follow=follow, again=f"control-plane logs {job} --follow")
+
+
+def _begin(since: str) -> float:
+    """Return the time, in Unix seconds, that `--since` means. Raises ``GeofedError("USAGE")``."""
+    import time
+    from datetime import datetime
+
+    from control_plane._durations import parse_duration
+
+    with suppress(ValueError):
+        return time.time() - parse_duration(since).total_seconds()
+    try:
+        moment = datetime.fromisoformat(since)
+    except ValueError:
+        text = f"--since: {since!r} is neither a duration like 10m nor a time like 2026-11-27T18:00:00Z"
+        raise GeofedError("USAGE", text) from None
+    if moment.tzinfo is None:
+        raise GeofedError("USAGE", f"--since: {since!r} has no time zone; append Z or an offset")
+    return moment.timestamp()
 
 
 def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], *, follow: bool, again: str) -> None:

@@ -52,6 +52,7 @@ CONTRACTS = {
     "list": Contract("--all"),
     "describe": Contract("{job}"),
     "wait": Contract("{job}"),
+    "compare": Contract("{job} {cancelled}"),
     "scale": Contract("{running} a=1", mutating=True),
     "replan": Contract("{running}", mutating=True, refused=True),
     "finish": Contract("{running}", mutating=True),

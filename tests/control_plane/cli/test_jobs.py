@@ -308,6 +308,13 @@ def test_history_can_be_taken_up_where_it_was_left(live: Federation, run: Run, j
     assert run("events", job, "--follow", "-o", "name").out.split() == cursors
     assert run("logs", job, "--region", "b", "-o", "jsonl").out.count("hello from b") == 1
     assert "hello from a" in run("logs", job).out
+    assert run("logs", job, "--since", "10m").out == "", "they are from 1970"
+    assert "hello from a" in run("logs", job, "--since", "1970-01-01T00:00:00Z").out
+    assert run("logs", job, "--since", "1970-01-01T00:00:02+00:00").out == ""
+    for wrong, says in (("soon", "is neither a duration like 10m"), ("2026-11-27", "has no time zone")):
+        told = run("logs", job, "--since", wrong, "-o", "json")
+        assert (told.status, told.error["code"]) == (2, "USAGE")
+        assert says in told.error["message"]
     assert run("events", job, "--follow", "-o", "json").status == 2
 
 
@@ -345,3 +352,28 @@ def read_until(process: subprocess.Popen[bytes], text: str) -> str:
             assert piece, said.decode()
             said += piece
     return said.decode()
+
+
+def test_jobs_are_compared_by_what_came_of_them_and_what_they_were_given(
+    live: Federation, run: Run, job_file: str
+) -> None:
+    jobs = [
+        run("submit", job_file, "--wait", "-o", "name", "--set", f"train.seed={seed}", *more).out.strip()
+        for seed, more in ((1, ()), (2, FAIL))
+    ]
+    told = run("compare", *jobs, "-o", "json").data
+    first, second = told["jobs"]
+    assert (first["job"], first["state"], second["state"]) == (jobs[0], "succeeded", "failed")
+    assert first["metrics"] == {"accuracy": pytest.approx(0.9)}
+    assert (first["rounds"], first["samples"], first["wan_bytes"], first["usd"]) == (2, 80, 4000, 0.5)
+    assert told["differing"] == [
+        {"key": "task.config.play", "values": ["finish", "fail"]}, {"key": "train.seed", "values": [1, 2]}
+    ]  # fmt: skip
+    lines = run("compare", *jobs).out.splitlines()
+    assert lines[0].split() == jobs
+    assert [line.split() for line in lines if line.startswith(("state", "cost", "train.seed"))] == [
+        ["state", "succeeded", "failed"], ["cost", "$0.5000", "$0.5000"], ["train.seed", "1", "2"]
+    ]  # fmt: skip
+    assert run("compare", *jobs, "-o", "name").out.split() == jobs
+    assert run("compare", jobs[0]).status == 2
+    assert run("compare", jobs[0], "nobody").status == 4
