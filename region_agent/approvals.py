@@ -33,7 +33,7 @@ class Pending:
     """Digest of the code."""
     dataset: str
     mark: str
-    """Identifies user, key, code and dataset together."""
+    """Identifies user, key, code, its environment variables and dataset together."""
     since: float
     """Unix seconds."""
 
@@ -113,7 +113,9 @@ class Approvals:
 
 def _pending(job: str, task: agent_pb2.TaskRef) -> Pending:
     submission = task.submission
-    facts = (submission.user, submission.public_key, task.bundle_digest, task.module, task.dataset)
+    facts = [submission.user, submission.public_key, task.bundle_digest, task.module, task.dataset]
+    if task.env:
+        facts.append(json.dumps(dict(task.env), sort_keys=True))
     mark = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return Pending(job, clean(submission.user), task.bundle_digest, clean(task.dataset), mark, time.time())
 

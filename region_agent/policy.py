@@ -70,7 +70,7 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
     if submission.user not in allowed:
         text = f"region {config.name} runs no code of user {submission.user or 'unknown'}"
         raise GeofedError("FORBIDDEN", text, hint="its policy.allowUsers lists whose code it runs")
-    facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset
+    facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
     require_signature(submission, allowed[submission.user], statement(*facts))
 
 

@@ -219,7 +219,8 @@ class Profiler:
             yield ProfileCall(
                 job=command.id, region=command.region, channel=context.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
-                config=json.loads(command.task.config_json or "{}"), splits={}, batch=command.batch,
+                config=json.loads(command.task.config_json or "{}"), env=dict(command.task.env), splits={},
+                batch=command.batch,
                 evaluation_batch=command.evaluation_batch,
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip

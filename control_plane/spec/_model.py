@@ -6,6 +6,7 @@ Docstrings of attributes are the descriptions in the JSON Schema, and in the ref
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
@@ -25,6 +26,8 @@ from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 from sync.robust import robust_rules
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Names of environment variables."""
 MOST_KEPT = 100
 """Limit of the models of a job's rounds that the control plane keeps; `train.keep: all` keeps as many."""
 LONGEST_SLICE = timedelta(minutes=10)
@@ -69,6 +72,19 @@ class Task(_Section):
     packed at most, without hidden files, caches and virtual environments."""
     config: dict[str, Any] = {}
     """Passed to the module's functions as a dict."""
+    env: dict[str, str] = {}
+    """Environment variables of the workers, such as `{TOKENIZERS_PARALLELISM: "false"}`; set before the module is
+    loaded, in every region. Everybody who may read the job sees them: nothing secret belongs there."""
+
+    @field_validator("env")
+    @classmethod
+    def _are_variables(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, text in value.items():
+            if not _VARIABLE.fullmatch(name):
+                raise ValueError(f"{name!r} is no name of an environment variable: letters, digits and _")
+            if "\0" in text:
+                raise ValueError(f"the value of {name} holds a null character")
+        return value
 
     @field_validator("module")
     @classmethod

@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
@@ -24,12 +25,22 @@ _KEY_BYTES = 32
 """Length of an Ed25519 key."""
 
 
-def statement(spec_digest: str, bundle_digest: str, module: str, config_json: str, dataset: str) -> bytes:
+def statement(
+    spec_digest: str,
+    bundle_digest: str,
+    module: str,
+    config_json: str,
+    dataset: str,
+    env: Mapping[str, str] | None = None,
+) -> bytes:
     """Return the bytes that a user signs: the job file's digest, and all that decides which code runs on which data."""
-    facts = {
+    facts: dict[str, object] = {
         "bundle": bundle_digest, "config": json.loads(config_json or "{}"), "dataset": dataset, "module": module,
         "spec": spec_digest,
     }  # fmt: skip
+    if env:
+        # Left out otherwise, so that what has none is the same statement as in older versions.
+        facts["env"] = dict(env)
     return b"geofed submission 1\n" + json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -70,7 +81,8 @@ class Signer:
         spec = json.loads(spec_json)
         digest, task = spec_digest_of(spec_json), spec["task"]
         config_json = json.dumps(task.get("config", {}))
-        signed = statement(digest, bundle_digest, task["module"], config_json, spec["data"]["dataset"])
+        dataset, env = spec["data"]["dataset"], task.get("env", {})
+        signed = statement(digest, bundle_digest, task["module"], config_json, dataset, env)
         return common_pb2.Submission(public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest)
 
 

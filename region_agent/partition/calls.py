@@ -137,6 +137,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         bundle_key=bundle_key(start),
         module=task.module,
         config=json.loads(task.config_json or "{}"),
+        env=dict(task.env),
         splits=dict(inputs.splits),
         declared_samples=inputs.samples,
         region_batch=plan.batch * replicas,

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -153,6 +154,8 @@ class _Loaded:
 
 _loaded: _Loaded | None = None
 """Task of the last invocation; kept while the replica serves the same job with the same files."""
+_replaced: dict[str, str | None] = {}
+"""Environment variables that the present task has set, with their values before; None: there was none."""
 
 
 def _task_and_data(
@@ -168,6 +171,7 @@ def _task_and_data(
         for split, of_split in invocation.splits.items()
     }
     made_of = [invocation.job, invocation.bundle_key, invocation.module, invocation.config, files, invocation.seed]
+    made_of += [invocation.env] if invocation.env else []
     mark = json.dumps(made_of, sort_keys=True)
     if _loaded is None or _loaded.mark != mark or (keep and _loaded.data is None):
         _drop_loaded()
@@ -194,6 +198,18 @@ def _drop_loaded() -> None:
     shutil.rmtree(_scratch() / "data", ignore_errors=True)
 
 
+def _set_environment(variables: Mapping[str, str]) -> None:
+    """Set the task's environment variables, in place of those of the task before."""
+    for name, before in _replaced.items():
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+    _replaced.clear()
+    _replaced.update({name: os.environ.get(name) for name in variables})
+    os.environ.update(variables)
+
+
 def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, keep: bool) -> _Loaded:
     if _needs_data(invocation) and "train" not in invocation.splits:
         raise GeofedError("SHARD_UNREADABLE", "the region holds no training split")
@@ -211,6 +227,7 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
         undo.callback(drop_task_modules)
         # Random numbers drawn while the module is loaded must be the same in every replica.
         seed_all(invocation.seed)
+        _set_environment(invocation.env)
         task = load_task(folder, invocation.module, dict(invocation.config))
         data: dict[str, Any] = {}
         # The training split first, whatever the order in the region's file.

@@ -83,6 +83,8 @@ class Invocation(BaseModel):
     """Channel key of the packed task folder."""
     module: str
     config: dict[str, object]
+    env: dict[str, str] = {}
+    """Environment variables, which are set before the task is loaded."""
     splits: dict[str, tuple[ShardFile, ...]]
     declared_samples: int | None = None
     """Samples of the training split by the region's file, on which the plan's epochs and shares are based. None:

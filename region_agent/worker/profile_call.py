@@ -40,6 +40,8 @@ class ProfileCall(_Body):
     bundle_key: str
     module: str
     config: dict[str, object]
+    env: dict[str, str] = {}
+    """Environment variables, which are set before the task is loaded."""
     splits: dict[str, tuple[ShardFile, ...]]
     declared_samples: int | None = None
     """Samples of the training split by the region's file. None: unknown."""

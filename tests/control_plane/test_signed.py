@@ -21,15 +21,15 @@ def as_user(stage: Stage, token: str, key: Path | None) -> ControlClient:
     return ControlClient(stage.context.address, stage.context.ca_file.read_bytes(), token, key)
 
 
-async def submitted(client: ControlClient, job_file: Path, request_id: str) -> Any:
-    loaded = load(job_file, ())
+async def submitted(client: ControlClient, job_file: Path, request_id: str, *overrides: str) -> Any:
+    loaded = load(job_file, overrides)
     content, digest = pack(loaded.folder, loaded.spec.task.module)
     await client.put_bundle(content, digest)
     return (await client.submit(loaded.json, digest, request_id)).job
 
 
 def checked(task: agent_pb2.TaskRef, public_key: str) -> None:
-    facts = task.submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset
+    facts = task.submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
     require_signature(task.submission, public_key, statement(*facts))
 
 
@@ -41,13 +41,14 @@ def test_a_signature_travels_to_every_region(serve_config: ServeConfig, job_file
             token = (await stage.client.add_user("ann")).token
             ann_key = Signer.load_or_create(tmp_path / "ann.key").public_key
             async with as_user(stage, token, tmp_path / "ann.key") as ann:
-                job = await submitted(ann, job_file, "r1")
+                job = await submitted(ann, job_file, "r1", "task.env={MODE: fast}")
                 probe = await a.command("probe")
                 assert probe.task.submission.user == "ann"
+                assert probe.task.env == {"MODE": "fast"}
                 checked(probe.task, ann_key)
                 for agent in (a, b):
                     task = (await agent.command("start")).task
-                    assert task.submission.user == "ann"
+                    assert (task.submission.user, task.env) == ("ann", {"MODE": "fast"})
                     checked(task, ann_key)
                 (user,) = await stage.client.users()
                 assert user.public_key == ann_key

@@ -149,6 +149,17 @@ def test_codecs_of_merges_go_with_collectives(job_file: Path) -> None:
     assert "`merge.codec: int8` cannot be used with `collective: isp`; it takes fp32, bf16, fp8, int4" in told
 
 
+def test_variables_of_a_task_have_names_and_text(job_file: Path) -> None:
+    assert load(job_file, ["task.env={MODE: fast, _x1: ''}"]).spec.task.env == {"MODE": "fast", "_x1": ""}
+    for wrong, says in (
+        ("{A=B: x}", "'A=B' is no name of an environment variable"),
+        ("{1A: x}", "'1A' is no name of an environment variable"),
+        ("{N: 3}", "task.env"),
+    ):
+        (told,) = errors_of(job_file, JOB, f"task.env={wrong}")
+        assert says in told
+
+
 def test_a_section_is_a_mapping(job_file: Path) -> None:
     told = {
         "train.initialModel=digits-1": "`train.initialModel` must be a mapping with the keys job, round",

@@ -34,6 +34,19 @@ def test_a_signature_is_for_this_code_on_this_data_alone(tmp_path: Path) -> None
         require_signature(common_pb2.Submission(user="ann"), signer.public_key, statement(*FACTS))
 
 
+def test_variables_are_signed_and_none_are_what_older_versions_have_signed(tmp_path: Path) -> None:
+    signer = Signer.load_or_create(tmp_path / "user.key")
+    assert statement(*FACTS) == statement(*FACTS, {})
+    spec = json.loads(SPEC)
+    spec["task"]["env"] = {"MODE": "fast"}
+    text = json.dumps(spec)
+    signed, facts = signer.sign(text, "sha256:b"), (spec_digest_of(text), *FACTS[1:])
+    require_signature(signed, signer.public_key, statement(*facts, {"MODE": "fast"}))
+    for other in ({}, {"MODE": "slow"}, {"MODE": "fast", "LD_PRELOAD": "x"}):
+        with pytest.raises(GeofedError, match="was changed"):
+            require_signature(signed, signer.public_key, statement(*facts, other))
+
+
 @pytest.mark.parametrize("key", ["", "ed25519:", "ed25519:AAAA", "rsa:x", "ed25519:ä"])
 def test_what_is_no_key_verifies_nothing(key: str) -> None:
     with pytest.raises(GeofedError, match="FORBIDDEN"):

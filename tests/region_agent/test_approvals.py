@@ -68,6 +68,7 @@ def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path,
         (start(signer=ann, bundle_digest=f"sha256:{'cd' * 32}"), "or was changed"),
         (start(signer=ann, module="other.py"), "or was changed"),
         (start(signer=ann, config_json='{"width": 9}'), "or was changed"),
+        (start(signer=ann, env={"LD_PRELOAD": "x"}), "or was changed"),
     ]
     for command, text in forged:
         with pytest.raises(GeofedError, match=text) as caught:
@@ -98,6 +99,7 @@ def test_an_approval_is_for_a_job_or_for_the_users_code(
     approvals.done("job-1")
     assert approvals.waits("job-2", first.task) is again
     assert approvals.waits("job-3", start(signer=ann, bundle_digest=f"sha256:{'cd' * 32}").task) is other_code
+    assert approvals.waits("job-5", start(signer=ann, env={"MODE": "x"}).task) is other_code, "with other variables"
     assert approvals.waits("job-4", start(user="bob").task), "another user's run of the same code is another one"
     with pytest.raises(GeofedError, match="JOB_NOT_FOUND"):
         approvals.approve("job-9")

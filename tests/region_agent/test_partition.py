@@ -307,6 +307,15 @@ def test_what_never_came_up_has_lost_nothing(tmp_path: Path) -> None:
     _play(act, tmp_path)
 
 
+def test_a_call_has_the_variables_of_the_task(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.start.task.env["MODE"] = "fast"
+        await scene.training()
+        assert scene.gateway.calls[0].env == {"MODE": "fast"}
+
+    _play(act, tmp_path)
+
+
 def test_a_busy_function_is_asked_again_in_the_same_attempt(tmp_path: Path) -> None:
     async def act(scene: Scene) -> None:
         scene.gateway.answers = [GeofedError("FUNCTION_BUSY", "x"), Outcome(status="continue", resume_key="w/1/0/3")]

@@ -41,7 +41,7 @@ async def require_signed(
     if submission.spec_digest != spec_digest_of(spec_json):
         raise GeofedError("FORBIDDEN", f"the signature of user {submission.user} is for another job file")
     task, config = spec.task, json.dumps(spec.task.config)
-    signed = statement(submission.spec_digest, bundle_digest, task.module, config, spec.data.dataset)
+    signed = statement(submission.spec_digest, bundle_digest, task.module, config, spec.data.dataset, task.env)
     require_signature(submission, submission.public_key, signed)
     if user and not known:
         async with federation.change() as draft:

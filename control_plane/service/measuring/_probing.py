@@ -246,6 +246,7 @@ class Probing:
                 bundle_digest=bundle_digest,
                 module=spec.task.module,
                 config_json=json.dumps(spec.task.config),
+                env=spec.task.env,
                 dataset=spec.data.dataset,
                 submission=submission,
             ),

@@ -119,6 +119,7 @@ def _command(
             bundle_digest=request.bundle_digest,
             module=spec.task.module,
             config_json=json.dumps(spec.task.config),
+            env=spec.task.env,
             dataset=spec.data.dataset,
             submission=request.submission,
         ),

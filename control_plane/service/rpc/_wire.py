@@ -221,6 +221,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             bundle_digest=row.bundle_digest,
             module=spec.task.module,
             config_json=json.dumps(spec.task.config),
+            env=spec.task.env,
             dataset=spec.data.dataset,
             learning_rate=_learning_rate(spec),
             initial_model=action.initial_model,

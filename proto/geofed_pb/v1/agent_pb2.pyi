@@ -146,7 +146,14 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env")
+    class EnvEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     MODULE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -156,6 +163,7 @@ class TaskRef(_message.Message):
     KEEPS_BASE_FIELD_NUMBER: _ClassVar[int]
     CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     SUBMISSION_FIELD_NUMBER: _ClassVar[int]
+    ENV_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
@@ -165,7 +173,8 @@ class TaskRef(_message.Message):
     keeps_base: bool
     clip_norm: float
     submission: _common_pb2.Submission
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ...) -> None: ...
+    env: _containers.ScalarMap[str, str]
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class LearningRate(_message.Message):
     __slots__ = ("schedule", "warmup", "floor", "begin")

@@ -54,6 +54,19 @@ def test_what_dataset_sets_is_there_in_every_invocation(loaded: Callable[..., Ta
     assert _seen(first) == ["train", "test"]
 
 
+def test_variables_are_set_before_the_module_is_loaded_and_for_this_task_alone(
+    loaded: Callable[..., TaskModule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIVEN", "before")
+    monkeypatch.delenv("MODE", raising=False)
+    task = "import os\nFOUND = os.environ.get('MODE'), os.environ.get('GIVEN')\n" + TASK
+    found = [
+        loaded(task, env=env)._functions["loss"].__globals__["FOUND"]
+        for env in ({"MODE": "fast", "GIVEN": "now"}, {"MODE": "slow"}, {})
+    ]
+    assert found == [("fast", "now"), ("slow", "before"), (None, "before")]
+
+
 def test_a_task_folder_that_was_changed_in_the_channel_is_not_loaded(
     loaded: Callable[..., TaskModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

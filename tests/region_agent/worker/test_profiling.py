@@ -54,6 +54,12 @@ def test_a_profile_tells_sizes_seconds_memory_and_noise(tmp_path: Path) -> None:
     assert "nn.Sequential" in told.layers_note
 
 
+def test_a_profile_runs_with_the_variables_of_the_task(tmp_path: Path) -> None:
+    task = "import os\n" + LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(4, int(os.environ['WIDTH']))")
+    told, _ = profiled(tmp_path, task, measure="size", env={"WIDTH": "3"})
+    assert (told.status, told.parameters) == ("done", 15)
+
+
 @pytest.mark.slow
 def test_a_model_that_is_a_chain_is_measured_layer_by_layer(tmp_path: Path) -> None:
     task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))")
