@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from geofed_pb.storage import used_bytes
 from region_agent.gateway.quantities import format_bytes
 
 __all__ = ["full_disk_text", "is_nearly_full", "largest"]
@@ -33,18 +33,9 @@ def largest(folders: Mapping[str, Path]) -> tuple[str, int] | None:
 
     Blocks: it looks at all files.
     """
-    used = {name: _used_bytes(folder) for name, folder in folders.items()}
+    used = {name: used_bytes(folder) for name, folder in folders.items()}
     name = max(used, key=used.__getitem__, default="")
     return (name, used[name]) if name and used[name] > _reserved_bytes(folders[name]) else None
-
-
-def _used_bytes(folder: Path) -> int:
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512  # st_blocks counts units of 512 bytes
-    return total
 
 
 def full_disk_text(replica: str, used_bytes: int) -> str:
