@@ -6,16 +6,21 @@ import asyncio
 import hashlib
 import os
 import re
-from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from geofed_pb.durable import flush_folder
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
+from geofed_pb.storage import Found, found
 from geofed_pb.v1 import common_pb2
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_REMOVED = "removed-"
+"""Prefix of files that remain to be deleted."""
 
 
 class BlobStore:
@@ -25,12 +30,15 @@ class BlobStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._whole = folder
+        self.folder = self._whole = folder
         self._partial = folder / "partial"
         self._whole.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._whole.chmod(0o700)
         self._partial.mkdir(exist_ok=True)
-        self._locks: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._locks: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()
+        """Locks of the uploads under way."""
+        self._held = Counter[str]()
+        """Digests of blobs that requests under way need, with the number of these requests."""
 
     def path(self, digest: str) -> Path:
         """Return the path of a complete blob, which need not exist. Raises ``GeofedError("FRAME_INVALID")``."""
@@ -53,6 +61,10 @@ class BlobStore:
                 return common_pb2.BlobAck(digest=digest, have_bytes=partial)
             # An upload may have been completed in between, and moved its file.
             whole = self.size(digest)
+        if whole is not None:
+            # Who asks for it is about to use it, so its retention begins anew.
+            with suppress(OSError):
+                os.utime(self.path(digest))
         return common_pb2.BlobAck(digest=digest, have_bytes=whole or 0, complete=whole is not None)
 
     def _partial_of(self, digest: str, uploader: str) -> Path:
@@ -74,7 +86,7 @@ class BlobStore:
         if total > limit_bytes:
             raise GeofedError("LIMIT_EXCEEDED", f"the blob has {total} bytes and exceeds the limit of {limit_bytes}")
         partial = self._partial_of(digest, uploader)
-        async with self._locks[partial]:
+        async with self._locks.setdefault(partial, asyncio.Lock()):
             if self.size(digest) is None:
                 await self._append_all(first, chunks, partial)
         return self.stat(digest, uploader)
@@ -89,6 +101,37 @@ class BlobStore:
             while data := await asyncio.to_thread(file.read, CHUNK_BYTES):
                 yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=data)
                 offset += len(data)
+
+    # --- removal
+
+    @contextmanager
+    def held(self, digest: str) -> Iterator[None]:
+        """Keep a blob while the context is open, although no job refers to it yet."""
+        self._held[digest] += 1
+        try:
+            yield
+        finally:
+            self._held[digest] -= 1
+            self._held += Counter()  # drops what is held no more
+
+    def whole(self) -> list[Found]:
+        """Return the complete blobs, whose names are their digests. Blocks."""
+        return [blob for blob in found(self._whole) if _DIGEST.fullmatch(f"sha256:{blob.path.name}")]
+
+    def unfinished(self) -> list[Found]:
+        """Return the files of uploads that are not complete, and of blobs that are being removed. Blocks."""
+        return found(self._partial)
+
+    def take_away(self, file: Path) -> Path | None:
+        """Take a file of `whole` or `unfinished` away, at once; return the file that remains to be deleted.
+
+        None: it is needed by a request or an upload under way. Raises ``OSError``.
+        """
+        if f"sha256:{file.name}" in self._held or file in self._locks:
+            return None
+        if file.name.startswith(_REMOVED):
+            return file
+        return file.rename(self._partial / f"{_REMOVED}{file.name}")
 
     async def _append_all(
         self, first: common_pb2.BlobChunk, chunks: AsyncIterator[common_pb2.BlobChunk], partial: Path

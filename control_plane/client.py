@@ -234,6 +234,14 @@ class ControlClient:
         """Let a user read a job or, with ``end``, not any more."""
         return await self._answer(lambda stub: stub.Share, control_pb2.ShareRequest(job=job, user=user, end=end))
 
+    async def delete(self, job: str) -> control_pb2.DeleteReply:
+        """Delete an ended job and all that belongs to it."""
+        return await self._answer(lambda stub: stub.Delete, control_pb2.DeleteRequest(job=job))
+
+    async def storage(self, job: str = "", jobs: int = 10) -> control_pb2.StorageReply:
+        """Return what the control plane keeps, with the largest jobs; ``job``: only what belongs to it."""
+        return await self._answer(lambda stub: stub.Storage, control_pb2.StorageRequest(job=job, jobs=jobs))
+
     async def scale(self, job: str, workers: dict[str, int], reason: str = "") -> control_pb2.Job:
         """Change the numbers of workers of a job's regions."""
         return await self._answer(

@@ -33,6 +33,7 @@ from control_plane.pki import REGION_LIFE, Authority, GivenAuthority, hash_secre
 from control_plane.service import (
     AGENT_RULES,
     CONTROL_RULES,
+    KEEP,
     WAIT,
     AccessConfig,
     AgentHubService,
@@ -48,6 +49,7 @@ from control_plane.service import (
     Silence,
     StoreThreads,
     Succession,
+    Sweeper,
     UserCheck,
 )
 from control_plane.store import Store, open_store, upgrade_store
@@ -56,6 +58,7 @@ from geofed_pb.address import joined
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import reloading_credentials, server_options
+from geofed_pb.storage import Keep
 from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
 
@@ -100,6 +103,8 @@ class ServeConfig:
     """File to write the actual ports to once all listen."""
     probe_wait: timedelta = WAIT
     """How long the first plan of a task waits for its probe."""
+    keep: Keep = field(default_factory=lambda: KEEP)
+    """Retention rules that differ from the default, by kind."""
     stop_signals: tuple[signal.Signals, ...] = field(default=(signal.SIGTERM, signal.SIGINT))
 
 
@@ -310,7 +315,8 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     profiling = Profiling(federation, measurements)
     succession = Succession(federation)
     access = AccessConfig(authority, "", config.region_certificate_life)
-    users = ControlService(federation, profiling, probing, succession, access)
+    sweeper = Sweeper(federation, config.keep)
+    users = ControlService(federation, profiling, probing, succession, sweeper, access)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     of_users = AccessInterceptor(CONTROL_RULES, UserCheck(federation, state.token_hash))
@@ -339,6 +345,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.push_async_callback(_cancel, background(_tick(federation), step_down))
     stack.push_async_callback(_cancel, background(_keep_certificate(config, authority, web), step_down))
     stack.push_async_callback(_cancel, background(succession.run(), step_down))
+    stack.push_async_callback(_cancel, background(sweeper.run(), step_down))
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _write_context(config, state, ports)
     return ports

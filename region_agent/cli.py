@@ -178,6 +178,36 @@ def doctor(
 
 
 @app.command()
+def storage(
+    config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
+    state_dir: StateDir = DEFAULT_STATE,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Show what the agent keeps of jobs, how long, and what it removes next."""
+    import shutil
+    import sqlite3
+    from dataclasses import asdict
+
+    from region_agent.config import load_config
+    from region_agent.storage import RegionStorage
+
+    try:
+        found = RegionStorage(state_dir, load_config(config).retention).totals(time.time())
+    except sqlite3.Error as error:
+        raise GeofedError("UNAVAILABLE", f"no agent has been started with {state_dir}: {error}") from None
+    free = shutil.disk_usage(state_dir).free
+    if output == "json":
+        data = {"kinds": [asdict(total) for total in found], "free_bytes": free}
+        print(json.dumps({"schema_version": 1, "status": "ok", "data": data}))
+        return
+    for one in found:
+        kept = f"{(one.keep_seconds or 0) / 86_400:g} d"
+        due = f", of which the next sweep removes {one.due_bytes / 1e6:.1f} MB" if one.due_count else ""
+        print(f"{one.kind:<12}{one.count:>6}  {one.bytes / 1e6:>10.1f} MB  unused ones are kept {kept}{due}")
+    print(f"{'free':<12}{'':>6}  {free / 1e6:>10.1f} MB")
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of the region file."""
     from region_agent.config import json_schema

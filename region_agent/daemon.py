@@ -34,16 +34,16 @@ from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.channel import RegionChannel, channel_text
-from region_agent.partition.events import PublishAsked, RecordEvent, Scaled, Stopped
+from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
-from region_agent.policy import check_isolation, check_partition, check_sending, most_workers
+from region_agent.policy import check_isolation, check_partition, check_sending, most_workers, over_quota
 from region_agent.profiling import Profiler
 from region_agent.shards.offered import OfferedDatasets
-from region_agent.shards.receiving import delete_old_shards
 from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
+from region_agent.storage import SENDING, RegionStorage
 from sync.framing import digest_of
 from sync.ps.tokens import new_key
 
@@ -56,10 +56,13 @@ _LOG_FLUSH_SECONDS = 0.3
 """Interval at which log lines are sent."""
 _RENEW_RETRY_SECONDS = 30.0
 """Pause before a failed renewal of the certificate is retried."""
+_SHARED_MEMORY = Path("/dev/shm")
 _CLOSING_SECONDS = 5.0
 """Time for partitions and transfers to end when the agent ends; the next start continues what takes longer."""
-_SENDING = "sending"
-"""Folder in the state directory for temporary files of shards that are sent to other regions."""
+_SWEEP_SECONDS = 3600.0
+"""Interval at which files that no job needs any more are looked for."""
+_QUOTA_SECONDS = 5.0
+"""Interval at which the disk space of jobs is measured, where the region limits it."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Agent:
         self._unapproved: dict[str, agent_pb2.StartPartition] = {}
         """Partitions that wait for the operator's approval, by job."""
         self._logs = LogShipping(self._store, self._hub.send_durably)
+        self._storage = RegionStorage(state_dir, config.retention, self._channel_on_disk())
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that end partitions and transfers."""
         self._isolation = Isolation("none", "the function gateway has not started")
@@ -141,7 +145,7 @@ class Agent:
     async def run(self) -> None:
         """Run until `stopped` is set."""
         self._charge_interrupted()
-        await asyncio.to_thread(self._delete_old_shards)
+        (self._state_dir / SHARDS).mkdir(parents=True, exist_ok=True, mode=0o700)
         client = await self._open_gateway()
         self._isolation = await isolation_of(self._config, client)
         if self._isolation.kind == "none":
@@ -185,7 +189,8 @@ class Agent:
     def _background_tasks(self) -> list[Coroutine[Any, Any, None]]:
         file = self._config_file
         return [
-            self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(),
+            self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(), self._sweep(),
+            self._watch_disk(),
             self._offered_datasets.keep_checking(), *([self._offered_datasets.follow(file)] if file else []),
         ]  # fmt: skip
 
@@ -221,11 +226,16 @@ class Agent:
         configured = self._config.channel
         if isinstance(configured, FileChannelConfig) and configured.path is not None:
             return configured.path
-        shared = Path("/dev/shm")
-        if not os.access(shared, os.W_OK):
+        if not os.access(_SHARED_MEMORY, os.W_OK):
             return self._state_dir / "channel"
         mark = hashlib.sha256(str(self._state_dir).encode()).hexdigest()[:12]
-        return shared / f"geofed-{os.getuid()}-{mark}"
+        return _SHARED_MEMORY / f"geofed-{os.getuid()}-{mark}"
+
+    def _channel_on_disk(self) -> Path | None:
+        """Return the folder of a file channel that is not in shared memory."""
+        folder = self._channel_folder()
+        is_file = isinstance(self._config.channel, FileChannelConfig)
+        return folder if is_file and not folder.is_relative_to(_SHARED_MEMORY) else None
 
     async def _open_gateway(self) -> GatewayClient:
         gateway = self._config.gateway
@@ -248,13 +258,21 @@ class Agent:
         )
         return await self._gateway.start()
 
-    def _delete_old_shards(self) -> None:
-        """Delete shards of jobs that no longer run here. Blocks."""
-        shards = self._state_dir / SHARDS
-        shards.mkdir(parents=True, exist_ok=True, mode=0o700)
-        delete_old_shards(shards, lambda job: self._store.partition(job) is not None)
-        sent_from = {agent_pb2.SendShard.FromString(message).job for message, _ in self._store.sendings()}
-        delete_old_shards(self._state_dir / _SENDING, lambda job: job in sent_from)
+    async def _sweep(self) -> None:
+        """Remove what the retention rules no longer keep: at the start, and at an interval."""
+        while True:
+            await asyncio.to_thread(self._storage.sweep, time.time())
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+    async def _watch_disk(self) -> None:
+        """Fail jobs that take more disk space than the region gives one."""
+        most_mb = self._config.policy.max_disk_mb_per_job
+        while most_mb is not None:
+            await asyncio.sleep(_QUOTA_SECONDS)
+            for job, partition in list(self._partitions.items()):
+                used_mb = await asyncio.to_thread(self._storage.job_bytes, job) / 1e6
+                if used_mb > most_mb and not partition.machine.over:
+                    partition.feed(ActionFailed(over_quota(self._config.name, used_mb, most_mb)))
 
     async def _watch_gateway(self, gateway: EmbeddedGatewayProcess) -> None:
         await gateway.ended()
@@ -265,6 +283,8 @@ class Agent:
     async def _fetch_bundle(self, digest: str) -> bytes:
         kept = self._state_dir / "bundles" / digest.removeprefix("sha256:")
         if kept.exists() and digest_of([data := kept.read_bytes()]) == digest:
+            with suppress(FileNotFoundError):
+                os.utime(kept)  # its retention begins anew
             return data
         data = await self._hub.fetch_blob(digest)
         kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -507,7 +527,7 @@ class Agent:
             self._config,
             self._store,
             self._identity.tls,
-            self._state_dir / _SENDING,
+            self._state_dir / SENDING,
             lambda message, durable: self._hub.report(message, durable=durable),
             self._record_event,
         )
@@ -547,16 +567,31 @@ class Agent:
             self._profiler.probe(command)
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
-        """Store and carry out the end of the job's partition or of its shard's transfer.
+        """Store and carry out the end of the job's partition or of its shard's transfer, and its deletion.
 
         A job that is not known here is reported as stopped.
         """
+        partition = self._partitions.get(command.job)
         sending = self._sendings.pop(command.job, None)
         if sending is not None:
             sending.stopped()
             self._store.took_end_of_sending(seq, command.job)
             self._close(sending)
-            return
+        else:
+            self._stop(seq, command)
+        if command.deleted:
+            self._run_to_end(self._delete(command, partition), command.job, command.epoch)
+
+    async def _delete(self, command: agent_pb2.StopPartition, partition: PartitionRunner | None) -> None:
+        """Delete all that is kept of a job; what cannot be deleted now is swept later."""
+        if partition is not None:
+            await partition.drained()
+        await asyncio.to_thread(self._storage.delete_job, command.job, command.bundle_digest)
+        if self._context is not None:
+            with suppress(GeofedError):
+                await asyncio.to_thread(self._context.channel.discard, command.job)
+
+    def _stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         self._store.took_stop(seq, command.job, discard=command.discard)
         self._approvals.done(command.job)
         if self._unapproved.pop(command.job, None) is not None:

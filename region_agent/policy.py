@@ -12,7 +12,7 @@ from region_agent.config import RegionConfig
 from region_agent.isolation import Isolation
 from sync.ps.tokens import MAX_TOKEN_LIFETIME
 
-__all__ = ["check_isolation", "check_partition", "check_sending", "most_workers"]
+__all__ = ["check_isolation", "check_partition", "check_sending", "most_workers", "over_quota"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -72,6 +72,12 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
         raise GeofedError("FORBIDDEN", text, hint="its policy.allowUsers lists whose code it runs")
     facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
     require_signature(submission, allowed[submission.user], statement(*facts))
+
+
+def over_quota(region: str, used_mb: float, most_mb: int) -> GeofedError:
+    """Return the error of a job that takes more disk space than the region gives one."""
+    text = f"the job takes {used_mb:,.0f} MB of disk space in region {region}, which gives a job {most_mb:,} MB"
+    return GeofedError("LIMIT_EXCEEDED", text, hint="policy.maxDiskMbPerJob in the region's file is the limit")
 
 
 def check_isolation(config: RegionConfig, isolation: Isolation) -> None:

@@ -24,6 +24,7 @@ from control_plane.cli.commands import (
     region,
     serve,
     simulate,
+    storage,
     submit,
     template,
     user,
@@ -65,6 +66,8 @@ app.command("replan")(jobs.replan)
 app.command("finish")(jobs.finish)
 app.command("cancel")(jobs.cancel)
 app.command("resume")(jobs.resume)
+app.command("delete")(storage.delete)
+app.command("storage")(storage.storage)
 app.command("share")(jobs.share)
 app.command("unshare")(jobs.unshare)
 app.command("logs")(history.logs)

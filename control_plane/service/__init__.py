@@ -13,10 +13,13 @@ from control_plane.service.rpc._users import Caller, caller_of
 from control_plane.service.rpc._wire import event_message
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._leading import SILENT_SECONDS, Leading, Silence, StoreThreads
+from control_plane.service.storage._inventory import KEEP
+from control_plane.service.storage._sweeper import Sweeper
 
 __all__ = [
     "AGENT_RULES",
     "CONTROL_RULES",
+    "KEEP",
     "SILENT_SECONDS",
     "WAIT",
     "AccessConfig",
@@ -34,6 +37,7 @@ __all__ = [
     "Silence",
     "StoreThreads",
     "Succession",
+    "Sweeper",
     "UserCheck",
     "caller_of",
     "event_message",

@@ -32,6 +32,51 @@ class JobRow:
     """The submitter's signature over specification and code; empty: unsigned."""
     shared_with: tuple[str, ...] = ()
     """Users that may read the job beside its own."""
+    ended_at: float = 0.0
+    """0: it has not ended."""
+    model_digest: str = ""
+    """Digest of its model's blob; empty: none."""
+
+
+@dataclass(frozen=True)
+class JobUse:
+    """What a job keeps in the control plane's folder, and since when it is over."""
+
+    id: str
+    user: str
+    phase: str
+    ended_at: float
+    bundle_digest: str
+    model_digest: str
+
+
+@dataclass(frozen=True)
+class RowUse:
+    """Rows of one table that are measured and removed together."""
+
+    table: str
+    job: str
+    """Job that they name, which need not exist; empty: none."""
+    rows: int
+    bytes: int
+    """Length of their texts."""
+    at: float
+    """Unix time of the latest one."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """A job that a user has deleted."""
+
+    job: str
+    user: str
+    """Whose it was; empty: the operator's."""
+    by: str
+    at: float
+    created_at: float
+    """When the job was submitted."""
+    unpromised_worker_seconds: float
+    """As of the job's row: a deleted job still counts for its user's place in the queue."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +243,8 @@ class Change:
     users: tuple[UserRow, ...] = ()
     """New or changed users."""
     removed_users: tuple[str, ...] = ()
+    deletions: tuple[Deletion, ...] = ()
+    """Jobs to remove with their events, log and measurements."""
     removed_region: str = ""
     """Region to forget with its commands and invitations; empty: none."""
     revocations: tuple[Revocation, ...] = ()

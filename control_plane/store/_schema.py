@@ -47,6 +47,18 @@ jobs = Table(
     Column("unpromised_worker_seconds", Double, nullable=False, server_default="0"),
     Column("signature_json", Text, nullable=False, server_default=""),
     Column("shared_with", Text, nullable=False, server_default="[]"),
+    Column("ended_at", Double, nullable=False, server_default="0"),
+    Column("model_digest", String(80), nullable=False, server_default=""),
+)
+deletions = Table(
+    "deletions",
+    metadata,
+    Column("job", String(64), primary_key=True),
+    Column("user", String(64), nullable=False),
+    Column("by", String(64), nullable=False),
+    Column("at", Double, nullable=False),
+    Column("created_at", Double, nullable=False),
+    Column("unpromised_worker_seconds", Double, nullable=False),
 )
 users = Table(
     "users",

@@ -10,7 +10,24 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Table, and_, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    Integer,
+    String,
+    Table,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, OperationalError, SQLAlchemyError
 
 from control_plane.store import _schema as t
@@ -19,13 +36,16 @@ from control_plane.store._records import (
     CommandRow,
     Committed,
     Cursors,
+    Deletion,
     EventRow,
     Invitation,
     JobRow,
+    JobUse,
     Leadership,
     LogRow,
     RegionRow,
     Revocation,
+    RowUse,
     RunRow,
     UserRow,
     WeightRow,
@@ -39,6 +59,18 @@ SETTLE_SECONDS = 5.0
 switch to its replica; a longer outage ends the leadership instead."""
 _SETTLE_PAUSE_SECONDS = 0.2
 """Time between two attempts to look up a commit."""
+
+
+_DAY_SECONDS = 86_400
+"""Rows that belong to no job are measured, and removed, by the day."""
+_MEASURED = {
+    "events": ("text", "data_json"),
+    "logs": ("text",),
+    "runs": ("profile_json", "merge_json"),
+    "weights": ("steps_json", "note"),
+    "deletions": (),
+}
+"""Tables of histories, with their long texts."""
 
 
 class OutcomeUnknown(Exception):
@@ -101,6 +133,8 @@ class Store:
             for job in change.jobs:
                 shared = json.dumps(job.shared_with)
                 _put(connection, t.jobs, {"id": job.id}, asdict(job) | {"shared_with": shared})
+            for gone in change.deletions:
+                _delete_job(connection, gone)
             for region in change.regions:
                 self._put_region(connection, region)
             for invitation in change.invitations:
@@ -125,6 +159,19 @@ class Store:
                 self._append_logs(connection, change.logs)
             self._move_cursors(connection, change)
         return Committed(events, commands, bool(change.logs))
+
+    def remove_rows(self, table: str, job: str, until: float, limit: int = 2000) -> int:
+        """Remove up to `limit` rows of a `RowUse` that are not later than `until`, the oldest first; return how many
+        were removed."""
+        found = t.metadata.tables[table]
+        wanted = found.c.at <= until
+        if _is_of_jobs(found):
+            wanted = and_(wanted, found.c.job == job)
+        if "cursor" in found.c:
+            first = select(found.c.cursor).where(wanted).order_by(found.c.cursor).limit(limit)
+            wanted = found.c.cursor.in_(first)
+        with self._writing() as connection:
+            return connection.execute(delete(found).where(wanted)).rowcount
 
     def put_meta(self, key: str, value: str) -> None:
         """Store a value under a key."""
@@ -206,6 +253,51 @@ class Store:
             older = t.jobs.c.created_at < created
             wanted.append(or_(older, and_(t.jobs.c.created_at == created, t.jobs.c.id > after)))
         return self._jobs(and_(True, *wanted), limit)
+
+    def job_uses(self) -> list[JobUse]:
+        """Return what each job keeps."""
+        columns = [t.jobs.c[name] for name in JobUse.__dataclass_fields__]
+        with self._reading() as connection:
+            return [JobUse(**row) for row in connection.execute(select(*columns)).mappings()]
+
+    def row_uses(self, job: str = "") -> list[RowUse]:
+        """Return what rows of histories take, by table and job; those of no job are split by day.
+
+        ``job``: only what names this job; empty: all.
+        """
+        return [use for table, texts in _MEASURED.items() for use in self._row_uses(table, texts, job)]
+
+    def _row_uses(self, name: str, texts: tuple[str, ...], job: str) -> list[RowUse]:
+        table = t.metadata.tables[name]
+        day = cast(table.c.at / _DAY_SECONDS, Integer)
+        of_job = table.c.job if _is_of_jobs(table) else cast(literal(""), String)
+        groups = [of_job, case((of_job == "", day), else_=0)]
+        size = func.sum(sum((func.length(table.c[column]) for column in texts), start=literal(0)))
+        # By their places, since PostgreSQL takes two equal expressions with parameters for different ones.
+        wanted = select(*groups, func.count(), size, func.max(table.c.at)).group_by(text("1"), text("2"))
+        if job:
+            wanted = wanted.where(groups[0] == job)
+        with self._reading() as connection:
+            rows = connection.execute(wanted).all()
+        return [RowUse(name, row[0], row[2], int(row[3] or 0), row[4]) for row in rows]
+
+    def database_bytes(self) -> int:
+        """Return the size of the database."""
+        pages = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+        query = "SELECT pg_database_size(current_database())" if self.shared else pages
+        with self._reading() as connection:
+            return int(connection.execute(text(query)).scalar_one())
+
+    def deletion(self, job_id: str) -> Deletion | None:
+        """Return who has deleted a job, or None."""
+        with self._reading() as connection:
+            row = connection.execute(select(t.deletions).where(t.deletions.c.job == job_id)).mappings().first()
+            return Deletion(**row) if row else None
+
+    def existing(self, job_ids: set[str]) -> set[str]:
+        """Return those of the jobs that exist."""
+        with self._reading() as connection:
+            return set(connection.execute(select(t.jobs.c.id).where(t.jobs.c.id.in_(job_ids))).scalars())
 
     def regions(self) -> list[RegionRow]:
         """Return all regions, sorted by name."""
@@ -301,10 +393,15 @@ class Store:
 
     def unpromised_worker_seconds(self, since: float) -> dict[str, float]:
         """Return the worker seconds of ended jobs without a promise, by user, for jobs submitted after `since`."""
-        total = func.sum(t.jobs.c.unpromised_worker_seconds)
-        wanted = select(t.jobs.c.user, total).where(t.jobs.c.created_at > since).group_by(t.jobs.c.user)
+        found: dict[str, float] = {}
         with self._reading() as connection:
-            return {row[0]: float(row[1]) for row in connection.execute(wanted)}
+            # A deleted job counts as before, so that deleting gives no better place in the queue.
+            for table in (t.jobs, t.deletions):
+                total = func.sum(table.c.unpromised_worker_seconds)
+                wanted = select(table.c.user, total).where(table.c.created_at > since).group_by(table.c.user)
+                for user, seconds in connection.execute(wanted):
+                    found[user] = found.get(user, 0.0) + float(seconds)
+        return found
 
     def runs(self, task_key: str, kin_key: str = "", limit: int = 100) -> list[RunRow]:
         """Return earlier runs of a task, newest first; if there are none, those of its other versions."""
@@ -466,6 +563,19 @@ def _put(
     where = and_(*(table.c[name] == value for name, value in key.items()))
     if connection.execute(update(table).where(where).values(**values)).rowcount == 0:
         connection.execute(insert(table).values(**values, **(on_insert or {})))
+
+
+def _is_of_jobs(table: Table) -> bool:
+    """Whether a table's rows are removed with their job."""
+    return "job" in table.c and table is not t.deletions
+
+
+def _delete_job(connection: Connection, gone: Deletion) -> None:
+    """Remove a job's rows. Its commands stay: a region that is away gets them when it is back."""
+    connection.execute(delete(t.jobs).where(t.jobs.c.id == gone.job))
+    for table in (t.events, t.logs, t.runs):
+        connection.execute(delete(table).where(table.c.job == gone.job))
+    _put(connection, t.deletions, {"job": gone.job}, asdict(gone))
 
 
 def _cursors(connection: Connection, region: str) -> Cursors:

@@ -293,6 +293,10 @@ class PolicyConfig(Section):
     """Whether the region takes jobs."""
     max_workers_per_job: Annotated[int, Field(ge=1)] | None = None
     """Largest number of workers of one job. Default: all that the region has. `acceptJobs: false` takes no jobs."""
+    max_disk_mb_per_job: Annotated[int, Field(ge=1)] | None = None
+    """Most disk space of one job, in MB: state of its parameter server, shards of other regions, files of its workers,
+    and its channel if that is a folder on the disk. A job that takes more fails with `LIMIT_EXCEEDED`. Default: what
+    the disk has, except for a reserve."""
     ship_logs: bool = True
     """Whether log lines of job code may leave the region."""
     accept_shards: bool = True
@@ -312,6 +316,24 @@ class PolicyConfig(Section):
     """Whether job code runs in sandboxes. `require`: the region refuses jobs where there can be none. `prefer`: where
     there can be none, job code can read and change what the agent can. `none`: without sandboxes. Functions of OpenFaaS
     run in its containers in any case."""
+
+
+class RetentionConfig(Section):
+    """For how many days the agent keeps, in its state directory, what no job here needs any more. It looks every hour;
+    `region-agent storage` shows what it finds."""
+
+    jobs_days: NotNegative = 7.0
+    """State of parameter servers whose job the agent does not know any more, as after the loss of its database. The
+    state of a job that has ended is deleted at once."""
+    bundles_days: NotNegative = 7.0
+    """Code, since it was last used."""
+    logs_days: NotNegative = 30.0
+    """Logs of functions, since their last line."""
+    approvals_days: NotNegative = 30.0
+    """Approvals of profiles and probes, and requests that nobody has answered. What `approve: first-run` has approved
+    stays approved."""
+    unfinished_days: NotNegative = 1.0
+    """Files that were being written when the agent ended."""
 
 
 class EgressRule(Section):
@@ -402,6 +424,7 @@ class RegionConfig(Section):
     identity: IdentityConfig | None = None
     """The region's identity, if the operator's own CA signs it. Default: `region-agent join` receives it."""
     policy: PolicyConfig = PolicyConfig()
+    retention: RetentionConfig = RetentionConfig()
     functions: FunctionsConfig = FunctionsConfig()
     server: ServerConfig = ServerConfig()
 

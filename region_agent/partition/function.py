@@ -20,7 +20,7 @@ from region_agent.partition.events import Deployed
 from region_agent.partition.machine import PartitionMachine
 from region_agent.worker.invocation import CALL_GRACE, Outcome
 
-__all__ = ["WorkerFunction"]
+__all__ = ["WorkerFunction", "function_name"]
 
 _READY = timedelta(seconds=60)
 """Timeout of the function's first replicas."""
@@ -28,6 +28,11 @@ _CAPACITY_LABEL = "geofed.capacity"
 """Label of a function on preemptible capacity."""
 _LONGEST_PAUSE_SECONDS = 15.0
 """Longest pause between attempts to delete the function."""
+
+
+def function_name(job: str) -> str:
+    """Return the name of the function of a job's workers."""
+    return f"geofed-{job}"[:63].rstrip("-")
 
 
 class WorkerFunction:
@@ -42,7 +47,7 @@ class WorkerFunction:
         channel: RegionChannel,
         image: str,
     ) -> None:
-        self.name = f"geofed-{start.job}"[:63].rstrip("-")
+        self.name = function_name(start.job)
         self._start, self._machine = start, machine
         self._gateway, self._config, self._channel, self._image = gateway, config, channel, image
         self._call_seconds = timedelta(seconds=start.plan.slice_seconds) + CALL_GRACE

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from sync.transfer.manifest import Manifest, Verdict
 from sync.transfer.wire import manifest_of
 from sync.transport.sockets import Tls
 
-__all__ = ["LIST_SEQUENCE", "ShardPort", "ShardStore", "delete_old_shards", "open_port"]
+__all__ = ["LIST_SEQUENCE", "ShardPort", "ShardStore", "open_port"]
 
 LIST_SEQUENCE = 1
 """Sequence number of the list of files; file n of it, counted from 0, has n + 2."""
@@ -282,11 +281,3 @@ def _upper_half(ports: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return the upper half of a range of ports: the same partition's parameter server searches it from below at the
     same time."""
     return None if ports is None else (min(ports[1] - 1, max(ports[0], (ports[0] + ports[1]) // 2)), ports[1])
-
-
-def delete_old_shards(folder: Path, keep: Callable[[str], bool]) -> None:
-    """Delete the shards of all jobs but those that ``keep`` is true for. Blocks."""
-    if folder.is_dir():
-        for job in folder.iterdir():
-            if not keep(job.name):
-                shutil.rmtree(job, ignore_errors=True)

@@ -6,13 +6,14 @@ import json
 import secrets
 import sqlite3
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from region_agent.state.database import AgentDatabase
 
-__all__ = ["AgentStore", "PartitionRow"]
+__all__ = ["AgentStore", "PartitionRow", "stored_messages"]
 
 _MAX_SET_ASIDE = 100
 """Messages set aside that are kept."""
@@ -49,6 +50,18 @@ class PartitionRow:
     """The workers run on preemptible capacity."""
     scale_order: int = 0
     """Number of the last scaling command; 0: none."""
+
+
+def stored_messages(path: Path) -> tuple[list[bytes], list[bytes]]:
+    """Return the StartPartition and SendShard messages in an agent's database, which may be in use.
+
+    Raises ``sqlite3.Error`` if it cannot be read.
+    """
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as db:
+        starts, sendings = (
+            db.execute(f"select {name}").fetchall() for name in ("start from partitions", "message from sendings")
+        )
+    return [row[0] for row in starts], [row[0] for row in sendings]
 
 
 class AgentStore(AgentDatabase):

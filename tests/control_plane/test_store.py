@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,6 +28,7 @@ from control_plane.store import (
     Change,
     CommandRow,
     Cursors,
+    Deletion,
     EventRow,
     Invitation,
     JobRow,
@@ -160,6 +162,56 @@ class Contract:
         assert [line.text for line in store.logs_after("j", after)] == ["13", "14"]
         assert len(store.logs_after("other", 0)) == 1
 
+    def test_rows_are_measured_by_job_and_those_of_no_job_by_day(self, store: Store) -> None:
+        day = 86_400.0
+        events = (
+            EventRow(1.0, "j1", "", "kind", "four"), EventRow(3 * day, "j1", "", "kind", "12345"),
+            EventRow(2.1 * day, "", "a", "kind", "x"), EventRow(2.2 * day, "", "a", "kind", "x"),
+            EventRow(9.1 * day, "", "a", "kind", "x"),
+        )  # fmt: skip
+        runs = (RunRow("j1", "a", "t", 5.0, 50.0, 7, 0.5),)
+        store.commit(Change(events=events, logs=(LogRow(4.0, "j1", "a", "s", "line"),), runs=runs))
+        found = {(use.table, use.job, use.at): (use.rows, use.bytes) for use in store.row_uses()}
+        assert found == {
+            ("events", "j1", 3 * day): (2, len("four12345{}{}")), ("events", "", 2.2 * day): (2, len("x{}x{}")),
+            ("events", "", 9.1 * day): (1, len("x{}")), ("logs", "j1", 4.0): (1, 4), ("runs", "j1", 5.0): (1, 0),
+        }  # fmt: skip
+        assert {(use.table, use.job) for use in store.row_uses("j1")} == {
+            (name, "j1") for name in ("events", "logs", "runs")
+        }
+        assert store.database_bytes() > 10_000
+
+    def test_rows_are_removed_in_parts_and_only_old_ones(self, store: Store) -> None:
+        events = [EventRow(float(n), job, "", "kind", str(n)) for n in range(5) for job in ("", "j1")]
+        store.commit(Change(events=tuple(events)))
+        assert store.remove_rows("events", "", 3.0, limit=3) == 3
+        assert store.remove_rows("events", "", 3.0, limit=3) == 1
+        assert store.remove_rows("events", "", 3.0, limit=3) == 0
+        assert [event.at for event in store.events_after(0, job="")] == [4.0]
+        assert store.remove_rows("events", "j1", math.inf) == 5
+        assert [event.at for event in store.events_after(0)] == [4.0]
+
+    def test_a_deleted_job_leaves_only_who_deleted_it(self, store: Store) -> None:
+        other = replace(JOB, id="j2", request_id="r2")
+        rows = [(job, EventRow(1.0, job, "", "k", "t"), LogRow(1.0, job, "a", "s", "t")) for job in ("j1", "j2")]
+        runs = tuple(RunRow(job, "a", "t", 1.0, 50.0, 7, 0.5) for job in ("j1", "j2"))
+        jobs = (replace(JOB, user="ann", created_at=6.0, unpromised_worker_seconds=2.5), other)
+        events, logs = tuple(event for _, event, _ in rows), tuple(log for _, _, log in rows)
+        store.commit(Change(jobs=jobs, regions=(REGION,), events=events, logs=logs, runs=runs))
+        gone = Deletion("j1", "ann", "operator", 9.0, 6.0, 2.5)
+        deleted = EventRow(9.0, "", "", "job.deleted", "t")
+        store.commit(Change(deletions=(gone,), events=(deleted,), commands=(CommandRow("a", "j1", b"delete"),)))
+        assert (store.job("j1"), store.job("j2")) == (None, other)
+        assert store.job_of_request("r1") is None
+        assert [event.kind for event in store.events_after(0)] == ["k", "job.deleted"]
+        assert [line.job for line in store.logs_after("j1", 0) + store.logs_after("j2", 0)] == ["j2"]
+        assert [run.job for run in store.runs("t")] == ["j2"]
+        assert [command.payload for command in store.commands_after("a", 0)] == [b"delete"]
+        assert (store.deletion("j1"), store.deletion("j2")) == (gone, None)
+        assert store.unpromised_worker_seconds(4.0) == {"ann": 2.5}, "it still counts for the user's place in the queue"
+        assert store.existing({"j1", "j2", "j3"}) == {"j2"}
+        assert [use.id for use in store.job_uses()] == ["j2"]
+
     def test_state_survives_a_restart(self, url: str) -> None:
         with open_store(url) as store:
             store.commit(Change(regions=(REGION,), report_cursor=("a", 7)))
@@ -187,15 +239,19 @@ class Contract:
             "report": {**report, "sent_bytes": {"b": 1}},
         }
         old = {"job": "j1", "lost_limit_seconds": 1.0, "created_at": 0.0, "phase": "running", "partitions": parts}
+        old |= {"finished_at": 7.0, "blob_digest": "sha256:1"}
         store.commit(Change(jobs=(replace(JOB, state_json=json.dumps(old | {"copies": [copy]})),)))
         with store.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
             connection.exec_driver_sql("DROP TABLE leadership")
             connection.exec_driver_sql("DROP TABLE revocations")
-            for table, column in (("users", "public_key"), ("jobs", "signature_json"), ("jobs", "shared_with")):
+            connection.exec_driver_sql("DROP TABLE deletions")
+            new = ("signature_json", "shared_with", "ended_at", "model_digest")
+            for table, column in (("users", "public_key"), *(("jobs", column) for column in new)):
                 connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")
         with open_store(url) as upgraded:
             (row,) = upgraded.jobs()
+        assert (row.ended_at, row.model_digest) == (7.0, "sha256:1")
         state = job_state_from_json(row.state_json)
         assert state.partitions[1].report is None
         assert state.partitions[0].report == Report(

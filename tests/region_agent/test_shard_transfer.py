@@ -27,7 +27,7 @@ from region_agent.partition.events import RecordEvent
 from region_agent.shards import listing, receiving
 from region_agent.shards.listing import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
 from region_agent.shards.reading import shard_files
-from region_agent.shards.receiving import ShardPort, ShardStore, delete_old_shards, open_port
+from region_agent.shards.receiving import ShardPort, ShardStore, open_port
 from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import ShardFile
@@ -517,11 +517,3 @@ def test_a_list_is_what_it_was() -> None:
     told = ShardList(dataset="digits", files=(ListedFile(**_file()), *more))
     assert read_list(told.to_bytes()) == told
     assert read_list(told.to_bytes()).digest == told.digest
-
-
-def test_shards_of_jobs_that_are_no_more_are_removed(tmp_path: Path) -> None:
-    for job in ("gone", "there"):
-        (tmp_path / job / "east").mkdir(parents=True)
-    delete_old_shards(tmp_path, lambda job: job == "there")
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    delete_old_shards(tmp_path / "nowhere", lambda job: False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,10 @@ from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from control_plane.pki import GivenAuthority
+    from geofed_pb.storage import Keep
+
+_LEAST = timedelta(hours=1)
+"""Shortest time for which what belongs to no job is kept; a submission over a slow link takes less."""
 
 
 def serve(
@@ -41,6 +46,13 @@ def serve(
     ] = None,
     tls_certificate_file: Annotated[Path | None, typer.Option(help="This server's certificate by your own CA.")] = None,
     tls_key_file: Annotated[Path | None, typer.Option(help="Key of that certificate.")] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND=TIME",
+            help="How long to keep models, logs and the like of ended jobs, as 30d or forever; see `storage`.",
+        ),
+    ] = None,
     ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
     log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = "text",
 ) -> None:
@@ -70,8 +82,29 @@ def serve(
         region_certificate_life=certificate_life,
         given=_given(tls_ca_file, tls_certificate_file, tls_key_file),
         ready_file=ready_file,
+        keep=_rules(keep or []),
     )
     asyncio.run(run(config))
+
+
+def _rules(given: list[str]) -> Keep:
+    """Return the retention rules of `--keep`. Raises ``GeofedError("CONFIG_INVALID")``."""
+    from control_plane._durations import parse_duration
+    from control_plane.service import KEEP
+
+    rules: dict[str, float | None] = {}
+    for rule in given:
+        kind, _, text = rule.partition("=")
+        if kind not in KEEP:
+            raise GeofedError("CONFIG_INVALID", f"--keep {rule}: there is no kind {kind!r}", hint=", ".join(KEEP))
+        try:
+            rules[kind] = None if text == "forever" else parse_duration(text).total_seconds()
+        except ValueError as error:
+            raise GeofedError("CONFIG_INVALID", f"--keep {rule}: {error}", hint="or forever") from None
+        if kind in ("unused", "uploads") and (rules[kind] or _LEAST.total_seconds()) < _LEAST.total_seconds():
+            text = f"--keep {rule}: at least 1h, since a submission may be about to use it"
+            raise GeofedError("CONFIG_INVALID", text)
+    return rules
 
 
 def _given(ca_file: Path | None, certificate_file: Path | None, key_file: Path | None) -> GivenAuthority | None:

@@ -128,6 +128,8 @@ async def submit(
     async def check(draft: Draft) -> JobEntry | None:
         if user and user not in draft.users:
             raise GeofedError("UNAUTHENTICATED", f"user {user} was removed")
+        if initial_model is not None and federation.blobs.size(initial_model.digest) is None:
+            raise GeofedError("MODEL_NOT_FOUND", f"the model of {initial_model.job} was removed a moment ago")
         return await _earlier(federation, row)
 
     return await admit(federation, new, check)

@@ -32,6 +32,8 @@ _CONTROL = {
     "Resume": Rule(_BOTH, job="change"),
     "Scale": Rule(_BOTH, job="change"),
     "Share": Rule(_BOTH, job="change"),
+    "Delete": Rule(_BOTH, job="change"),
+    "Storage": Rule(_BOTH, job="read", note="without a job: a user gets only its own jobs"),
     "ListRegions": Rule(_BOTH),
     "Invite": Rule(("operator",)),
     "ChangeRegion": Rule(("operator",)),
@@ -79,12 +81,17 @@ class UserCheck:
         if ("user" if caller.user else "operator") not in rule.callers:
             raise GeofedError("FORBIDDEN", f"only the operator may do that, not {caller.user}")
         if rule.job and caller.user and request is not None and request.job:
-            if not again:
+            if not again and not await self._has_deleted(caller, request.job):
                 caller.require(rule.job, (await federation.find_job(request.job, caller.may_read)).row)
             elif (entry := federation.jobs.get(request.job)) is not None:
                 caller.require(rule.job, entry.row)
         if not again:
             _caller.set(caller)
+
+    async def _has_deleted(self, caller: Caller, job: str) -> bool:
+        """Whether a job was the caller's until it was deleted; then the call itself says so."""
+        gone = await self._federation.read(lambda store: store.deletion(job))
+        return gone is not None and gone.user == caller.user
 
 
 class RegionCheck:

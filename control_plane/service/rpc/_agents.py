@@ -235,7 +235,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 draft.settle(ended, region, report)
                 self._drop_unwanted(draft, ended, report.kept)
             elif seq == 0 or seq > done:
-                self._apply_body(draft, region, message)
+                self._apply_body(draft, region, message, await self._deleted_jobs(message))
             if seq > done:
                 draft.report_cursor = (region, seq)
         if seq:
@@ -260,7 +260,13 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             return None
         return await self._federation.ended_job(message.partition.job)
 
-    def _apply_body(self, draft: Draft, region: str, message: agent_pb2.FromAgent) -> None:
+    async def _deleted_jobs(self, message: agent_pb2.FromAgent) -> set[str]:
+        """Return the jobs of an event or of log lines that do not exist, as after their deletion."""
+        named = {message.happening.job, *(record.job for record in message.logs.records)} - {""}
+        ended = named - self._federation.jobs.keys()
+        return ended - await self._federation.read(lambda store: store.existing(ended)) if ended else ended
+
+    def _apply_body(self, draft: Draft, region: str, message: agent_pb2.FromAgent, deleted: set[str]) -> None:
         kind = message.WhichOneof("body")
         if kind == "partition":
             report = report_of(message.partition)
@@ -276,13 +282,13 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             self._federation.allocation.reported(draft, message.partition.job)
         elif kind == "happening":
             happening = message.happening
-            if not self._is_involved(happening.job, region):
+            if happening.job in deleted or not self._is_involved(happening.job, region):
                 return
             data = _parsed(happening.data_json)
             draft.record(happening.kind or "region.note", happening.text, region=region, job=happening.job, data=data)
         elif kind == "logs":
-            records = [record for record in message.logs.records if self._is_involved(record.job, region)]
-            draft.logs += log_rows(region, records)
+            records = [record for record in message.logs.records if record.job not in deleted]
+            draft.logs += log_rows(region, [record for record in records if self._is_involved(record.job, region)])
 
     def _kept_bytes(self, entry: JobEntry | None, region: str, kept: Uploaded) -> int | None:
         """Return the size of a model that the region has uploaded as commanded; None unless it is there."""

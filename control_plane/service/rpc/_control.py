@@ -39,6 +39,9 @@ from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import OPERATOR, JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
 from control_plane.service.state._notifier import Notifier
+from control_plane.service.storage._deletion import delete_job
+from control_plane.service.storage._report import storage_report
+from control_plane.service.storage._sweeper import Sweeper
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_request
 from control_plane.store import EventRow, Invitation, Store
 from geofed_pb.errors import GeofedError
@@ -78,12 +81,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
         profiling: Profiling,
         probing: Probing,
         succession: Succession,
+        sweeper: Sweeper,
         access: AccessConfig,
     ) -> None:
         self._federation = federation
         self._profiling = profiling
         self._probing = probing
         self._succession = succession
+        self._sweeper = sweeper
         self.access = access
         """Replaced once the port is bound."""
 
@@ -106,14 +111,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """Plan a job without storing it."""
         caller = caller_now()
-        text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
+        with self._federation.blobs.held(request.bundle_digest):
+            text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
     @answering
     async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
         """Submit a job; once for each request ID."""
         caller = caller_now()
-        entry, created = await submit(self._federation, self._probing, request, caller.user)
+        with self._federation.blobs.held(request.bundle_digest):
+            entry, created = await submit(self._federation, self._probing, request, caller.user)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
     @streaming
@@ -124,8 +131,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
         spec, user = parse_request(request.spec_json), caller_now().user
         signed = request.submission, user, request.spec_json, spec, request.bundle_digest
         request.submission.CopyFrom(await require_signed(self._federation, *signed))
-        async for progress in self._profiling.run(request):
-            yield progress
+        with self._federation.blobs.held(request.bundle_digest):
+            async for progress in self._profiling.run(request):
+                yield progress
 
     @answering
     async def GetJob(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.Job:
@@ -260,6 +268,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return federation.describe(await self._find(entry.row.id))
 
     @answering
+    async def Delete(self, request: control_pb2.DeleteRequest, context: Context) -> control_pb2.DeleteReply:
+        """Delete an ended job and all that belongs to it."""
+        return await delete_job(self._federation, self._sweeper, request.job, caller_now())
+
+    @answering
+    async def Storage(self, request: control_pb2.StorageRequest, context: Context) -> control_pb2.StorageReply:
+        """Return what the control plane keeps, and what its retention rules remove next."""
+        return await storage_report(self._federation, self._sweeper, request, caller_now())
+
+    @answering
     async def ListRegions(
         self, request: control_pb2.ListRegionsRequest, context: Context
     ) -> control_pb2.ListRegionsReply:
@@ -335,7 +353,11 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ModelRequest, context: Context
     ) -> AsyncIterator[common_pb2.BlobChunk]:
         """Stream a kept model of a job: the last one, or that of a round."""
-        model = kept_model(await self._find(request.job), request.round or None)
+        entry = await self._find(request.job)
+        model = kept_model(entry, request.round or None)
+        if self._federation.blobs.size(model.digest) is None:
+            hint = "`control-plane storage` shows the rules"
+            raise GeofedError("MODEL_NOT_FOUND", f"the model of {entry.row.id} is not kept any more", hint=hint)
         async for chunk in self._federation.blobs.send(model.digest, request.offset):
             yield chunk
 

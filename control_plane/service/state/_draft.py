@@ -28,6 +28,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import (
     Change,
     CommandRow,
+    Deletion,
     EventRow,
     Invitation,
     JobRow,
@@ -91,6 +92,7 @@ class Draft:
     """None: removed."""
     removed_region: str = ""
     """Region that is forgotten; empty: none."""
+    deletions: list[Deletion] = field(default_factory=list)
     revocations: list[Revocation] = field(default_factory=list)
     report_cursor: tuple[str, int] | None = None
     """Region and sequence number of the agent's report that this draft applies."""
@@ -227,7 +229,7 @@ class Draft:
         """Return the transaction for the store; None if nothing durable has changed."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
         known = known or self.met or self.dropped_command
-        if not (self._durable or known or self.weights or self.revocations or self.removed_region):
+        if not (self._durable or known or self.weights or self.revocations or self.removed_region or self.deletions):
             return None
         return Change(
             jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
@@ -244,6 +246,7 @@ class Draft:
             invitations=tuple(self.invitations),
             users=tuple(user for user in self.changed_users.values() if user is not None),
             removed_region=self.removed_region,
+            deletions=tuple(self.deletions),
             revocations=tuple(self.revocations),
             removed_users=tuple(name for name, user in self.changed_users.items() if user is None),
             report_cursor=self.report_cursor,
@@ -270,4 +273,11 @@ class Draft:
 
 
 def _stored(entry: JobEntry) -> JobRow:
-    return replace(entry.row, state_json=job_state_to_json(entry.state), phase=entry.state.phase)
+    state = entry.state
+    return replace(
+        entry.row,
+        state_json=job_state_to_json(state),
+        phase=state.phase,
+        ended_at=state.finished_at if state.terminal else 0.0,
+        model_digest=state.blob_digest,
+    )

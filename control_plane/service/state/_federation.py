@@ -242,11 +242,20 @@ class Federation:
         if committed.logged:
             self.logs_notifier.ring()
 
+    async def write(self, change: Callable[[Store], _T]) -> _T:
+        """Change rows of the store that are not in memory."""
+        async with self._lock:
+            self.leading.check()
+            return await self._written(change)
+
     async def _stored(self, change: Change) -> Committed:
-        """Store a change. If it is unknown whether it was stored, this control plane stops leading, since its memory
-        may differ from the store."""
+        return await self._written(lambda store: store.commit(change))
+
+    async def _written(self, change: Callable[[Store], _T]) -> _T:
+        """Change the store. If it is unknown whether that was stored, this control plane stops leading, since its
+        memory may differ from the store."""
         try:
-            return await self.read(lambda store: store.commit(change))
+            return await self.read(change)
         except OutcomeUnknown:
             self.leading.step_down("the database has not answered whether a change was stored")
             raise GeofedError("UNAVAILABLE", "the database has not answered whether the change was stored") from None

@@ -330,16 +330,20 @@ class Peer(_message.Message):
     def __init__(self, region: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., seen: _Optional[str] = ..., unsigned: bool = ...) -> None: ...
 
 class StopPartition(_message.Message):
-    __slots__ = ("job", "epoch", "reason", "discard")
+    __slots__ = ("job", "epoch", "reason", "discard", "deleted", "bundle_digest")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DISCARD_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    BUNDLE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     reason: str
     discard: bool
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., discard: bool = ...) -> None: ...
+    deleted: bool
+    bundle_digest: str
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., discard: bool = ..., deleted: bool = ..., bundle_digest: _Optional[str] = ...) -> None: ...
 
 class SendShard(_message.Message):
     __slots__ = ("job", "epoch", "dataset", "to", "address", "seen")

@@ -409,6 +409,81 @@ class ShareRequest(_message.Message):
     end: bool
     def __init__(self, job: _Optional[str] = ..., user: _Optional[str] = ..., end: bool = ...) -> None: ...
 
+class DeleteRequest(_message.Message):
+    __slots__ = ("job",)
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    def __init__(self, job: _Optional[str] = ...) -> None: ...
+
+class DeleteReply(_message.Message):
+    __slots__ = ("job", "deleted_at", "deleted_by", "regions")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    DELETED_AT_FIELD_NUMBER: _ClassVar[int]
+    DELETED_BY_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    deleted_at: float
+    deleted_by: str
+    regions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, job: _Optional[str] = ..., deleted_at: _Optional[float] = ..., deleted_by: _Optional[str] = ..., regions: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StorageRequest(_message.Message):
+    __slots__ = ("job", "jobs")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    jobs: int
+    def __init__(self, job: _Optional[str] = ..., jobs: _Optional[int] = ...) -> None: ...
+
+class StorageReply(_message.Message):
+    __slots__ = ("kinds", "jobs", "database_bytes", "free_bytes")
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_FIELD_NUMBER: _ClassVar[int]
+    DATABASE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kinds: _containers.RepeatedCompositeFieldContainer[StoredKind]
+    jobs: _containers.RepeatedCompositeFieldContainer[StoredJob]
+    database_bytes: int
+    free_bytes: int
+    def __init__(self, kinds: _Optional[_Iterable[_Union[StoredKind, _Mapping]]] = ..., jobs: _Optional[_Iterable[_Union[StoredJob, _Mapping]]] = ..., database_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ...) -> None: ...
+
+class StoredKind(_message.Message):
+    __slots__ = ("kind", "count", "bytes", "due_count", "due_bytes", "next_at", "keep_seconds")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    DUE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    DUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_AT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    count: int
+    bytes: int
+    due_count: int
+    due_bytes: int
+    next_at: float
+    keep_seconds: float
+    def __init__(self, kind: _Optional[str] = ..., count: _Optional[int] = ..., bytes: _Optional[int] = ..., due_count: _Optional[int] = ..., due_bytes: _Optional[int] = ..., next_at: _Optional[float] = ..., keep_seconds: _Optional[float] = ...) -> None: ...
+
+class StoredJob(_message.Message):
+    __slots__ = ("job", "state", "ended_at", "bytes")
+    class BytesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    state: str
+    ended_at: float
+    bytes: _containers.ScalarMap[str, int]
+    def __init__(self, job: _Optional[str] = ..., state: _Optional[str] = ..., ended_at: _Optional[float] = ..., bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
 class ListRegionsRequest(_message.Message):
     __slots__ = ("after", "paged")
     AFTER_FIELD_NUMBER: _ClassVar[int]

@@ -115,6 +115,16 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ShareRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
                 _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/geofed.v1.Control/Delete',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.DeleteRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.DeleteReply.FromString,
+                _registered_method=True)
+        self.Storage = channel.unary_unary(
+                '/geofed.v1.Control/Storage',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.StorageRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.StorageReply.FromString,
+                _registered_method=True)
         self.ListRegions = channel.unary_unary(
                 '/geofed.v1.Control/ListRegions',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ListRegionsRequest.SerializeToString,
@@ -273,6 +283,20 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Delete(self, request, context):
+        """Deletes an ended job and all that belongs to it, also in its regions; repeating it has no effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Storage(self, request, context):
+        """What the control plane keeps, and what its retention rules remove next. A user gets its own jobs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListRegions(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -415,6 +439,16 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Share,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ShareRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.DeleteRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.DeleteReply.SerializeToString,
+            ),
+            'Storage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Storage,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.StorageRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.StorageReply.SerializeToString,
             ),
             'ListRegions': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRegions,
@@ -894,6 +928,60 @@ class Control(object):
             '/geofed.v1.Control/Share',
             geofed__pb_dot_v1_dot_control__pb2.ShareRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Delete',
+            geofed__pb_dot_v1_dot_control__pb2.DeleteRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.DeleteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Storage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Storage',
+            geofed__pb_dot_v1_dot_control__pb2.StorageRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.StorageReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -120,6 +120,8 @@ class LogStore:
                 follower.end()
         for name in [name for name in self._files if function in (None, name)]:
             self._files.pop(name)[0].close()
+        if function is not None:
+            self._rings.pop(function, None)
 
     def _write(self, line: LogLine) -> None:
         path = self._directory / f"{line.name}.log"

@@ -58,6 +58,8 @@ CONTRACTS = {
     "finish": Contract("{running}", mutating=True),
     "cancel": Contract("{cancelled} --yes", mutating=True),
     "resume": Contract("{kept}", mutating=True, streaming=True),
+    "delete": Contract("{ended} --yes", mutating=True),
+    "storage": Contract(),
     "share": Contract("{job} ann", mutating=True),
     "unshare": Contract("{job} ann", mutating=True),
     "logs": Contract("{job}", streaming=True),
@@ -122,10 +124,10 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
     of_users = {"user add", "user change", "user remove"}
     of_regions = {f"region {what}" for what in ("invite", "drain", "undrain", "revoke", "remove")}
-    of_jobs = {"submit", "scale", "replan", "finish", "cancel", "resume", "share", "unshare"}
+    of_jobs = {"submit", "scale", "replan", "finish", "cancel", "delete", "resume", "share", "unshare"}
     assert mutating == of_jobs | of_regions | of_users | {"rotate-ca"}
     assert "--request-id" in options_of(found["submit"])
-    assert all("--yes" in options_of(found[name]) for name in ("cancel", "user remove", "region remove"))
+    assert all("--yes" in options_of(found[name]) for name in ("cancel", "delete", "user remove", "region remove"))
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +168,8 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
         pass
     told("cancel", kept, "--yes")
     run_here("wait", kept, GEOFED_CONTEXT=str(federation.context))
+    ended = told("submit", file, "-o", "name", *HOLD)
+    told("cancel", ended, "--yes")
     running = told("submit", file, "-o", "name", "--set", "train.workers=1", *HOLD)
     prices = folder / "prices.csv"
     prices.write_text("cloud,region,instance_type,purchase,usd_per_hour\naws,r,t,on_demand,0.5\n")
@@ -176,7 +180,8 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     state, backup = str(federation.context.parent), str(folder / "backup")
     told("backup", backup, "--state-dir", state)
     given |= {"state": state, "backup": backup}
-    return {"job": told("submit", file, "--wait", "-o", "name"), "cancelled": held, "kept": kept, **given}
+    given |= {"cancelled": held, "ended": ended, "kept": kept}
+    return {"job": told("submit", file, "--wait", "-o", "name"), **given}
 
 
 @pytest.mark.parametrize("name", [name for name, contract in CONTRACTS.items() if contract.formats])
@@ -215,7 +220,9 @@ def test_without_a_control_plane_there_is_an_envelope_too(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("GEOFED_CONTEXT", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    filled = CONTRACTS[name].arguments.format(job="j", cancelled="j", running="j", kept="j", file=job_file, fresh="u")
+    filled = CONTRACTS[name].arguments.format(
+        job="j", cancelled="j", ended="j", running="j", kept="j", file=job_file, fresh="u"
+    )
     ran = run(*name.split(), *filled.split(), "-o", "json")
     assert ran.status == 6
     assert ran.error["code"] == "UNAVAILABLE"

@@ -1,0 +1,89 @@
+"""Deletion of an ended job with all that belongs to it."""
+
+from __future__ import annotations
+
+from control_plane._view import standing_text
+from control_plane.service.rpc._users import Caller
+from control_plane.service.state._draft import OPERATOR, Draft, JobEntry
+from control_plane.service.state._federation import Federation
+from control_plane.service.storage._sweeper import Sweeper
+from control_plane.store import CommandRow, Deletion, Store
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2, control_pb2
+
+__all__ = ["delete_job"]
+
+
+async def delete_job(federation: Federation, sweeper: Sweeper, name: str, caller: Caller) -> control_pb2.DeleteReply:
+    """Delete a job, and have its regions delete what they keep of it; repeating it has no effect.
+
+    Raises ``GeofedError``: JOB_NOT_FOUND; ILLEGAL_STATE if it has not ended, or if a job that has not ended started
+    from its model.
+    """
+    if (before := await federation.read(lambda store: store.deletion(name))) is not None:
+        return _reply(before, [])
+    job = (await federation.find_job(name, caller.may_read)).row.id
+    async with federation.change() as draft:
+        entry = await federation.ended_job(job)
+        if entry is None:
+            raise _not_ended(draft, job)
+        _require_no_heir(draft, entry, caller)
+        uses = await federation.read(Store.job_uses)
+        is_shared = any(use.bundle_digest == entry.row.bundle_digest and use.id != job for use in uses)
+        gone = _deletion(draft, entry, caller.user or OPERATOR)
+        draft.by = gone.by
+        draft.deletions.append(gone)
+        draft.record("job.deleted", f"job {job} was deleted", data={"job": job, "user": gone.user or OPERATOR})
+        regions = sorted(_regions(entry) & set(draft.regions))
+        code = "" if is_shared else entry.row.bundle_digest
+        for region in regions:
+            stop = agent_pb2.StopPartition(
+                job=job, epoch=_epoch(entry, region), reason="the job was deleted", discard=True, deleted=True,
+                bundle_digest=code,
+            )  # fmt: skip
+            draft.commands.append(CommandRow(region, job, agent_pb2.ToAgent(stop=stop).SerializeToString()))
+    model = entry.state.initial_model
+    await sweeper.remove_unused({entry.row.bundle_digest, entry.state.blob_digest, model.digest if model else ""})
+    return _reply(gone, regions)
+
+
+def _not_ended(draft: Draft, job: str) -> GeofedError:
+    """Return the error for a job that has not ended, or was deleted a moment ago."""
+    if (entry := draft.job(job)) is None:
+        return GeofedError("JOB_NOT_FOUND", f"job {job} not found")
+    hint = f"`control-plane cancel {job}` ends it without a model, `control-plane finish {job}` with its present one"
+    text = f"job {job} {standing_text(entry.state.phase)}; only an ended job can be deleted"
+    return GeofedError("ILLEGAL_STATE", text, hint=hint)
+
+
+def _require_no_heir(draft: Draft, entry: JobEntry, caller: Caller) -> None:
+    """Raise ``GeofedError("ILLEGAL_STATE")`` if a job that has not ended started from the job's model: its regions may
+    have to fetch it again."""
+    heirs = [
+        other.row
+        for other in draft.jobs.values()
+        if (model := other.state.initial_model) is not None and model.job == entry.row.id
+    ]
+    if heirs:
+        named = [row.id if caller.may_read(row) else "another user's job" for row in heirs]
+        text = f"{', '.join(sorted(named))} started from the model of {entry.row.id}, and has not ended"
+        raise GeofedError("ILLEGAL_STATE", text, hint="delete it when that job has ended")
+
+
+def _deletion(draft: Draft, entry: JobEntry, by: str) -> Deletion:
+    row = entry.row
+    return Deletion(row.id, row.user, by, draft.at, row.created_at, row.unpromised_worker_seconds)
+
+
+def _regions(entry: JobEntry) -> set[str]:
+    """Return the regions that have run a part of a job."""
+    return {part.region for part in entry.state.partitions} | {copy.source for copy in entry.state.copies}
+
+
+def _epoch(entry: JobEntry, region: str) -> int:
+    part = entry.state.partition(region) or entry.state.copy_from(region)
+    return part.epoch if part is not None else 0
+
+
+def _reply(gone: Deletion, regions: list[str]) -> control_pb2.DeleteReply:
+    return control_pb2.DeleteReply(job=gone.job, deleted_at=gone.at, deleted_by=gone.by, regions=regions)

@@ -1,0 +1,68 @@
+"""What is kept, as `control-plane storage` shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from control_plane.service.rpc._users import Caller
+from control_plane.service.state._federation import Federation
+from control_plane.service.storage._sweeper import Sweeper
+from control_plane.store import JobUse, Store
+from geofed_pb.storage import Stored, Total, totals
+from geofed_pb.v1 import control_pb2
+
+__all__ = ["storage_report"]
+
+_MOST_JOBS = 1000
+"""Most jobs of a reply; each takes up to 200 bytes."""
+
+
+async def storage_report(
+    federation: Federation, sweeper: Sweeper, request: control_pb2.StorageRequest, caller: Caller
+) -> control_pb2.StorageReply:
+    """Return what is kept: everything, or what belongs to a job, or to the jobs of a user.
+
+    Raises ``GeofedError("JOB_NOT_FOUND")``.
+    """
+    job = (await federation.find_job(request.job, caller.may_read)).row.id if request.job else ""
+    uses = {use.id: use for use in await federation.read(Store.job_uses)}
+    items = [item.stored for item in await sweeper.items(job=job)]
+    if caller.user and not job:
+        uses = {name: use for name, use in uses.items() if use.user == caller.user}
+        items = [item for item in items if not uses.keys().isdisjoint(item.jobs)]
+    shown = {job: uses[job]} if job else uses
+    reply = control_pb2.StorageReply(
+        kinds=[_kind(total) for total in totals(items, sweeper.keep, federation.clock())],
+        jobs=_largest(items, shown, min(request.jobs, _MOST_JOBS)),
+    )
+    if not caller.user and not job:
+        reply.database_bytes = await federation.read(Store.database_bytes)
+        reply.free_bytes = (await asyncio.to_thread(shutil.disk_usage, federation.blobs.folder)).free
+    return reply
+
+
+def _kind(total: Total) -> control_pb2.StoredKind:
+    return control_pb2.StoredKind(
+        kind=total.kind,
+        count=total.count,
+        bytes=total.bytes,
+        due_count=total.due_count,
+        due_bytes=total.due_bytes,
+        next_at=total.next_at or 0.0,
+        keep_seconds=total.keep_seconds,
+    )
+
+
+def _largest(items: Sequence[Stored], uses: dict[str, JobUse], most: int) -> list[control_pb2.StoredJob]:
+    by_job: dict[str, Counter[str]] = defaultdict(Counter)
+    for item in items:
+        for job in item.jobs:
+            by_job[job][item.kind] += item.bytes
+    named = sorted(by_job.keys() & uses.keys(), key=lambda job: (-by_job[job].total(), job))
+    return [
+        control_pb2.StoredJob(job=job, state=uses[job].phase, ended_at=uses[job].ended_at, bytes=by_job[job])
+        for job in named[:most]
+    ]

@@ -1,0 +1,127 @@
+"""What an agent keeps in its state directory beside its identity and database, and what of it is removed when."""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from geofed_pb.storage import Found, Keep, Stored, Total, due, found, left_after, remove, totals, used_bytes
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RetentionConfig
+from region_agent.partition.function import function_name
+from region_agent.partition.shards import SHARDS
+from region_agent.state.store import stored_messages
+
+__all__ = ["SENDING", "Held", "RegionStorage", "held_by"]
+
+SENDING = "sending"
+"""Folder in the state directory for temporary files of shards that are sent to other regions."""
+_DAY_SECONDS = 86_400.0
+_LEAST_SECONDS = 60.0
+"""Shortest time for which anything is kept, so that a sweep takes nothing of a job that is just beginning."""
+_log = structlog.get_logger("geofed.storage")
+_FIRST_RUN = re.compile(r"[0-9a-f]{64}\.approved")
+"""What `approve: first-run` has approved: user, key, code and dataset."""
+_WRITTEN = re.compile(r"\..*\.partial|.*\.part(ial)?")
+"""Files that are being written."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the jobs need whose partition, or whose shard's transfer, is in this region."""
+
+    jobs: frozenset[str] = frozenset()
+    bundles: frozenset[str] = frozenset()
+    """Digests of their code, without ``sha256:``."""
+
+
+def held_by(state_dir: Path, *, without: str = "") -> Held:
+    """Return what the jobs in the agent's database need, which may be in use; ``without``: but for this job."""
+    starts, sendings = stored_messages(state_dir / "agent.db")
+    read = [agent_pb2.StartPartition.FromString(one) for one in starts]
+    jobs = [*(one.job for one in read), *(agent_pb2.SendShard.FromString(one).job for one in sendings)]
+    bundles = (one.task.bundle_digest.removeprefix("sha256:") for one in read if one.job != without)
+    return Held(frozenset(jobs) - {without}, frozenset(bundles))
+
+
+class RegionStorage:
+    """The files of one state directory. Methods block."""
+
+    def __init__(self, state_dir: Path, retention: RetentionConfig, channel: Path | None = None) -> None:
+        """``channel``: the channel's folder, if it is on the disk."""
+        self._state_dir, self._channel = state_dir, channel
+        self._functions = state_dir / "gateway" / "state"
+        days = {
+            # Other regions' data, which are removed with their job.
+            "shards": 0.0,
+            "jobs": retention.jobs_days,
+            "bundles": retention.bundles_days,
+            "logs": retention.logs_days,
+            "approvals": retention.approvals_days,
+            "unfinished": retention.unfinished_days,
+        }
+        self.keep: Keep = {kind: max(_LEAST_SECONDS, kept * _DAY_SECONDS) for kind, kept in days.items()}
+
+    def items(self, held: Held) -> Iterator[Stored]:
+        """Yield what is kept; ``name`` is the path in the state directory."""
+        place = self._state_dir
+        for kind, folder in (("jobs", "jobs"), ("shards", SHARDS), ("shards", SENDING)):
+            for one in found(place / folder):
+                yield self._item(kind, one, in_use=one.path.name in held.jobs)
+        for one in found(place / "bundles"):
+            kind = "unfinished" if _WRITTEN.fullmatch(one.path.name) else "bundles"
+            yield self._item(kind, one, in_use=one.path.name in held.bundles)
+        functions = {function_name(job) for job in held.jobs}
+        for one in found(self._functions / "logs"):
+            yield self._item("logs", one, in_use=one.path.name.partition(".log")[0] in functions)
+        for one in found(place / "approvals"):
+            if not _FIRST_RUN.fullmatch(one.path.name):
+                yield self._item("approvals", one, in_use=one.path.stem in held.jobs)
+        for one in found(place, ".*.partial"):
+            yield self._item("unfinished", one)
+
+    def totals(self, now: float) -> list[Total]:
+        """Return the sums by kind."""
+        return totals(self.items(held_by(self._state_dir)), self.keep, now)
+
+    def sweep(self, now: float) -> None:
+        """Remove what the rules no longer keep; what cannot be removed is logged, and tried again by the next sweep."""
+        try:
+            held = held_by(self._state_dir)
+        except sqlite3.Error as error:
+            _log.warning("nothing was swept: the jobs cannot be read", error=str(error))
+            return
+        left_after(due(self.items(held), self.keep, now), self._remove)
+
+    def delete_job(self, job: str, bundle_digest: str) -> None:
+        """Delete all files of a job, and its code unless another job here has the same (empty: one elsewhere has)."""
+        held = held_by(self._state_dir, without=job)
+        names = {job, function_name(job)}
+        digest = bundle_digest.removeprefix("sha256:")
+        left_after((one for one in self.items(held) if not one.in_use and _names(one, names | {digest})), self._remove)
+
+    def job_bytes(self, job: str) -> int:
+        """Return the disk space that a job takes."""
+        replicas = re.compile(rf"{re.escape(function_name(job))}-[0-9]+")
+        folders = [self._state_dir / "jobs" / job, self._state_dir / SHARDS / job]
+        folders += [self._channel / job] if self._channel is not None else []
+        with suppress(FileNotFoundError):
+            folders += [path for path in (self._functions / "r").iterdir() if replicas.fullmatch(path.name)]
+        return sum(used_bytes(folder) for folder in folders)
+
+    def _item(self, kind: str, one: Found, *, in_use: bool = False) -> Stored:
+        return Stored(kind, str(one.path.relative_to(self._state_dir)), one.bytes, one.changed_at, in_use=in_use)
+
+    def _remove(self, item: Stored) -> None:
+        remove(self._state_dir / item.name)
+
+
+def _names(item: Stored, names: set[str]) -> bool:
+    """Whether an item's file has one of the names, but for a suffix."""
+    return Path(item.name).name.split(".")[0] in names
