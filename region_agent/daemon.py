@@ -190,8 +190,8 @@ class Agent:
         file = self._config_file
         return [
             self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(), self._sweep(),
-            self._watch_disk(),
             self._offered_datasets.keep_checking(), *([self._offered_datasets.follow(file)] if file else []),
+            *([self._watch_disk(most)] if (most := self._config.policy.max_disk_mb_per_job) is not None else []),
         ]  # fmt: skip
 
     async def _keep_session(self) -> None:
@@ -264,10 +264,9 @@ class Agent:
             await asyncio.to_thread(self._storage.sweep, time.time())
             await asyncio.sleep(_SWEEP_SECONDS)
 
-    async def _watch_disk(self) -> None:
+    async def _watch_disk(self, most_mb: int) -> None:
         """Fail jobs that take more disk space than the region gives one."""
-        most_mb = self._config.policy.max_disk_mb_per_job
-        while most_mb is not None:
+        while True:
             await asyncio.sleep(_QUOTA_SECONDS)
             for job, partition in list(self._partitions.items()):
                 used_mb = await asyncio.to_thread(self._storage.job_bytes, job) / 1e6

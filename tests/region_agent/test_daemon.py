@@ -18,6 +18,7 @@ from region_agent.daemon import Agent
 from region_agent.gateway import GatewayClient
 from region_agent.link.identity import Identity, JoinedFederation
 from region_agent.partition.events import (
+    Event,
     PartitionPrepared,
     Preempted,
     PsReady,
@@ -170,6 +171,70 @@ def test_an_order_for_a_shard_is_kept_until_the_job_ends_or_refused_at_once(tmp_
             ("sending", {}),
             ("stopped", {"west": 5}),
         ]
+
+
+def _agent_in(folder: Path) -> Agent:
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1}, "channel": {"path": str(folder / "channel")},
+        }
+    )  # fmt: skip
+    Identity(folder).store(JoinedFederation("east", "127.0.0.1:9", "test"), b"", b"", b"")
+    return Agent(config, folder)
+
+
+def test_only_the_job_that_takes_too_much_disk_space_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fed(_Played):
+        def feed(self, event: Event) -> None:
+            self.machine.handle(event)
+
+    monkeypatch.setattr(daemon, "_QUOTA_SECONDS", 0.001)
+    large, small = Fed("large", 1), Fed("small", 1)
+    for job, size in (("large", 1_500_000), ("small", 500_000)):
+        (tmp_path / "jobs" / job).mkdir(parents=True)
+        (tmp_path / "jobs" / job / "model").write_bytes(bytes(size))
+        (tmp_path / "channel" / job).mkdir(parents=True)
+        (tmp_path / "channel" / job / "value").write_bytes(bytes(600_000))
+
+    async def run() -> None:
+        agent = _agent_in(tmp_path)
+        agent._partitions = {played.job: played for played in (small, large)}  # type: ignore[dict-item, misc]
+        watching = asyncio.create_task(agent._watch_disk(2))
+        await _until(lambda: large.machine.over)
+        await asyncio.sleep(0.02)
+        watching.cancel()
+        agent._store.close()
+
+    asyncio.run(run())
+    assert large.machine.error is not None
+    assert large.machine.error.code == "LIMIT_EXCEEDED"
+    assert "takes 2 MB of disk space in region east, which gives a job 2 MB" in large.machine.error.message
+    assert (small.machine.state, small.machine.error) == ("training", None)
+
+
+def test_a_deleted_job_that_is_not_known_leaves_nothing(tmp_path: Path) -> None:
+    """As after the loss of the agent's database, or a crash while the job ended."""
+    left = tmp_path / "jobs" / "job-1" / "ps"
+    left.mkdir(parents=True)
+    bundle = tmp_path / "bundles" / ("a" * 64)
+    bundle.parent.mkdir()
+    bundle.write_bytes(b"code")
+
+    async def run() -> list[bytes]:
+        agent = _agent_in(tmp_path)
+        stop = agent_pb2.StopPartition(job="job-1", discard=True, deleted=True, bundle_digest=f"sha256:{'a' * 64}")
+        agent.stop(5, stop)
+        assert agent._store.command_cursor() == 5, "it is stored before it is carried out"
+        await asyncio.gather(*agent._closing)
+        told = [raw for _, raw in agent._store.reports_after(0)]
+        agent._store.close()
+        return told
+
+    (report,) = asyncio.run(run())
+    assert agent_pb2.FromAgent.FromString(report).partition.state == "stopped"
+    assert not left.parent.exists()
+    assert not bundle.exists()
 
 
 def test_folders_in_the_state_directory_are_told_as_absolute_paths(

@@ -25,6 +25,8 @@ _FOLLOWER_BYTES = 2 << 20
 """Most bytes of lines that wait for one reader."""
 _RING_BYTES = 16 << 20
 """Most bytes of lines of one function in memory."""
+_MOST_RINGS = 32
+"""Most functions with lines in memory, those that have been deleted included: the latest ones."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class LogStore:
         self._lines_in_memory = lines_in_memory
         self._file_bytes = file_bytes
         self._rings: dict[str, _Ring] = {}
+        """By function, the one that has written last at the end."""
         self._followers: set[_Follower] = set()
         self._files: dict[str, tuple[FileIO, int]] = {}
         """Open files with their sizes in bytes."""
@@ -87,7 +90,11 @@ class LogStore:
     def append(self, function: str, instance: str, text: str) -> None:
         """Add a line."""
         line = LogLine(function, instance, datetime.now(UTC), text)
-        self._rings.setdefault(function, _Ring(self._lines_in_memory)).append(line)
+        ring = self._rings.pop(function, None) or _Ring(self._lines_in_memory)
+        ring.append(line)
+        self._rings[function] = ring
+        if len(self._rings) > _MOST_RINGS:
+            del self._rings[next(iter(self._rings))]
         self._write(line)
         for follower in self._followers:
             if _matches(line, follower.query):
@@ -120,8 +127,6 @@ class LogStore:
                 follower.end()
         for name in [name for name in self._files if function in (None, name)]:
             self._files.pop(name)[0].close()
-        if function is not None:
-            self._rings.pop(function, None)
 
     def _write(self, line: LogLine) -> None:
         path = self._directory / f"{line.name}.log"

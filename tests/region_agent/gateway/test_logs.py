@@ -48,3 +48,20 @@ def test_the_files_are_bounded_and_go_on(tmp_path: Path) -> None:
     texts = [json.loads(line)["text"] for path in (before, now) for line in path.read_text().splitlines()]
     assert texts[-1] == "the last"
     assert texts[:-1] == [f"line {number}" for number in range(300 - len(texts) + 1, 300)]
+
+
+def test_lines_of_only_the_latest_functions_stay_in_memory(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = LogStore(tmp_path, lines_in_memory=5, file_bytes=10_000)
+        for number in range(40):
+            store.append("lasting", "l-1", "line")
+            store.append(f"f{number}", "f-1", "line")
+            store.end(f"f{number}")
+
+        async def past(name: str) -> int:
+            return len([line async for lines in store.read(LogQuery(name)) for line in lines])
+
+        assert [await past(name) for name in ("lasting", "f39", "f10", "f5", "f0")] == [5, 1, 1, 0, 0]
+        store.end()
+
+    asyncio.run(scenario())
