@@ -21,9 +21,10 @@ from control_plane.store._records import (
     UserRow,
     WeightRow,
 )
-from control_plane.store._store import OutcomeUnknown, Store
+from control_plane.store._store import HISTORIES, OutcomeUnknown, Store
 
 __all__ = [
+    "HISTORIES",
     "Change",
     "CommandRow",
     "Committed",

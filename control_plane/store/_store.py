@@ -62,8 +62,8 @@ _SETTLE_PAUSE_SECONDS = 0.2
 
 
 _DAY_SECONDS = 86_400
-"""Rows that belong to no job are measured, and removed, by the day."""
-_MEASURED = {
+"""Rows that belong to no job are measured by the day."""
+HISTORIES = {
     "events": ("text", "data_json"),
     "logs": ("text",),
     "runs": ("profile_json", "merge_json"),
@@ -160,12 +160,14 @@ class Store:
             self._move_cursors(connection, change)
         return Committed(events, commands, bool(change.logs))
 
-    def remove_rows(self, table: str, job: str, until: float, limit: int = 2000) -> int:
-        """Remove up to `limit` rows of a `RowUse` that are not later than `until`, the oldest first; return how many
-        were removed."""
+    def remove_rows(self, table: str, until: float, job: str | None = None, limit: int = 2000) -> int:
+        """Remove up to `limit` rows of a history that are not later than `until`, the oldest first; return how many.
+
+        ``job``: only those that name it; empty: that name none.
+        """
         found = t.metadata.tables[table]
         wanted = found.c.at <= until
-        if _is_of_jobs(found):
+        if job is not None:
             wanted = and_(wanted, found.c.job == job)
         if "cursor" in found.c:
             first = select(found.c.cursor).where(wanted).order_by(found.c.cursor).limit(limit)
@@ -260,26 +262,30 @@ class Store:
         with self._reading() as connection:
             return [JobUse(**row) for row in connection.execute(select(*columns)).mappings()]
 
-    def row_uses(self, job: str = "") -> list[RowUse]:
-        """Return what rows of histories take, by table and job; those of no job are split by day.
+    def row_uses(self, table: str, job: str = "") -> list[RowUse]:
+        """Return what the rows of a history take, by job; those of no job are split by day. Reads the whole table.
 
         ``job``: only what names this job; empty: all.
         """
-        return [use for table, texts in _MEASURED.items() for use in self._row_uses(table, texts, job)]
-
-    def _row_uses(self, name: str, texts: tuple[str, ...], job: str) -> list[RowUse]:
-        table = t.metadata.tables[name]
-        day = cast(table.c.at / _DAY_SECONDS, Integer)
-        of_job = table.c.job if _is_of_jobs(table) else cast(literal(""), String)
-        groups = [of_job, case((of_job == "", day), else_=0)]
-        size = func.sum(sum((func.length(table.c[column]) for column in texts), start=literal(0)))
+        found = t.metadata.tables[table]
+        of_job = found.c.job if _is_of_jobs(found) else cast(literal(""), String)
+        groups = [of_job, case((of_job == "", cast(found.c.at / _DAY_SECONDS, Integer)), else_=0)]
+        size = func.sum(sum((func.length(found.c[column]) for column in HISTORIES[table]), start=literal(0)))
         # By their places, since PostgreSQL takes two equal expressions with parameters for different ones.
-        wanted = select(*groups, func.count(), size, func.max(table.c.at)).group_by(text("1"), text("2"))
+        wanted = select(*groups, func.count(), size, func.max(found.c.at)).group_by(text("1"), text("2"))
         if job:
-            wanted = wanted.where(groups[0] == job)
+            wanted = wanted.where(of_job == job)
         with self._reading() as connection:
             rows = connection.execute(wanted).all()
-        return [RowUse(name, row[0], row[2], int(row[3] or 0), row[4]) for row in rows]
+        return [RowUse(table, row[0], row[2], int(row[3] or 0), row[4]) for row in rows]
+
+    def jobs_with_rows(self, table: str) -> list[str]:
+        """Return the jobs that rows of events or logs name; empty: rows that name none. Reads one row of each."""
+        first = f"SELECT min(job) FROM {t.metadata.tables[table].name}"
+        each = f"{first} UNION ALL SELECT ({first} WHERE job > found.job) FROM found WHERE job IS NOT NULL"
+        query = f"WITH RECURSIVE found(job) AS ({each}) SELECT job FROM found WHERE job IS NOT NULL"
+        with self._reading() as connection:
+            return list(connection.execute(text(query)).scalars())
 
     def database_bytes(self) -> int:
         """Return the size of the database."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from control_plane.blobs import BlobStore
 from control_plane.cli.commands.serve import _rules
 from control_plane.service import KEEP, Federation, Sweeper
-from control_plane.service.storage._inventory import Inventory, inventory_of
+from control_plane.service.storage._inventory import file_items
 from control_plane.store import Change, Deletion, EventRow, JobRow, JobUse, LogRow, RunRow, Store, WeightRow, open_store
 from geofed_pb.errors import GeofedError
 from geofed_pb.storage import Found, Keep, due
@@ -220,7 +220,7 @@ def test_no_rule_removes_what_an_active_job_needs(
     by_id = {job.id: job for job in jobs}
     active = {job.id for job in jobs if job.phase != "failed"}
     initial = {name: digest for name, digest in initial.items() if name in active}
-    items = inventory_of(Inventory(by_id, initial, files, ()))
+    items = file_items(files, (), by_id, initial)
     assert len(items) == len(files)
     gone = {item.name for item in due([item.stored for item in items], dict.fromkeys(KEEP, 0.0), now)}
     needed = {digest for job in jobs if job.id in active for digest in (job.bundle_digest, job.model_digest)}

@@ -25,6 +25,7 @@ from control_plane.core import (
     job_state_from_json,
 )
 from control_plane.store import (
+    HISTORIES,
     Change,
     CommandRow,
     Cursors,
@@ -171,24 +172,27 @@ class Contract:
         )  # fmt: skip
         runs = (RunRow("j1", "a", "t", 5.0, 50.0, 7, 0.5),)
         store.commit(Change(events=events, logs=(LogRow(4.0, "j1", "a", "s", "line"),), runs=runs))
-        found = {(use.table, use.job, use.at): (use.rows, use.bytes) for use in store.row_uses()}
+        found = {
+            (use.table, use.job, use.at): (use.rows, use.bytes) for table in HISTORIES for use in store.row_uses(table)
+        }
         assert found == {
             ("events", "j1", 3 * day): (2, len("four12345{}{}")), ("events", "", 2.2 * day): (2, len("x{}x{}")),
             ("events", "", 9.1 * day): (1, len("x{}")), ("logs", "j1", 4.0): (1, 4), ("runs", "j1", 5.0): (1, 0),
         }  # fmt: skip
-        assert {(use.table, use.job) for use in store.row_uses("j1")} == {
-            (name, "j1") for name in ("events", "logs", "runs")
-        }
+        of_job = [use for table in HISTORIES for use in store.row_uses(table, "j1")]
+        assert [(use.table, use.job) for use in of_job] == [(name, "j1") for name in ("events", "logs", "runs")]
+        assert store.jobs_with_rows("events") == ["", "j1"]
+        assert store.jobs_with_rows("logs") == ["j1"]
         assert store.database_bytes() > 10_000
 
     def test_rows_are_removed_in_parts_and_only_old_ones(self, store: Store) -> None:
         events = [EventRow(float(n), job, "", "kind", str(n)) for n in range(5) for job in ("", "j1")]
         store.commit(Change(events=tuple(events)))
-        assert store.remove_rows("events", "", 3.0, limit=3) == 3
-        assert store.remove_rows("events", "", 3.0, limit=3) == 1
-        assert store.remove_rows("events", "", 3.0, limit=3) == 0
+        assert store.remove_rows("events", 3.0, "", limit=3) == 3
+        assert store.remove_rows("events", 3.0, "", limit=3) == 1
+        assert store.remove_rows("events", 3.0, "", limit=3) == 0
         assert [event.at for event in store.events_after(0, job="")] == [4.0]
-        assert store.remove_rows("events", "j1", math.inf) == 5
+        assert store.remove_rows("events", math.inf, "j1") == 5
         assert [event.at for event in store.events_after(0)] == [4.0]
 
     def test_a_deleted_job_leaves_only_who_deleted_it(self, store: Store) -> None:

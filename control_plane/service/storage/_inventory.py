@@ -10,7 +10,7 @@ from control_plane.core import TERMINAL
 from control_plane.store import JobUse, RowUse
 from geofed_pb.storage import Found, Keep, Stored
 
-__all__ = ["KEEP", "Inventory", "Item", "inventory_of"]
+__all__ = ["KEEP", "KINDS", "Item", "file_items", "rows_item"]
 
 _DAY_SECONDS = 86_400.0
 KEEP: Keep = {
@@ -25,54 +25,37 @@ KEEP: Keep = {
 }
 """Default rules, by kind. Models and code stay with their job, since nothing can bring them back; an upload that was
 interrupted is continued within a day or not at all."""
-_TABLES = {
-    "events": "events",
-    "logs": "logs",
-    "runs": "measurements",
-    "weights": "measurements",
-    "deletions": "history",
-}
-"""Kinds of the tables' rows."""
+KINDS = {"events": "events", "logs": "logs", "runs": "measurements", "weights": "measurements", "deletions": "history"}
+"""Kind of each history's rows; events of no job are "history"."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something that is kept, and where."""
+    """Something that is kept; ``file``: where, unless it is rows."""
 
     stored: Stored
     file: Found | None = None
-    rows: RowUse | None = None
 
 
-@dataclass(frozen=True)
-class Inventory:
-    """What was found. The jobs are read after the files, so that every file's job is known."""
-
-    jobs: Mapping[str, JobUse]
-    initial: Mapping[str, str]
-    """Digest of the model that each active job has started from, by job."""
-    whole: Iterable[Found]
-    unfinished: Iterable[Found]
-    rows: Iterable[RowUse] = ()
-
-
-def inventory_of(found: Inventory) -> list[Item]:
-    """Return the items: whole blobs, unfinished uploads, and rows of histories.
+def file_items(
+    whole: Iterable[Found], unfinished: Iterable[Found], jobs: Mapping[str, JobUse], initial: Mapping[str, str]
+) -> list[Item]:
+    """Return the items of blobs and of unfinished uploads.
 
     A blob has one kind, of what needs it the longest: "models" and "bundles" belong to jobs, "unused" to none. A model
     from which an active job has started is in use, also if its own job has ended or was deleted.
+
+    Args:
+        initial: digest of the model that each active job has started from, by job.
     """
     uses: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for job in found.jobs.values():
+    for job in jobs.values():
         for kind, digest in (("models", job.model_digest), ("bundles", job.bundle_digest)):
             uses[digest][kind].add(job.id)
-    for job_id, digest in found.initial.items():
+    for job_id, digest in initial.items():
         uses[digest]["models"].add(job_id)
-    blobs = [_blob(file, uses.get(f"sha256:{file.path.name}", {}), found.jobs) for file in found.whole]
-    uploads = [
-        Item(Stored("uploads", file.path.name, file.bytes, file.changed_at), file=file) for file in found.unfinished
-    ]
-    return [*blobs, *uploads, *(_rows(use, found.jobs) for use in found.rows)]
+    blobs = [_blob(file, uses.get(f"sha256:{file.path.name}", {}), jobs) for file in whole]
+    return [*blobs, *(Item(Stored("uploads", one.path.name, one.bytes, one.changed_at), one) for one in unfinished)]
 
 
 def _blob(file: Found, uses: Mapping[str, set[str]], jobs: Mapping[str, JobUse]) -> Item:
@@ -92,9 +75,12 @@ def _of_jobs(stored: Stored, jobs: list[JobUse]) -> Stored:
     )
 
 
-def _rows(use: RowUse, jobs: Mapping[str, JobUse]) -> Item:
-    job, kind = jobs.get(use.job), _TABLES[use.table]
+def rows_item(use: RowUse, jobs: Mapping[str, JobUse]) -> Item:
+    """Return the item of rows of a history. Events and log of a job count from its end, others from their own time."""
+    job, kind = jobs.get(use.job), KINDS[use.table]
     if kind == "events" and job is None:
         kind = "history"
     stored = Stored(kind, f"{use.table}/{use.job}", use.bytes, use.at, count=use.rows)
-    return Item(_of_jobs(stored, [job] if job is not None else []), rows=use)
+    if job is None:
+        return Item(stored)
+    return Item(_of_jobs(stored, [job]) if kind in ("events", "logs") else replace(stored, jobs=(job.id,)))

@@ -10,10 +10,10 @@ from functools import partial
 import structlog
 
 from control_plane.service.state._federation import Federation
-from control_plane.service.storage._inventory import KEEP, Inventory, Item, inventory_of
-from control_plane.store import Store
+from control_plane.service.storage._inventory import KEEP, KINDS, Item, file_items, rows_item
+from control_plane.store import HISTORIES, JobUse, RowUse, Store
 from geofed_pb.errors import GeofedError
-from geofed_pb.storage import Keep, Stored, due, left_after, log_removed, remove
+from geofed_pb.storage import Keep, Stored, due, left_after, remove
 
 __all__ = ["Sweeper"]
 
@@ -44,34 +44,59 @@ class Sweeper:
                 _log.exception("not everything was swept")
             await asyncio.sleep(_INTERVAL_SECONDS)
 
-    async def items(self, *, rows: bool = True, job: str = "") -> list[Item]:
-        """Return what is kept.
+    async def items(self, job: str = "") -> list[Item]:
+        """Return what is kept; ``job``: only what belongs to this job."""
+        measured: list[RowUse] = []
+        for table in HISTORIES:
+            measured += await self._federation.read(partial(Store.row_uses, table=table, job=job))
+        files, jobs = await self._files(), await self._jobs()
+        found = [*files, *(rows_item(use, jobs) for use in measured)]
+        return [item for item in found if not job or job in item.stored.jobs]
 
-        Args:
-            rows: also the rows of histories.
-            job: only what belongs to this job; empty: everything.
-        """
-        federation = self._federation
-        whole = await asyncio.to_thread(federation.blobs.whole)
-        unfinished = await asyncio.to_thread(federation.blobs.unfinished)
-        measured = await federation.read(partial(Store.row_uses, job=job)) if rows else []
-        jobs = {use.id: use for use in await federation.read(Store.job_uses)}
+    async def _files(self) -> list[Item]:
+        blobs = self._federation.blobs
+        whole, unfinished = await asyncio.to_thread(blobs.whole), await asyncio.to_thread(blobs.unfinished)
+        # Read after the files, so that every file's job is known.
+        jobs = await self._jobs()
         initial = {
             name: entry.state.initial_model.digest
-            for name, entry in federation.jobs.items()
+            for name, entry in self._federation.jobs.items()
             if entry.state.initial_model is not None
         }
-        items = inventory_of(Inventory(jobs, initial, whole, unfinished, measured))
-        return [item for item in items if not job or job in item.stored.jobs]
+        return file_items(whole, unfinished, jobs, initial)
+
+    async def _jobs(self) -> dict[str, JobUse]:
+        return {use.id: use for use in await self._federation.read(Store.job_uses)}
 
     async def sweep(self) -> None:
         """Remove what the rules no longer keep. What cannot be removed is logged, and tried again by the next sweep."""
         now = self._federation.clock()
         await self._remove_files(lambda stored: bool(due([stored], self.keep, now)))
-        gone = [item for item in await self.items() if item.rows is not None and due([item.stored], self.keep, now)]
-        for item in gone:
-            await self._remove_rows(item)
-        log_removed(item.stored for item in gone)
+        for table in HISTORIES:
+            if count := await self._sweep_rows(table, now):
+                _log.info("rows were removed", table=table, rows=count)
+
+    async def _sweep_rows(self, table: str, now: float) -> int:
+        """Remove the rows of a history: of an ended job together, of others what is old."""
+        if table not in ("events", "logs"):
+            return await self._remove_rows(table, None, now, KINDS[table])
+        count, jobs = 0, await self._jobs()
+        for job in await self._federation.read(partial(Store.jobs_with_rows, table=table)):
+            stored = rows_item(RowUse(table, job, 0, 0, -math.inf), jobs).stored
+            if not stored.jobs:
+                count += await self._remove_rows(table, job, now, stored.kind)
+            elif due([stored], self.keep, now):
+                count += await self._remove_rows(table, job, math.inf, stored.kind)
+        return count
+
+    async def _remove_rows(self, table: str, job: str | None, at: float, kind: str) -> int:
+        if (kept := self.keep[kind]) is None:
+            return 0
+        query = partial(Store.remove_rows, table=table, until=at - kept, job=job, limit=_ROWS_AT_ONCE)
+        count = removed = await self._federation.write(query)
+        while removed >= _ROWS_AT_ONCE:
+            count += (removed := await self._federation.write(query))
+        return count
 
     async def remove_unused(self, digests: set[str]) -> None:
         """Remove those of the blobs that no job needs any more."""
@@ -82,7 +107,7 @@ class Sweeper:
         # While a change is open, no job is stored that needs one of them.
         async with self._federation.change() as draft:
             draft.void = True
-            for item in await self.items(rows=False):
+            for item in await self._files():
                 if item.file is None or not wanted(item.stored):
                     continue
                 try:
@@ -93,12 +118,3 @@ class Sweeper:
                 except OSError as error:
                     _log.warning("cannot be removed yet", name=item.stored.name, error=str(error))
         await asyncio.to_thread(left_after, list(remaining), lambda stored: remove(remaining[stored]))
-
-    async def _remove_rows(self, item: Item) -> None:
-        assert item.rows is not None
-        table, job = item.rows.table, item.rows.job
-        # Of an ended job everything goes; of others what is as old as what was measured.
-        until = math.inf if item.stored.jobs else item.stored.since
-        query = partial(Store.remove_rows, table=table, job=job, until=until, limit=_ROWS_AT_ONCE)
-        while await self._federation.write(query) >= _ROWS_AT_ONCE:
-            pass

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from geofed_pb.storage.retention import Stored, totals
 
-__all__ = ["Found", "found", "left_after", "log_removed", "remove", "used_bytes"]
+__all__ = ["Found", "found", "left_after", "remove", "used_bytes"]
 
 _log = logging.getLogger("geofed.storage")
 
@@ -88,11 +88,6 @@ def left_after(items: Iterable[Stored], removal: Callable[[Stored], None]) -> li
             left.append(item)
         else:
             gone.append(item)
-    log_removed(gone)
-    return left
-
-
-def log_removed(items: Iterable[Stored]) -> None:
-    """Log by kind what was removed."""
-    for total in totals(items, {}, 0.0):
+    for total in totals(gone, {}, 0.0):
         _log.info("removed: %d %s, %d bytes", total.count, total.kind, total.bytes)
+    return left
