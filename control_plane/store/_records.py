@@ -34,8 +34,8 @@ class JobRow:
     """Users that may read the job beside its own."""
     ended_at: float = 0.0
     """0: it has not ended."""
-    model_digest: str = ""
-    """Digest of its model's blob; empty: none."""
+    model_digests: tuple[str, ...] = ()
+    """Digests of its models' blobs."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class JobUse:
     phase: str
     ended_at: float
     bundle_digest: str
-    model_digest: str
+    model_digests: tuple[str, ...]
 
 
 @dataclass(frozen=True)

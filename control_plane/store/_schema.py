@@ -48,7 +48,7 @@ jobs = Table(
     Column("signature_json", Text, nullable=False, server_default=""),
     Column("shared_with", Text, nullable=False, server_default="[]"),
     Column("ended_at", Double, nullable=False, server_default="0"),
-    Column("model_digest", String(80), nullable=False, server_default=""),
+    Column("model_digests", Text, nullable=False, server_default="[]"),
 )
 deletions = Table(
     "deletions",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import TracebackType
@@ -73,6 +73,10 @@ HISTORIES = {
 """Tables of histories, with their long texts."""
 
 
+_LISTS = ("shared_with", "model_digests")
+"""Columns of the jobs that hold lists, as JSON."""
+
+
 class OutcomeUnknown(Exception):
     """The database did not answer whether a transaction was committed, and could not be asked again."""
 
@@ -131,8 +135,8 @@ class Store:
                 name, seq = change.dropped_command
                 connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
             for job in change.jobs:
-                shared = json.dumps(job.shared_with)
-                _put(connection, t.jobs, {"id": job.id}, asdict(job) | {"shared_with": shared})
+                lists = {name: json.dumps(getattr(job, name)) for name in _LISTS}
+                _put(connection, t.jobs, {"id": job.id}, asdict(job) | lists)
             for gone in change.deletions:
                 _delete_job(connection, gone)
             for region in change.regions:
@@ -260,7 +264,8 @@ class Store:
         """Return what each job keeps."""
         columns = [t.jobs.c[name] for name in JobUse.__dataclass_fields__]
         with self._reading() as connection:
-            return [JobUse(**row) for row in connection.execute(select(*columns)).mappings()]
+            rows = connection.execute(select(*columns)).mappings()
+            return [JobUse(**_lists_read(row)) for row in rows]
 
     def row_uses(self, table: str, job: str = "") -> list[RowUse]:
         """Return what the rows of a history take, by job; those of no job are split by day. Reads the whole table.
@@ -435,7 +440,7 @@ class Store:
         wanted = select(t.jobs).where(condition).order_by(t.jobs.c.created_at.desc(), t.jobs.c.id).limit(limit)
         with self._reading() as connection:
             rows = connection.execute(wanted).mappings()
-            return [JobRow(**{**row, "shared_with": tuple(json.loads(row["shared_with"]))}) for row in rows]
+            return [JobRow(**_lists_read(row)) for row in rows]
 
     def _put_region(self, connection: Connection, region: RegionRow) -> None:
         values = asdict(region) | {"serials": json.dumps(region.serials)}
@@ -569,6 +574,11 @@ def _put(
     where = and_(*(table.c[name] == value for name, value in key.items()))
     if connection.execute(update(table).where(where).values(**values)).rowcount == 0:
         connection.execute(insert(table).values(**values, **(on_insert or {})))
+
+
+def _lists_read(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a row of the jobs with its lists as tuples."""
+    return {**row, **{name: tuple(json.loads(row[name])) for name in _LISTS if name in row}}
 
 
 def _is_of_jobs(table: Table) -> bool:

@@ -54,7 +54,7 @@ class Place:
     def job(self, name: str, ended_days: float, bundle: str = "", model: str = "") -> JobRow:
         ended = NOW - ended_days * DAY
         row = JobRow(name, name, name, "c", bundle, "t", "{}", "{}", "{}", "succeeded", ended - 60, "{}")
-        row = replace(row, ended_at=ended, model_digest=model)
+        row = replace(row, ended_at=ended, model_digests=(model,) if model else ())
         event, line = EventRow(ended, name, "", "job.succeeded", "t"), LogRow(ended, name, "a", "s", "t")
         self.store.commit(Change(jobs=(row,), events=(event,), logs=(line,)))
         return row
@@ -206,7 +206,7 @@ DIGESTS = st.sampled_from([f"sha256:{name}" for name in "abcdef"])
 JOBS = st.lists(
     st.builds(
         JobUse, st.text(min_size=1, max_size=2), st.just(""), st.sampled_from(["running", "queued", "failed"]),
-        st.floats(0, 1000), DIGESTS, DIGESTS,
+        st.floats(0, 1000), DIGESTS, st.lists(DIGESTS).map(tuple),
     ),
     unique_by=lambda job: job.id,
 )  # fmt: skip
@@ -223,10 +223,10 @@ def test_no_rule_removes_what_an_active_job_needs(
     items = file_items(files, (), by_id, initial)
     assert len(items) == len(files)
     gone = {item.name for item in due([item.stored for item in items], dict.fromkeys(KEEP, 0.0), now)}
-    needed = {digest for job in jobs if job.id in active for digest in (job.bundle_digest, job.model_digest)}
+    needed = {digest for job in jobs if job.id in active for digest in (job.bundle_digest, *job.model_digests)}
     assert not gone & (needed | set(initial.values()))
     kept = {item.name for item in due([item.stored for item in items], KEEP, 1e12)}
-    assert not kept & {digest for job in jobs for digest in (job.bundle_digest, job.model_digest)}
+    assert not kept & {digest for job in jobs for digest in (job.bundle_digest, *job.model_digests)}
 
 
 def test_rules_are_read_and_faults_told() -> None:

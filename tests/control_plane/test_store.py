@@ -243,19 +243,19 @@ class Contract:
             "report": {**report, "sent_bytes": {"b": 1}},
         }
         old = {"job": "j1", "lost_limit_seconds": 1.0, "created_at": 0.0, "phase": "running", "partitions": parts}
-        old |= {"finished_at": 7.0, "blob_digest": "sha256:1"}
+        old |= {"finished_at": 7.0, "blob_digest": "sha256:1", "models": {"kept": [{"round": 1, "digest": "sha256:0"}]}}
         store.commit(Change(jobs=(replace(JOB, state_json=json.dumps(old | {"copies": [copy]})),)))
         with store.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
             connection.exec_driver_sql("DROP TABLE leadership")
             connection.exec_driver_sql("DROP TABLE revocations")
             connection.exec_driver_sql("DROP TABLE deletions")
-            new = ("signature_json", "shared_with", "ended_at", "model_digest")
+            new = ("signature_json", "shared_with", "ended_at", "model_digests")
             for table, column in (("users", "public_key"), *(("jobs", column) for column in new)):
                 connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")
         with open_store(url) as upgraded:
             (row,) = upgraded.jobs()
-        assert (row.ended_at, row.model_digest) == (7.0, "sha256:1")
+        assert (row.ended_at, row.model_digests) == (7.0, ("sha256:0", "sha256:1"))
         state = job_state_from_json(row.state_json)
         assert state.partitions[1].report is None
         assert state.partitions[0].report == Report(

@@ -279,5 +279,5 @@ def _stored(entry: JobEntry) -> JobRow:
         state_json=job_state_to_json(state),
         phase=state.phase,
         ended_at=state.finished_at if state.terminal else 0.0,
-        model_digest=state.blob_digest,
+        model_digests=tuple(model.digest for model in models_of(state)),
     )

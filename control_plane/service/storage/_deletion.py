@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from control_plane._view import standing_text
+from control_plane.core import models_of
 from control_plane.service.rpc._users import Caller
 from control_plane.service.state._draft import OPERATOR, Draft, JobEntry
 from control_plane.service.state._federation import Federation
@@ -42,8 +43,8 @@ async def delete_job(federation: Federation, sweeper: Sweeper, name: str, caller
                 bundle_digest=code,
             )  # fmt: skip
             draft.commands.append(CommandRow(region, job, agent_pb2.ToAgent(stop=stop).SerializeToString()))
-    model = entry.state.initial_model
-    await sweeper.remove_unused({entry.row.bundle_digest, entry.state.blob_digest, model.digest if model else ""})
+    models = {model.digest for model in (*models_of(entry.state), entry.state.initial_model) if model is not None}
+    await sweeper.remove_unused({entry.row.bundle_digest, *models})
     return _reply(gone, regions)
 
 

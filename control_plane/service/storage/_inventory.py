@@ -50,8 +50,9 @@ def file_items(
     """
     uses: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for job in jobs.values():
-        for kind, digest in (("models", job.model_digest), ("bundles", job.bundle_digest)):
-            uses[digest][kind].add(job.id)
+        uses[job.bundle_digest]["bundles"].add(job.id)
+        for digest in job.model_digests:
+            uses[digest]["models"].add(job.id)
     for job_id, digest in initial.items():
         uses[digest]["models"].add(job_id)
     blobs = [_blob(file, uses.get(f"sha256:{file.path.name}", {}), jobs) for file in whole]

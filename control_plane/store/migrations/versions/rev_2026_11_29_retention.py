@@ -24,16 +24,18 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("job", name="pk_deletions"),
     )
     op.add_column("jobs", sa.Column("ended_at", sa.Double, nullable=False, server_default="0"))
-    op.add_column("jobs", sa.Column("model_digest", sa.String(80), nullable=False, server_default=""))
+    op.add_column("jobs", sa.Column("model_digests", sa.Text, nullable=False, server_default="[]"))
     jobs = sa.table(
         "jobs",
         sa.column("id", sa.String),
         sa.column("state_json", sa.Text),
         sa.column("ended_at", sa.Double),
-        sa.column("model_digest", sa.String),
+        sa.column("model_digests", sa.Text),
     )
     connection = op.get_bind()
     for job, text in connection.execute(sa.select(jobs.c.id, jobs.c.state_json)).all():
         state = json.loads(text)
-        values = {"ended_at": state.get("finished_at", 0.0), "model_digest": state.get("blob_digest", "")}
+        kept = [model["digest"] for model in state.get("models", {}).get("kept", ())]
+        digests = sorted({*kept, state.get("blob_digest", "")} - {""})
+        values = {"ended_at": state.get("finished_at", 0.0), "model_digests": json.dumps(digests)}
         connection.execute(jobs.update().where(jobs.c.id == job).values(**values))
