@@ -28,6 +28,9 @@ from tests.control_plane.test_serve import Server
 pytestmark = [pytest.mark.processes, pytest.mark.e2e]
 TAKES_OVER_SECONDS = 25.0
 """Seven seconds of silence, a start on a busy machine, and the client's own retries."""
+SERVED_SECONDS = 12.0
+"""From the death of the leader until a user and all agents have answers of the other one. Measured: 7.2 to 7.9 s on two
+cores under a load of 20, of which 7 s are the silence."""
 
 
 class Pair:
@@ -115,7 +118,6 @@ def test_the_second_takes_over_when_the_first_is_killed(postgres: Postgres, tmp_
                     await agent.ended()
                     await agent.close()
                 again = await within(TAKES_OVER_SECONDS, lambda: submitted(client, job_file, "r1"))
-                assert time.monotonic() - killed < TAKES_OVER_SECONDS
                 assert (again.job.id, again.created) == (job, False)
                 assert health(second) == 200
                 for identity in identities:
@@ -123,6 +125,7 @@ def test_the_second_takes_over_when_the_first_is_killed(postgres: Postgres, tmp_
                     await agent.connect()
                     assert (await agent.command("start")).job == job
                     await agent.close()
+                assert time.monotonic() - killed < SERVED_SECONDS
                 # The first one comes back, and stands by.
                 assert pair.servers[0].start()["leads"] is False
             assert pair.servers[0].stop() == 0
