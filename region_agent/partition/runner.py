@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,13 @@ from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
-from region_agent.gateway.functions import Grants
-from region_agent.isolation import NOT_ISOLATED, SERVER_ADDRESS, Isolation, grants_of
+from region_agent.isolation import NOT_ISOLATED, Isolation
 from region_agent.link.identity import Identity
 from region_agent.link.networks import resolved
 from region_agent.partition.calls import (
     RegionInputs,
-    WorkerInputs,
     batches_of,
-    bundle_key,
     initial_model_file,
-    invocation_of,
     server_config_of,
     stretches_json,
     whole_pipelines,
@@ -72,19 +68,16 @@ from region_agent.partition.events import (
     WorkerEnded,
 )
 from region_agent.partition.function import WorkerFunction
+from region_agent.partition.invocations import Invocations
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.report import PartitionMeter, report_of, view_of
 from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
-from region_agent.shards.reading import SIGNATURE_LIFE
 from region_agent.state.store import AgentStore, PartitionRow
-from region_agent.worker.invocation import CALL_GRACE, Outcome, ShardFile
-from sync.channel import channel_kind
-from sync.collective import DEFAULT, collective_named
+from region_agent.worker.invocation import CALL_GRACE, Outcome
 from sync.ps.config import PsConfig
-from sync.store import fence_key
 from sync.transport.sockets import DIAL_FAULT
 
 __all__ = ["PartitionContext", "PartitionRunner"]
@@ -166,11 +159,6 @@ class PartitionRunner:
         self._row = row
         self.machine = _machine_of(start, row)
         self._folder = _private_folder(context.state_dir / "jobs", start.job)
-        self._opening_channel = asyncio.Lock()
-        self._worker_channel = ""
-        """Address of the channel for the workers; empty: not requested yet."""
-        self._costs: dict[str, float] = {}
-        """Measured costs of requests to the channel, where the workers choose a collective by them."""
         self._merged_by = ""
         """Collective that the workers have reported."""
         self._kept = agent_pb2.UploadedModel()
@@ -192,11 +180,11 @@ class PartitionRunner:
             lambda durable: self._report(durable=durable),
             lambda action: context.record_event(start.job, action),
         )
-        self._splits: dict[str, tuple[ShardFile, ...]] = {}
-        self._signed_at = 0.0
-        """Time at which the URLs in the splits were signed; they are valid for `SIGNATURE_LIFE`."""
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(context.store, start.job)
+        self._invocations = Invocations(
+            start, context.config, context.identity, context.channel, context.isolation, self._shards, self.meter
+        )
         self._server_events = ServerEvents()
         self._reported_at = self._progress_at = time.monotonic()
         self._logged_state = ""
@@ -393,14 +381,14 @@ class PartitionRunner:
         plan, task = self.start.plan, self.start.task
         context = self._context
         await self._shards.receive(self._run)
-        await self._sign_splits()
+        await self._invocations.sign_splits()
         bundle = await context.fetch_bundle(task.bundle_digest)
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
             await context.fetch_model(task.initial_model, initial)
         context.channel.require(plan.channel or "auto")
-        await asyncio.to_thread(self._prepare_channel, bundle)
-        self._function.grants = await asyncio.to_thread(self._grants)
+        await asyncio.to_thread(self._invocations.prepare_channel, bundle)
+        self._function.grants = await asyncio.to_thread(self._invocations.grants)
         await self._function.deploy()
         await self._function.wait_ready()
         if context.config.policy.ship_logs:
@@ -413,53 +401,6 @@ class PartitionRunner:
     async def _remove_replicas(self) -> None:
         await self._function.remove_replicas()
         self.feed(Deployed(None))
-
-    def _grants(self) -> Grants:
-        """Return what the workers may use outside of their sandboxes."""
-        context, dataset = self._context, self.start.task.dataset
-        shards = self._shards.folder if self._shards.foreign else None
-        own = context.config.datasets.get(dataset) if self._shards.own else None
-        return grants_of(context.config, context.channel, self.job, own, shards, self._splits)
-
-    @property
-    def _server_address(self) -> str:
-        """Address of the parameter server for this region's workers."""
-        config = self._context.config
-        if self._context.isolation.kind == "bubblewrap" and not config.functions.network.host_network:
-            return SERVER_ADDRESS
-        return f"{config.server.worker_host}:{self._row.worker_port}"
-
-    def _prepare_channel(self, bundle: bytes) -> None:
-        channel = self._context.channel.open(self.job)
-        try:
-            channel.put(bundle_key(self.start), [bundle])
-        finally:
-            self.meter.channel_used(channel.usage)
-            channel.close()
-        plan = self.start.plan
-        kind = channel_kind(self._context.channel.kind)
-        # By the duration of a request workers choose K, and the times at which they ask a store that announces nothing.
-        method = None if plan.collective == "auto" else collective_named(plan.collective or DEFAULT)
-        needed = method is None or method.takes_k or (not kind.announces and bool(method.worker))
-        if plan.workers > 1 and not kind.in_memory and needed and not self._costs:
-            costs, usage = self._context.channel.costs(self.job)
-            self._costs = {name: float(value) for name, value in asdict(costs).items()}
-            if (prices := self._context.config.channel.prices) is not None:
-                self._costs |= {"put_usd": prices.usd_per_put, "get_usd": prices.usd_per_get}
-            self.meter.channel_used(usage)
-
-    def _end_attempt(self, attempt: int) -> None:
-        """Write the fence of an attempt to the channel, so that workers that wait for each other there stop."""
-        channel = self._context.channel.open(self.job)
-        try:
-            channel.put(fence_key(attempt), [b"over"])
-        finally:
-            self.meter.channel_used(channel.usage)
-            channel.close()
-
-    async def _sign_splits(self) -> None:
-        self._splits = await asyncio.to_thread(self._shards.splits)
-        self._signed_at = time.monotonic()
 
     async def _run_ps(self, action: StartPs) -> None:
         if self._ps_runs:
@@ -564,9 +505,7 @@ class PartitionRunner:
     async def _invoke(self, action: Invoke) -> None:
         context, plan = self._context, self.start.plan
         context.store.keep_attempt(self.job, action.attempt)
-        if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
-            await self._sign_splits()
-        body = await self._invocation(action)
+        body = await self._invocations.body(action, self._row)
         begun = time.time()
         number = context.store.invocation_begun(self.job, begun, preemptible=action.preemptible)
         self.meter.invocation_begun(number, begun, plan.memory_mb, preemptible=action.preemptible)
@@ -605,23 +544,10 @@ class PartitionRunner:
             )
         )
 
-    async def _invocation(self, action: Invoke) -> bytes:
-        context = self._context
-        async with self._opening_channel:
-            # Requested only once, since each request sets another password for the workers' Redis user.
-            if not self._worker_channel:
-                self._worker_channel = await asyncio.to_thread(context.channel.worker_address, self.job)
-        inputs = WorkerInputs(
-            context.identity, context.config.server, self._row, context.channel.kind, self._worker_channel,
-            splits=self._splits, samples=self._shards.declared_samples, channel_costs=self._costs,
-            server_address=self._server_address,
-        )  # fmt: skip
-        return invocation_of(self.start, action, inputs).model_dump_json().encode()
-
     async def _pause(self, action: RetryLater) -> None:
         if action.attempt > 1:
             with contextlib.suppress(GeofedError):
-                await asyncio.to_thread(self._end_attempt, action.attempt - 1)
+                await asyncio.to_thread(self._invocations.end_attempt, action.attempt - 1)
         await asyncio.sleep(action.seconds)
         self.feed(Retry(action.attempt))
 

@@ -507,15 +507,15 @@ def test_old_addresses_of_shards_are_signed_anew(tmp_path: Path, monkeypatch: py
     async def act(scene: Scene) -> None:
         scene.gateway.answers = [Outcome(status="continue"), Outcome(status="continue")]
         signed: list[float] = []
-        original = scene.partition._sign_splits
+        original = scene.partition._invocations.sign_splits
 
         async def sign() -> None:
             signed.append(time.monotonic())
             await original()
             # As if it had been long ago.
-            scene.partition._signed_at -= 1900
+            scene.partition._invocations._signed_at -= 1900
 
-        monkeypatch.setattr(scene.partition, "_sign_splits", sign)
+        monkeypatch.setattr(scene.partition._invocations, "sign_splits", sign)
         await scene.training()
         await scene.until(lambda: len(scene.gateway.calls) == 3)
         assert len(signed) == 4

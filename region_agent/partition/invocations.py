@@ -1,0 +1,109 @@
+"""What the invocations of a partition's workers need: data, the job's channel, and what they may use."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass, field
+
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RegionConfig
+from region_agent.gateway.functions import Grants
+from region_agent.isolation import SERVER_ADDRESS, Isolation, grants_of
+from region_agent.link.identity import Identity
+from region_agent.partition.calls import WorkerInputs, bundle_key, invocation_of
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.events import Invoke
+from region_agent.partition.report import PartitionMeter
+from region_agent.partition.shards import PartitionShards
+from region_agent.shards.reading import SIGNATURE_LIFE
+from region_agent.state.store import PartitionRow
+from region_agent.worker.invocation import ShardFile
+from sync.channel import channel_kind
+from sync.collective import DEFAULT, collective_named
+from sync.store import fence_key
+
+__all__ = ["Invocations"]
+
+
+@dataclass
+class Invocations:
+    """Makes the bodies of a partition's invocations, and prepares what they refer to."""
+
+    start: agent_pb2.StartPartition
+    config: RegionConfig
+    identity: Identity
+    channel: RegionChannel
+    isolation: Isolation
+    shards: PartitionShards
+    meter: PartitionMeter
+    _splits: dict[str, tuple[ShardFile, ...]] = field(default_factory=dict)
+    _signed_at: float = 0.0
+    """Time at which the URLs in the splits were signed; they are valid for `SIGNATURE_LIFE`."""
+    _opening_channel: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _worker_channel: str = ""
+    """Address of the channel for the workers; empty: not requested yet."""
+    _costs: dict[str, float] = field(default_factory=dict)
+    """Measured costs of requests to the channel, where the workers choose a collective by them."""
+
+    async def sign_splits(self) -> None:
+        """Sign the URLs of the partition's data."""
+        self._splits = await asyncio.to_thread(self.shards.splits)
+        self._signed_at = time.monotonic()
+
+    def grants(self) -> Grants:
+        """Return what the workers may use outside of their sandboxes. Blocks."""
+        dataset = self.start.task.dataset
+        shards = self.shards.folder if self.shards.foreign else None
+        own = self.config.datasets.get(dataset) if self.shards.own else None
+        return grants_of(self.config, self.channel, self.start.job, own, shards, self._splits)
+
+    def prepare_channel(self, bundle: bytes) -> None:
+        """Put the code into the job's channel, and measure the channel where the workers need it. Blocks."""
+        channel = self.channel.open(self.start.job)
+        try:
+            channel.put(bundle_key(self.start), [bundle])
+        finally:
+            self.meter.channel_used(channel.usage)
+            channel.close()
+        plan = self.start.plan
+        kind = channel_kind(self.channel.kind)
+        # By the duration of a request workers choose K, and the times at which they ask a store that announces nothing.
+        method = None if plan.collective == "auto" else collective_named(plan.collective or DEFAULT)
+        needed = method is None or method.takes_k or (not kind.announces and bool(method.worker))
+        if plan.workers > 1 and not kind.in_memory and needed and not self._costs:
+            costs, usage = self.channel.costs(self.start.job)
+            self._costs = {name: float(value) for name, value in asdict(costs).items()}
+            if (prices := self.config.channel.prices) is not None:
+                self._costs |= {"put_usd": prices.usd_per_put, "get_usd": prices.usd_per_get}
+            self.meter.channel_used(usage)
+
+    def end_attempt(self, attempt: int) -> None:
+        """Write the fence of an attempt to the channel, so that workers that wait for each other there stop. Blocks."""
+        channel = self.channel.open(self.start.job)
+        try:
+            channel.put(fence_key(attempt), [b"over"])
+        finally:
+            self.meter.channel_used(channel.usage)
+            channel.close()
+
+    async def body(self, action: Invoke, row: PartitionRow) -> bytes:
+        """Return the body of an invocation, with URLs that stay valid while it runs."""
+        if time.monotonic() - self._signed_at > SIGNATURE_LIFE.total_seconds() / 2:
+            await self.sign_splits()
+        async with self._opening_channel:
+            # Requested only once, since each request sets another password for the workers' Redis user.
+            if not self._worker_channel:
+                self._worker_channel = await asyncio.to_thread(self.channel.worker_address, self.start.job)
+        inputs = WorkerInputs(
+            self.identity, self.config.server, row, self.channel.kind, self._worker_channel,
+            splits=self._splits, samples=self.shards.declared_samples, channel_costs=self._costs,
+            server_address=self._server_address(row),
+        )  # fmt: skip
+        return invocation_of(self.start, action, inputs).model_dump_json().encode()
+
+    def _server_address(self, row: PartitionRow) -> str:
+        """Return the address of the parameter server for this region's workers."""
+        if self.isolation.kind == "bubblewrap" and not self.config.functions.network.host_network:
+            return SERVER_ADDRESS
+        return f"{self.config.server.worker_host}:{row.worker_port}"
