@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import structlog
 
 from geofed_pb.bounds import clean
-from geofed_pb.durable import disk_full_as_error, write_durably
+from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.tasks import awaited, background
@@ -43,6 +43,7 @@ from region_agent.profiling import Profiler
 from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
+from region_agent.status import Status, StatusFile
 from region_agent.storage import SENDING, RegionStorage
 from sync.framing import digest_of
 from sync.ps.tokens import new_key
@@ -63,31 +64,6 @@ _SWEEP_SECONDS = 3600.0
 """Interval at which files that no job needs any more are looked for."""
 _QUOTA_SECONDS = 5.0
 """Interval at which the disk space of jobs is measured, where the region limits it."""
-
-
-@dataclass(frozen=True)
-class Status:
-    """Output of `region-agent status`; written to the state directory every second, and when a session begins."""
-
-    region: str
-    pid: int
-    at: float
-    connected: bool
-    last_heard: float
-    control_plane: str
-    federation: str
-    certificate_ends: float
-    gateway: str
-    isolation: str
-    """How job code is isolated, from what was tried."""
-    partitions: dict[str, dict[str, object]]
-    shards: dict[str, dict[str, object]]
-    """Shards that are sent to other regions, by job."""
-    condition: str
-    channel: str = ""
-    """Kind of the channel, with a note if it is unencrypted."""
-    pending: list[dict[str, object]] = field(default_factory=list)
-    """What waits for the operator's approval."""
 
 
 class Agent:
@@ -138,8 +114,7 @@ class Agent:
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that end partitions and transfers."""
         self._isolation = Isolation("none", "the function gateway has not started")
-        self._full = False
-        """The disk is full, and a warning was logged."""
+        self._status_file = StatusFile(state_dir, self._store)
         self.stopped = asyncio.Event()
 
     async def run(self) -> None:
@@ -327,7 +302,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             now = time.time()
-            self._write_status(now)
+            self._status_file.write(self._status(now))
             self._update_capacity()
             self._start_approved()
             for partition in self._partitions.values():
@@ -368,23 +343,6 @@ class Agent:
                     _log.warning("the certificate could not be renewed yet", error=str(error))
                     await asyncio.sleep(_RENEW_RETRY_SECONDS)
             await asyncio.sleep(_TICK_SECONDS)
-
-    def _write_status(self, now: float) -> None:
-        try:
-            with disk_full_as_error(self._state_dir):
-                self._store.alive(now)
-                # Written without fsync: after a crash the status is out of date anyway.
-                fresh = self._state_dir / ".status.json"
-                fresh.write_text(json.dumps(asdict(self._status(now))))
-                os.replace(fresh, self._state_dir / "status.json")
-        except GeofedError as error:
-            if error.code != "DISK_FULL":
-                raise
-            if not self._full:
-                _log.warning("the agent continues, and writes deferred changes when there is space", error=str(error))
-            self._full = True
-            return
-        self._full = False
 
     def _status(self, now: float) -> Status:
         federation = self._identity.federation
