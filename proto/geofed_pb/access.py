@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,6 +53,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         self._running: dict[asyncio.Task[Any], Callable[[], Awaitable[None]]] = {}
         self._ended: dict[asyncio.Task[Any], GeofedError] = {}
         """Calls that are being ended, with the reason."""
+        self._sending: set[asyncio.Task[Any]] = set()
+        """Calls that gRPC is sending a message of: cancelled there, they would end without a status."""
 
     async def recheck(self) -> None:
         """End the calls under way whose caller may not make them any more."""
@@ -61,7 +63,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
                 await check()
             except GeofedError as error:
                 self._ended[task] = error
-                task.cancel()
+                if task not in self._sending:
+                    task.cancel()
 
     async def intercept_service(
         self,
@@ -96,9 +99,27 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
                 async for message in behaviour(inner, context):
                     async with errors_with_code(context, method):
                         await self._again(rule, context, known)
-                    yield message
+                    with self._sent():
+                        yield message
+                    async with errors_with_code(context, method):
+                        self._require_going_on()
 
         return call
+
+    @contextlib.contextmanager
+    def _sent(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._sending.add(task)
+        try:
+            yield
+        finally:
+            self._sending.discard(task)
+
+    def _require_going_on(self) -> None:
+        task = asyncio.current_task()
+        if task in self._ended:
+            raise self._ended[task]
 
     async def _begin(self, rule: Rule, method: str, context: Any, request: Any) -> None:
         _require_decoded(method, request)
