@@ -1,6 +1,5 @@
 """State machines of jobs and regions. They take events and return actions, without I/O, clock, database or protobuf."""
 
-import dataclasses
 import json
 
 from pydantic import TypeAdapter
@@ -161,7 +160,7 @@ _REGION = TypeAdapter(RegionState)
 
 def job_state_to_json(state: JobState) -> str:
     """Return a job's state as the JSON that the store keeps."""
-    return json.dumps(dataclasses.asdict(state))  # json.dumps keeps a NaN loss; pydantic would write null
+    return json.dumps(vars(state), default=vars)  # json.dumps keeps a NaN loss; pydantic would write null
 
 
 def job_state_from_json(text: str) -> JobState:
@@ -171,7 +170,7 @@ def job_state_from_json(text: str) -> JobState:
 
 def region_state_to_json(state: RegionState) -> str:
     """Return a region's state as the JSON that the store keeps."""
-    return json.dumps(dataclasses.asdict(state))
+    return json.dumps(vars(state), default=vars)
 
 
 def region_state_from_json(text: str) -> RegionState:

@@ -57,6 +57,9 @@ class RegionState:
     """Whether the operator lets it have no new jobs."""
     address: str = ""
     """IP address that its agent connects from; empty: not known."""
+    untold: bool = False
+    """Whether its jobs are not told that it is unreachable: the control plane was restarted, and its agent will
+    reconnect in a moment."""
     revoked: bool = False
     """Whether the operator has revoked its certificates; it may join again with a new invitation."""
 
@@ -116,6 +119,7 @@ class RegionMachine:
             connected=True,
             boot_id=event.boot_id,
             address=event.address,
+            untold=False,
             last_contact=event.at,
             lease_ends=event.at + event.lease_seconds,
         )
@@ -155,7 +159,7 @@ class RegionMachine:
         ended: list[RegionAction] = [EndSession(before.session)] if before.connected else []
         self.state = replace(before, connected=False, revoked=True)
         if before.phase in ("live", "unreachable"):
-            self.state = replace(self.state, phase="lost", since=event.at)
+            self.state = replace(self.state, phase="lost", since=event.at, untold=False)
         text = f"region {before.name} was shut out" + (f": {event.reason}" if event.reason else "")
         record = Record("region.revoked", text, before.name, {"reason": event.reason})
         return [*ended, record, NotifyJobs(RegionLost(event.at, before.name, final=True))]
@@ -186,13 +190,16 @@ class RegionMachine:
         return self._unreachable(event.at, "connection closed") if self.state.phase == "live" else []
 
     def _control_plane_restarted(self, event: ControlPlaneRestarted) -> list[RegionAction]:
+        """Begin a new lease. Jobs are told only if the agent has not reconnected after a part of it."""
         if self.state.phase in ("invited", "lost"):
             self.state = replace(self.state, connected=False)
             return []
         self.state = replace(self.state, connected=False, lease_ends=event.at + event.lease_seconds)
         if self.state.phase == "unreachable":
             return []
-        return self._unreachable(event.at, "the control plane was restarted")
+        record, _ = self._unreachable(event.at, "the control plane was restarted")
+        self.state = replace(self.state, untold=True)
+        return [record]
 
     def _clock_jumped(self, event: ClockJumped) -> list[RegionAction]:
         if self.state.phase in ("live", "unreachable"):
@@ -204,6 +211,9 @@ class RegionMachine:
         state = self.state
         if state.phase in ("live", "unreachable") and event.at >= state.lease_ends:
             return self._lost(event.at)
+        if state.untold and event.at - state.since > UNREACHABLE_AFTER * (state.lease_ends - state.since):
+            self.state = replace(state, untold=False)
+            return [NotifyJobs(RegionUnreachable(event.at, state.name))]
         whole_lease = state.lease_ends - state.last_contact
         if state.phase == "live" and event.at - state.last_contact > UNREACHABLE_AFTER * whole_lease:
             return self._unreachable(event.at, "no message received")
@@ -225,7 +235,7 @@ class RegionMachine:
 
     def _lost(self, at: float) -> list[RegionAction]:
         before = self.state
-        self.state = replace(before, phase="lost", since=at, connected=False)
+        self.state = replace(before, phase="lost", since=at, connected=False, untold=False)
         actions: list[RegionAction] = [EndSession(before.session)] if before.connected else []
         actions.append(Record("region.lost", f"region {before.name} is lost: its lease has expired", before.name))
         actions.append(NotifyJobs(RegionLost(at, before.name)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
+import heapq
 import json
 import time
 from collections.abc import Awaitable, Callable
@@ -30,7 +32,7 @@ from control_plane._view import (
 )
 from control_plane.core import TERMINAL
 from control_plane.dashboard._chart import line_chart
-from control_plane.service import Caller, Federation, caller_of, event_message
+from control_plane.service import Caller, Federation, JobEntry, caller_of, event_message
 from control_plane.store import Store
 from geofed_pb.errors import GeofedError
 
@@ -121,17 +123,20 @@ class Dashboard:
     # Pages
 
     async def _overview(self, request: Request, caller: Caller) -> str:
-        federation = self._federation
-        # Active jobs are in memory; the latest ended ones are read from the store.
-        known = sorted(federation.jobs.values(), key=lambda entry: entry.row.created_at, reverse=True)
-        newest = [entry for entry in known if caller.may_read(entry.row)]
-        active = [job_view(federation.summarise(entry)) for entry in newest[:_ACTIVE_JOBS]]
-        latest = await federation.list_jobs(TERMINAL, _ENDED_JOBS, reader=caller.user)
-        ended = [job_view(federation.summarise(entry)) for entry in latest]
+        # In a thread, since many jobs and regions take long; what is read is replaced, not changed.
+        latest = await self._federation.list_jobs(TERMINAL, _ENDED_JOBS, reader=caller.user)
         after = request.query_params.get("regions-after", "")
-        names = sorted(name for name in federation.regions if name > after)
-        shown = [federation.regions[name] for name in names[:_REGIONS]]
-        regions = [region_view(federation.describe_region(entry)) for entry in shown]
+        return await asyncio.to_thread(self._overview_page, caller, latest, after)
+
+    def _overview_page(self, caller: Caller, latest: list[JobEntry], after: str) -> str:
+        federation = self._federation
+        known, found = list(federation.jobs.values()), dict(federation.regions)
+        newest = [entry for entry in known if caller.may_read(entry.row)]
+        first = heapq.nlargest(_ACTIVE_JOBS, newest, key=lambda entry: entry.row.created_at)
+        active = [job_view(federation.summarise(entry)) for entry in first]
+        ended = [job_view(federation.summarise(entry)) for entry in latest]
+        names = sorted(name for name in found if name > after)
+        regions = [region_view(federation.describe_region(found[name])) for name in names[:_REGIONS]]
         used: dict[str, int] = {}
         for part in (part for entry in known for part in entry.state.partitions):
             used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
@@ -140,7 +145,7 @@ class Dashboard:
             more=max(0, len(newest) - _ACTIVE_JOBS),
             ended=ended,
             regions=regions,
-            more_regions=len(names) - len(shown),
+            more_regions=len(names) - len(regions),
             used=used,
             **self._frame(caller.user, refresh=True),
         )

@@ -11,6 +11,7 @@ from control_plane.service.rpc._control import AccessConfig, ControlService
 from control_plane.service.rpc._enrolment import EnrolmentService
 from control_plane.service.rpc._users import Caller, caller_of
 from control_plane.service.rpc._wire import event_message
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._leading import SILENT_SECONDS, Leading, Silence, StoreThreads
 from control_plane.service.storage._inventory import KEEP
@@ -28,6 +29,7 @@ __all__ = [
     "ControlService",
     "EnrolmentService",
     "Federation",
+    "JobEntry",
     "Leading",
     "Measurements",
     "MetricsExporter",

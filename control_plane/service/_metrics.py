@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Iterator
+import heapq
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from control_plane.core import TERMINAL, Report, WanLink, wan_links
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
 from geofed_pb.access import wrapped
 from geofed_pb.errors import GeofedError
@@ -57,8 +60,16 @@ PARTITION_GAUGES: tuple[tuple[str, str, Callable[[Report], float | None]], ...] 
 """Name, help text and value of the metrics of each partition of an active job, from its last report."""
 
 
+SHOWN_JOBS = 200
+"""Number of active jobs with metrics of their own, the latest ones; `geofed_jobs_not_shown` counts the others. They are
+some 30 lines each."""
+SHOWN_LINKS = 1000
+"""Number of links in `geofed_wan_bytes`, those with the most bytes; the others are summed under empty names."""
+
+
 class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
-    """Exports metrics of the federation, and counts gRPC calls. Labels are bounded: regions, phases and active jobs."""
+    """Exports metrics of the federation, and counts gRPC calls. Labels are bounded: regions, phases, `SHOWN_JOBS`
+    and `SHOWN_LINKS`."""
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
@@ -74,7 +85,8 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
         """Return the text of `/metrics`."""
         self._pending = await self._federation.read(lambda store: store.commands_pending())
         self._phases = await self._federation.read(lambda store: store.jobs_by_phase())
-        return generate_latest(self._registry)
+        # In a thread, since it takes long if there are many regions; what it reads is replaced, not changed.
+        return await asyncio.to_thread(generate_latest, self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the federation's current state."""
@@ -88,6 +100,7 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
 
     def _job_metrics(self) -> Iterator[Metric]:
         jobs = list(self._federation.jobs.values())
+        shown = self._shown_jobs()
         by_phase = GaugeMetricFamily("geofed_jobs", "Jobs by state, including ended ones", labels=["state"])
         for phase in sorted(ACTIVE | TERMINAL):
             by_phase.add_metric([phase], self._phases.get(phase, 0))
@@ -95,11 +108,14 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
         deadline = GaugeMetricFamily(
             "geofed_job_deadline_seconds", "Promised deadlines of active jobs, in Unix seconds", labels=["job"]
         )
-        for entry in jobs:
+        for entry in shown:
             if entry.state.deadline_at is not None:
                 deadline.add_metric([entry.row.id], entry.state.deadline_at)
         yield deadline
-        yield from self._partition_metrics()
+        yield GaugeMetricFamily(
+            "geofed_jobs_not_shown", "Active jobs without metrics of their own", value=len(jobs) - len(shown)
+        )
+        yield from self._partition_metrics(shown)
         rounds = GaugeMetricFamily("geofed_rounds", "Rounds completed by active jobs", labels=["region"])
         sent = GaugeMetricFamily(
             "geofed_wan_bytes", "Bytes sent over the WAN by active jobs", labels=["source", "destination"]
@@ -118,15 +134,22 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
                 bytes_[copy.source, other] = bytes_.get((copy.source, other), 0) + count
         for region, count in completed.items():
             rounds.add_metric([region], count)
-        for link, count in bytes_.items():
+        most = sorted(bytes_.items(), key=lambda item: -item[1])
+        for link, count in most[:SHOWN_LINKS]:
             sent.add_metric(list(link), count)
+        if others := sum(count for _, count in most[SHOWN_LINKS:]):
+            sent.add_metric(["", ""], others)
         yield rounds
         yield sent
 
-    def _partition_metrics(self) -> Iterator[Metric]:
+    def _shown_jobs(self) -> list[JobEntry]:
+        jobs = list(self._federation.jobs.values())
+        return heapq.nlargest(SHOWN_JOBS, jobs, key=lambda entry: entry.row.created_at)
+
+    def _partition_metrics(self, jobs: Sequence[JobEntry]) -> Iterator[Metric]:
         reports = [
-            (job, part.region, part.report)
-            for job, entry in self._federation.jobs.items()
+            (entry.row.id, part.region, part.report)
+            for entry in jobs
             for part in entry.state.partitions
             if part.report is not None
         ]
@@ -138,7 +161,7 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
             yield gauge
 
     def _link_metrics(self) -> Iterator[Metric]:
-        links = [(job, link) for job, entry in self._federation.jobs.items() for link in wan_links(entry.state)]
+        links = [(entry.row.id, link) for entry in self._shown_jobs() for link in wan_links(entry.state)]
         for name, text, value in LINK_GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=["job", "source", "destination"])
             for job, link in links:
@@ -158,14 +181,15 @@ class MetricsExporter(grpc.aio.ServerInterceptor, Collector):
         expires = GaugeMetricFamily(
             "geofed_region_certificate_expires_seconds", "Expiry of the certificate, in Unix seconds", labels=["region"]
         )
-        for name, entry in federation.regions.items():
+        regions = dict(federation.regions)
+        for name, entry in regions.items():
             up.add_metric([name], entry.state.phase == "live")
             lease.add_metric([name], max(0.0, entry.state.lease_ends - now))
             expires.add_metric([name], entry.row.certificate_expires)
         yield from (up, lease, expires)
         states = GaugeMetricFamily("geofed_regions", "Regions by state", labels=["state"])
         for phase in REGION_PHASES:
-            states.add_metric([phase], sum(e.state.standing == phase for e in federation.regions.values()))
+            states.add_metric([phase], sum(entry.state.standing == phase for entry in regions.values()))
         yield states
         yield GaugeMetricFamily("geofed_sessions", "Connected agents", value=len(federation.sessions))
         pending = GaugeMetricFamily("geofed_commands_pending", "Commands not yet acknowledged", labels=["region"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from types import TracebackType
@@ -120,48 +120,55 @@ class Store:
     # --- writing
 
     def commit(self, change: Change) -> Committed:
-        """Store a change in one transaction.
+        """Store a change in one transaction; raises as `commit_all` does."""
+        return self.commit_all((change,))[0]
+
+    def commit_all(self, changes: Sequence[Change]) -> list[Committed]:
+        """Store changes in one transaction, in order.
 
         Raises ``GeofedError``, and nothing is stored: REQUEST_CONFLICT, DISK_FULL, UNAVAILABLE; STANDBY if another
         control plane leads. Raises ``OutcomeUnknown``.
         """
         with self._writing() as connection:
-            if change.renumbered_region:
-                of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
-                connection.execute(of_region.values(report_cursor=0))
-            if change.met:
-                self._meet_agent(connection, *change.met)
-            if change.dropped_command:
-                name, seq = change.dropped_command
-                connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
-            for job in change.jobs:
-                lists = {name: json.dumps(getattr(job, name)) for name in _LISTS}
-                _put(connection, t.jobs, {"id": job.id}, asdict(job) | lists)
-            for gone in change.deletions:
-                _delete_job(connection, gone)
-            for region in change.regions:
-                self._put_region(connection, region)
-            for invitation in change.invitations:
-                _put(connection, t.invitations, {"secret_hash": invitation.secret_hash}, asdict(invitation))
-            for user in change.users:
-                _put(connection, t.users, {"name": user.name}, asdict(user))
-            if change.removed_users:
-                connection.execute(delete(t.users).where(t.users.c.name.in_(change.removed_users)))
-            for revoked in change.revocations:
-                _put(connection, t.revocations, {"serial": revoked.serial}, asdict(revoked))
-            if name := change.removed_region:
-                for table, column in (("commands", "region"), ("invitations", "region"), ("regions", "name")):
-                    of_table = t.metadata.tables[table]
-                    connection.execute(delete(of_table).where(of_table.c[column] == name))
-            for run in change.runs:
-                _put(connection, t.runs, {"job": run.job, "region": run.region}, asdict(run))
-            for weight in change.weights:
-                _put(connection, t.weights, {"task_key": weight.task_key}, asdict(weight))
-            events = tuple(self._append_event(connection, event) for event in change.events)
-            commands = tuple(self._append_command(connection, command) for command in change.commands)
-            if change.logs:
-                self._append_logs(connection, change.logs)
-            self._move_cursors(connection, change)
+            return [self._apply(connection, change) for change in changes]
+
+    def _apply(self, connection: Connection, change: Change) -> Committed:
+        if change.renumbered_region:
+            of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
+            connection.execute(of_region.values(report_cursor=0))
+        if change.met:
+            self._meet_agent(connection, *change.met)
+        if change.dropped_command:
+            name, seq = change.dropped_command
+            connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
+        for job in change.jobs:
+            lists = {name: json.dumps(getattr(job, name)) for name in _LISTS}
+            _put(connection, t.jobs, {"id": job.id}, vars(job) | lists)
+        for gone in change.deletions:
+            _delete_job(connection, gone)
+        for region in change.regions:
+            self._put_region(connection, region)
+        for invitation in change.invitations:
+            _put(connection, t.invitations, {"secret_hash": invitation.secret_hash}, asdict(invitation))
+        for user in change.users:
+            _put(connection, t.users, {"name": user.name}, asdict(user))
+        if change.removed_users:
+            connection.execute(delete(t.users).where(t.users.c.name.in_(change.removed_users)))
+        for revoked in change.revocations:
+            _put(connection, t.revocations, {"serial": revoked.serial}, asdict(revoked))
+        if name := change.removed_region:
+            for table, column in (("commands", "region"), ("invitations", "region"), ("regions", "name")):
+                of_table = t.metadata.tables[table]
+                connection.execute(delete(of_table).where(of_table.c[column] == name))
+        for run in change.runs:
+            _put(connection, t.runs, {"job": run.job, "region": run.region}, asdict(run))
+        for weight in change.weights:
+            _put(connection, t.weights, {"task_key": weight.task_key}, asdict(weight))
+        events = self._append_events(connection, change.events)
+        commands = tuple(self._append_command(connection, command) for command in change.commands)
+        if change.logs:
+            self._append_logs(connection, change.logs)
+        self._move_cursors(connection, change)
         return Committed(events, commands, bool(change.logs))
 
     def remove_rows(self, table: str, until: float, job: str | None = None, limit: int = 2000) -> int:
@@ -332,6 +339,12 @@ class Store:
         with self._reading() as connection:
             return _cursors(connection, region)
 
+    def report_cursors(self) -> dict[str, int]:
+        """Return the sequence number of the last applied report of each region."""
+        with self._reading() as connection:
+            rows = connection.execute(select(t.regions.c.name, t.regions.c.report_cursor))
+            return {row[0]: row[1] for row in rows}
+
     def commands_after(self, region: str, seq: int, limit: int = 100) -> list[CommandRow]:
         """Return the commands after a sequence number, in order."""
         wanted = select(t.commands).where(t.commands.c.region == region, t.commands.c.seq > seq)
@@ -447,12 +460,13 @@ class Store:
         first = {"command_seq": 0, "command_cursor": 0, "report_cursor": 0}
         _put(connection, t.regions, {"name": region.name}, values, on_insert=first)
 
-    def _append_event(self, connection: Connection, event: EventRow) -> EventRow:
-        values = asdict(event)
-        del values["cursor"]
-        return replace(
-            event, cursor=connection.execute(insert(t.events).returning(t.events.c.cursor), values).scalar_one()
-        )
+    def _append_events(self, connection: Connection, events: Sequence[EventRow]) -> tuple[EventRow, ...]:
+        if not events:
+            return ()
+        values = [{key: value for key, value in vars(event).items() if key != "cursor"} for event in events]
+        added = insert(t.events).returning(t.events.c.cursor, sort_by_parameter_order=True)
+        cursors = connection.execute(added, values).scalars()
+        return tuple(replace(event, cursor=cursor) for event, cursor in zip(events, cursors, strict=True))
 
     def _append_command(self, connection: Connection, command: CommandRow) -> CommandRow:
         seq = connection.execute(

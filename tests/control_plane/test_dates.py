@@ -16,7 +16,8 @@ from control_plane.service.planning._admission import AdmittedJob, PendingAdmiss
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._planning import first_state, plan_json
 from control_plane.service.state._certificates import unseen_region
-from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, load
 from control_plane.store import JobRow
 from scheduler import Capacity, Declined, Split, _plan

@@ -14,7 +14,8 @@ from control_plane.service.measuring._speeds import FIRST_REST_SECONDS
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._planning import plan_json, snapshot_of, workers_now
 from control_plane.service.state._certificates import unseen_region
-from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, load, to_demand
 from control_plane.store import EventRow, JobRow
 from geofed_pb.v1 import agent_pb2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -362,12 +363,12 @@ def test_a_region_that_joins_again_goes_on(serve_config: ServeConfig, job_file: 
 
 def test_a_full_disk_loses_nothing(serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = False
-    commit = Store.commit
+    commit = Store.commit_all
 
-    def commit_or_fail(store: Store, change: Change) -> Committed:
+    def commit_or_fail(store: Store, changes: Sequence[Change]) -> list[Committed]:
         if full:
             raise GeofedError("DISK_FULL", "the database cannot grow: no space left")
-        return commit(store, change)
+        return commit(store, changes)
 
     async def scenario() -> None:
         nonlocal full
@@ -393,5 +394,5 @@ def test_a_full_disk_loses_nothing(serve_config: ServeConfig, job_file: Path, mo
             for agent in (a, b):
                 await agent.close()
 
-    monkeypatch.setattr(Store, "commit", commit_or_fail)
+    monkeypatch.setattr(Store, "commit_all", commit_or_fail)
     run(scenario())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from pydantic import TypeAdapter
@@ -26,7 +27,7 @@ def test_leases_end_also_where_a_look_at_the_jobs_fails(tmp_path: Path, monkeypa
     at = 1000.0
     looked: list[float] = []
 
-    def fails(draft: Draft) -> None:
+    def fails(draft: Draft, **_: object) -> None:
         draft.record("job.promise", "half of what was to be told", region="a")
         draft.jobs[""]
 
@@ -39,7 +40,8 @@ def test_leases_end_also_where_a_look_at_the_jobs_fails(tmp_path: Path, monkeypa
         told = TypeAdapter(Region).dump_json(catalogue("a")).decode()
         session = await federation.connect("a", agent_pb2.Hello(boot_id="1", catalogue_json=told))
         await federation.renew_lease(session)
-        monkeypatch.setattr(federation.allocation, "review", fails)
+        monkeypatch.setattr(federation.allocation, "due", lambda draft: Mock())
+        monkeypatch.setattr(federation.allocation, "apply", fails)
         monkeypatch.setattr(federation.routing, "review", lambda draft: looked.append(draft.at))
         for _ in range(int(LEASE.total_seconds()) + 3):
             at += 1.0

@@ -98,8 +98,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def jobs_know(self) -> None:
-        phase = self.machine.state.phase
-        assert phase == "invited" or self.jobs_think == phase
+        state = self.machine.state
+        assert state.phase == "invited" or self.jobs_think == state.phase or state.untold
+        assert not state.untold or state.phase == "unreachable"
 
     @invariant()
     def a_lease_holds(self) -> None:
@@ -123,3 +124,17 @@ def test_silence_is_seen_before_the_lease_ends() -> None:
     machine.handle(Tick(50))
     assert machine.state.phase == "lost"
     assert not machine.state.connected
+
+
+def test_jobs_are_told_of_a_restart_only_where_an_agent_stays_away() -> None:
+    back, away = RegionMachine(RegionState("a")), RegionMachine(RegionState("b"))
+    for machine in (back, away):
+        machine.handle(Connected(0, "x", LEASE))
+        assert not [one for one in machine.handle(ControlPlaneRestarted(100, LEASE)) if isinstance(one, NotifyJobs)]
+        assert machine.state.phase == "unreachable"
+    assert NotifyJobs(RegionLive(101, "a", restarted=False)) in back.handle(Connected(101, "x", LEASE))
+    assert away.handle(Tick(115)) == []
+    assert away.handle(Tick(116)) == [NotifyJobs(RegionUnreachable(116, "b"))]
+    assert away.handle(Tick(117)) == []
+    away.handle(Tick(130))
+    assert away.state.phase == "lost"

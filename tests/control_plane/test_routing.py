@@ -14,7 +14,8 @@ import pytest
 from control_plane.core import LinkReport, Report, Speed, WanExchange
 from control_plane.service.planning._planning import first_state
 from control_plane.service.planning._routing import FIRST_REST_SECONDS, REVIEW_SECONDS, Routing
-from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow
 from geofed_pb.v1 import agent_pb2

@@ -20,7 +20,8 @@ from control_plane.service.planning._gangs import planned_workers, staffed_of
 from control_plane.service.planning._planning import goal_of, plan_json, snapshot_of, workers_now
 from control_plane.service.planning._scaling import Tuning, begins_with, pool_of, tuned_paces
 from control_plane.service.state._certificates import unseen_region
-from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, load, to_demand
 from control_plane.store import EventRow, JobRow
 from geofed_pb.errors import GeofedError

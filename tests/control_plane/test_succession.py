@@ -21,7 +21,7 @@ from control_plane.service import Succession
 from control_plane.service.jobs import _succession
 from control_plane.service.jobs._succession import rest_of
 from control_plane.service.planning._replan_gain import RoundTimes, pays
-from control_plane.service.state._draft import JobEntry
+from control_plane.service.state._entries import JobEntry
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import common_pb2

@@ -10,7 +10,7 @@ import pytest
 
 from control_plane.service.planning._warnings import warnings_of
 from control_plane.service.state._certificates import unseen_region
-from control_plane.service.state._draft import RegionEntry
+from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
 from scheduler import Demand, Plan, Snapshot, plan
 from tests.control_plane.fake_agent import catalogue

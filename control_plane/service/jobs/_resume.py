@@ -11,7 +11,8 @@ from control_plane.service.measuring._known import task_keys
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.planning._initial import kept_model, starting_from
 from control_plane.service.rpc._wire import submission_of
-from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.errors import GeofedError
 

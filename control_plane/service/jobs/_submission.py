@@ -29,7 +29,8 @@ from control_plane.service.planning._planning import (
 )
 from control_plane.service.planning._scaling import is_tuned, pool_of
 from control_plane.service.planning._warnings import warnings_of
-from control_plane.service.state._draft import OPERATOR, Draft, JobEntry, RegionEntry
+from control_plane.service.state._draft import OPERATOR, Draft
+from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, parse_request
 from control_plane.store import JobRow

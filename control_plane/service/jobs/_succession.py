@@ -26,7 +26,8 @@ from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._initial import kept_model
 from control_plane.service.planning._planning import declined_error
 from control_plane.service.planning._replan_gain import ROUNDS_SEEN, RoundTimes, pays
-from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, parse_json
 from geofed_pb.errors import GeofedError
@@ -122,6 +123,9 @@ class Succession:
         """Create successors of replanned jobs, and replan jobs automatically, until cancelled."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
+            for known in (self._evaluated, self._paces):
+                for gone in known.keys() - self._federation.jobs.keys():
+                    del known[gone]
             for entry in list(self._federation.jobs.values()):
                 try:
                     if entry.state.awaits_successor:
@@ -140,9 +144,6 @@ class Succession:
         """Whether other regions have been live long enough to plan a job's rest with them, and it is time for that."""
         state, spec, at = entry.state, entry.spec, self._federation.clock()
         job, parts = entry.row.id, entry.state.partitions
-        for known in (self._evaluated, self._paces):
-            for gone in set(known) - set(self._federation.jobs):
-                del known[gone]
         if spec.regions.replan != "auto" or not may_end_early(state):
             return False
         done = min((part.report.round if part.report else 0 for part in parts), default=0)

@@ -69,6 +69,14 @@ class Watched:
         """Record an agent's report."""
         self._paces.setdefault(region, _Pace()).record(report)
 
+    def version(self) -> tuple[object, ...]:
+        """Return what changes whenever `speed` or `wanted` may have changed."""
+        return (
+            self.wanted,
+            self._known,
+            *(count for pace in self._paces.values() for count in (pace.rounds, id(pace))),
+        )
+
     def speed(self, region: str) -> float | None:
         """Return the measured samples/s of one worker; None: not measured yet."""
         pace = self._paces.get(region)
@@ -105,6 +113,6 @@ class Watched:
     def changed(self, at: float, *, by_itself: bool) -> None:
         """Record a change of the job's workers; ``by_itself``: not because other jobs need them."""
         self._changes, self._changed = self._changes + by_itself, at
-        self._known |= {name: pace.samples_per_second for name, pace in self._paces.items() if pace.rounds}
+        self._known = self._known | {name: pace.samples_per_second for name, pace in self._paces.items() if pace.rounds}
         self._paces.clear()
         self._last_review = {}

@@ -8,8 +8,8 @@ checks it against what has changed in the meantime.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from control_plane.pki import utc_now
 from control_plane.service.measuring._known import Learnt
@@ -21,9 +21,11 @@ from control_plane.service.planning._gangs import (
     planned_workers,
     preemptible_of,
 )
-from control_plane.service.planning._planning import lasting_workers_now, on_preemptible, snapshot_of, workers_now
+from control_plane.service.planning._near import Near, near
+from control_plane.service.planning._planning import snapshot_of
 from control_plane.service.planning._scaling import is_tuned
-from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import over_quota, rules_for, turn_of
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Declined, Demand, Plan, Planner
@@ -33,11 +35,9 @@ __all__ = [
     "AdmittedJob",
     "Answer",
     "PendingAdmission",
-    "free_preemptible",
     "free_workers",
     "frozen",
     "jobs_before",
-    "jobs_now",
     "turn_of_entry",
     "what_for",
 ]
@@ -63,6 +63,8 @@ class AdmittedJob:
     """Whether the workers are preemptible."""
     step: int = 0
     """Index of the promised soft deadline; 0: the requested one."""
+    near: Near | None = field(default=None, compare=False)
+    """The jobs that it was planned together with."""
 
 
 Answer = AdmittedJob | Declined
@@ -79,8 +81,8 @@ class PendingAdmission:
     learnt: Learnt
     user: str
     """Empty: the operator, who has no quota."""
-    gangs: Sequence[Gang]
-    """The present jobs."""
+    gangs_of: Callable[[Draft, Near], Sequence[Gang]]
+    """Returns the gangs of jobs."""
     held: Mapping[str, Held]
     """Workers reserved for promises, by the last allocation."""
     served: Mapping[str, float]
@@ -89,7 +91,7 @@ class PendingAdmission:
     def answer(self) -> Answer:
         """Plan the job. It is declined if it cannot run, cannot meet its deadline, or exceeds its user's quota."""
         # Prefer a plan without workers that inelastic jobs hold; if there is none, plan with those too, and wait.
-        fixed = _fixed_workers(self.draft)
+        fixed = self.draft.fixed_workers()
         planners = [self._planner(busy) for busy in ([fixed, {}] if fixed else [{}])]
         demands = self._demands()
         refusals: list[Declined] = []
@@ -126,6 +128,11 @@ class PendingAdmission:
         regions = (*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies))
         if any(_inputs_of(self.draft, name) != _inputs_of(before.draft, name) for name in regions):
             return None
+        if decided.near is not None and self._near(chosen).same_as(decided.near):
+            seconds = demand.deadline_seconds
+            ends = None if seconds is None else self.draft.at + seconds
+            if seconds is None or chosen.estimate.seconds.high <= seconds:
+                return replace(decided, deadline_at=ends)
         if demand.deadline_seconds is not None and chosen.estimate.seconds.high > demand.deadline_seconds:
             return None
         offered = self._offer(chosen, demand)
@@ -168,12 +175,14 @@ class PendingAdmission:
         new = replace(new, served_s=self.served.get(user, 0.0))
         if demand.deadline_seconds is None:
             return new, self.held
-        capacities, rules = capacities_of(draft.regions.values()), rules_for(draft.users, user)
-        offered = offer(draft.at, capacities, self.gangs, new, rules, before=self.held)
+        together, rules = self._near(chosen), rules_for(draft.users, user)
+        capacities, gangs = together.lasting, self.gangs_of(draft, together)
+        offered = offer(draft.at, capacities, gangs, new, rules, before=self.held)
         if offered.over_quota:
-            return over_quota(draft.at, capacities, self.gangs, new, rules, self.held)
+            return over_quota(draft.at, capacities, gangs, new, rules, self.held)
         if offered.deadline_s is None:
-            alone = not self.gangs or offer(draft.at, capacities, [], new, rules).deadline_s is None
+            whole = capacities_of(entry for name in capacities if (entry := draft.region(name)) is not None)
+            alone = not gangs or offer(draft.at, whole, [], new, rules).deadline_s is None
             return too_late(offered, demand, chosen, draft.at, alone=alone)
         return new, offered.held
 
@@ -181,27 +190,40 @@ class PendingAdmission:
         offered = self._offered(planner, demand)
         return offered if isinstance(offered, Declined) else self._decision(*offered, step)
 
+    def _near(self, chosen: Plan) -> Near:
+        """Return the jobs that compete with a plan for workers; with a quota, all jobs of its user with a promise."""
+        draft, user = self.draft, self.user
+        limited = user in rules_for(draft.users, user).quotas
+        mine = [
+            name
+            for name, entry in (draft.jobs.items() if limited else ())
+            if entry.row.user == user and entry.state.deadline_at is not None
+        ]
+        return near(draft, planned_workers(chosen), self.held, mine)
+
     def _decision(self, chosen: Plan, new: Gang, held: Mapping[str, Held], step: int) -> AdmittedJob:
-        draft = self.draft
-        capacities, preemptibles = capacities_of(draft.regions.values()), preemptible_of(draft.regions.values())
-        now = allot_kinds(draft.at, capacities, preemptibles, [*self.gangs, new], before=held)
+        draft, together = self.draft, self._near(chosen)
+        gangs = [*self.gangs_of(draft, together), new]
+        now = allot_kinds(draft.at, together.lasting, together.preemptible, gangs, before=held)
         need, preemptible = new.workers(now.pace(new.name)), new.name in now.preemptible
-        free = free_preemptible(draft) if preemptible else free_workers(draft)
+        free = free_workers(draft, need, preemptible=preemptible)
         available = need and all(count <= free.get(region, 0) for region, count in need.items())
         before = jobs_before(draft, chosen, new.name, self.user, turn_of(new), self.served)
         waits_for = "" if available else what_for(chosen, before)
         ends = None if math.isinf(new.deadline_s) else new.deadline_s
-        return AdmittedJob(chosen, ends, need if available else {}, waits_for, preemptible, step)
+        return AdmittedJob(chosen, ends, need if available else {}, waits_for, preemptible, step, together)
 
 
 def frozen(draft: Draft) -> Draft:
     """Return a copy of a draft's state that later changes do not affect."""
-    return Draft(
-        draft.at,
-        {entry.row.id: entry for entry in jobs_now(draft)},
-        {**draft.regions, **draft.changed_regions},
-        dict(draft.users),
-    )
+    jobs = dict(draft.jobs)
+    for name, entry in draft.changed_jobs.items():
+        if entry.state.terminal:
+            jobs.pop(name, None)
+        else:
+            jobs[name] = entry
+    index = None if draft.changed_jobs else draft.index
+    return Draft(draft.at, jobs, {**draft.regions, **draft.changed_regions}, dict(draft.users), index=index)
 
 
 def _inputs_of(draft: Draft, region: str) -> object:
@@ -209,44 +231,16 @@ def _inputs_of(draft: Draft, region: str) -> object:
     entry = draft.region(region)
     if entry is None or not entry.state.takes_new_jobs:
         return None
-    return entry.catalogue, _fixed_workers(draft).get(region, 0)
+    return entry.catalogue, draft.fixed(region)
 
 
-def jobs_now(draft: Draft) -> list[JobEntry]:
-    """Return the jobs that have not ended, with the draft's changes."""
-    entries = (draft.job(name) for name in {**draft.jobs, **draft.changed_jobs})
-    return [entry for entry in entries if entry is not None and not entry.state.terminal]
-
-
-def free_workers(draft: Draft) -> dict[str, int]:
-    """Return by region the workers that no job has or was commanded to have."""
-    free = {name: capacity.devices for name, capacity in capacities_of(draft.regions.values()).items()}
-    for entry in jobs_now(draft):
-        if entry.state.phase == "finishing":
-            continue
-        for region, workers in lasting_workers_now(entry).items():
-            free[region] = free.get(region, 0) - workers
-    return free
-
-
-def free_preemptible(draft: Draft) -> dict[str, int]:
-    """Return by region the preemptible workers that no job has or was commanded to have."""
-    free = {name: capacity.devices for name, capacity in preemptible_of(draft.regions.values()).items()}
-    for entry in jobs_now(draft):
-        if on_preemptible(entry) and entry.state.phase != "finishing":
-            for region, workers in workers_now(entry).items():
-                free[region] = free.get(region, 0) - workers
-    return free
-
-
-def _fixed_workers(draft: Draft) -> dict[str, int]:
-    """Return by region the workers of jobs that keep them to their end; a job that uploads its model needs none."""
-    busy: dict[str, int] = {}
-    for entry in jobs_now(draft):
-        if entry.state.phase != "finishing" and not may_scale(entry.spec, entry.plan):
-            for region, workers in workers_now(entry).items():
-                busy[region] = busy.get(region, 0) + workers
-    return busy
+def free_workers(draft: Draft, regions: Iterable[str], *, preemptible: bool = False) -> dict[str, int]:
+    """Return the workers of usable regions that no job has or was commanded to have."""
+    known = [entry for region in regions if (entry := draft.region(region)) is not None]
+    there = (preemptible_of if preemptible else capacities_of)(known)
+    return {
+        name: capacity.devices - draft.busy(name, preemptible=preemptible) for name, capacity in there.items()
+    }  # fmt: skip
 
 
 def jobs_before(
@@ -261,12 +255,14 @@ def jobs_before(
 
     Jobs that the user may not read are only counted.
     """
-    regions = set(planned_workers(wanted))
+    regions = planned_workers(wanted)
+    names = dict.fromkeys(name for region in regions for name in draft.jobs_in(region))
+    there = [entry for name in names if (entry := draft.job(name)) is not None and not entry.state.terminal]
     before = [
         entry.row
-        for entry in jobs_now(draft)
+        for entry in there
         if entry.row.id != job
-        and regions & set(planned_workers(entry.plan))
+        and regions.keys() & planned_workers(entry.plan).keys()
         and (entry.state.phase != "queued" or turn_of_entry(entry, served) < turn)
     ]
     shown = sorted(other.id for other in before if user in ("", other.user, *other.shared_with))

@@ -9,44 +9,41 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import structlog
 
 from control_plane.core import Planned, ScaleRequested, StartAllowed, StartDelayed
-from control_plane.service.jobs._result import unpromised_worker_seconds
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import Watched
 from control_plane.service.planning._admission import (
     PendingAdmission,
-    free_preemptible,
     free_workers,
     frozen,
     jobs_before,
-    jobs_now,
     turn_of_entry,
     what_for,
 )
 from control_plane.service.planning._gangs import (
-    capacities_of,
     first_workers,
     gang_of,
     is_elastic,
     merges_of,
     planned_workers,
-    preemptible_of,
     staffed_of,
 )
+from control_plane.service.planning._near import Near, near
 from control_plane.service.planning._planning import workers_now
 from control_plane.service.planning._scaling import Tuning, is_tuned, told
-from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import turn_of
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Restaffing, restaff
 from scheduler.deadline import Gang, Held, Kinds, allot, allot_kinds, promised_at_once
 
-__all__ = ["Allocation", "begin"]
+__all__ = ["Allocation", "Review", "begin"]
 
 _log = structlog.get_logger("geofed.allocation")
 
@@ -54,6 +51,26 @@ _REST_FACTOR = 10.0
 """Least pause between two reviews, as a multiple of the last review's duration."""
 _MAX_REST_SECONDS = 60.0
 """A longer pause means that the clock was set back, and is ignored."""
+_REVIEW_SECONDS = 0.1
+"""Duration after which a review ends; the next one continues with the other jobs."""
+
+
+@dataclass(frozen=True)
+class Review:
+    """Jobs whose workers are to be allocated together, with an immutable copy of what that depends on."""
+
+    at: float
+    together: Near
+    gangs: Mapping[str, Gang]
+    held: Mapping[str, Held]
+    rests: frozenset[str]
+
+    def answer(self) -> Kinds:
+        """Allocate the workers; this may take a while, and depends on nothing else."""
+        lasting, preemptible = self.together.lasting, self.together.preemptible
+        return allot_kinds(
+            self.at, lasting, preemptible, list(self.gangs.values()), before=self.held, rests=self.rests
+        )  # fmt: skip
 
 
 class Allocation:
@@ -62,45 +79,91 @@ class Allocation:
     def __init__(self) -> None:
         self._watched: dict[str, Watched] = {}
         self._rests_until = 0.0
-        self._held: Mapping[str, Held] = {}
+        self._begun: float | None = None
+        """When the review that is under way began; None: none is."""
+        self._waiting: dict[str, None] = {}
+        """Jobs that are still to be reviewed, until all were."""
+        self._held: dict[str, Held] = {}
         """Workers reserved for promises, by the last allocation."""
+        self._gang_cache: dict[str, tuple[tuple[object, ...], Gang | None]] = {}
         self.served: Mapping[str, float] = {}
         """Recent worker seconds of users' ended jobs without a promise, by user."""
 
     def admission(self, draft: Draft, spec: JobSpec, job: str, learnt: Learnt, user: str = "") -> PendingAdmission:
         """Return a new job of a user (empty: the operator, who has no quota), with the state that it is planned by."""
-        gangs = tuple(self._gangs(draft).values())
-        return PendingAdmission(frozen(draft), spec, job, learnt, user, gangs, self._held, self._served(draft))
+        served = self._served(draft)
+
+        def gangs_of(present: Draft, together: Near) -> list[Gang]:
+            return list(self._gangs(present, together, served).values())
+
+        return PendingAdmission(frozen(draft), spec, job, learnt, user, gangs_of, dict(self._held), served)
 
     def review(self, draft: Draft) -> None:
         """Start, scale, pause and resume jobs by a common allocation.
 
         Called every second; skipped while the last review was recent compared with its duration.
         """
-        if 0 < self._rests_until - draft.at < _MAX_REST_SECONDS:
-            return
-        begun = time.perf_counter()
-        self._review(draft)
-        self._rests_until = draft.at + _REST_FACTOR * (time.perf_counter() - begun)
+        while (review := self.due(draft)) is not None:
+            self.apply(draft, review, review.answer())
 
-    def _review(self, draft: Draft) -> None:
-        for gone in set(self._watched) - set(draft.jobs):
-            del self._watched[gone]
-        for entry in draft.jobs.values():
-            self._observe(draft, entry)
-        gangs = self._gangs(draft)
-        if not gangs:
-            return
-        answer = allot_kinds(
-            draft.at,
-            capacities_of(draft.regions.values()),
-            preemptible_of(draft.regions.values()),
-            list(gangs.values()),
-            before=self._held,
-            rests={name for name in gangs if name in self._watched and not self._watched[name].rested(draft.at)},
-        )
-        self._held = answer.held
-        self._record_breaches(draft, answer.late, {name: held.end_s for name, held in answer.held.items()})
+    def due(self, draft: Draft) -> Review | None:
+        """Return the next jobs to review; None: enough were for now.
+
+        Jobs in whose regions something has changed are first; then all others, in turn.
+        """
+        if 0 < self._rests_until - draft.at < _MAX_REST_SECONDS:
+            return None
+        now = time.perf_counter()
+        if self._begun is None:
+            self._begun = now
+            self._queue_up(draft)
+        while now - self._begun < _REVIEW_SECONDS and self._waiting:
+            if (review := self._next(draft)) is not None:
+                return review
+            now = time.perf_counter()
+        self._rests_until = draft.at + _REST_FACTOR * (now - self._begun)
+        self._begun = None
+        return None
+
+    def _queue_up(self, draft: Draft) -> None:
+        for known in (self._watched, self._held, self._gang_cache):
+            for gone in known.keys() - draft.jobs.keys():
+                del known[gone]
+        if not self._waiting:
+            self._waiting = dict.fromkeys(draft.jobs)
+        touched = draft.touched()
+        first = dict.fromkeys(name for region in touched for name in draft.jobs_in(region))
+        touched.clear()
+        self._waiting = {**first, **self._waiting}
+
+    def _next(self, draft: Draft) -> Review | None:
+        """Return the next job with those that it competes with; None if it needs no workers any more."""
+        name = next(iter(self._waiting))
+        entry = draft.job(name)
+        if entry is None or entry.state.terminal:
+            del self._waiting[name]
+            return None
+        together = near(draft, planned_workers(entry.plan), self._held)
+        for each in {name, *together.entries}:
+            self._waiting.pop(each, None)
+        for other in together.entries.values():
+            self._observe(draft, other)
+        gangs = self._gangs(draft, together, self._served(draft))
+        rests = {name for name in gangs if name in self._watched and not self._watched[name].rested(draft.at)}
+        return Review(draft.at, together, gangs, dict(self._held), frozenset(rests)) if gangs else None
+
+    def apply(self, draft: Draft, review: Review, answer: Kinds) -> None:
+        """Command what an allocation requires, to the jobs that stand as they did."""
+        gangs = {
+            name: gang
+            for name, gang in review.gangs.items()
+            if (use := draft.use(name)) is not None and use.standing == review.together.standing.get(name)
+        }
+        for name in review.gangs:
+            self._held.pop(name, None)
+        self._held |= {name: held for name, held in answer.held.items() if name in gangs}
+        ends = {name: held.end_s for name, held in answer.held.items() if name in gangs}
+        self._record_breaches(draft, answer.late, ends)
         for name, gang in gangs.items():
             entry = _entry(draft, name)
             if entry.state.phase == "queued":
@@ -147,8 +210,12 @@ class Allocation:
 
     def promised_workers(self, draft: Draft) -> dict[str, int]:
         """Return by user the largest number of workers reserved for its promises at any time from now on."""
-        gangs = list(self._gangs(draft).values())
-        held = allot(draft.at, capacities_of(draft.regions.values()), gangs, before=self._held).held
+        promised = [
+            name for name, entry in draft.jobs.items() if entry.row.user and entry.state.deadline_at is not None
+        ]
+        together = near(draft, (), self._held, promised)
+        gangs = list(self._gangs(draft, together, self._served(draft)).values())
+        held = allot(draft.at, together.lasting, gangs, before=self._held).held
         return {user: promised_at_once(gangs, held, user) for user in draft.users}
 
     # --- demands of jobs
@@ -156,18 +223,31 @@ class Allocation:
     def _served(self, draft: Draft) -> dict[str, float]:
         """Return recent worker seconds without a promise by user, of ended and of active jobs."""
         found = dict(self.served)
-        for entry in jobs_now(draft):
-            user = entry.row.user
-            found[user] = found.get(user, 0.0) + unpromised_worker_seconds(entry.state, entry.plan)
+        for user, seconds in draft.unpromised_seconds().items():
+            found[user] = found.get(user, 0.0) + seconds
         return found
 
-    def _gangs(self, draft: Draft) -> dict[str, Gang]:
-        found, served = {}, self._served(draft)
-        for entry in jobs_now(draft):
-            gang = gang_of(entry, self._watched.get(entry.row.id, Watched()), draft.regions)
+    def _gangs(self, draft: Draft, together: Near, served: Mapping[str, float]) -> dict[str, Gang]:
+        found = {}
+        for name, entry in together.entries.items():
+            gang = self._gang(draft, entry)
             if gang is not None:
-                found[gang.name] = replace(gang, served_s=served[gang.user])
+                found[name] = replace(gang, served_s=served.get(gang.user, 0.0))
         return found
+
+    def _gang(self, draft: Draft, entry: JobEntry) -> Gang | None:
+        """Return a job's gang, which is computed again once something that it depends on has changed."""
+        name = entry.row.id
+        watched = self._watched.get(name, Watched())
+        regions = (draft.region(part.region) for part in entry.plan.partitions)
+        catalogues = tuple(region.catalogue if region is not None else None for region in regions)
+        key = (entry, *watched.version(), *catalogues)
+        known = self._gang_cache.get(name)
+        if known is not None and len(known[0]) == len(key) and all(map(_same, known[0], key)):
+            return known[1]
+        gang = gang_of(entry, watched, draft.regions)
+        self._gang_cache[name] = key, gang
+        return gang
 
     def _observe(self, draft: Draft, entry: JobEntry) -> None:
         """Record the measured speeds of a running job; from time to time, compute the workers that it would prefer."""
@@ -211,15 +291,12 @@ class Allocation:
         watched.changed(draft.at, by_itself=by_itself or (moves and preemptible))
 
     def _begin_or_wait(self, draft: Draft, entry: JobEntry, workers: Mapping[str, int], preemptible: bool) -> None:
-        free, served = free_workers(draft), self._served(draft)
-        absent = [region for region in planned_workers(entry.plan) if region not in free]
-        closed = [
-            name
-            for name in planned_workers(entry.plan)
-            if name not in absent and not draft.regions[name].state.takes_new_jobs
-        ]
+        wanted, served = planned_workers(entry.plan), self._served(draft)
+        free = free_workers(draft, wanted)
+        absent = [region for region in wanted if region not in free]
+        closed = [name for name in wanted if name not in absent and not draft.regions[name].state.takes_new_jobs]
         # Workers count as free only after the jobs that give them up were commanded to.
-        free_for_it = free_preemptible(draft) if preemptible else free
+        free_for_it = free_workers(draft, wanted, preemptible=True) if preemptible else free
         available = all(count <= free_for_it.get(region, 0) for region, count in workers.items())
         if not absent and not closed and workers and available:
             begin(draft, entry, workers, preemptible=preemptible)
@@ -274,6 +351,11 @@ def begin(draft: Draft, entry: JobEntry, workers: Mapping[str, int], *, preempti
     draft.apply_to_job(entry.row.id, StartAllowed(draft.at))
 
 
+def _same(one: object, other: object) -> bool:
+    """Whether two are the same object, or equal numbers or texts."""
+    return one is other or (isinstance(one, float | int | str) and one == other)
+
+
 def _why_moved(preemptible: bool, promised: Held | None) -> str:
     if preemptible:
         return "preemptible workers cost less"
@@ -319,9 +401,10 @@ def _change(entry: JobEntry, watched: Watched, draft: Draft) -> Restaffing | Non
     reports = [part.report for part in entry.state.partitions if part.report is not None]
     if len(staffed) < len(held) or not reports:
         return None
-    free = free_workers(draft)
-    queued = any(job.state.phase == "queued" for job in draft.jobs.values())
-    # While a job is queued, no running job is scaled out.
+    free = free_workers(draft, held)
+    others = (draft.job(name) for region in held for name in draft.jobs_in(region))
+    queued = any(job is not None and job.state.phase == "queued" for job in others)
+    # While a job is queued for its regions, no running job is scaled out.
     bounded = [
         replace(region, free=region.workers + (0 if queued else max(0, free.get(region.region, 0))))
         for region in staffed

@@ -11,7 +11,7 @@ from control_plane.pki import utc_now
 from control_plane.service.measuring._speeds import Watched
 from control_plane.service.planning._planning import on_preemptible, workers_now
 from control_plane.service.planning._scaling import begins_with, is_tuned, tuned_paces
-from control_plane.service.state._draft import JobEntry, RegionEntry
+from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Plan, Staffed, pace, paces
 from scheduler.deadline import DeviceCapacity, Gang, StaffingPace

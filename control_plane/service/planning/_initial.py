@@ -5,7 +5,7 @@ from __future__ import annotations
 from control_plane._view import standing_text
 from control_plane.core import InitialModel, KeptModel, best_model, last_model, models_of
 from control_plane.service.rpc._users import Caller
-from control_plane.service.state._draft import JobEntry
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from geofed_pb.errors import GeofedError

@@ -11,7 +11,7 @@ from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partiti
 from control_plane.service.measuring._known import Learnt, merges_of, probed_speeds, speeds_of, stage_paces_of
 from control_plane.service.planning._tuning import profile_from_json
 from control_plane.service.rpc._wire import to_json
-from control_plane.service.state._draft import JobEntry, RegionEntry
+from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import MOST_KEPT, JobSpec
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot

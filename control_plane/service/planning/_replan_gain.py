@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from control_plane.service.state._draft import JobEntry
+from control_plane.service.state._entries import JobEntry
 from scheduler import Plan
 
 __all__ = ["ROUNDS_SEEN", "RoundTimes", "pays"]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from control_plane.core import JobState, LinkReport, Pairs, Report, Rerouted
-from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
 from scheduler import (
     LinkTable,
     Path,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from control_plane.pki import utc_now
-from control_plane.service.state._draft import RegionEntry
+from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
 from scheduler import Plan
 

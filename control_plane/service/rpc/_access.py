@@ -59,6 +59,8 @@ AGENT_RULES = {
 }
 """Rules of the agent port."""
 _caller: ContextVar[Caller] = ContextVar("caller")
+_peer: ContextVar[tuple[Any, str | None, str] | None] = ContextVar("peer", default=None)
+"""The present call, with the region and the serial number of the certificate that it is made with."""
 
 
 def caller_now() -> Caller:
@@ -107,7 +109,12 @@ class RegionCheck:
 
 def region_of(federation: Federation, context: Any) -> str:
     """Return the region whose valid certificate the caller has shown. Raises ``GeofedError``."""
-    region, serial = peer_region(context), peer_serial(context)
+    of_call = _peer.get()
+    if of_call is None or of_call[0] is not context:
+        # The certificate of a connection does not change, and takes long to read.
+        of_call = context, peer_region(context), peer_serial(context)
+        _peer.set(of_call)
+    _, region, serial = of_call
     if region is None or not serial:
         raise GeofedError("UNAUTHENTICATED", "the agent port requires the certificate of a region")
     federation.require_certificate(region, serial)

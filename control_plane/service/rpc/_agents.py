@@ -21,7 +21,8 @@ from control_plane.service.rpc._access import region_of
 from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import log_rows, report_of
 from control_plane.service.state._certificates import Certificate, revocations_of
-from control_plane.service.state._draft import Draft, JobEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
@@ -256,7 +257,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
     async def _ended_job(self, message: agent_pb2.FromAgent) -> JobEntry | None:
         """Return the job of a report if it has ended, else None."""
-        if message.WhichOneof("body") != "partition" or message.partition.job in self._federation.jobs:
+        if message.WhichOneof("body") != "partition":
             return None
         return await self._federation.ended_job(message.partition.job)
 

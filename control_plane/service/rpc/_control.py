@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,10 +34,11 @@ from control_plane.service.planning._initial import kept_model
 from control_plane.service.rpc._access import caller_now
 from control_plane.service.rpc._authority import rotate_authority
 from control_plane.service.rpc._regions import change_region
-from control_plane.service.rpc._users import add_user, change_user, list_users, remove_user
+from control_plane.service.rpc._users import Caller, add_user, change_user, list_users, remove_user
 from control_plane.service.rpc._wire import event_message, log_message
 from control_plane.service.state._certificates import unseen_region
-from control_plane.service.state._draft import OPERATOR, JobEntry
+from control_plane.service.state._draft import OPERATOR
+from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
 from control_plane.service.state._notifier import Notifier
 from control_plane.service.storage._deletion import delete_job
@@ -147,8 +149,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         limit = min(request.limit or 100, _PAGE_ITEMS)
         phases = ACTIVE | TERMINAL if request.all else ACTIVE
         entries = await self._federation.list_jobs(phases, limit + 1, request.after, caller.user)
+        return await asyncio.to_thread(self._listed, entries, limit, caller)
+
+    def _listed(self, entries: Sequence[JobEntry], limit: int, caller: Caller) -> control_pb2.ListJobsReply:
+        """Return the page of a list; in a thread, since many jobs take long."""
         jobs, more = _page(map(self._federation.summarise, entries[:limit]))
-        occupied = self._federation.occupied(caller.may_read)
+        occupied = self._federation.occupied(caller.may_read) if caller.user else {}
         return control_pb2.ListJobsReply(jobs=jobs, more=more or len(entries) > limit, occupied=occupied)
 
     @streaming

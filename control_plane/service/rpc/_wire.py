@@ -290,8 +290,8 @@ def _pipeline(shape: PipelineShape) -> agent_pb2.Pipeline:
     )
 
 
-def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, float]) -> control_pb2.Job:
-    """Return a job's message for users; `contacts` has the last contact of each region, in Unix seconds."""
+def job_message(row: JobRow, state: JobState, plan: Plan, contact: Callable[[str], float]) -> control_pb2.Job:
+    """Return a job's message for users; `contact` returns the last contact of a region, in Unix seconds."""
     workers = {part.region: part.workers for part in plan.partitions}
     message = control_pb2.Job(
         id=row.id,
@@ -305,7 +305,7 @@ def job_message(row: JobRow, state: JobState, plan: Plan, contacts: dict[str, fl
         plan_json=row.plan_json,
         result_json=row.result_json,
         partitions=[
-            _partition(part, contacts.get(part.region, 0.0), workers.get(part.region, 0), ended=state.terminal)
+            _partition(part, contact(part.region), workers.get(part.region, 0), ended=state.terminal)
             for part in state.partitions
         ],
         rounds=plan.rounds,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from control_plane.core import Enrolled, RegionState, region_state_to_json
-from control_plane.service.state._draft import Draft, RegionEntry
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import RegionEntry
 from control_plane.store import RegionRow, Revocation
 
 __all__ = ["Certificate", "admit_certificate", "revocations_of", "unseen_region"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from control_plane.core import (
@@ -9,7 +10,6 @@ from control_plane.core import (
     Failure,
     JobEvent,
     JobMachine,
-    JobState,
     Record,
     RegionEvent,
     RegionLive,
@@ -24,7 +24,8 @@ from control_plane.core import (
 )
 from control_plane.service.jobs._result import result_of, runs_of, unpromised_worker_seconds
 from control_plane.service.rpc._wire import command_of, to_json
-from control_plane.spec import JobSpec
+from control_plane.service.state._entries import JobEntry, RegionEntry
+from control_plane.service.state._index import JobIndex, Use, use_of
 from control_plane.store import (
     Change,
     CommandRow,
@@ -33,7 +34,6 @@ from control_plane.store import (
     Invitation,
     JobRow,
     LogRow,
-    RegionRow,
     Revocation,
     RunRow,
     UserRow,
@@ -41,31 +41,9 @@ from control_plane.store import (
 )
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
-from scheduler import Plan
-from scheduler import Region as Catalogue
 
 OPERATOR = "operator"
 """User name of the holder of the operator's token; no other user may have it."""
-
-
-@dataclass(frozen=True)
-class JobEntry:
-    """A job in memory."""
-
-    row: JobRow
-    state: JobState
-    spec: JobSpec
-    plan: Plan
-
-
-@dataclass(frozen=True)
-class RegionEntry:
-    """A region in memory."""
-
-    row: RegionRow
-    state: RegionState
-    catalogue: Catalogue | None
-    """Catalogue that its agent has sent; None: the agent has never connected."""
 
 
 @dataclass
@@ -96,6 +74,8 @@ class Draft:
     revocations: list[Revocation] = field(default_factory=list)
     report_cursor: tuple[str, int] | None = None
     """Region and sequence number of the agent's report that this draft applies."""
+    command_cursor: tuple[str, int] | None = None
+    """Region and sequence number up to which its agent has stored commands."""
     met: tuple[str, int] | None = None
     """Region whose agent opens a session, and the last command that the agent has received."""
     dropped_command: tuple[str, int] | None = None
@@ -108,7 +88,11 @@ class Draft:
     """Whether the draft is to be dropped."""
     dropped_models: list[str] = field(default_factory=list)
     """Digests of models that their jobs keep no longer."""
+    index: JobIndex | None = None
+    """Index of `jobs`; None: it is made when it is needed."""
     _durable: bool = False
+    stored_regions: set[str] = field(default_factory=set)
+    """Regions of which more has changed than the lease."""
 
     def job(self, job_id: str) -> JobEntry | None:
         """Return the job with the draft's changes; None: unknown or ended."""
@@ -117,6 +101,60 @@ class Draft:
     def region(self, name: str) -> RegionEntry | None:
         """Return the region with the draft's changes; None: unknown."""
         return self.changed_regions.get(name) or self.regions.get(name)
+
+    def _indexed(self) -> JobIndex:
+        if self.index is None:
+            self.index = JobIndex(self.jobs.values())
+        return self.index
+
+    def jobs_in(self, region: str) -> list[str]:
+        """Return the IDs of the jobs that a region concerns, with the draft's changes."""
+        new = (name for name in self.changed_jobs if name not in self.jobs)
+        return [*self._indexed().jobs_in(region), *new]
+
+    def use(self, job: str) -> Use | None:
+        """Return what a job occupies; None if it is not active."""
+        entry = self.changed_jobs.get(job)
+        if entry is not None:
+            return None if entry.state.terminal else use_of(entry)
+        return self._indexed().use(job)
+
+    def busy(self, region: str, *, preemptible: bool = False) -> int:
+        """Return the workers of a region that its jobs have or were commanded to have, with the draft's changes."""
+        index = self._indexed()
+        busy = index.preemptible(region) if preemptible else index.lasting(region)
+        for use, sign in self._changes_of_use():
+            busy += sign * use.workers.get(region, 0) * (use.preemptible == preemptible)
+        return busy
+
+    def touched(self) -> dict[str, None]:
+        """Return the regions in which jobs or workers in use have changed; the caller takes them out."""
+        return self._indexed().touched
+
+    def fixed(self, region: str) -> int:
+        """Return the workers of a region that its jobs keep to their ends, with the draft's changes."""
+        fixed = self._indexed().fixed(region)
+        for use, sign in self._changes_of_use():
+            fixed += sign * use.workers.get(region, 0) * use.fixed
+        return fixed
+
+    def fixed_workers(self) -> dict[str, int]:
+        """Return the same of all regions where there are any."""
+        return {name: fixed for name in self.regions if (fixed := self.fixed(name))}
+
+    def unpromised_seconds(self) -> dict[str, float]:
+        """Return the worker seconds of active jobs without a promised deadline, by user, with the draft's changes."""
+        found = dict(self._indexed().unpromised_seconds)
+        for use, sign in self._changes_of_use():
+            found[use.user] = found.get(use.user, 0.0) + sign * use.unpromised_seconds
+        return found
+
+    def _changes_of_use(self) -> Iterator[tuple[Use, int]]:
+        for name, entry in self.changed_jobs.items():
+            if (before := self._indexed().use(name)) is not None:
+                yield before, -1
+            if not entry.state.terminal:
+                yield use_of(entry), 1
 
     def add_job(self, entry: JobEntry) -> None:
         """Add a job, or replace it."""
@@ -130,6 +168,7 @@ class Draft:
     def put_region(self, entry: RegionEntry) -> None:
         """Add a region, or replace it."""
         self.changed_regions[entry.row.name] = entry
+        self.stored_regions.add(entry.row.name)
         self._durable = True
 
     def put_user(self, user: UserRow) -> None:
@@ -151,7 +190,7 @@ class Draft:
     def resend_commands(self, region: str, why: str) -> None:
         """Have the jobs send a region all their commands again, since one side has lost some state."""
         self.record("region.restored", f"commands are sent to region {region} again: {why}", region=region)
-        for job_id in list(self.jobs | self.changed_jobs):
+        for job_id in self.jobs_in(region):
             self.apply_to_job(job_id, RegionLive(self.at, region, restarted=True))
 
     def set_aside_message(self, region: str, job_id: str, what: str, error: GeofedError) -> None:
@@ -211,24 +250,27 @@ class Draft:
             return
         machine = RegionMachine(entry.state)
         actions = machine.handle(event)
-        self.changed_regions[name] = replace(entry, state=machine.state)
         before, after = entry.state, machine.state
+        if after is before and not actions:
+            return
+        self.changed_regions[name] = replace(entry, state=after)
         passing = {"last_contact": 0.0, "lease_ends": 0.0, "connected": False, "since": 0.0}
         if replace(before, **passing) != replace(after, **passing):  # type: ignore[arg-type]
             self._durable = True
+            self.stored_regions.add(name)
         for action in actions:
             if isinstance(action, EndSession):
                 self.ended_sessions.append((name, action.session))
             elif isinstance(action, Record):
                 self._take_record("", action)
             else:
-                for job_id in list(self.jobs | self.changed_jobs):
+                for job_id in self.jobs_in(name):
                     self.apply_to_job(job_id, action.event)
 
     def to_change(self) -> Change | None:
         """Return the transaction for the store; None if nothing durable has changed."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
-        known = known or self.met or self.dropped_command
+        known = known or self.met or self.dropped_command or self.command_cursor
         if not (self._durable or known or self.weights or self.revocations or self.removed_region or self.deletions):
             return None
         return Change(
@@ -236,7 +278,7 @@ class Draft:
             regions=tuple(
                 replace(entry.row, state_json=region_state_to_json(entry.state))
                 for entry in self.changed_regions.values()
-                if entry.row.name != self.removed_region
+                if entry.row.name in self.stored_regions and entry.row.name != self.removed_region
             ),
             events=tuple(self.events),
             commands=tuple(self.commands),
@@ -250,6 +292,7 @@ class Draft:
             revocations=tuple(self.revocations),
             removed_users=tuple(name for name, user in self.changed_users.items() if user is None),
             report_cursor=self.report_cursor,
+            command_cursor=self.command_cursor,
             met=self.met,
             dropped_command=self.dropped_command,
             renumbered_region=self.renumbered_region,

@@ -7,13 +7,14 @@ the store, except for progress that agents will report again.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 from pydantic import TypeAdapter, ValidationError
@@ -27,6 +28,7 @@ from control_plane.core import (
     ControlPlaneRestarted,
     Disconnected,
     Heartbeat,
+    RegionMachine,
     Tick,
     job_state_from_json,
     region_state_from_json,
@@ -39,14 +41,15 @@ from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import job_message, to_json
 from control_plane.service.state._catalogue import fault_of, read_catalogue
 from control_plane.service.state._certificates import Certificate, admit_certificate
-from control_plane.service.state._draft import Draft, JobEntry, RegionEntry
+from control_plane.service.state._changes import Changes
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import JobSpec, packed_code_digest, parse_json
 from control_plane.store import Change, CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
 
@@ -57,6 +60,8 @@ MAX_TICK_GAP_SECONDS = 5.0
 """Longest time between two ticks; a longer one means that the process was suspended or the clock was set."""
 SERVED_SECONDS = 7 * 86_400.0
 """Period over which the workers of a user's jobs without a promise count for the user's place in the queue."""
+_LOADED_JOBS = 500
+"""Number of active jobs that one query loads at the start: some tenths of a second."""
 _SERVICE_REFRESH_SECONDS = 60.0
 """Time between two sums of what users' ended jobs have used."""
 ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
@@ -81,10 +86,6 @@ class Federation:
         self.lease = lease
         self.events_notifier = Notifier()
         self.logs_notifier = Notifier()
-        self.regions: dict[str, RegionEntry] = {}
-        self.jobs: dict[str, JobEntry] = {}
-        """Jobs that have not ended."""
-        self.users: dict[str, UserRow] = {}
         self.sessions: dict[str, AgentSession] = {}
         self.revoked: dict[str, float] = {}
         """Serial numbers of revoked certificates, with the times after which these have expired."""
@@ -94,8 +95,9 @@ class Federation:
         """Returns the certificates of the trusted CAs."""
         self.rights_changed: Callable[[], Awaitable[None]] = _nothing
         """Ends the calls under way whose callers may not make them any more."""
-        self._report_cursors: dict[str, int] = {}
+        self.changes = Changes(self._store_changes, self._publish)
         self._lock = asyncio.Lock()
+        """Held while a change is made, but not while it is stored."""
         self.planning = asyncio.Lock()
         """Held while a new job is planned, and taken before `change`: jobs are planned one after another, so that each
         plan accounts for the jobs before it."""
@@ -108,6 +110,21 @@ class Federation:
         self._logged_failures: set[tuple[str, type[Exception]]] = set()
         """Reviews and exception types that were logged already."""
         self._threads = StoreThreads(store, 4)
+
+    @property
+    def jobs(self) -> dict[str, JobEntry]:
+        """Jobs that have not ended, as stored."""
+        return self.changes.visible.jobs
+
+    @property
+    def regions(self) -> dict[str, RegionEntry]:
+        """All regions, as stored."""
+        return self.changes.visible.regions
+
+    @property
+    def users(self) -> dict[str, UserRow]:
+        """All users, as stored."""
+        return self.changes.visible.users
 
     async def load(self) -> None:
         """Load the stored state into memory, before any request is served.
@@ -132,7 +149,7 @@ class Federation:
 
     async def _load_rows(self) -> None:
         await self.read(lambda store: store.begin())
-        self.users = {user.name: user for user in await self.read(lambda store: store.users())}
+        self.users.update({user.name: user for user in await self.read(lambda store: store.users())})
         at = self.clock()
         self.revoked = {row.serial: row.expires for row in await self.read(lambda store: store.revocations(at))}
         for row in await self.read(lambda store: store.regions()):
@@ -144,10 +161,12 @@ class Federation:
                     # Stored by a version with other bounds.
                     state = replace(state, fault=error.message)
             self.regions[row.name] = RegionEntry(row, state, catalogue)
-            cursors = await self.read(partial(Store.cursors, region=row.name))
-            self._report_cursors[row.name] = cursors.report_cursor
-        for job in await self.read(lambda store: store.jobs(phases=ACTIVE, limit=100_000)):
-            self.jobs[job.id] = _entry(job)
+        last = ""
+        while page := await self.read(partial(_page_of_active, after=last)):
+            self.jobs.update({entry.row.id: entry for entry in page})
+            last = page[-1].row.id
+        self.changes.visible.report_cursors.update(await self.read(Store.report_cursors))
+        self.changes.loaded()
 
     def stop(self) -> None:
         """End all sessions and all streams that wait for events or logs."""
@@ -161,6 +180,7 @@ class Federation:
         """Stop the store's threads once the last change is stored."""
         self._closed = True
         async with self._lock:
+            await self.changes.drain()
             await self._threads.close()
 
     async def read(self, query: Callable[[Store], _T]) -> _T:
@@ -184,8 +204,10 @@ class Federation:
         Args:
             without: ID of a job whose workers count as free, since the new job replaces it.
         """
-        jobs = {name: entry for name, entry in self.jobs.items() if name != without}
-        draft = Draft(self.clock(), jobs, self.regions, self.users)
+        draft = self.changes.draft(self.clock())
+        if (replaced := draft.job(without)) is not None:
+            ended = replace(replaced.state, phase="succeeded")
+            draft.changed_jobs[without] = replace(replaced, state=ended)
         admission = self.allocation.admission(draft, spec, job, learnt, user)
         return admission, await asyncio.to_thread(admission.answer)
 
@@ -197,35 +219,24 @@ class Federation:
         """
         async with self._lock:
             self.leading.check()
-            draft = Draft(self.clock(), self.jobs, self.regions, self.users)
+            draft = self.changes.draft(self.clock())
             yield draft
             if draft.void:
                 return
-            await _uncancelled(self._commit(draft, draft.to_change()))
+            stored = self.changes.add(draft)
+        if stored is not None:
+            # It is stored also if the caller is cancelled.
+            await asyncio.shield(stored)
 
-    async def _commit(self, draft: Draft, change: Change | None) -> None:
-        committed = await self._stored(change) if change is not None else Committed()
-        if draft.renumbered_region:
-            self._report_cursors[draft.renumbered_region] = 0
-        if draft.report_cursor:
-            self._report_cursors[draft.report_cursor[0]] = draft.report_cursor[1]
-        self.regions.update(draft.changed_regions)
-        self.regions.pop(draft.removed_region, None)
+    def _publish(self, draft: Draft, committed: Committed) -> None:
+        """Do what follows from a change that is stored."""
         self.revoked |= {row.serial: row.expires for row in draft.revocations}
-        for job_id, entry in draft.changed_jobs.items():
-            if entry.state.terminal:
-                self.jobs.pop(job_id, None)
-                self._summed_at = -math.inf
-            else:
-                self.jobs[job_id] = entry
+        if any(entry.state.terminal for entry in draft.changed_jobs.values()):
+            self._summed_at = -math.inf
         for digest in draft.dropped_models:
             # A job that starts from it may still fetch it.
-            if not any(digest in _blobs_of(entry) for entry in self.jobs.values()):
+            if not self.changes.index.starts_from(digest):
                 self.blobs.remove(digest)
-        for name, user in draft.changed_users.items():
-            self.users.pop(name, None)
-            if user is not None:
-                self.users[name] = user
         for region, number in draft.ended_sessions:
             session = self.sessions.get(region)
             if session is not None and session.number == number:
@@ -246,15 +257,17 @@ class Federation:
         """Change rows of the store that are not in memory."""
         async with self._lock:
             self.leading.check()
+            await self.changes.drain()
             return await self._written(change)
 
-    async def _stored(self, change: Change) -> Committed:
-        return await self._written(lambda store: store.commit(change))
+    async def _store_changes(self, changes: Sequence[Change]) -> Sequence[Committed]:
+        return await self._written(lambda store: store.commit_all(changes))
 
     async def _written(self, change: Callable[[Store], _T]) -> _T:
         """Change the store. If it is unknown whether that was stored, this control plane stops leading, since its
         memory may differ from the store."""
         try:
+            self.leading.check()
             return await self.read(change)
         except OutcomeUnknown:
             self.leading.step_down("the database has not answered whether a change was stored")
@@ -382,17 +395,26 @@ class Federation:
 
     async def renew_lease(self, session: AgentSession) -> None:
         """Renew a region's lease, since its agent has sent a message."""
+        self.leading.check()
+        event = Heartbeat(self.clock(), session.number, self.lease.total_seconds())
+        entry = self.changes.latest.regions.get(session.region)
+        if entry is not None:
+            machine = RegionMachine(entry.state)
+            if not machine.handle(event):
+                # Only the lease has changed, which is not stored.
+                self.changes.contact(replace(entry, state=machine.state))
+                return
         async with self.change() as draft:
-            draft.apply_to_region(session.region, Heartbeat(draft.at, session.number, self.lease.total_seconds()))
+            draft.apply_to_region(session.region, replace(event, at=draft.at))
 
     async def acknowledge_commands(self, session: AgentSession, seq: int) -> None:
         """Record that the agent has stored its commands up to sequence number `seq`."""
-        async with self._lock:
-            await self._stored(Change(command_cursor=(session.region, seq)))
+        async with self.change() as draft:
+            draft.command_cursor = session.region, seq
 
     def report_cursor(self, region: str) -> int:
         """Return the sequence number of the last applied report of a region."""
-        return self._report_cursors.get(region, 0)
+        return self.changes.latest.report_cursors.get(region, 0)
 
     async def tick(self) -> None:
         """Apply the passing of time; to be called every second.
@@ -404,30 +426,43 @@ class Federation:
             gap, self._ticked_at = draft.at - (self._ticked_at or draft.at), draft.at
             if not -1.0 < gap < MAX_TICK_GAP_SECONDS:
                 _log.warning("the process was suspended or the clock was set; all leases are renewed", seconds=gap)
-                for name in self.regions:
+                for name in draft.regions:
                     draft.apply_to_region(name, ClockJumped(draft.at, self.lease.total_seconds()))
-            for name in self.regions:
+            for name in draft.regions:
                 draft.apply_to_region(name, Tick(draft.at))
-            for job_id in list(self.jobs):
+            for job_id in list(self.changes.index.waiting_for_lost):
                 draft.apply_to_job(job_id, Tick(draft.at))
         await self._refresh_served()
-        await self._review("allocation", self.allocation.review)
+        await self._allocate()
         await self._review("routing", self.routing.review)
 
-    async def _review(self, name: str, review: Callable[[Draft], None]) -> None:
-        """Run one review of all jobs in a change of its own, so that its failure stops neither time nor other reviews.
+    async def _allocate(self) -> None:
+        """Review the allocation of workers: decide in a thread, some jobs at a time, and command it."""
+        try:
+            while (review := self.allocation.due(self.changes.draft(self.clock()))) is not None:
+                answer = await asyncio.to_thread(review.answer)
+                if not await self._review("allocation", partial(self.allocation.apply, review=review, answer=answer)):
+                    return
+        except Exception as error:  # noqa: BLE001 - leases must expire whatever a review fails with
+            self._note_failure("allocation", error)
 
-        A failure is logged once for each type of exception, since it would recur every second.
-        """
+    async def _review(self, name: str, review: Callable[[Draft], None]) -> bool:
+        """Run a review of jobs in a change of its own, so that its failure stops neither time nor other reviews; return
+        whether it has not failed."""
         async with self.change() as draft:
             try:
                 review(draft)
             except Exception as error:  # noqa: BLE001 - leases must expire whatever a review fails with
                 draft.void = True
-                kind = name, type(error)
-                if kind not in self._logged_failures:
-                    self._logged_failures.add(kind)
-                    _log.exception("a review of the jobs failed; they continue unchanged", review=name)
+                self._note_failure(name, error)
+        return not draft.void
+
+    def _note_failure(self, review: str, error: Exception) -> None:
+        """Log a review's failure: once for each type of exception, since it would recur every second."""
+        kind = review, type(error)
+        if kind not in self._logged_failures:
+            self._logged_failures.add(kind)
+            _log.error("a review of the jobs failed; they continue unchanged", review=review, exc_info=error)
 
     async def _refresh_served(self) -> None:
         """Sum what each user's ended jobs have lately used: once a minute, and after each job's end."""
@@ -441,8 +476,12 @@ class Federation:
     def may_fetch(self, region: str, digest: str) -> bool:
         """Whether a job that runs in the region has this code bundle, or starts from this model."""
         return any(
-            digest in _blobs_of(entry) and entry.state.partition(region) is not None for entry in self.jobs.values()
+            digest in _blobs_of(entry) and entry.state.partition(region) is not None for entry in self.jobs_in(region)
         )
+
+    def jobs_in(self, region: str) -> list[JobEntry]:
+        """Return the active jobs that a region concerns, as stored."""
+        return [self.jobs[job] for job in self.changes.index.jobs_in(region) if job in self.jobs]
 
     # --- users
 
@@ -468,7 +507,11 @@ class Federation:
         return self.jobs.get(row.id) or _entry(row)
 
     async def ended_job(self, job_id: str) -> JobEntry | None:
-        """Return an ended job by its ID; None if there is none."""
+        """Return an ended job by its ID; None if it is active or there is none."""
+        if job_id in self.changes.latest.jobs:
+            return None
+        if (ending := self.changes.ended.get(job_id)) is not None:
+            return ending
         row = await self.read(lambda store: store.job(job_id))
         return _entry(row) if row is not None and row.phase in TERMINAL else None
 
@@ -477,22 +520,41 @@ class Federation:
 
         ``reader``: only jobs that this user may read; empty: all.
         """
-        known = dict(self.jobs)
+
+        if phases == ACTIVE:
+            return await self._list_active(limit, after, reader)
+        wanted = None if phases == ACTIVE | TERMINAL else phases
 
         def entries(store: Store) -> list[JobEntry]:
             # Parsed in the thread, since many jobs take long.
-            rows = store.jobs(phases=phases, limit=limit, after=after, reader=reader)
-            return [known.get(row.id) or _entry(row) for row in rows]
+            rows = store.jobs(phases=wanted, limit=limit, after=after, reader=reader)
+            return [self.jobs.get(row.id) or _entry(row) for row in rows]
 
         return await self.read(entries)
 
+    async def _list_active(self, limit: int, after: str, reader: str) -> list[JobEntry]:
+        last = self.jobs.get(after)
+        # The last job of the page before may have ended.
+        row = last.row if last is not None else await self.read(lambda store: store.job(after)) if after else None
+        begin = _turn(row) if row is not None else (-math.inf, "")
+
+        def entries() -> list[JobEntry]:
+            known = (entry for entry in list(self.jobs.values()) if _turn(entry.row) > begin)
+            mine = (entry for entry in known if reader in ("", entry.row.user, *entry.row.shared_with))
+            return heapq.nsmallest(limit, mine, key=lambda entry: _turn(entry.row))
+
+        return await asyncio.to_thread(entries)
+
     def describe(self, entry: JobEntry) -> control_pb2.Job:
         """Return the job's message for users."""
-        contacts = {name: region.state.last_contact for name, region in self.regions.items()}
-        message = job_message(entry.row, entry.state, entry.plan, contacts)
+        message = job_message(entry.row, entry.state, entry.plan, self._last_contact)
         message.user = entry.row.user
         message.shared_with.extend(entry.row.shared_with)
         return message
+
+    def _last_contact(self, region: str) -> float:
+        entry = self.regions.get(region)
+        return entry.state.last_contact if entry is not None else 0.0
 
     def summarise(self, entry: JobEntry) -> control_pb2.Job:
         """Return the job's message for a list, without spec, plan and result."""
@@ -504,7 +566,7 @@ class Federation:
     def occupied(self, may_read: Callable[[JobRow], bool]) -> dict[str, int]:
         """Return by region the workers of active jobs that a caller may not read."""
         found: dict[str, int] = {}
-        for entry in self.jobs.values():
+        for entry in list(self.jobs.values()):
             for part in () if may_read(entry.row) else entry.state.partitions:
                 found[part.region] = found.get(part.region, 0) + (part.report.workers if part.report else 0)
         return {region: workers for region, workers in found.items() if workers}
@@ -534,7 +596,7 @@ class Federation:
 
     def promised_workers(self) -> dict[str, int]:
         """Return by user the largest number of workers that are reserved for its promises at any time from now on."""
-        return self.allocation.promised_workers(Draft(self.clock(), self.jobs, self.regions, self.users))
+        return self.allocation.promised_workers(self.changes.draft(self.clock()))
 
     @staticmethod
     def _known(draft: Draft, region: str) -> RegionEntry:
@@ -548,22 +610,19 @@ async def _nothing() -> None:
     """Do nothing."""
 
 
-async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Finish the work even if the caller is cancelled, so that memory and store never differ."""
-    task = awaited(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it as unhandled
-        raise
-
-
 def _blobs_of(entry: JobEntry) -> tuple[str, ...]:
     """Return the digests of the files that a job's regions fetch."""
     model = entry.state.initial_model
     return (entry.row.bundle_digest,) if model is None else (entry.row.bundle_digest, model.digest)
+
+
+def _page_of_active(store: Store, after: str) -> list[JobEntry]:
+    return [_entry(row) for row in store.jobs(phases=ACTIVE, limit=_LOADED_JOBS, after=after)]
+
+
+def _turn(row: JobRow) -> tuple[float, str]:
+    """Return the sort key of lists: the newest first."""
+    return -row.created_at, row.id
 
 
 def _entry(row: JobRow) -> JobEntry:

@@ -1,0 +1,114 @@
+"""The jobs that compete for the workers of some regions: only these are planned together, however many there are.
+
+A job competes with those that share a region with it, these with others, and so on. Beyond a number of jobs the rest
+counts as it stands: the workers that it has, or was promised, are not available.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from control_plane.service.planning._gangs import capacities_of, preemptible_of
+from control_plane.service.state._draft import Draft
+from control_plane.service.state._entries import JobEntry
+from control_plane.service.state._index import Use, regions_of
+from scheduler.deadline import DeviceCapacity, Held
+
+__all__ = ["Near", "near"]
+
+_MOST_JOBS = 48
+"""Number of jobs beyond which no further ones are planned together with those of the regions asked about."""
+
+
+@dataclass(frozen=True)
+class Near:
+    """Jobs that are planned together, in the order of their submission, and what is there for them."""
+
+    entries: Mapping[str, JobEntry]
+    lasting: Mapping[str, DeviceCapacity]
+    """Regular workers of the usable regions, without those of other jobs."""
+    preemptible: Mapping[str, DeviceCapacity]
+
+    standing: Mapping[str, object]
+    """How the jobs stand, by ID."""
+
+    def same_as(self, other: Near) -> bool:
+        """Whether the same jobs stand as they did, and the same workers are there."""
+        same = self.standing == other.standing
+        return same and (self.lasting, self.preemptible) == (other.lasting, other.preemptible)
+
+
+def near(draft: Draft, regions: Iterable[str], held: Mapping[str, Held], jobs: Iterable[str] = ()) -> Near:
+    """Return the jobs that compete for the workers of some regions.
+
+    Args:
+        held: workers reserved for promises.
+        jobs: further jobs to plan together with these.
+    """
+    found: dict[str, JobEntry] = {}
+    seen = dict.fromkeys(regions)
+    waiting = list(seen)
+
+    def add(name: str) -> None:
+        entry = draft.job(name)
+        if entry is None or entry.state.terminal or name in found:
+            return
+        found[name] = entry
+        for region in sorted(regions_of(entry)):
+            if region not in seen:
+                seen[region] = None
+                waiting.append(region)
+
+    for name in jobs:
+        add(name)
+    first = len(waiting)
+    rest: dict[str, None] = {}
+    for number, region in enumerate(waiting):
+        for name in draft.jobs_in(region):
+            # All jobs of the regions themselves; of the others, up to a number.
+            if number < first or len(found) < _MOST_JOBS:
+                add(name)
+            elif name not in found:
+                rest[name] = None
+    known = [entry for region in seen if (entry := draft.region(region)) is not None]
+    lasting, preemptible = capacities_of(known), preemptible_of(known)
+    uses = {name: use for name in found if (use := draft.use(name)) is not None}
+    if rest:
+        lasting = _left(draft, lasting, uses, rest, held, preemptible=False)
+        preemptible = _left(draft, preemptible, uses, rest, held, preemptible=True)
+    order = {name: found[name] for name in sorted(found, key=lambda name: (found[name].row.created_at, name))}
+    return Near(order, lasting, preemptible, {name: use.standing for name, use in uses.items()})
+
+
+def _left(
+    draft: Draft,
+    capacities: Mapping[str, DeviceCapacity],
+    uses: Mapping[str, Use],
+    rest: Iterable[str],
+    held: Mapping[str, Held],
+    *,
+    preemptible: bool,
+) -> dict[str, DeviceCapacity]:
+    """Return the workers that the other jobs leave."""
+    left = {}
+    for region, capacity in capacities.items():
+        own = sum(use.workers.get(region, 0) for use in uses.values() if use.preemptible == preemptible)
+        left[region] = capacity.devices - (draft.busy(region, preemptible=preemptible) - own)
+    for name in rest if not preemptible else ():
+        use = draft.use(name)
+        if name in held and name not in uses and use is not None:
+            has = {} if use.preemptible else use.workers
+            for region, workers in _promised(held[name]).items():
+                if region in left:
+                    left[region] -= max(0, workers - has.get(region, 0))
+    return {region: DeviceCapacity(max(0, devices)) for region, devices in left.items()}
+
+
+def _promised(held: Held) -> dict[str, int]:
+    """Return the most workers by region that a job is promised at any time."""
+    most: dict[str, int] = {}
+    for pace in set(held.pace_indices) - {-1} if held.ladder else ():
+        for region, count in held.ladder[pace].workers.items():
+            most[region] = max(most.get(region, 0), count)
+    return most
