@@ -191,7 +191,7 @@ async def admit(
                     _store(draft, new, decided)
                     also(draft, decided)
             if decided is not None:
-                return federation.jobs[row.id], True
+                return await federation.find_job(row.id), True
     raise GeofedError("UNAVAILABLE", "the regions change faster than the job is planned")
 
 
