@@ -9,6 +9,7 @@ import ipaddress
 import json
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -140,6 +141,9 @@ class Authority:
         self._certificate = certificate
         self._key = key
         self._others = tuple(others)
+        self._signing = threading.Lock()
+        """Held while the control plane's own key and certificate are made, which belong together: it is renewed
+        regularly, and by each step of the CA's replacement."""
 
     @property
     def ca_pem(self) -> bytes:
@@ -241,15 +245,16 @@ class Authority:
         """
         certificate_path, key_path = self._folder / "server.crt", self._folder / "server.key"
         names = list(dict.fromkeys([CONTROL_PLANE_NAME, *hosts]))
-        if certificate_path.exists() and key_path.exists():
-            current = x509.load_pem_x509_certificate(certificate_path.read_bytes())
-            signed = current.issuer == self._certificate.subject and _signed_by(current, self._certificate)
-            if signed and _in_first_half(current, now) and _names_of(current) >= set(names):
-                return certificate_path, key_path
-        key = ec.generate_private_key(ec.SECP256R1())
-        certificate = self._sign(CONTROL_PLANE_NAME, names, key.public_key(), now, SERVER_LIFE)
-        write_durably(key_path, [_key_pem(key)], mode=0o600)
-        write_durably(certificate_path, [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
+        with self._signing:
+            if certificate_path.exists() and key_path.exists():
+                current = x509.load_pem_x509_certificate(certificate_path.read_bytes())
+                signed = current.issuer == self._certificate.subject and _signed_by(current, self._certificate)
+                if signed and _in_first_half(current, now) and _names_of(current) >= set(names):
+                    return certificate_path, key_path
+            key = ec.generate_private_key(ec.SECP256R1())
+            certificate = self._sign(CONTROL_PLANE_NAME, names, key.public_key(), now, SERVER_LIFE)
+            write_durably(key_path, [_key_pem(key)], mode=0o600)
+            write_durably(certificate_path, [certificate.public_bytes(serialization.Encoding.PEM)], mode=0o644)
         return certificate_path, key_path
 
     def sign_region(self, csr_pem: bytes, region: str, now: datetime, life: timedelta = REGION_LIFE) -> Issued:
