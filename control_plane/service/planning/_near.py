@@ -17,7 +17,7 @@ from scheduler.deadline import DeviceCapacity, Held
 
 __all__ = ["Near", "near"]
 
-_MOST_JOBS = 48
+_MOST_JOBS = 16
 """Number of jobs beyond which no further ones are planned together with those of the regions asked about."""
 
 
