@@ -1,4 +1,5 @@
-"""What a job sends that trains LoRA adapters of a large model, and what it learns. With `--quick` it takes 2 minutes.
+"""What a job sends that trains LoRA adapters of a large model, what it learns, and how fast servers exchange a large
+model. With `--quick` it takes 2 minutes.
 
     .venv/bin/python tests/bench/large_models.py [--quick] [--json PATH]
 
@@ -9,6 +10,8 @@ Loss: three regions train adapters of a small model on IID parts of a text and a
 parameter server's own replica) every few steps. One process makes as many steps on the same samples together. The test
 loss is compared at the end, for `train_a: false` (exact means). With `true` the error of the means is shown, too,
 without a bar.
+
+Exchange: three real parameter servers exchange 498 MB, see `large_models_exchange.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from large_models_exchange import measure_exchange
 from report import Bar, Report, options
 
 from sync import framing
@@ -53,6 +57,7 @@ def main() -> int:
     report = Report("large_models", given.quick)
     torch.set_num_threads(1)
     task = _template()
+    measure_exchange(report, quick=given.quick)
     _bytes(report, task, MEDIUM if given.quick else LARGE)
     for seed in (1,) if given.quick else (1, 2, 3):
         _loss(report, task, train_a=False, seed=seed, steps=150 if given.quick else 300)
