@@ -16,7 +16,7 @@ import hashlib
 import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,7 +141,7 @@ def _read_entry(
     return name, array, at + 2 + 8 * (dimensions + 1), offset + nbytes
 
 
-def digest_of(pieces: Sequence[Buffer]) -> str:
+def digest_of(pieces: Iterable[Buffer]) -> str:
     """Return the SHA-256 of consecutive buffers, as "sha256:<hex>"."""
     digest = hashlib.sha256()
     for piece in pieces:

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import write_range
 
-__all__ = ["begin_write", "commit_write", "disk_full_as_error", "flush_folder", "write_durably"]
+__all__ = ["begin_write", "commit_write", "disk_full_as_error", "flush_folder", "write_durably", "write_unflushed"]
 
 Buffer = bytes | bytearray | memoryview
 """Pieces of a file's content."""
@@ -29,6 +29,17 @@ def write_durably(path: Path, pieces: Sequence[Buffer], *, mode: int | None = No
     Raises ``GeofedError("DISK_FULL")`` if the disk is full.
     """
     commit_write(path, begin_write(path, pieces, mode=mode))
+
+
+def write_unflushed(path: Path, pieces: Sequence[Buffer]) -> None:
+    """Replace a file so that other processes see its old or its new content, also if this one is killed. After a
+    failure of the machine it may hold anything.
+
+    Raises ``GeofedError("DISK_FULL")`` if the disk is full.
+    """
+    with disk_full_as_error(path):
+        begin_write(path, pieces).close()
+        os.replace(_partial(path), path)
 
 
 def begin_write(

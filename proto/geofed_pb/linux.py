@@ -39,6 +39,8 @@ _MALLOC_OPTIONS = {
     -2: 1 << 26,  # M_TOP_PAD: the heap grows by 64 MiB more than is needed
 }
 """Parameters of ``mallopt``, as of glibc's `malloc.h`, and their values."""
+_WRITE = 2
+"""SYNC_FILE_RANGE_WRITE: start writeback of a range."""
 _WRITE_AND_WAIT = 1 | 2 | 4
 """SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE and _WAIT_AFTER: start writeback of a range and wait until it is complete."""
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ESPIPE)
@@ -132,15 +134,16 @@ def request_low_latency() -> bool:
     return False
 
 
-def write_range(descriptor: int, at: int, size: int) -> bool:
-    """Have the kernel write a part of a file to disk, and wait for it; the file still needs fsync to be durable.
+def write_range(descriptor: int, at: int, size: int, *, wait: bool = True) -> bool:
+    """Have the kernel write a part of a file to disk, and ``wait`` for it; the file still needs fsync to be durable.
 
     Written in such parts, a checkpoint leaves the disk to others in between: with three servers that write 180 MB each
     to one disk, another file's fsync took 50 ms at most, and 420 to 550 ms beside one fsync of all. Returns false where
     the system or the file system lacks the call. Raises ``OSError`` if the disk fails: fsync would not report it again.
     """
+    flags = _WRITE_AND_WAIT if wait else _WRITE
     try:
-        call("sync_file_range", descriptor, ctypes.c_int64(at), ctypes.c_int64(size), _WRITE_AND_WAIT)
+        call("sync_file_range", descriptor, ctypes.c_int64(at), ctypes.c_int64(size), flags)
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             return False

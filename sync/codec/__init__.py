@@ -5,6 +5,7 @@ from functools import cache
 
 from geofed_pb.errors import GeofedError
 from sync.codec._contract import Automatic, Codec, Tensors
+from sync.codec._decoding import Decoding
 from sync.codec._feedback import ErrorFeedback
 from sync.codec._list_values import VALUE_FORMATS
 from sync.codec._mixed import MIXED, Mixed
@@ -23,6 +24,7 @@ __all__ = [
     "BFloat16",
     "ChunkedTopK",
     "Codec",
+    "Decoding",
     "ErrorFeedback",
     "Exact",
     "Float32",

@@ -12,9 +12,13 @@ import numpy.typing as npt
 
 from sync.layout import Vector
 
-__all__ = ["Automatic", "Codec", "Tensors"]
+__all__ = ["RANGE", "Automatic", "Codec", "Tensors"]
 
 Tensors = Mapping[str, npt.NDArray[np.generic]]
+
+
+RANGE = 256
+"""Coordinates of which each range that is decoded alone begins at a multiple: the usual block."""
 
 
 class Automatic(IntEnum):
@@ -53,6 +57,9 @@ class Codec(Protocol):
     last: str = ""
     """Name of the codec of a region's last update, since no later one could send the residual; empty: the same
     codec."""
+    in_ranges: bool = False
+    """Whether `decode_range` decodes some coordinates without the others. An update is then merged without a copy of
+    all its values in memory."""
     in_place: bool = False
     """Whether `decode_into` is faster with an existing buffer: allocating memory can cost more than the arithmetic."""
 
@@ -75,3 +82,8 @@ class Codec(Protocol):
     def decode_into(self, tensors: Tensors, out: Vector) -> None:
         """Decode into ``out``, shape (n,)."""
         out[...] = self.decode(tensors, out.size)
+
+    def decode_range(self, tensors: Tensors, part: slice, size: int) -> Vector:
+        """Decode some coordinates of a vector of ``size`` that `check` accepts. ``part`` begins at a multiple of
+        `RANGE`."""
+        return self.decode(tensors, size)[part]

@@ -11,10 +11,24 @@ import numpy.typing as npt
 from sync.codec._contract import Codec, Tensors
 from sync.codec._slabs import join_slabs, slabs_of
 from sync.layout import Vector
+from sync.mapped import release, windows
 
 __all__ = ["ErrorFeedback"]
 
 _ALL = slice(None)
+_RELEASED = 1 << 22
+"""Coordinates after which the pages of a mapped model are given back: 16 MB. A choice."""
+
+
+def _fitting(buffer: Vector | None, size: int) -> Vector:
+    return buffer if buffer is not None and buffer.size == size else np.empty(size, np.float32)
+
+
+def _difference(end: Vector, since: Vector, buffer: Vector | None) -> Vector:
+    out = _fitting(buffer, end.size)
+    for part in windows(end.size, end):
+        np.subtract(end[part], since[part], out=out[part])
+    return out
 
 
 class ErrorFeedback:
@@ -37,32 +51,40 @@ class ErrorFeedback:
         keep: Callable[[Vector], npt.NDArray[np.bool_]] | None = None,
         since: Vector | None = None,
         buffer: Vector | None = None,
+        *,
+        decoded: bool = True,
     ) -> tuple[Tensors, Vector]:
         """Encode a change plus the residual; return the arrays, and the values that they decode to.
+
+        Without ``decoded``, an empty vector is returned in their place where they would have to be kept for it.
 
         The change is ``end``, or ``end - since`` if ``since`` is given. Only the coordinates of ``part`` are sent, and
         of these only the ones that ``keep`` selects from the values that would be sent, shape (part,). The decoded
         values have the shape (part,); they are in ``buffer`` if that has this size and is of use.
         """
         if self.residual is None and not self.codec.lossy and part == _ALL and keep is None:
-            delta = end if since is None else end - since
+            delta = end if since is None else _difference(end, since, buffer)
             return self.codec.encode(delta), delta
         if fresh := self.residual is None:
             self.residual = np.empty(end.size)
         begin, stop, _ = part.indices(end.size)
         for around in (slice(0, begin), slice(stop, end.size)):
             self._add(end, since, around, fresh=fresh)
-        sent = buffer if buffer is not None and buffer.size == stop - begin else np.empty(stop - begin, np.float32)
-        parts = []
-        slabs = slabs_of(self.codec, sent.size) if keep is None else [(slice(0, sent.size), self.codec)]
+        size, parts, read = stop - begin, [], 0
+        sent = _fitting(buffer, size) if decoded else np.empty(0, np.float32)
+        slabs = slabs_of(self.codec, size) if keep is None else [(slice(0, size), self.codec)]
         for slab, codec in slabs:
             # A slab is processed completely while it is in the CPU's cache.
             whole = self._add(end, since, slice(begin + slab.start, begin + slab.stop), fresh=fresh)
             chosen = whole.astype(np.float32)
             if keep is not None:
                 chosen[~keep(chosen)] = 0.0
-            parts.append(codec.encode_into(chosen, sent[slab]))
-            whole -= sent[slab]
+            out = sent[slab] if decoded else np.empty_like(chosen)
+            parts.append(codec.encode_into(chosen, out))
+            whole -= out
+            if slab.stop - read >= _RELEASED:
+                release(end)
+                read = slab.stop
         return join_slabs(self.codec, parts) if keep is None else parts[0], sent
 
     def _add(self, end: Vector, since: Vector | None, part: slice, *, fresh: bool) -> npt.NDArray[np.float64]:

@@ -33,6 +33,7 @@ class Mixed(Codec):
         self._bulk, self._trained, self._state = bulk, trained, Float32()
         self.name, self.mark, self.lossy = bulk.name, MIXED + bulk.mark, bulk.lossy
         self.size_factor, self.bytes_per_second = bulk.size_factor, bulk.bytes_per_second
+        self.in_ranges = bulk.in_ranges
 
     def encode(self, vector: Vector) -> Tensors:
         """Encode float32 of shape (n,): trained coordinates with `bulk`, the state as the tensor "state"."""
@@ -76,3 +77,13 @@ class Mixed(Codec):
         bulk, state = self._parts(tensors, out.size)
         self._bulk.decode_into(bulk, out[: self._trained])
         self._state.decode_into(state, out[self._trained :])
+
+    def decode_range(self, tensors: Tensors, part: slice, size: int) -> Vector:
+        """Decode some coordinates to a new vector."""
+        begin, stop, _ = part.indices(size)
+        bulk, state = self._parts(tensors, size)
+        out, cut = np.empty(stop - begin, np.float32), min(max(self._trained, begin), stop)
+        if begin < cut:
+            out[: cut - begin] = self._bulk.decode_range(bulk, slice(begin, cut), self._trained)
+        out[cut - begin :] = np.asarray(state["delta"], np.float32)[cut - self._trained : stop - self._trained]
+        return out

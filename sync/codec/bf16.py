@@ -19,7 +19,7 @@ class BFloat16(Slabwise):
     """The upper half of each float32, rounded to nearest even: 16 bits per coordinate."""
 
     name, mark, lossy = "bf16", 1, True
-    size_factor, bytes_per_second = 0.5, 200e6
+    size_factor, bytes_per_second, in_ranges = 0.5, 200e6, True
 
     def encode(self, vector: Vector) -> Tensors:
         """Encode float32 of shape (n,) as the upper 16 bits of each value."""
@@ -47,6 +47,12 @@ class BFloat16(Slabwise):
         for part, _ in self.slabs_of(out.size):
             bits[part] = np.asarray(tensors["bf16"])[part]
             bits[part] <<= np.uint32(16)
+
+    def decode_range(self, tensors: Tensors, part: slice, size: int) -> Vector:
+        """Decode some coordinates to a new vector."""
+        bits = np.asarray(tensors["bf16"])[part].astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32)
 
 
 METHODS = (BFloat16(),)

@@ -19,7 +19,7 @@ class Float32(Codec):
     """The vector unchanged: 32 bits per coordinate."""
 
     name, mark, lossy = "fp32", 0, False
-    size_factor, bytes_per_second, automatic = 1.0, math.inf, Automatic.ALWAYS
+    size_factor, bytes_per_second, automatic, in_ranges = 1.0, math.inf, Automatic.ALWAYS, True
 
     def encode(self, vector: Vector) -> Tensors:
         """Return the vector itself, not a copy."""
@@ -41,6 +41,10 @@ class Float32(Codec):
         delta = tensors.get("delta")
         require(delta is not None and delta.dtype == np.float32 and delta.shape == (size,), "not a vector of float32")
         return np.asarray(delta, np.float32)
+
+    def decode_range(self, tensors: Tensors, part: slice, size: int) -> Vector:
+        """Return a view of some received coordinates."""
+        return self.decode(tensors, size)[part]
 
 
 METHODS = (Float32(),)

@@ -21,6 +21,7 @@ class Int8Blocks(Slabwise):
 
     name, mark, lossy = "int8", 2, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.251, 300e6, Automatic.ALWAYS, True
+    in_ranges = True
     slab = 3 * SLAB
     """Longer slabs than usual, because of numpy's overhead per call: a third faster than with the usual ones."""
     _BLOCK = 256
@@ -87,6 +88,14 @@ class Int8Blocks(Slabwise):
         whole = np.asarray(tensors["int8"])
         for part, _ in self.slabs_of(out.size):
             self._put(whole[part], scale[part.start // self._BLOCK : -(-part.stop // self._BLOCK)], out[part])
+
+    def decode_range(self, tensors: Tensors, part: slice, size: int) -> Vector:
+        """Decode some coordinates to a new vector."""
+        begin, stop, _ = part.indices(size)
+        rows = np.asarray(tensors["exponents"])[begin // self._BLOCK : -(-stop // self._BLOCK)]
+        out = np.empty(stop - begin, np.float32)
+        self._put(np.asarray(tensors["int8"])[begin:stop], powers(rows, self._MIN_EXPONENT, self._MAX_EXPONENT), out)
+        return out
 
 
 METHODS = (Int8Blocks(),)

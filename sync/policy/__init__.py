@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from geofed_pb.errors import GeofedError
-from sync.policy._contract import Contribution, Outer, Policy, WanPolicy
+from sync.policy._contract import Contribution, Outer, Policy, Values, WanPolicy
 from sync.policy._staleness import Damped, DelayCompensated
 from sync.policy._state import StateAveraged
 from sync.policy.asgd import GradientSum
@@ -22,6 +22,7 @@ __all__ = [
     "Outer",
     "Policy",
     "StateAveraged",
+    "Values",
     "WanPolicy",
     "make_policy",
     "policies",

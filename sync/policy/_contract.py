@@ -8,7 +8,21 @@ from typing import Protocol
 
 from sync.layout import Vector
 
-__all__ = ["Contribution", "Outer", "Policy", "WanPolicy"]
+__all__ = ["Contribution", "Outer", "Policy", "Values", "WanPolicy"]
+
+
+class Values(Protocol):
+    """A vector that is computed range by range when it is read."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+
+    def __getitem__(self, part: slice, /) -> Vector:
+        """Return some of the elements."""
+
+    def release(self) -> None:
+        """Free the memory of what has been read."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,8 @@ class Contribution:
     """Number of rounds whose changes it sums up."""
     whole: bool = False
     """Whether ``delta`` is the model itself, from a region that trains alone."""
+    later: Values | None = None
+    """Takes the place of an empty ``delta`` until the merge reads it, block by block. Policies see None."""
 
 
 @dataclass(frozen=True)

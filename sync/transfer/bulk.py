@@ -49,7 +49,7 @@ class BulkConnection:
         self._job, self._identity, self._bulk_port = job, identity, bulk_port
         self._stall_seconds = stall_seconds
         self._peer: PeerAddress | None = None
-        self._port, self._ticket = 0, b""
+        self._port, self._ticket, self._unchecked = 0, b"", False
         self._outbound = OutboundStreams(count_sent)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bulk-send")
         self._calls: asyncio.Queue[sync_pb2.CollectCall | None] | None = None
@@ -82,8 +82,8 @@ class BulkConnection:
         self._peer = peer
 
     def learn(self, reply: sync_pb2.OfferReply) -> None:
-        """Remember the peer's bulk port and the ticket from its reply to an offer."""
-        self._port, self._ticket = reply.bulk_port, reply.ticket or self._ticket
+        """Remember what the peer's reply to an offer says of bulk streams."""
+        self._port, self._ticket, self._unchecked = reply.bulk_port, reply.ticket or self._ticket, reply.unchecked
 
     async def send(
         self, proto: sync_pb2.UpdateManifest, view: Content, have: tuple[tuple[int, int], ...]
@@ -93,7 +93,7 @@ class BulkConnection:
         ``have`` are the (begin, end) ranges that the peer has. Raises ``BulkUnreachable`` if no stream could be opened,
         another OSError if all streams broke, and ``GeofedError`` for an error that the peer reports and for a stall.
         """
-        return await self._carry(OutgoingUpdate(proto, view, self._ticket, have), self._dial)
+        return await self._carry(OutgoingUpdate(proto, view, self._ticket, have, self._unchecked), self._dial)
 
     async def send_collected(self, proto: sync_pb2.UpdateManifest, view: Content) -> sync_pb2.OfferReply:
         """Send what the peer lacks over streams that the peer opens on request; raises like `send`."""

@@ -103,7 +103,7 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
 
     def _answer(self, job: str, manifest: Manifest, caller: str) -> sync_pb2.OfferReply:
         verdict = self.judge(job, manifest, caller)
-        reply = sync_pb2.OfferReply(verdict=_VERDICTS[verdict])
+        reply = sync_pb2.OfferReply(verdict=_VERDICTS[verdict], unchecked=True)
         if self.bulk is not None:
             reply.bulk_port = self.bulk.port
         if verdict is Verdict.WANT:

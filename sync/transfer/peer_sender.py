@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import mmap
+import os
 import random
 import ssl
 import time
@@ -73,6 +73,29 @@ class _Replaced(Exception):
     """Raised when the update that was about to be sent has been removed or replaced."""
 
 
+class _File:
+    """The bytes of a file, read when they are sent: mapped, they would count as memory of this process once a peer. The
+    file is closed with the last reference, since a connection may still read from it after an interruption."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._file, self._size = path, -1, size
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, piece: slice) -> memoryview:
+        begin, end, _ = piece.indices(self._size)
+        data = os.pread(self._file, end - begin, begin)
+        if len(data) < end - begin:
+            raise OSError(f"{self._path} has become shorter")
+        return memoryview(data)
+
+
 class PeerSender:
     """Sends updates of any region to one peer, in order, and reports when each is durable there.
 
@@ -95,8 +118,7 @@ class PeerSender:
     ) -> None:
         """``dial_back`` opens streams to a peer that asks for them; ``bulk_port`` returns our own port, for the peer.
 
-        ``path_of`` returns the file or the bytes of an update. A file is memory-mapped and must not change: truncating
-        it would kill the process.
+        ``path_of`` returns the file or the bytes of an update. A file must not change.
         """
         self._job, self._path_of, self._arrived, self._identity = job, path_of, arrived, identity
         self._broke = broke
@@ -287,9 +309,9 @@ class PeerSender:
                 self._direct.reached = False
                 await self._direct.close()
                 raise
-            with self._mapped(manifest) as view:
-                self._begin_to_send(manifest)
-                reply = await self._bulk.send_collected(self._signed(manifest), view)
+            view = self._content(manifest)
+            self._begin_to_send(manifest)
+            reply = await self._bulk.send_collected(self._signed(manifest), view)
             self.meter.slow_path = "the peer opens the streams, since it cannot be reached from here"
             self._note_bulk()
         if reply.verdict == sync_pb2.OfferReply.VERDICT_FENCED:
@@ -337,9 +359,9 @@ class PeerSender:
         return True
 
     async def _send_whole(self, manifest: Manifest) -> sync_pb2.OfferReply:
-        with self._mapped(manifest) as view:
-            self._begin_to_send(manifest)
-            return await self._direct.send(self._signed(manifest), view, ())
+        view = self._content(manifest)
+        self._begin_to_send(manifest)
+        return await self._direct.send(self._signed(manifest), view, ())
 
     def _signed(self, manifest: Manifest) -> sync_pb2.UpdateManifest:
         proto = manifest_to_proto(self._job, manifest)
@@ -355,30 +377,30 @@ class PeerSender:
             # closed.
             raise BulkUnreachable("the peer could not be reached at the last attempt")
         bulk = large and time.monotonic() >= self._bulk_refused_until
-        with self._mapped(manifest) as view:
-            if link_is_good and bulk and self._bulk.can_dial:
-                self._begin_to_send(manifest)
-                reply = await self._bulk.send(proto, view, have=())
+        view = self._content(manifest)
+        if link_is_good and bulk and self._bulk.can_dial:
+            self._begin_to_send(manifest)
+            reply = await self._bulk.send(proto, view, have=())
+            self._note_bulk()
+            return reply
+        if link_is_good and not large:
+            self._begin_to_send(manifest)
+            return await self._direct.send(proto, view, ())
+        reply = await self._direct.offer(proto)
+        if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
+            return reply
+        self._bulk.learn(reply)
+        have = ranges_of(reply, manifest.total_bytes)
+        self._begin_to_send(manifest)
+        if bulk and self._bulk.can_dial:
+            try:
+                reply = await self._bulk.send(proto, view, have)
+            except BulkUnreachable as error:
+                self._fall_back(error)
+            else:
                 self._note_bulk()
                 return reply
-            if link_is_good and not large:
-                self._begin_to_send(manifest)
-                return await self._direct.send(proto, view, ())
-            reply = await self._direct.offer(proto)
-            if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
-                return reply
-            self._bulk.learn(reply)
-            have = ranges_of(reply, manifest.total_bytes)
-            self._begin_to_send(manifest)
-            if bulk and self._bulk.can_dial:
-                try:
-                    reply = await self._bulk.send(proto, view, have)
-                except BulkUnreachable as error:
-                    self._fall_back(error)
-                else:
-                    self._note_bulk()
-                    return reply
-            return await self._direct.send(proto, view, have)
+        return await self._direct.send(proto, view, have)
 
     def _note_bulk(self) -> None:
         self.meter.mbps, self.meter.streams = self._bulk.mbps, self._bulk.used_streams
@@ -394,18 +416,10 @@ class PeerSender:
         _log.warning("%s: large updates to %s are sent over %s: %s", DIAL_FAULT, self._region, path, error)
         self._broke()
 
-    @contextlib.contextmanager
-    def _mapped(self, manifest: Manifest) -> Iterator[Content]:
-        """Provide the bytes of an update; a file is memory-mapped."""
+    def _content(self, manifest: Manifest) -> Content:
+        """Return the bytes of an update; a file is read piece by piece."""
         found = self._path_of(manifest)
-        if not isinstance(found, Path):
-            yield found
-            return
-        with found.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), manifest.total_bytes, prot=mmap.PROT_READ)
-        # The mapping is not closed here, because a connection may still use a piece of it. It is freed with its last
-        # reference.
-        yield memoryview(mapped)
+        return _File(found, manifest.total_bytes) if isinstance(found, Path) else found
 
     # Peers that cannot be reached in one direction
 

@@ -46,8 +46,11 @@ class Transfer:
         have: tuple[tuple[int, int], ...] | None,
         tag: int,
         bandwidth_delay_bytes: float,
+        unchecked: bool = False,
     ) -> None:
         self.tag, self.view = tag, view
+        self.unchecked = unchecked
+        """Whether the peer needs no CRC of a chunk."""
         self.offer = sync_pb2.BulkOffer(manifest=manifest, ticket=ticket).SerializeToString()
         self.question = 0
         """Number of the last request that asked which bytes the peer has."""
@@ -122,6 +125,7 @@ class Transfer:
     def answered(self, reply: sync_pb2.OfferReply, question: int) -> None:
         """Process the peer's answer to the request number ``question``. Raises ``GeofedError("FRAME_INVALID")``."""
         self.moved += 1
+        self.unchecked = reply.unchecked
         if reply.verdict != sync_pb2.OfferReply.VERDICT_WANT:
             self.reply = reply
             return

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
+from geofed_pb.linux import write_range
 from sync.transport.ranges import Ranges
 
 __all__ = ["PartialFile"]
 
 _FLUSH_BYTES = 4 << 20
-"""Bytes after which what has been hashed is flushed to disk."""
+"""Bytes after which the kernel begins to write to disk what has been hashed, without a wait for it."""
 _READ_BYTES = 1 << 20
 """Bytes that are read at a time to be hashed."""
 
@@ -26,7 +27,7 @@ class PartialFile:
 
     The record is stored next to the file and survives the process; it is written after the bytes that it lists. After a
     power failure it may list bytes that never reached the disk, which the digest of the whole file reveals. Hashing and
-    flushing proceed while the file is received (`hash_and_flush`), so that little is left to do at the end.
+    writing to disk proceed while the file is received (`hash_and_flush`), so that little is left to do at the end.
     """
 
     def __init__(self, path: Path, total_bytes: int, *, reserve: bool = True) -> None:
@@ -39,6 +40,7 @@ class PartialFile:
         self._writers, self._sealed = 0, False
         self._file: int | None = None
         self._hash, self._hashed, self._flushed = hashlib.sha256(), 0, 0
+        self._buffer = memoryview(bytearray(min(_READ_BYTES, total_bytes)))
         with contextlib.suppress(OSError, ValueError, TypeError):
             if path.stat().st_size == total_bytes:
                 self._have = Ranges((int(begin), int(end)) for begin, end in json.loads(self._record.read_bytes()))
@@ -95,12 +97,12 @@ class PartialFile:
             os.replace(partial, self._record)
 
     def hash_and_flush(self) -> None:
-        """Hash and flush what has been written, unless another thread is doing so."""
+        """Hash what has been written and have the kernel begin to write it to disk, unless another thread does so."""
         if self._settling.acquire(blocking=False):
             try:
                 self._advance()
                 if self._hashed - self._flushed >= _FLUSH_BYTES:
-                    os.fdatasync(self._open())
+                    write_range(self._open(), self._flushed, self._hashed - self._flushed, wait=False)
                     self._flushed = self._hashed
             finally:
                 self._settling.release()
@@ -168,7 +170,7 @@ class PartialFile:
             return self._file
 
     def _advance(self) -> None:
-        descriptor, buffer = self._open(), memoryview(bytearray(_READ_BYTES))
+        descriptor, buffer = self._open(), self._buffer
         while (left := self.prefix - self._hashed) > 0:
             count = os.preadv(descriptor, [buffer[: min(left, _READ_BYTES)]], self._hashed)
             if count == 0:

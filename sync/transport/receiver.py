@@ -269,7 +269,7 @@ class _Receiving:
                     FrameHead(FrameKind.OFFER, head.tag, 0, 1 << 32), self._handler.landed(self._caller, self._offer)
                 )
             return
-        if crc != head.crc:
+        if head.crc not in (0, crc):
             file.drop(head.offset, head.length)
             self._line.sendall(FrameHead(FrameKind.BAD, head.tag, head.length, head.offset).pack())
             return
@@ -291,7 +291,8 @@ class _Receiving:
             self._line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _GATHERED_BYTES if gathering else 1)
 
     def _write(self, head: FrameHead, file: PartialFile | None) -> int:
-        """Read a chunk's bytes and write them to the file, also those before an interruption; return their CRC-32."""
+        """Read a chunk's bytes and write them to the file, also those before an interruption; return their CRC-32, 0
+        if the sender has left it out."""
         left, at, crc = head.length, head.offset, 0
         while left:
             # While the thread waits with gathering on, more bytes than that are certain to come.
@@ -300,7 +301,7 @@ class _Receiving:
             piece = self._buffer[: min(surplus if surplus > 0 else left, _PIECE_BYTES)]
             count = _fill(self._line, piece)
             whole, piece = count == len(piece), piece[:count]
-            crc = zlib.crc32(piece, crc)
+            crc = zlib.crc32(piece, crc) if head.crc else 0
             self._handler.received(self._caller, count)
             if file is not None:
                 try:

@@ -40,6 +40,8 @@ class OutgoingUpdate:
     ticket: bytes
     have: tuple[tuple[int, int], ...] | None
     """The (begin, end) ranges that the peer has; None: ask before anything is sent."""
+    unchecked: bool = False
+    """Whether the peer needs no CRC of a chunk, as it has said before."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,8 @@ class OutboundStreams:
         self._take_coming()
         while len(self._warm) > count.count and dial is not None:
             self._warm.pop().close()
-        transfer = Transfer(
-            update.manifest, update.view, update.ticket, update.have, self._tag, self.bandwidth_delay_bytes
-        )
+        about_link = self._tag, self.bandwidth_delay_bytes, update.unchecked
+        transfer = Transfer(update.manifest, update.view, update.ticket, update.have, *about_link)
         transfer.streams = count.count
         begun = time.monotonic()
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as undo:

@@ -84,9 +84,8 @@ class Stream:
         offset, length = chunk
         view = transfer.view[offset : offset + length]
         self.in_flight[offset] = length
-        self._outgoing.append(
-            memoryview(FrameHead(FrameKind.CHUNK, transfer.tag, length, offset, zlib.crc32(view)).pack())
-        )
+        crc = 0 if transfer.unchecked else zlib.crc32(view)
+        self._outgoing.append(memoryview(FrameHead(FrameKind.CHUNK, transfer.tag, length, offset, crc).pack()))
         self._outgoing.append(view)
         return True
 

@@ -7,7 +7,7 @@
     tag    u32    the sender's number of the transfer; replies repeat it, so that late ones can be recognised
     length u32    payload bytes; in an ACK: bytes of the chunk
     offset u64    offset of a chunk in its update
-    crc    u32    CRC-32 of a chunk
+    crc    u32    CRC-32 of a chunk for a receiver that asks for it (`OfferReply.unchecked`), else 0
 
 The side that opened the stream sends HELLO. The side that sends updates sends OFFER on each stream, then CHUNKs. The
 receiver answers each OFFER with REPLY and each CHUNK with ACK or BAD, and sends one more REPLY when the update is

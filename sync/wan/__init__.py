@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from sync.policy import Damped, DelayCompensated, Policy, make_policy
 from sync.wan._controller import Bounds, LinkSample, Observation, initial, observe
 from sync.wan._gaia_filter import significant
-from sync.wan._guard import Guard
+from sync.wan._guard import Guard, norm_of
 from sync.wan._settings import ExchangeSettings
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "LinkSample",
     "Observation",
     "initial",
+    "norm_of",
     "observe",
     "policy_of",
     "significant",

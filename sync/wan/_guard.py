@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from sync.layout import Vector
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "norm_of"]
 
 _KEPT_NORMS = 15
 """Norms of a region's last updates that are kept."""
 _MIN_NORMS = 3
 """Norms that must be known before an update can be refused for its norm."""
+
+
+def norm_of(blocks: Iterable[Vector]) -> float:
+    """Return the norm of a vector that is given in blocks; NaN or infinite if an element is."""
+    squares = 0.0
+    for block in blocks:
+        with np.errstate(over="ignore", invalid="ignore"):
+            square = float(np.dot(block, block))
+        # float32 may have overflowed: float64 distinguishes large from infinite.
+        if not np.isfinite(square):
+            wide = block.astype(np.float64)
+            square = float(np.dot(wide, wide))
+        squares += square
+    return math.sqrt(squares)
 
 
 class Guard:
@@ -31,15 +46,10 @@ class Guard:
     def __init__(self, factor: float) -> None:
         self._factor = factor
 
-    def judge(self, region: str, delta: Vector, memory: Mapping[str, Vector], rounds: int = 1) -> tuple[str, Vector]:
-        """Judge an update that covers so many rounds: return why it is refused ("": it is not), and the region's new
-        state."""
+    def judge(self, region: str, norm: float, memory: Mapping[str, Vector], rounds: int = 1) -> tuple[str, Vector]:
+        """Judge an update of this norm (`norm_of`) that covers so many rounds: return why it is refused ("": it is
+        not), and the region's new state."""
         known = memory.get(f"guard/{region}", np.zeros(1, np.float32))
-        with np.errstate(over="ignore", invalid="ignore"):
-            norm = float(np.sqrt(np.dot(delta, delta))) if delta.size else 0.0
-        # float32 may have overflowed: the norm is computed again in float64, which distinguishes large from infinite.
-        if not np.isfinite(norm):
-            norm = float(np.linalg.norm(delta.astype(np.float64)))
         if not np.isfinite(norm):
             return "it is not finite", known
         norm /= rounds

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sync.layout import Vector
-from sync.wan import Guard
+from sync.wan import Guard, norm_of
 
 
 def update(norm: float) -> Vector:
@@ -20,7 +20,7 @@ def judged(guard: Guard, norms: list[float], rounds: int = 1) -> list[str]:
     memory: dict[str, Vector] = {}
     said = []
     for norm in norms:
-        why, memory["guard/b"] = guard.judge("b", update(norm * rounds), memory, rounds)
+        why, memory["guard/b"] = guard.judge("b", norm_of([update(norm * rounds)]), memory, rounds)
         said.append(why)
     return said
 

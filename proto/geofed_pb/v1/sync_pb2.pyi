@@ -86,7 +86,7 @@ class UpdateManifest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., sequence: _Optional[int] = ..., digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., weight: _Optional[float] = ..., seen: _Optional[_Mapping[str, int]] = ..., last: bool = ..., stretch: _Optional[int] = ..., settled: _Optional[int] = ..., ends: _Optional[int] = ..., first: _Optional[int] = ..., takes_sums: bool = ..., round_seconds: _Optional[float] = ..., signature: _Optional[bytes] = ..., certificate_pem: _Optional[bytes] = ..., merged: _Optional[_Iterable[_Union[UpdateManifest, _Mapping]]] = ...) -> None: ...
 
 class OfferReply(_message.Message):
-    __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket", "next")
+    __slots__ = ("verdict", "have_bytes", "have", "bulk_port", "ticket", "next", "unchecked")
     class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         VERDICT_UNSPECIFIED: _ClassVar[OfferReply.Verdict]
@@ -105,13 +105,15 @@ class OfferReply(_message.Message):
     BULK_PORT_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    UNCHECKED_FIELD_NUMBER: _ClassVar[int]
     verdict: OfferReply.Verdict
     have_bytes: int
     have: _containers.RepeatedCompositeFieldContainer[Range]
     bulk_port: int
     ticket: bytes
     next: int
-    def __init__(self, verdict: _Optional[_Union[OfferReply.Verdict, str]] = ..., have_bytes: _Optional[int] = ..., have: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., bulk_port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., next: _Optional[int] = ...) -> None: ...
+    unchecked: bool
+    def __init__(self, verdict: _Optional[_Union[OfferReply.Verdict, str]] = ..., have_bytes: _Optional[int] = ..., have: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., bulk_port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., next: _Optional[int] = ..., unchecked: bool = ...) -> None: ...
 
 class Range(_message.Message):
     __slots__ = ("begin", "end")

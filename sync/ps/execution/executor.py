@@ -16,8 +16,9 @@ import numpy as np
 from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
-from sync.codec import Codec, Exact, Float32, Tensors, decoded
+from sync.codec import Codec, Decoding, Exact, Float32, Tensors, decoded
 from sync.layout import Layout, Vector
+from sync.mapped import windows
 from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
 from sync.ps.core.actions import (
@@ -59,6 +60,7 @@ __all__ = ["ActionExecutor", "FramedUpdate", "merged_key"]
 _log = logging.getLogger("geofed.ps")
 _HISTORY_ROUNDS = 8
 """Rounds whose models are kept in memory for delay compensation."""
+_NOTHING: Vector = np.empty(0, np.float32)
 
 
 def merged_key(attempt: int, step: int) -> str:
@@ -184,7 +186,7 @@ class ActionExecutor:
         if not self.setup.background:
             prepared = max((m.sequence for m in recovered.outbox), default=recovered.sequence)
             numbers = replace(numbers, residual=self.storage.residual(max(prepared, recovered.sequence)))
-        self.replica = Replica(self._policy, self._exchange, self._codec, numbers)
+        self.replica = Replica(self._policy, self._exchange, self._codec, numbers, owned=True)
         self._ended, self._attempt = recovered.ended, recovered.attempt
         if self.setup.background:
             recovered = self._replay(recovered, entries)
@@ -372,7 +374,7 @@ class ActionExecutor:
             self._checkpoints.settle(written=True)
             self.replica.codec = self.codec_wanted
             buffer, self._last_update = self._last_update[1] if self._last_update is not None else None, None
-            made = self._replica().own_update(end, action.sequence, last=action.last, buffer=buffer)
+            made = self._replica().own_update(end, action.sequence, last=action.last, buffer=buffer, decoded=False)
             tensors, codec = made.tensors, made.codec
             sent = made.sent, made.part, made.whole
             if made.part != slice(None):
@@ -398,7 +400,8 @@ class ActionExecutor:
             round_seconds=action.round_seconds,
         )
         self.storage.keep_update(manifest, framed.pieces, storing.result)
-        self._last_update = framed.digest, *sent
+        if sent[0].size or not end.size:
+            self._last_update = framed.digest, *sent
         if self.setup.background and self.replica is not None:
             self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
@@ -417,9 +420,10 @@ class ActionExecutor:
             else:
                 self._check_layout(first)
                 delta = self._decoded(first)[0]
-            if not np.isfinite(delta).all():
+            if not _finite(delta):
                 raise GeofedError("FRAME_INVALID", "the model that the job begins with is not finite")
-            self.replica = Replica(self._policy, self._exchange, self._codec, ReplicaState(delta, delta))
+            begin = np.array(delta)
+            self.replica = Replica(self._policy, self._exchange, self._codec, ReplicaState(begin, begin), owned=True)
             self._attempt = attempt
             refused: tuple[tuple[str, str], ...] = ()
         else:
@@ -473,18 +477,33 @@ class ActionExecutor:
         if self._last_update is not None and self._last_update[0] == manifest.digest:
             _, delta, part, is_whole = self._last_update
         else:
-            delta, part, is_whole = self._decoded(manifest, self._decode_buffers.get(number))
+            frame = framing.decode(self.storage.update(manifest))
+            shape = shape_of(frame, self.storage.layout)
+            in_ranges = shape.codec.in_ranges and not self._exchange.robust
+            if in_ranges and shape.part == slice(None) and not shape.whole:
+                later = Decoding(shape.codec, frame.tensors, shape.size)
+                return self._weighted(manifest, staleness, _NOTHING, later=later)
+            delta = decoded(shape.codec, frame.tensors, shape.size, self._decode_buffers.get(number))
+            part, is_whole = shape.part, shape.whole
             if number < len(self.setup.regions) and delta.flags.owndata:
                 self._decode_buffers[number] = delta
-        replica = self._replica()
-        whole = expanded(delta, part, replica.model.size)
-        background = self.setup.background
+        return self._weighted(manifest, staleness, expanded(delta, part, self._replica().model.size), is_whole)
+
+    def _weighted(
+        self,
+        manifest: Manifest,
+        staleness: int,
+        delta: Vector,
+        is_whole: bool = False,
+        later: Decoding | None = None,
+    ) -> Contribution:
+        background, replica = self.setup.background, self._replica()
         weight = self._shares[manifest.region] if background else manifest.weight
         drift = None
         if self._exchange.compensation and manifest.region != self.setup.region:
             then = self._history.get(manifest.saw.get(self.setup.region, 0))
             drift = None if then is None else replica.model - then
-        return Contribution(manifest.region, weight, whole, staleness, drift, manifest.rounds, is_whole)
+        return Contribution(manifest.region, weight, delta, staleness, drift, manifest.rounds, is_whole, later)
 
     def _sum_up(self, action: SumUp) -> Summed | None:
         if not self._sums_fit:
@@ -570,6 +589,10 @@ def _framed(tensors: Tensors, facts: Mapping[str, float]) -> FramedUpdate:
 
 
 def _finite(vector: Vector) -> bool:
+    return all(_all_finite(vector[part]) for part in windows(vector.size, vector))
+
+
+def _all_finite(vector: Vector) -> bool:
     # If the sum of squares is finite, all elements are; if not, it may only have overflowed.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(np.dot(vector, vector)) or np.isfinite(vector).all())

@@ -31,9 +31,10 @@ import numpy.typing as npt
 
 from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
-from sync.policy import Contribution, Policy, StateAveraged
+from sync.mapped import release
+from sync.policy import Contribution, Policy, StateAveraged, Values
 from sync.robust import RobustMerge, robust_rule_named
-from sync.wan import ExchangeSettings, Guard, significant
+from sync.wan import ExchangeSettings, Guard, norm_of, significant
 
 __all__ = ["OwnUpdate", "Replica", "ReplicaState", "expanded", "fragment"]
 
@@ -48,6 +49,8 @@ _MIN_PRESENT = 1e-3
 """Lower bound of that fraction, which the view divides by."""
 _BLOCK_ELEMENTS = 1 << 16
 """Coordinates that are processed together, so that intermediate results stay in the CPU's cache."""
+_RELEASED_BLOCKS = 64
+"""Blocks after which the pages of mapped updates are given back: 16 MB of float32. A choice."""
 _CORRECTION_FRACTION = np.float32(0.5)
 """Fraction of the distance to the view that a correction covers, where updates are averaged; see above."""
 
@@ -61,7 +64,7 @@ class OwnUpdate:
     part: slice
     """The coordinates that it covers."""
     sent: Vector
-    """The values that the tensors decode to, shape (part,)."""
+    """The values that the tensors decode to, shape (part,); empty if they were not wanted."""
     whole: bool = False
     """Whether these are the model itself, not a change of it."""
 
@@ -90,7 +93,10 @@ def fragment(sequence: int, fragments: int, size: int) -> slice:
 class Replica:
     """The model of one region and its changes. Not thread-safe."""
 
-    def __init__(self, policy: Policy, exchange: ExchangeSettings, codec: Codec, state: ReplicaState) -> None:
+    def __init__(
+        self, policy: Policy, exchange: ExchangeSettings, codec: Codec, state: ReplicaState, *, owned: bool = False
+    ) -> None:
+        """``owned``: nothing else uses the model of the state, so its memory may take the next one."""
         self._policy, self._exchange, self._guard = policy, exchange, Guard(exchange.guard)
         self._robust = (
             RobustMerge(robust_rule_named(exchange.robust), int(exchange.byzantine)) if exchange.robust else None
@@ -100,7 +106,7 @@ class Replica:
         self._start = state.start
         self._begun: Vector | None = None
         """Buffer of `start` where the workers continued from their own model; used again for the next round."""
-        self._models: list[Vector] = []
+        self._models: list[Vector] = [state.model] if owned else []
         """Buffers of the model; at most two, used alternately."""
         self._whole = self._memory.pop(_WHOLE, None)
         """The model when it last held all updates of all merged rounds; None: it does now."""
@@ -173,11 +179,13 @@ class Replica:
 
     # Our own changes
 
-    def own_update(self, end: Vector, sequence: int, *, last: bool = False, buffer: Vector | None = None) -> OwnUpdate:
+    def own_update(
+        self, end: Vector, sequence: int, *, last: bool = False, buffer: Vector | None = None, decoded: bool = True
+    ) -> OwnUpdate:
         """Encode the update of a round that ended with the model ``end``.
 
         The ``last`` update covers all coordinates, with as small a residual as the codec allows. ``buffer`` receives
-        the update's decoded values, if it has their size.
+        the update's decoded values, if it has their size. Without ``decoded``, they are not kept for a lossy codec.
         """
         exchange, codec = self._exchange, self._feedback.codec
         if self._keeps_own:
@@ -197,7 +205,7 @@ class Replica:
         begin, stop, _ = part.indices(end.size)
         used = with_state(used, self.trained - begin, stop - begin)
         self._feedback.codec = used
-        tensors, sent = self._feedback.encode(end, part, keep, self._start, buffer)
+        tensors, sent = self._feedback.encode(end, part, keep, self._start, buffer, decoded=decoded)
         self._feedback.codec = codec
         return OwnUpdate(tensors, used, part, sent)
 
@@ -264,9 +272,9 @@ class Replica:
         ``total`` is the weight of a whole round with background exchange, else None. With background exchange the guard
         does not judge this region's own update, because its workers have continued from it in any case.
         """
-        before = self._model
+        before, in_place = self._model, total is None and lacking <= 0.0
         if contributions and contributions[-1].whole:
-            self._model = self._model_buffer()
+            self._model = self._model_buffer(in_place)
             self._model[...] = contributions[-1].delta
             self._count(before, rounds, lacking)
             return ()
@@ -278,11 +286,11 @@ class Replica:
                 passed.append(contribution)
                 continue
             # Only the norm of the trained coordinates counts: a counter of steps would outweigh all parameters.
-            trained, state = contribution.delta[: self.trained], contribution.delta[self.trained :]
-            why, known = self._guard.judge(
-                contribution.region, trained, {**self._memory, **judged}, contribution.rounds
-            )
-            why = why or ("" if np.isfinite(state).all() else "it is not finite")
+            read = _values_of(contribution)
+            norm = norm_of(read[part] for part in _read([read], slice(0, min(self.trained, before.size))))
+            why, known = self._guard.judge(contribution.region, norm, {**self._memory, **judged}, contribution.rounds)
+            states = (read[part] for part in _read([read], slice(self.trained, before.size)))
+            why = why or ("" if all(np.isfinite(state).all() for state in states) else "it is not finite")
             judged[f"{_GUARD}{contribution.region}"] = known
             if why:
                 refused.append((contribution.region, why))
@@ -294,34 +302,43 @@ class Replica:
             passed, kept, quarantined = self._robust.merge(passed, of_regions, self.trained)
             of_regions, refused = {**of_regions, **kept}, [*refused, *quarantined]
         if passed:
-            self._model, memory = self._merged(passed, memory, total)
+            self._model, memory = self._merged(passed, memory, total, in_place)
         self._memory = {**memory, **of_regions}
         self._count(before, rounds, lacking)
         return tuple(refused)
 
     def _merged(
-        self, passed: Sequence[Contribution], memory: Mapping[str, Vector], total: float | None
+        self, passed: Sequence[Contribution], memory: Mapping[str, Vector], total: float | None, in_place: bool
     ) -> tuple[Vector, dict[str, Vector]]:
         """Return the policy's next model and memory.
 
         Policies work elementwise, so they are applied block by block, and a block stays in the CPU's cache.
         """
-        out, made = self._model_buffer(), dict[str, Vector]()
-        for block in _blocks(out.size):
+        out, made = self._model_buffer(in_place), dict[str, Vector]()
+        values = [_values_of(c) for c in passed]
+        for block in _read(values, slice(0, out.size)):
             trained = max(0, min(self.trained, block.stop) - block.start)
             head = slice(block.start, block.start + trained)
             policy = self._policy if head == block else StateAveraged(self._policy, trained)
             parts = [
-                replace(c, delta=c.delta[block], drift=None if c.drift is None else c.drift[block]) for c in passed
+                replace(c, delta=read[block], later=None, drift=None if c.drift is None else c.drift[block])
+                for c, read in zip(passed, values, strict=True)
             ]
             known = {name: vector[head] for name, vector in memory.items()}
             outer = policy.merge(self._model[block], parts, known, total)
             out[block] = outer.model
             for name, vector in outer.memory.items():
-                made.setdefault(name, np.empty(min(self.trained, out.size), np.float32))[head] = vector
+                if name not in made:
+                    again = memory.get(name) if in_place else None
+                    made[name] = np.empty(min(self.trained, out.size), np.float32) if again is None else again
+                made[name][head] = vector
         return out, made
 
-    def _model_buffer(self) -> Vector:
+    def _model_buffer(self, in_place: bool) -> Vector:
+        """Return memory for the next model. ``in_place``: nothing needs the present one any longer than a merge does,
+        which reads each block before it writes it."""
+        if in_place and any(self._model is one for one in self._models):
+            return self._model
         used = (self._model, self._start, self._whole)
         for model in self._models:
             if not any(model is one for one in used):
@@ -348,6 +365,24 @@ def _is_of_regions(name: str) -> bool:
 def _blocks(size: int) -> Iterator[slice]:
     for at in range(0, size, _BLOCK_ELEMENTS):
         yield slice(at, min(at + _BLOCK_ELEMENTS, size))
+
+
+def _values_of(contribution: Contribution) -> Vector | Values:
+    return contribution.delta if contribution.later is None else contribution.later
+
+
+def _read(values: Sequence[Vector | Values], part: slice) -> Iterator[slice]:
+    """Yield the blocks of a part, and free the memory of what was read of mapped files from time to time."""
+    for number, block in enumerate(_blocks(part.stop - part.start), 1):
+        yield slice(part.start + block.start, part.start + block.stop)
+        if number % _RELEASED_BLOCKS == 0:
+            _release(values)
+    _release(values)
+
+
+def _release(values: Sequence[Vector | Values]) -> None:
+    for one in values:
+        release(one) if isinstance(one, np.ndarray) else one.release()
 
 
 def expanded(delta: Vector, part: slice, size: int) -> Vector:

@@ -19,7 +19,8 @@
     evidence/REGION-SEQ.{frame,json}  an update that cannot be merged, with the reason; or two manifests of one number
     sums/DIGEST.frame              sums of updates that we send; computed again after a restart
 
-Every file is written under a temporary name, flushed with fsync and renamed, and then its folder is flushed. A line of
+Every file is written under a temporary name, flushed with fsync and renamed, and then its folder is flushed. Only a
+residual is not flushed: after a failure of the machine, what was held back until then is lost, and training goes on. A line of
 the log is flushed with fsync before the server acts on it. A round's optimiser state and updates are durable before the
 round's checkpoint, and are deleted only after the next checkpoint.
 
@@ -46,10 +47,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from geofed_pb.durable import begin_write, commit_write, disk_full_as_error, flush_folder, write_durably
+from geofed_pb.durable import begin_write, commit_write, disk_full_as_error, flush_folder, write_durably, write_unflushed
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Vector
+from sync.mapped import map_file
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.frames import check_received
@@ -72,6 +74,11 @@ _MARK = "mark/"
 _LAST = "last/"
 """Prefix, in a checkpoint, of the regions whose last update the model holds."""
 
+_Key = tuple[str, int, str]
+
+_BOOT = "boot"
+"""Name, in the file of a residual, of the id of the machine's start in which it was written."""
+
 Entry = LogRoundEnd | MergeUpdates | Restart
 """One line of the log."""
 
@@ -89,6 +96,8 @@ class Storage:
         self.layout: Layout | None = None
         self._marks: dict[int, dict[str, int]] = {}
         """Watermarks of all regions, this one included, in each kept checkpoint, by the checkpoint's version."""
+        self._hashed: set[_Key] = set()
+        """Stored updates whose digest this process has computed or compared."""
         self._log: int | None = None
         """File descriptor of the newest log file; None: it is not open."""
 
@@ -260,6 +269,8 @@ class Storage:
         moved to the folder ``evidence``, if that holds no other one of its region."""
         try:
             check_received(path, manifest.sequence, self.layout)
+            # Its digest was compared before.
+            self._hashed.add(_key_of(manifest))
         except GeofedError as error:
             folder = self.folder / "evidence"
             folder.mkdir(exist_ok=True)
@@ -307,6 +318,7 @@ class Storage:
         before the update counts, or raises.
         """
         write_durably(self.folder / "outbox" / f"{manifest.sequence}.frame", pieces)
+        self._hashed.add(_key_of(manifest))
         first()
         self._keep_manifest(self.folder / "outbox" / f"{manifest.sequence}.json", manifest)
 
@@ -314,21 +326,31 @@ class Storage:
         """Make the optimiser state at the end of a round durable."""
         write_durably(self.folder / f"state-{sequence}.frame", state)
 
-    def newest_state(self, sequence: int) -> bytes | None:
+    def newest_state(self, sequence: int) -> memoryview | None:
         """Return the framed optimiser state at the end of a round, or of the last earlier round that has one."""
         kept = [int(path.stem.split("-")[1]) for path in self.folder.glob("state-*.frame")]
         found = max((number for number in kept if number <= sequence), default=None)
-        return None if found is None else (self.folder / f"state-{found}.frame").read_bytes()
+        return None if found is None else map_file(self.folder / f"state-{found}.frame")
 
     def keep_residual(self, sequence: int, residual: npt.NDArray[np.float64]) -> None:
-        """Make the codec's residual after our update of a round durable. Must be called before `keep_update`."""
-        write_durably(self.folder / f"residual-{sequence}.frame", framing.encode({"residual": residual}))
+        """Store the codec's residual after our update of a round. Must be called before `keep_update`.
+
+        It has eight times the bytes of an update in int8 and is replaced in each round, so it is not flushed: it
+        survives this process, but not a failure of the machine.
+        """
+        boot = np.frombuffer(_boot_id(), np.uint8)
+        write_unflushed(
+            self.folder / f"residual-{sequence}.frame", framing.encode({"residual": residual, _BOOT: boot})
+        )
 
     def residual(self, sequence: int) -> npt.NDArray[np.float64] | None:
-        """Return the codec's residual after our update of a round, shape (n,), or None if none was stored."""
+        """Return the codec's residual after our update of a round, shape (n,), or None if none was stored since the
+        machine has started."""
         with contextlib.suppress(FileNotFoundError):
-            frame = framing.decode((self.folder / f"residual-{sequence}.frame").read_bytes())
-            return np.array(frame.tensors["residual"], np.float64)
+            tensors = framing.decode(map_file(self.folder / f"residual-{sequence}.frame")).tensors
+            # Without an id, an earlier version has flushed it.
+            if _BOOT not in tensors or np.asarray(tensors[_BOOT], np.uint8).tobytes() == _boot_id():
+                return np.array(tensors["residual"], np.float64)
         return None
 
     def keep_checkpoint(
@@ -482,15 +504,19 @@ class Storage:
             raise
         partial.replace(path)
 
-    def update(self, manifest: Manifest) -> bytes:
-        """Return the bytes of a stored update.
+    def update(self, manifest: Manifest) -> memoryview:
+        """Return the bytes of a stored update, mapped from its file.
 
         Raises ``GeofedError("STATE_INVALID")`` if they don't have the manifest's digest: merging them would make this
-        region's model differ from the others'.
+        region's model differ from the others'. They are hashed once in a process: when they are made or received, or
+        here.
         """
-        data = self.path_of(manifest).read_bytes()
-        if framing.digest_of([data]) != manifest.digest:
-            raise GeofedError("STATE_INVALID", f"update {manifest.sequence} of {manifest.region} was damaged on disk")
+        data, key = map_file(self.path_of(manifest)), _key_of(manifest)
+        if key not in self._hashed:
+            if framing.digest_of([data]) != manifest.digest:
+                text = f"update {manifest.sequence} of {manifest.region} was damaged on disk"
+                raise GeofedError("STATE_INVALID", text)
+            self._hashed.add(key)
         return data
 
     def forget(self, up_to: Mapping[str, int], sums: Iterable[str] = ()) -> None:
@@ -504,6 +530,7 @@ class Storage:
         kept = self._marks.values()
         for region, wanted in up_to.items():
             last = min([wanted, *(marks.get(region, -1) for marks in kept)])
+            self._hashed = {key for key in self._hashed if key[0] != region or key[1] > last}
             folder = self.folder / "outbox" if region == self._setup.region else self.folder / "inbox" / region
             for path in folder.glob("*.*"):
                 # Another thread is still writing files whose name begins with a dot.
@@ -548,8 +575,8 @@ class PendingCheckpoint:
 def _whole(path: Path) -> framing.Frame | None:
     """Return the checkpoint in a file, or None if it is damaged."""
     try:
-        frame = framing.decode(path.read_bytes())
-        digest = framing.digest_of([np.array(frame.tensors["model"], np.float32).data.cast("B")])
+        frame = framing.decode(map_file(path))
+        digest = framing.digest_of([np.asarray(frame.tensors["model"], np.float32).data.cast("B")])
     except (GeofedError, KeyError, ValueError):
         return None
     whole = digest.removeprefix("sha256:") == path.stem.rpartition("-")[2]
@@ -562,6 +589,17 @@ def _crc(tensors: Mapping[str, framing.Array]) -> int:
     for name, array in sorted(tensors.items()):
         crc = zlib.crc32(np.ascontiguousarray(array).data.cast("B"), zlib.crc32(name.encode(), crc))
     return crc
+
+
+def _boot_id() -> bytes:
+    """Return what tells the machine's starts apart; empty where the system has nothing of the kind."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    return b""
+
+
+def _key_of(manifest: Manifest) -> _Key:
+    return manifest.region, manifest.sequence, manifest.digest
 
 
 def _manifests(paths: list[Path]) -> Iterator[Manifest]:
