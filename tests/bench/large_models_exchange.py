@@ -115,9 +115,7 @@ class _Exchange:
             for server in self._servers:
                 server.configure(*(other for other in self._servers if other is not server))
             with ThreadPoolExecutor(len(self._callers)) as pool:
-                first = np.zeros(self._layout.size, np.float32)
-                list(pool.map(lambda caller: caller.attach(first), self._callers))
-                del first
+                list(pool.map(_Caller.attach, self._callers))
                 return [self._round(pool, number) for number in range(1, self._rounds + 1)]
         finally:
             for server in self._servers:
@@ -148,9 +146,9 @@ class _Caller:
         self._server, self._channel, self._layout = server, FileChannel(channel), layout
         self._model_key = ""
 
-    def attach(self, first: Vector) -> None:
+    def attach(self) -> None:
         key = "init/1/0"
-        self._channel.put(key, framing.encode({"model": first}))
+        self._channel.put(key, framing.encode({"model": np.zeros(self._layout.size, np.float32)}))
         reply = self._call("Attach", worker_pb2.AttachRequest(layout_json=self._layout.to_json(), initial_key=key))
         self._channel.delete(key)
         self._model_key = reply.model_key

@@ -20,9 +20,9 @@
     sums/DIGEST.frame              sums of updates that we send; computed again after a restart
 
 Every file is written under a temporary name, flushed with fsync and renamed, and then its folder is flushed. Only a
-residual is not flushed: after a failure of the machine, what was held back until then is lost, and training goes on. A line of
-the log is flushed with fsync before the server acts on it. A round's optimiser state and updates are durable before the
-round's checkpoint, and are deleted only after the next checkpoint.
+residual is not flushed: after a failure of the machine, what was held back until then is lost, and training goes on. A
+line of the log is flushed with fsync before the server acts on it. A round's optimiser state and updates are durable
+before the round's checkpoint, and are deleted only after the next checkpoint.
 
 With synchronous exchange every merge writes a checkpoint. With background exchange the log is enough to repeat a merge,
 so checkpoints are written only from time to time, concurrently with other work. When one is begun, the log continues in
@@ -47,7 +47,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from geofed_pb.durable import begin_write, commit_write, disk_full_as_error, flush_folder, write_durably, write_unflushed
+from geofed_pb.durable import (
+    begin_write,
+    commit_write,
+    disk_full_as_error,
+    flush_folder,
+    write_durably,
+    write_unflushed,
+)
 from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Vector
@@ -339,9 +346,7 @@ class Storage:
         survives this process, but not a failure of the machine.
         """
         boot = np.frombuffer(_boot_id(), np.uint8)
-        write_unflushed(
-            self.folder / f"residual-{sequence}.frame", framing.encode({"residual": residual, _BOOT: boot})
-        )
+        write_unflushed(self.folder / f"residual-{sequence}.frame", framing.encode({"residual": residual, _BOOT: boot}))
 
     def residual(self, sequence: int) -> npt.NDArray[np.float64] | None:
         """Return the codec's residual after our update of a round, shape (n,), or None if none was stored since the

@@ -21,6 +21,7 @@ from sync.codec import (
     BFloat16,
     ChunkedTopK,
     Codec,
+    Decoding,
     ErrorFeedback,
     Exact,
     Float32,
@@ -47,6 +48,19 @@ def vectors(elements: st.SearchStrategy[float], most: int = 9000) -> st.SearchSt
 def through_a_frame(codec: Codec, vector: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     frame = framing.decode(b"".join(bytes(piece) for piece in framing.encode(codec.encode(vector))))
     return codec.decode(frame.tensors, vector.size)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+@settings(max_examples=budget(30))
+@given(data=st.data())
+def test_a_range_decodes_as_it_does_among_the_others(codec: Codec, data: st.DataObject) -> None:
+    vector = data.draw(vectors(tame))
+    begin, stop = sorted(data.draw(st.tuples(*2 * [st.integers(0, vector.size)])))
+    trained = data.draw(st.integers(0, vector.size))
+    for one in (codec, Mixed(codec, trained)):
+        tensors = one.encode(vector)
+        expected = one.decode(tensors, vector.size)
+        assert np.array_equal(Decoding(one, tensors, vector.size)[begin:stop], expected[begin:stop])
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)

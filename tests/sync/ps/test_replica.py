@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from sync.codec import codec_named
+from sync.codec import Decoding, codec_named
 from sync.layout import Vector
 from sync.policy import Contribution, StateAveraged
 from sync.ps.execution.replica import _BLOCK_ELEMENTS, Replica, ReplicaState, expanded
@@ -168,3 +170,40 @@ def test_in_the_background_the_guard_judges_all_updates_but_the_regions_own(own:
         update = Contribution("a", 1.0, np.full(4, size, np.float32), round_)
         refused = replica.merge([update], 2.0, own=own)
         assert [region for region, _ in refused] == (["a"] if round_ == 3 and own == "b" else [])
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_merge_needs_no_memory_of_the_models_size(codec: str) -> None:
+    """Beside the model: neither for the next one, nor for what the updates decode to."""
+    random, size = np.random.default_rng(3), 64 * _BLOCK_ELEMENTS
+    begin = normal(random, size)
+    way, changes = codec_named(codec), [normal(random, size) for _ in range(3)]
+    encoded = [way.encode(change) for change in changes]
+    updates = [
+        Contribution(name, 1.0, np.empty(0, np.float32), later=Decoding(way, tensors, size))
+        for name, tensors in zip("abc", encoded, strict=True)
+    ]
+    expected = [Contribution(name, 1.0, way.decode(one, size)) for name, one in zip("abc", encoded, strict=True)]
+    plain = Replica(policy_of("ma"), ExchangeSettings(), way, ReplicaState(begin.copy(), begin.copy()))
+    assert plain.merge(expected, None, own="a") == ()
+    replica = Replica(policy_of("ma"), ExchangeSettings(), way, ReplicaState(begin, begin), owned=True)
+    tracemalloc.start()
+    try:
+        assert replica.merge(updates, None, own="a") == ()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < begin.nbytes / 4
+    assert np.array_equal(replica.model, plain.model)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_an_update_whose_values_nobody_wants_is_encoded_alike(codec: str) -> None:
+    random, size, way = np.random.default_rng(4), _BLOCK_ELEMENTS + 9, codec_named(codec)
+    begin, end = normal(random, size), normal(random, size)
+    made = [
+        Replica(policy_of("ma"), ExchangeSettings(), way, ReplicaState(begin, begin)).own_update(end, 1, decoded=wanted)
+        for wanted in (True, False)
+    ]
+    assert made[1].sent.size == (0 if way.lossy else size)
+    assert all(np.array_equal(made[0].tensors[name], array) for name, array in made[1].tensors.items())

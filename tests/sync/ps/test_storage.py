@@ -240,6 +240,38 @@ def test_an_update_that_changed_on_disk_never_enters_the_model(tmp_path: Path) -
     assert raised.value.code == "STATE_INVALID"
 
 
+def test_an_update_is_hashed_once_in_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _lived(tmp_path)
+    storage, hashed, real = _storage(tmp_path), [], framing.digest_of
+    recovered = _recover(storage)[0]
+    manifests = (*recovered.inbox, *recovered.outbox)
+    known = [(manifest, _update(manifest.region, manifest.sequence)[1]) for manifest in manifests]
+    made = _update("a", SETUP.rounds + 1)
+    monkeypatch.setattr(framing, "digest_of", lambda pieces: hashed.append(real(pieces)) or hashed[-1])
+    storage.keep_update(made[0], [made[1]])
+    for manifest, data in 2 * [*known, made]:
+        assert storage.update(manifest) == data
+    assert hashed == [manifest.digest for manifest in manifests]
+
+
+def test_a_residual_does_not_outlive_the_machines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not flushed, so that its file may hold anything then."""
+    _storage(tmp_path).keep_residual(3, np.arange(8.0))
+    again = _storage(tmp_path)
+    found = again.residual(3)
+    assert found is not None
+    assert np.array_equal(found, np.arange(8.0))
+    assert again.residual(2) is None
+    monkeypatch.setattr("sync.ps.execution.storage._boot_id", lambda: b"another start")
+    assert again.residual(3) is None
+
+
+def test_a_residual_of_an_earlier_version_counts_as_flushed(tmp_path: Path) -> None:
+    storage = _storage(tmp_path)
+    (tmp_path / "residual-3.frame").write_bytes(b"".join(framing.encode({"residual": np.arange(8.0)})))
+    assert np.array_equal(storage.residual(3), np.arange(8.0))
+
+
 def test_what_a_dead_process_left_half_written_is_removed(tmp_path: Path) -> None:
     _lived(tmp_path)
     left = [tmp_path / ".metrics.json.partial", tmp_path / "inbox" / "b" / ".9.json.partial"]

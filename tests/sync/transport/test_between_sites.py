@@ -326,6 +326,39 @@ async def test_a_damaged_chunk_is_asked_for_again(make: Making, folder: Path) ->
 
 
 @runs
+async def test_chunks_have_a_crc_for_a_receiver_that_asks_for_it_alone(make: Making, folder: Path) -> None:
+    """Receivers of earlier versions compare it."""
+    east, west, found = await make("east"), await make("west"), list[int]()
+    real = FrameHead.pack
+
+    def pack(head: FrameHead) -> bytes:
+        if head.kind is FrameKind.CHUNK:
+            found.append(head.crc)
+        return real(head)
+
+    answered = west.service._answer
+
+    def as_before(*arguments: Any) -> sync_pb2.OfferReply:
+        reply = answered(*arguments)
+        reply.unchecked = False
+        return reply
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FrameHead, "pack", pack)
+        await east.carry(west.peer(), first := east.make(1, data := os.urandom(2 * MIB)))
+        assert _same(west, first, data)
+        assert found
+        assert not any(found)
+        found.clear()
+        patch.setattr(west.service, "_answer", as_before)
+        east.links.peer_senders["west"]._link_is_good = False
+        await east.carry(west.peer(), second := east.make(2, data := os.urandom(2 * MIB)))
+        assert _same(west, second, data)
+        assert found
+        assert all(found)
+
+
+@runs
 async def test_a_chunk_of_any_length_is_taken_whole_however_it_trickles_in(make: Making, folder: Path) -> None:
     """The kernel wakes the receiver for many packets at once; the last of a chunk must not wait for more to come."""
     east, west = await make("east"), await make("west")
