@@ -308,7 +308,7 @@ class Storage:
     def model_of(self, sequence: int) -> Vector | None:
         """Return the model of an evaluated round, shape (n,), or None if it is not here (any more)."""
         with contextlib.suppress(FileNotFoundError, GeofedError, KeyError, ValueError):
-            frame = framing.decode((self.folder / f"round-{sequence}.frame").read_bytes())
+            frame = framing.decode(map_file(self.folder / f"round-{sequence}.frame"))
             model = np.array(frame.tensors["model"], np.float32)
             return model if frame.facts["crc"] == _crc({"model": model}) else None
         return None
