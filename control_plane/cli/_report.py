@@ -274,7 +274,9 @@ def budget_promise(plan: Data) -> str:
     most = usd_text(plan["estimate"]["usd"]["high"])
     if not budget:
         return ""
-    return f"{usd_text(budget)} is kept: {most} at most is expected, and the job ends once it is spent"
+    a_round = usd_text(plan["estimate"]["usd"]["high"] / max(1, plan["rounds"]))
+    ends = f"if it costs more, the job ends within a round ({a_round})"
+    return f"{usd_text(budget)} is kept: {most} at most is expected; {ends}"
 
 
 def _early(result: Data) -> str:

@@ -55,12 +55,17 @@ def metrics_lacking_goal(state: JobState) -> list[str] | None:
 
 
 def _budget_spent(state: JobState, reports: list[Report]) -> EndReason | None:
+    """Return whether the budget does not last for another round: a job ends with a round of all regions.
+
+    So it costs at most one round more than the budget, if each round is reported.
+    """
     copies = [copy.report for copy in state.copies if copy.report is not None]
     usd = sum(report.totals.usd for report in (*reports, *copies))
-    if state.budget_usd is None or usd < state.budget_usd:
+    round_usd = sum(report.totals.usd / report.round for report in reports if report.round)
+    if state.budget_usd is None or usd + round_usd < state.budget_usd:
         return None
-    text = f"the budget of {state.budget_usd:.4f} USD is spent"
-    return EndReason(text, {"usd": usd, "budget_usd": state.budget_usd})
+    text = f"the budget of {state.budget_usd:.4f} USD is spent, but for less than another round costs"
+    return EndReason(text, {"usd": usd, "round_usd": round_usd, "budget_usd": state.budget_usd})
 
 
 def _goal_reached(state: JobState, reports: list[Report]) -> EndReason | None:

@@ -294,7 +294,8 @@ class Objective(_Section):
     none can, the job is admitted without a promise instead of being declined."""
     budget: float | None = Field(default=None, gt=0)
     """Limit of the cost, in USD. A plan that would exceed it is declined. A job that costs more than planned ends early
-    with its current model once the budget is spent."""
+    with its current model before the round that the budget does not suffice for, so that it exceeds the budget by one
+    round's cost at most."""
 
     @model_validator(mode="before")
     @classmethod

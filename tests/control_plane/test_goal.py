@@ -128,7 +128,23 @@ def test_a_job_ends_when_its_money_is_spent() -> None:
     assert finishing(machine.handle(Reported(2.0, "a", half))) == []
     actions = machine.handle(Reported(3.0, "b", replace(half, ps_address="b:1")))
     assert finishing(actions) == ["a", "b"]
-    assert told(actions) == [{"reached": True, "usd": 1.0, "budget_usd": 1.0}]
+    assert told(actions) == [{"reached": True, "usd": 1.0, "round_usd": 0.0, "budget_usd": 1.0}]
+
+
+@pytest.mark.parametrize("round_usd", [0.001, 0.03, 0.17, 0.4])
+def test_a_budget_is_exceeded_by_one_round_at_most(round_usd: float) -> None:
+    """Regions report each round, and end with the one that is open when they are told."""
+    machine = running(None, budget_usd=1.0)
+    for at_round in range(1, 2000):
+        calls = Charge("function-seconds", 1.0, "s", at_round * round_usd / 2, "file")
+        ends = []
+        for region in "ab":
+            report = Report(1, "training", round=at_round, ps_address=f"{region}:1", totals=MeterTotals(money=(calls,)))
+            ends += finishing(machine.handle(Reported(float(at_round), region, report)))
+        if ends:
+            break
+    spent = (at_round + 1) * round_usd
+    assert 1.0 - round_usd <= spent <= 1.0 + round_usd
 
 
 def test_a_goal_that_is_reached_by_the_last_evaluation_ends_nothing_early() -> None:
