@@ -176,7 +176,7 @@ def _worth_coming(gang: Gang, now: float, rules: Rules) -> bool:
         return False
     if gang.best_effort:
         return True
-    found = refuge(_job(gang), _curve(gang), now, rules.overhead, rules.kept_margin)
+    found = refuge(_job(gang), gang.curve, now, rules.overhead, rules.kept_margin)
     return found.share > 0 and found.leave_s - now > worth_s
 
 
@@ -185,7 +185,7 @@ def _worth_s(gang: Gang, rules: Rules) -> float:
 
 
 def _lean_pace(gang: Gang, now: float, rules: Rules) -> int:
-    curve = _curve(gang)
+    curve = gang.curve
     return curve.levels.index(spot_share(_job(gang), curve, now, rules.kept_margin))
 
 
@@ -196,11 +196,3 @@ def _begins_s(held: Held) -> float:
 
 def _job(gang: Gang) -> DeadlineJob:
     return DeadlineJob(gang.name, {}, gang.work, gang.deadline_s)
-
-
-def _curve(gang: Gang) -> SpeedCurve:
-    """Return the curve by workers in all regions; by number of the pace where two paces have equally many."""
-    rates = tuple(pace.rate for pace in gang.paces)
-    totals = tuple(sum(pace.workers.values()) for pace in gang.paces)
-    ascends = all(a < b for a, b in zip((0, *totals), totals, strict=False))
-    return SpeedCurve(totals if ascends else tuple(range(1, len(rates) + 1)), rates)

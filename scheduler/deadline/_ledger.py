@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeviceCapacity, Rules
 
 __all__ = ["Gang", "Held", "StaffingPace", "WorkerLedger"]
@@ -83,6 +85,14 @@ class Gang:
         """Whether the job has no deadline."""
         return math.isinf(self.deadline_s)
 
+    @cached_property
+    def curve(self) -> SpeedCurve:
+        """The rate by workers in all regions; by number of the pace where two paces have equally many."""
+        rates = tuple(pace.rate for pace in self.paces)
+        totals = tuple(sum(pace.workers.values()) for pace in self.paces)
+        ascends = all(a < b for a, b in zip((0, *totals), totals, strict=False))
+        return SpeedCurve(totals if ascends else tuple(range(1, len(rates) + 1)), rates)
+
     def waiting(self, now: float) -> Gang:
         """Return the gang with the rounds of its pause added to its work, for calculations without pauses."""
         if self.held < 0 or self.ready_s <= now:
@@ -149,7 +159,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _Switch:
-    """Two adjacent paces, counted from 1, and the instant at which the second takes the place of the first."""
+    """Two paces, counted from 1, and the instant at which the second takes the place of the first."""
 
     first: int
     second: int
@@ -199,10 +209,10 @@ class WorkerLedger:
     def least(self, gang: Gang, deadline_s: float, rules: Rules, margin: float, *, lean: bool = False) -> Held | None:
         """Hold the least worker time that is done by the deadline, less a margin; None if nothing is enough.
 
-        Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two adjacent paces: the slower one up to some
-        instant, the faster one after it, or in reverse order if the gang runs at the faster one already. In each
-        interval the gang has what fits, up to that pace. A running gang keeps its pace if that costs about the same,
-        unless ``lean``. A fixed gang gets the earliest interval in which it fits.
+        Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two neighbouring paces of the lower hull
+        (`SpeedCurve.lean`): the slower one up to some instant, the faster one after it, or in reverse order if the gang
+        runs at the faster one already. In each interval the gang has what fits, up to that pace. A running gang keeps
+        its pace if that costs about the same, unless ``lean``. A fixed gang gets the earliest interval where it fits.
         """
         window = deadline_s - self.now
         window -= margin * max(0.0, window - rules.grace_s)
@@ -334,13 +344,15 @@ class WorkerLedger:
 
 
 def _switch_in_time(gang: Gang, times: NDArray[np.float64], fit: NDArray[np.int64], rules: Rules) -> _Switch | None:
-    """The slowest two adjacent paces with which a gang is done by the end, and the time of each; None: none are enough.
+    """The slowest two neighbours on the hull with which a gang is done by the end, and the time of each; None: no two.
 
     ``times``: instants from now to the end, one more than ``fit``, which counts the paces that fit on each step.
     """
     spans = np.diff(times)
     rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
-    for top in range(1, len(rates)):
+    hull = (0, *(level + 1 for level in gang.curve.lean))
+    for index in range(1, len(hull)):
+        top = hull[index]
         upper = rates[np.minimum(fit, top)]
         pause = rules.overhead.seconds(sum(gang.workers(top - 1).values())) * rates[top]
         surplus = float(spans @ upper) - (gang.work + _changes(gang, np.minimum(fit, top)) * pause)
@@ -348,7 +360,8 @@ def _switch_in_time(gang: Gang, times: NDArray[np.float64], fit: NDArray[np.int6
             break
     else:
         return None
-    lower = rates[np.minimum(fit, top - 1)]
+    low = hull[index - 1]
+    lower = rates[np.minimum(fit, low)]
     early = gang.held + 1 >= top
     # Slowing down costs one more pause; without time for it, the gang keeps the faster pace.
     surplus = max(0.0, surplus - pause * early)
@@ -360,9 +373,9 @@ def _switch_in_time(gang: Gang, times: NDArray[np.float64], fit: NDArray[np.int6
     cut_s = float(min(times[at] + max(inside, 0.0), times[at + 1]))
     now, last_s = float(times[0]), float(times[-1])
     if not early:
-        return _Switch(top - 1, top, now if cut_s - now < _SOON_S else cut_s)
+        return _Switch(low, top, now if cut_s - now < _SOON_S else cut_s)
     short = last_s - cut_s < _SOON_S + _WORTH_SLOWING * pause / float(rates[top])
-    return _Switch(top, top - 1, last_s if short else cut_s)
+    return _Switch(top, low, last_s if short else cut_s)
 
 
 def _changes(gang: Gang, chosen: NDArray[np.int64]) -> int:

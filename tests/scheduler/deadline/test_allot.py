@@ -219,6 +219,19 @@ def test_a_promise_waits_for_workers_that_others_have_until_then() -> None:
     assert offer(0.0, room(east=4, west=4), jobs, gang("new", 100.0, 30.0), EXACT).earliest_s == pytest.approx(35.0)
 
 
+def test_a_promise_holds_the_least_worker_time_even_where_paces_are_not_concave() -> None:
+    """Four workers do by themselves more for each than three, two or one: with three until then it would take 168."""
+    paces = tuple(StaffingPace({"east": n}, rate) for n, rate in ((1, 1.0), (2, 1.1), (3, 1.3), (4, 6.0)))
+    job = Gang("j", paces, work=175.0, deadline_s=50.0)
+    held = allot(0.0, room(east=4), [job], EXACT).held["j"]
+    spent = sum(
+        (end - begin) * sum(job.workers(pace).values())
+        for begin, end, pace in zip(held.times, held.times[1:], held.pace_indices, strict=False)
+    )
+    assert spent == pytest.approx(4 * 175.0 / 6.0)
+    assert held.end_s <= 50.0
+
+
 def test_both_regions_must_be_free_at_the_same_time() -> None:
     """East is free at first and west later: each alone would do, together they do not."""
     early = gang("east then", 30.0, most=4, least=4, regions=("west",), fixed=True, held=0)
