@@ -132,7 +132,8 @@ class Replica:
 
     @property
     def model(self) -> Vector:
-        """The model after all merges so far, shape (n,); its memory is overwritten two merges later."""
+        """The model after all merges so far, shape (n,); with synchronous exchange the next merge overwrites its
+        memory, in the background the one after that."""
         return self._model
 
     @property
