@@ -20,8 +20,8 @@
     sums/DIGEST.frame              sums of updates that we send; computed again after a restart
 
 Every file is written under a temporary name, flushed with fsync and renamed, and then its folder is flushed. Only a
-residual is not flushed: after a failure of the machine, what was held back until then is lost, and training continues. A
-line of the log is flushed with fsync before the server acts on it. A round's optimiser state and updates are durable
+residual is not flushed: after a failure of the machine, what was held back until then is lost, and training continues.
+A line of the log is flushed with fsync before the server acts on it. A round's optimiser state and updates are durable
 before the round's checkpoint, and are deleted only after the next checkpoint.
 
 With synchronous exchange every merge writes a checkpoint. With background exchange the log is enough to repeat a merge,
