@@ -38,14 +38,13 @@ from scale_agents import Agent, Figures, stopped
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from support.postgres import postgres_server
+from support.small_job import JOB, TASK
 
 from control_plane.client import Context, ControlClient
 from control_plane.core import RegionState, region_state_to_json
 from control_plane.pki import Authority, utc_now
 from control_plane.spec import load, pack
 from control_plane.store import Change, JobRow, RegionRow, open_store
-from tests.control_plane.conftest import JOB, TASK
 from tests.control_plane.fake_agent import catalogue, make_request
 
 SUBMISSIONS, REPORTS = 5.0, 100.0
@@ -97,6 +96,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         url = f"sqlite:///{folder}/state/state.db"
         if given.database == "postgresql":
+            # Here, since it needs pytest, which runs without it have no use for.
+            from support.postgres import postgres_server
+
             url = stack.enter_context(postgres_server()).database()
         site = _site(Path(folder), url, agents)
         asyncio.run(_measure(site, counts, ended, given.seconds or (15 if given.quick else 40), report))

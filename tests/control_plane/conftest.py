@@ -12,27 +12,12 @@ from typing import Any
 
 import pytest
 from support.postgres import Postgres, postgres_server
+from support.small_job import JOB, TASK
 
 from control_plane.client import Context, ControlClient
 from control_plane.server import ServeConfig, running
 from control_plane.spec import load, pack
 from tests.control_plane.fake_agent import FakeAgent, join
-
-JOB = """\
-apiVersion: geofed/v1
-kind: TrainingJob
-metadata: {name: digits}
-task: {module: task.py, config: {width: 8}}
-data: {dataset: digits}
-train: {batch: 10, end: {steps: 4}}
-wan: {interval: 2}
-limits: {lostRegion: 2s}
-"""
-TASK = """\
-def model(config): ...
-def dataset(uri, split, config): ...
-def loss(model, batch): ...
-"""
 
 
 @pytest.fixture(scope="session")

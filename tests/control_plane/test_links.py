@@ -73,7 +73,7 @@ def test_prometheus_sees_what_describe_shows() -> None:
     async def pending(_: object) -> dict[str, int]:
         return {}
 
-    going = {"job-1": SimpleNamespace(state=job(), row=SimpleNamespace(id="job-1"))}
+    going = {"job-1": SimpleNamespace(state=job(), row=SimpleNamespace(id="job-1", created_at=0.0))}
     federation: Any = SimpleNamespace(jobs=going, regions={}, sessions={}, clock=lambda: 0.0, read=pending)
     lines = asyncio.run(MetricsExporter(federation).exposition()).decode().splitlines()
     labels = '{destination="b",job="job-1",source="a"}'

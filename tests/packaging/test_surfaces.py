@@ -267,6 +267,7 @@ SURFACES = {
         "BFloat16",
         "ChunkedTopK",
         "Codec",
+        "Decoding",
         "ErrorFeedback",
         "Exact",
         "Float32",
@@ -358,6 +359,7 @@ SURFACES = {
     },
     "sync.seeding": {"reseed", "seed_all"},
     "sync.policy": {
+        "Values",
         "DEFAULT",
         "Contribution",
         "Damped",
@@ -374,6 +376,7 @@ SURFACES = {
         "policy_named",
     },
     "sync.wan": {
+        "norm_of",
         "Bounds",
         "ExchangeSettings",
         "Guard",

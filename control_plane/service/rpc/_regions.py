@@ -45,7 +45,8 @@ async def change_region(federation: Federation, succession: Succession, request:
             draft.apply_to_region(name, Revoked(draft.at, clean(request.reason)))
         else:
             raise GeofedError("USAGE", "the request names no change of the region")
-        described = federation.describe_region(draft.changed_regions[name])
+        # The same as before where the change was made already.
+        described = federation.describe_region(draft.region(name) or entry)
         if change == _Request.CHANGE_REMOVE:
             draft.removed_region = name
             draft.invitations.clear()
