@@ -40,7 +40,7 @@ def test_every_line_is_json(running_north: Running) -> None:
     federation.start_agent("oslo")
     federation.wait_connected(["oslo"])
     # The oldest process is the warm parent; the others are replicas that it has forked.
-    min(running.descendants("bergen", "zygote"), key=lambda process: process.pid).kill()
+    min(running.descendants("bergen", "zygote"), key=lambda process: process.create_time()).kill()
 
     def missed() -> bool:
         return any("zygote ended" in line for line in logged()["gateway"][before["gateway"] :])
