@@ -535,7 +535,8 @@ class Storage:
         kept = self._marks.values()
         for region, wanted in up_to.items():
             last = min([wanted, *(marks.get(region, -1) for marks in kept)])
-            self._hashed = {key for key in self._hashed if key[0] != region or key[1] > last}
+            # Of a copy, which is made at once: other threads add what they receive meanwhile.
+            self._hashed -= {key for key in self._hashed.copy() if key[0] == region and key[1] <= last}
             folder = self.folder / "outbox" if region == self._setup.region else self.folder / "inbox" / region
             for path in folder.glob("*.*"):
                 # Another thread is still writing files whose name begins with a dot.

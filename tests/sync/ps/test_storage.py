@@ -7,6 +7,8 @@ import ctypes
 import errno
 import json
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -455,3 +457,32 @@ def test_incomplete_updates_that_cannot_be_continued_are_deleted(tmp_path: Path)
     Storage(tmp_path, SETUP).recover()
     assert {path.name for path in inbox.iterdir()} == {"2.frame", "2.json", "3.new.part", "3.new.have"}
     assert not stranger.exists()
+
+
+def test_updates_are_forgotten_while_others_are_received(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sync.ps.execution.storage.check_received", lambda *_: None)
+    storage, failed = _storage(tmp_path), list[BaseException]()
+    manifest = _update("b", 1)[0]
+
+    def receive() -> None:
+        for number in range(1, 3001):
+            storage.inspect(replace(manifest, sequence=number), tmp_path)
+
+    def forget() -> None:
+        try:
+            for last in range(1, 60):
+                storage.forget({"b": last})
+        except RuntimeError as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=receive), threading.Thread(target=forget)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failed
