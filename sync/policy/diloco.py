@@ -27,12 +27,13 @@ class DiLoCo:
     averages = True
     keeps_own = False
 
-    def __init__(self, lr: float = 0.7, momentum: float = 0.9) -> None:
+    def __init__(self, lr: float = 0.7, momentum: float = 0.9, *, nesterov: bool = True) -> None:
+        """``nesterov``: False: model = base + lr * v, the plain momentum of FedAvgM."""
         if not 0 < lr <= 10 or not 0 <= momentum < 1:
             raise GeofedError(
                 "CONFIG_INVALID", f"outer lr {lr} must be in (0, 10], outer momentum {momentum} in [0, 1)"
             )
-        self._lr, self._momentum = np.float32(lr), np.float32(momentum)
+        self._lr, self._momentum, self._nesterov = np.float32(lr), np.float32(momentum), nesterov
 
     def merge(
         self,
@@ -44,7 +45,7 @@ class DiLoCo:
         """Make one step of the outer optimiser; the memory holds "velocity", shape (n,)."""
         delta = mean_delta(contributions, total)
         velocity = delta if "velocity" not in memory else self._momentum * memory["velocity"] + delta
-        step = self._lr * (delta + self._momentum * velocity)
+        step = self._lr * (delta + self._momentum * velocity if self._nesterov else velocity)
         return Outer(base + step.astype(np.float32, copy=False), {"velocity": velocity})
 
 
