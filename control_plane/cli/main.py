@@ -11,8 +11,6 @@ import typer
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from control_plane.cli.commands import (
-    authority,
-    backup,
     catalogue,
     compare,
     export,
@@ -22,13 +20,13 @@ from control_plane.cli.commands import (
     meta,
     profile,
     region,
-    serve,
     simulate,
     storage,
     submit,
     template,
     user,
 )
+from control_plane.cli.commands.server import authority, backup, serve
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.output import written_out
 

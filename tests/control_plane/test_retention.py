@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.blobs import BlobStore
-from control_plane.cli.commands.serve import _rules
+from control_plane.cli.commands.server.serve import _rules
 from control_plane.service import KEEP, Federation, Sweeper
 from control_plane.service.storage._inventory import file_items
 from control_plane.store import Change, Deletion, EventRow, JobRow, JobUse, LogRow, RunRow, Store, WeightRow, open_store

@@ -1,0 +1,1 @@
+"""Commands for the machine of the control plane: run it, back it up, replace its authority."""
