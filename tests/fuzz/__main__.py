@@ -14,7 +14,7 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["control_plane", "geofed_pb", "region_agent", "sync"]):
+with atheris.instrument_imports(include=["control_plane", "geofed_pb", "json", "region_agent", "sync", "tarfile"]):
     from tests.fuzz.targets import ALL, TARGETS, Target, parse
 
 _INPUT_SECONDS = 10
