@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
@@ -15,12 +17,13 @@ from weakref import WeakValueDictionary
 from geofed_pb.durable import flush_folder
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
-from geofed_pb.storage import Found, found
+from geofed_pb.storage import Found, found, is_nearly_full
 from geofed_pb.v1 import common_pb2
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REMOVED = "removed-"
 """Prefix of files that remain to be deleted."""
+_DAY_SECONDS = 86_400.0
 
 
 class BlobStore:
@@ -39,6 +42,8 @@ class BlobStore:
         """Locks of the uploads under way."""
         self._held = Counter[str]()
         """Digests of blobs that requests under way need, with the number of these requests."""
+        self._received: dict[str, tuple[float, int]] = {}
+        """Of each uploader with a daily limit: when its day began, on the monotonic clock, and the bytes since then."""
 
     def path(self, digest: str) -> Path:
         """Return the path of a complete blob, which need not exist. Raises ``GeofedError("FRAME_INVALID")``."""
@@ -72,11 +77,20 @@ class BlobStore:
         return self._partial / f"{mark}-{_name(digest)}"
 
     async def receive(
-        self, chunks: AsyncIterator[common_pb2.BlobChunk], *, limit_bytes: int, uploader: str
+        self,
+        chunks: AsyncIterator[common_pb2.BlobChunk],
+        *,
+        limit_bytes: int,
+        uploader: str,
+        daily_bytes: int | None = None,
     ) -> common_pb2.BlobAck:
         """Receive an upload. Received bytes are kept for its uploader if the stream is interrupted.
 
-        Raises ``GeofedError``: LIMIT_EXCEEDED; FRAME_INVALID for a gap; and, with the partial file dropped,
+        Args:
+            limit_bytes: limit of one blob.
+            daily_bytes: limit of what the uploader sends within a day; None: none.
+
+        Raises ``GeofedError``: LIMIT_EXCEEDED; DISK_FULL; FRAME_INVALID for a gap; and, with the partial file dropped,
         FRAME_INVALID for more bytes than announced and DIGEST_MISMATCH.
         """
         first = await anext(aiter(chunks), None)
@@ -88,8 +102,37 @@ class BlobStore:
         partial = self._partial_of(digest, uploader)
         async with self._locks.setdefault(partial, asyncio.Lock()):
             if self.size(digest) is None:
-                await self._append_all(first, chunks, partial)
+                have = _size(partial) or 0
+                self._check_space(total - have, uploader, daily_bytes)
+                try:
+                    await self._append_all(first, chunks, partial)
+                finally:
+                    began, sent = self._day(uploader)
+                    self._received[uploader] = began, sent + max(0, (_size(partial) or total) - have)
         return self.stat(digest, uploader)
+
+    def _day(self, uploader: str) -> tuple[float, int]:
+        """Return when an uploader's day began, and the bytes that it has sent since then."""
+        began, sent = self._received.get(uploader, (-math.inf, 0))
+        now = time.monotonic()
+        return (began, sent) if now < began + _DAY_SECONDS else (now, 0)
+
+    def _check_space(self, more_bytes: int, uploader: str, daily_bytes: int | None) -> None:
+        began, sent = self._day(uploader)
+        if daily_bytes is not None and sent + more_bytes > daily_bytes:
+            hours = (began + _DAY_SECONDS - time.monotonic()) / 3600
+            raise GeofedError(
+                "LIMIT_EXCEEDED",
+                f"{sent >> 20} MiB were uploaded within a day and {more_bytes} bytes more exceed the limit of "
+                f"{daily_bytes >> 20} MiB",
+                hint=f"upload it in {hours:.0f} h, or submit jobs with code that is uploaded already",
+            )
+        if is_nearly_full(self.folder, more_bytes):
+            raise GeofedError(
+                "DISK_FULL",
+                f"the control plane's disk has no space for {more_bytes} bytes more",
+                hint="an operator frees space: see `control-plane storage`, and `control-plane delete JOB`",
+            )
 
     async def send(self, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
         """Yield the bytes of a complete blob from `offset` on. Raises ``GeofedError("MODEL_NOT_FOUND")``."""

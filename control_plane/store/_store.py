@@ -186,6 +186,22 @@ class Store:
         with self._writing() as connection:
             return connection.execute(delete(found).where(wanted)).rowcount
 
+    def jobs_with_events_beyond(self, most: int) -> list[str]:
+        """Return the jobs that have more events than `most`. Reads the index of all events."""
+        many = select(t.events.c.job).where(t.events.c.job != "").group_by(t.events.c.job)
+        with self._reading() as connection:
+            return list(connection.execute(many.having(func.count() > most)).scalars())
+
+    def remove_events_beyond(self, most: int, job: str, limit: int = 2000) -> int:
+        """Remove up to `limit` events of a job beyond its `most` newest, the oldest first; return how many."""
+        of_job = select(t.events.c.cursor).where(t.events.c.job == job)
+        with self._writing() as connection:
+            last = connection.execute(of_job.order_by(t.events.c.cursor.desc()).offset(most).limit(1)).scalar()
+            if last is None:
+                return 0
+            oldest = of_job.where(t.events.c.cursor <= last).order_by(t.events.c.cursor).limit(limit)
+            return connection.execute(delete(t.events).where(t.events.c.cursor.in_(oldest))).rowcount
+
     def put_meta(self, key: str, value: str) -> None:
         """Store a value under a key."""
         with self._writing() as connection:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from control_plane.blobs import BlobStore
 from control_plane.cli.commands.server.serve import _rules
 from control_plane.service import KEEP, Federation, Sweeper
+from control_plane.service.storage import _sweeper
 from control_plane.service.storage._inventory import file_items
 from control_plane.store import Change, Deletion, EventRow, JobRow, JobUse, LogRow, RunRow, Store, WeightRow, open_store
 from geofed_pb.errors import GeofedError
@@ -137,6 +138,22 @@ def test_histories_of_ended_jobs_go_and_of_others_what_is_old(tmp_path: Path) ->
         assert (place.store.weight("w1"), place.store.weight("w2")) == (None, weights[1])
         assert (place.store.deletion("d1"), place.store.deletion("d2")) == (None, gone[1])
         assert place.store.job("old") is not None
+
+    run(tmp_path, scenario)
+
+
+def test_a_job_keeps_its_newest_events_and_others_keep_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sweeper, "_MAX_JOB_EVENTS", 5)
+    monkeypatch.setattr(_sweeper, "_ROWS_AT_ONCE", 2)
+
+    async def scenario(place: Place) -> None:
+        many = tuple(EventRow(NOW, "flooded", "a", "k", str(number)) for number in range(12))
+        others = tuple(EventRow(NOW, job, "a", "k", str(number)) for job in ("", "calm") for number in range(5))
+        place.store.commit(Change(events=(*many, *others, *many[:1])))
+        await place.sweeper.sweep()
+        kept = [event.text for event in place.store.events_after(0, job="flooded")]
+        assert kept == ["8", "9", "10", "11", "0"]
+        assert len(place.store.events_after(0)) == 15
 
     run(tmp_path, scenario)
 

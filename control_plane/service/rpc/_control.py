@@ -58,6 +58,8 @@ _PAGE_ITEMS = 1000
 _SINGLE_PAGE_BYTES = 3 << 20
 """Limit of a reply to a client that cannot page; gRPC clients accept 4 MiB."""
 _Message = TypeVar("_Message", control_pb2.Job, control_pb2.Region)
+_DAILY_CODE_BYTES = 1 << 30
+"""Limit of the code that a user uploads within a day: hundreds of bundles of the largest size."""
 INVITATION_SECONDS = 24 * 3600
 """Default validity of an invitation."""
 _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
@@ -107,7 +109,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
         """Upload a code bundle."""
-        return await self._federation.blobs.receive(requests, limit_bytes=MAX_BUNDLE_BYTES, uploader=_uploader())
+        return await self._federation.blobs.receive(
+            requests, limit_bytes=MAX_BUNDLE_BYTES, uploader=_uploader(), daily_bytes=_DAILY_CODE_BYTES
+        )
 
     @answering
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:

@@ -24,6 +24,8 @@ _INTERVAL_SECONDS = 3600.0
 """Time between two sweeps. The shortest default rule is a day."""
 _ROWS_AT_ONCE = 2000
 """Rows that are removed by one transaction, so that other changes hardly wait."""
+_MAX_JOB_EVENTS = 50_000
+"""Events that a job keeps, the newest, since its regions' reports cause them; a long job has thousands."""
 
 
 class Sweeper:
@@ -75,6 +77,10 @@ class Sweeper:
         for table in HISTORIES:
             if count := await self._sweep_rows(table, now):
                 _log.info("rows were removed", table=table, rows=count)
+        for job in await self._federation.read(lambda store: store.jobs_with_events_beyond(_MAX_JOB_EVENTS)):
+            surplus = partial(Store.remove_events_beyond, most=_MAX_JOB_EVENTS, job=job, limit=_ROWS_AT_ONCE)
+            count = await self._remove_all(surplus)
+            _log.warning("a job had more events than are kept; the oldest were removed", job=job, rows=count)
 
     async def _sweep_rows(self, table: str, now: float) -> int:
         """Remove the rows of a history: of an ended job together, of others what is old."""
@@ -93,6 +99,10 @@ class Sweeper:
         if (kept := self.keep[kind]) is None:
             return 0
         query = partial(Store.remove_rows, table=table, until=at - kept, job=job, limit=_ROWS_AT_ONCE)
+        return await self._remove_all(query)
+
+    async def _remove_all(self, query: Callable[[Store], int]) -> int:
+        """Repeat a removal of up to `_ROWS_AT_ONCE` rows until none remain; return how many were removed."""
         count = removed = await self._federation.write(query)
         while removed >= _ROWS_AT_ONCE:
             count += (removed := await self._federation.write(query))

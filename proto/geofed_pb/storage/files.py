@@ -12,9 +12,13 @@ from pathlib import Path
 
 from geofed_pb.storage.retention import Stored, totals
 
-__all__ = ["Found", "found", "left_after", "remove", "used_bytes"]
+__all__ = ["Found", "found", "is_nearly_full", "left_after", "remove", "reserved_bytes", "used_bytes"]
 
 _log = logging.getLogger("geofed.storage")
+_RESERVED_BYTES = 1 << 30
+"""Space of a disk that uploads and functions leave to the daemon; less on a small disk."""
+_RESERVED_SHARE = 0.05
+"""Largest share of the disk that is reserved."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,21 @@ def used_bytes(path: Path) -> int:
     """Return the space that a file or folder takes on the disk. Blocks: it looks at everything in it."""
     held = _measured(path)
     return held.bytes if held is not None else 0
+
+
+def reserved_bytes(folder: Path) -> int:
+    """Return the space on a folder's disk that is left to the daemon. Raises ``OSError``."""
+    system = os.statvfs(folder)
+    return min(_RESERVED_BYTES, int(system.f_blocks * system.f_frsize * _RESERVED_SHARE))
+
+
+def is_nearly_full(folder: Path, more_bytes: int = 0) -> bool:
+    """Whether the disk of a folder would have less space left than is reserved, with so many bytes more on it.
+
+    Raises ``OSError``.
+    """
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize - more_bytes < reserved_bytes(folder)
 
 
 def _measured(path: Path) -> Found | None:

@@ -20,6 +20,7 @@ import structlog
 
 from geofed_pb import address
 from geofed_pb.errors import GeofedError
+from geofed_pb.storage import is_nearly_full
 from geofed_pb.tasks import background, end_process, log_only
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LogStore, pipe_to_lines
@@ -378,7 +379,7 @@ class Provider:
         runtime = self.config.state_dir / "r"
         while True:
             await asyncio.sleep(self.config.memory_poll.total_seconds())
-            if not disk.is_nearly_full(runtime):
+            if not is_nearly_full(runtime):
                 continue
             folders = {name: running.directory for name, running in self._running.items()}
             found = await asyncio.to_thread(disk.largest, folders)
