@@ -25,7 +25,7 @@ from region_agent.gateway.functions import Grants
 from region_agent.isolation import grants_of
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
-from region_agent.partition.calls import bundle_key
+from region_agent.partition.calls import at_once, bundle_key, precision_of
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
@@ -220,7 +220,8 @@ class Profiler:
                 job=command.id, region=command.region, channel=context.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
                 config=json.loads(command.task.config_json or "{}"), env=dict(command.task.env), splits={},
-                batch=command.batch,
+                batch=command.batch, at_once=at_once(command.batch, command.task),
+                precision=precision_of(command.task),
                 evaluation_batch=command.evaluation_batch,
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip

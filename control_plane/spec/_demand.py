@@ -58,8 +58,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
 
 
 def _parallelism(spec: JobSpec) -> str:
-    # The stages of a pipeline do not know the norm of the whole gradient.
-    if spec.train.scaling != "fixed" or spec.train.clip_norm is not None or spec.wan.traits.proximal:
+    if spec.train.scaling != "fixed" or spec.keys_without_pipeline:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
 

@@ -204,6 +204,14 @@ class Train(_Section):
     clip_norm: float | None = Field(default=None, gt=0, lt=float("inf"))
     """Largest Euclidean norm of a step's gradient, merged over the region's workers; a longer one is scaled down to it.
     Not with pipelines, whose stages do not know each other's gradients. Default: any."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision in which `loss` and `metrics` compute matrix products and convolutions, by torch's autocast.
+    Parameters, gradients and what is exchanged keep their types. `fp16`: the loss is scaled, and steps whose
+    gradients overflow are left out in all workers. Not with pipelines (docs/job-file.md#precision-and-accumulation)."""
+    accumulate: int = Field(default=1, ge=1, lt=BELOW)
+    """Number of parts that a worker divides its `batch` into. Their gradients are added up before the merge and the
+    optimiser's step, so that the activations of one part are in memory at a time. Not with pipelines, which have
+    micro-batches."""
     initial_model: InitialModel | None = None
     """Earlier job whose model all regions start from. Its tensors must have the names, shapes and types of the task's
     (docs/planning.md#starting-from-a-model). Default: the task's own model."""
@@ -239,6 +247,12 @@ class Train(_Section):
     best: Best | None = None
     """What makes a model the best one, for `keep`, `end.patience` and `export --round best`. Default: the metric of
     `end.goal`, else the lowest `loss`."""
+
+    @model_validator(mode="after")
+    def _accumulates_samples(self) -> Train:
+        if self.accumulate > self.batch:
+            raise ValueError(f"`accumulate: {self.accumulate}` is more than the `batch` of {self.batch} samples")
+        return self
 
     @model_validator(mode="after")
     def _measures_what_it_keeps(self) -> Train:
@@ -534,16 +548,40 @@ class JobSpec(_Section):
     def _fits_together(self) -> JobSpec:
         if self.train.balance == "speed" and (self.wan.traits.every_step or self.wan.interval == 1):
             raise ValueError("`train.balance: speed` requires rounds of several steps")
-        if self.train.clip_norm is not None and isinstance(self.parallelism, Parallelism):
-            raise ValueError("`train.clipNorm` cannot be used with a pipeline, whose stages hold parts of the gradient")
-        if self.wan.traits.proximal and isinstance(self.parallelism, Parallelism):
-            raise ValueError(f"`policy: {self.wan.policy}` cannot be used with a pipeline")
+        if isinstance(self.parallelism, Parallelism) and (keys := self.keys_without_pipeline):
+            raise ValueError(f"{keys[0]} cannot be used with a pipeline, whose stages hold parts of model and gradient")
         self._merges_together()
         return self
+
+    @property
+    def keys_without_pipeline(self) -> list[str]:
+        """Settings of this job that cannot be used with a pipeline, as text for users."""
+        return [
+            key
+            for key, used in (
+                ("`train.clipNorm`", self.train.clip_norm is not None),
+                (f"`train.precision: {self.train.precision}`", self.train.precision != "fp32"),
+                ("`train.accumulate`", self.train.accumulate > 1),
+                (f"`wan.policy: {self.wan.policy}`", bool(self.wan.traits.proximal)),
+            )
+            if used
+        ]
+
+    def _lets_overflows_through(self, method: CollectiveMethod | None) -> None:
+        """Raise ``ValueError`` for a setting with which workers would not all see an overflow in one of them."""
+        if self.train.precision != "fp16":
+            return
+        if self.merge.codec != "fp32":
+            text = f"`train.precision: fp16` cannot be used with `merge.codec: {self.merge.codec}`"
+            raise ValueError(f"{text}; use `precision: bf16`")
+        if self.merge.staleness or (method is not None and method.shares == "changes"):
+            key = "merge.staleness" if self.merge.staleness else f"collective: {self.collective}"
+            raise ValueError(f"`train.precision: fp16` cannot be used with `{key}`; use `precision: bf16`")
 
     def _merges_together(self) -> None:
         """Raise ``ValueError`` for a setting of the collective that it does not take."""
         method = None if self.collective == "auto" else collective_named(self.collective)
+        self._lets_overflows_through(method)
         if self.k != "auto" and not (method and method.takes_k):
             raise ValueError(f"`k` requires {_collectives_with(lambda one: one.takes_k)}")
         if self.merge.staleness and not (method and method.takes_staleness):

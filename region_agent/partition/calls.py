@@ -20,7 +20,7 @@ from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import Invoke, StartPs
 from region_agent.partition.server_process import free_ports
 from region_agent.state.store import PartitionRow
-from region_agent.worker.invocation import Invocation, Schedule, Stretch
+from region_agent.worker.invocation import Invocation, Precision, Schedule, Stretch
 from sync.collective import DEFAULT
 from sync.policy import policy_named
 from sync.ps.config import PsConfig
@@ -29,15 +29,18 @@ from sync.ps.tokens import WorkerIdentity, sign
 __all__ = [
     "RegionInputs",
     "WorkerInputs",
+    "at_once",
     "batches_of",
     "bundle_key",
     "initial_model_file",
     "invocation_of",
+    "precision_of",
     "server_config_of",
     "stretches_json",
     "whole_pipelines",
 ]
 
+_PRECISION: TypeAdapter[Precision] = TypeAdapter(Precision)
 _STRETCHES = TypeAdapter(tuple[Stretch, ...])
 _TOKEN_GRACE = timedelta(seconds=300)
 """Time for which a worker's token stays valid after the slice."""
@@ -109,6 +112,20 @@ def _schedule(rate: agent_pb2.LearningRate) -> Schedule:
         raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
 
 
+def at_once(batch: int, task: agent_pb2.TaskRef) -> int:
+    """Return the largest number of samples in one pass of a step, with `train.accumulate`."""
+    return -(-batch // max(1, task.accumulate))
+
+
+def precision_of(task: agent_pb2.TaskRef) -> Precision:
+    """Return the precision of the passes. Raises ``GeofedError("CONFIG_INVALID")`` for one that is not known here."""
+    try:
+        return _PRECISION.validate_python(task.precision or "fp32")
+    except ValidationError:
+        text = f"unknown precision {task.precision!r}"
+        raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
+
+
 def _proximal(plan: agent_pb2.PartitionPlan) -> float:
     """Return the weight of the workers' proximal term; 0: the policy has none."""
     policy = policy_named(plan.wan_policy)
@@ -142,13 +159,14 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         declared_samples=inputs.samples,
         region_batch=plan.batch * replicas,
         stretches=action.stretches,
-        batch=plan.batch,
+        batch=at_once(plan.batch, task),
         evaluation_batch=plan.evaluation_batch,
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
         seed=plan.seed,
         schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
         clip_norm=task.clip_norm,
+        precision=precision_of(task),
         proximal=_proximal(plan),
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,

@@ -15,7 +15,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,9 +177,9 @@ def _task_and_data(
         _drop_loaded()
         _loaded = _load(channel, invocation, mark, keep=keep)
     if not _needs_data(invocation):
-        return _loaded.task, {}
+        return replace(_loaded.task, precision=invocation.precision), {}
     _check_samples(invocation, _loaded.samples)
-    return _loaded.task, _loaded.data or {}
+    return replace(_loaded.task, precision=invocation.precision), _loaded.data or {}
 
 
 def _needs_data(invocation: Invocation | ProfileCall) -> bool:

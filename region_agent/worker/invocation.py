@@ -10,7 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from geofed_pb.errors import GeofedError
 from sync.collective import DEFAULT
 
-__all__ = ["CALL_GRACE", "Invocation", "Outcome", "Schedule", "ShardFile", "Stretch", "read_invocation"]
+__all__ = ["CALL_GRACE", "Invocation", "Outcome", "Precision", "Schedule", "ShardFile", "Stretch", "read_invocation"]
+
+Precision = Literal["fp32", "bf16", "fp16"]
+"""Type that matrix products and convolutions are computed in; "fp32": that of the tensors."""
 
 CALL_GRACE = timedelta(seconds=120)
 """Time that an invocation may take beyond its slice: to finish the step that it is in, and to wait for the other
@@ -94,7 +97,8 @@ class Invocation(BaseModel):
     stretches: tuple[Stretch, ...] = ()
     """Changes of that number, in the order of steps."""
     batch: int = Field(default=0, ge=0)
-    """Largest number of samples in one forward pass, for which the memory was chosen. 0: no limit."""
+    """Largest number of samples in one forward pass, for which the memory was chosen; a step with more adds up the
+    gradients of several passes. 0: no limit."""
     evaluation_batch: int = Field(default=0, ge=0)
     """Samples in one forward pass of an evaluation; 0: as in a step."""
     steps_per_round: int = Field(ge=1)
@@ -104,6 +108,8 @@ class Invocation(BaseModel):
     """None: the optimiser's learning rate is not changed."""
     clip_norm: float = Field(default=0.0, ge=0)
     """Largest norm of a step's merged gradient; 0: any."""
+    precision: Precision = "fp32"
+    """Precision of the passes, by autocast; parameters keep their types."""
     proximal: float = Field(default=0.0, ge=0)
     """mu of the term mu / 2 * |w - w_round|^2, whose gradient is added to the loss's; 0: none."""
     slice_seconds: float = Field(gt=0)

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.invocation import ShardFile
+from region_agent.worker.invocation import Precision, ShardFile
 
 __all__ = [
     "LayerNumbers",
@@ -47,6 +47,10 @@ class ProfileCall(_Body):
     """Samples of the training split by the region's file. None: unknown."""
     batch: int = Field(ge=1)
     """Batch of the job file, in samples."""
+    at_once: int = Field(default=0, ge=0)
+    """Largest number of samples in one forward pass of a step; 0: no limit."""
+    precision: Precision = "fp32"
+    """Precision of the passes, as in `Invocation`."""
     evaluation_batch: int = Field(default=0, ge=0)
     """Samples in one forward pass of an evaluation; 0: as in a step."""
     seed: int

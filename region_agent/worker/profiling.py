@@ -17,9 +17,10 @@ import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data.shard import BatchStream, evaluation_batches, move
+from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import TaskModule
+from region_agent.worker.training.passes import accumulate
 from sync.base import frozen_parameters
 from sync.device import device, finish
 from sync.flat import FlatModel, layout_of
@@ -74,16 +75,17 @@ class _Bench:
         with self.task.calling("dataset"):
             return move(stream.batch(step), self.device)
 
-    def gradient(self, batch: Any) -> float:
-        """Make a forward and a backward pass; returns the loss."""
+    def gradient(self, size: int, step: int) -> float:
+        """Make the forward and backward passes of a step; returns the loss."""
+        stream = BatchStream(self.data, self.call.seed, self.call.region, 0, 1, size, self.task.collate)
+        with self.task.calling("dataset"):
+            sizes = parts_of(size, self.call.at_once)
+            drawn = [(count, move(batch, self.device)) for count, batch in stream.parts(step, sizes)]
         with self.task.calling("the model's train() and the optimiser's zero_grad()"):
             self.module.train()
             self.optimizer.zero_grad(set_to_none=True)
-        loss = self.task.loss(self.module, batch)
-        with self.task.calling("the backward pass"):
-            loss.backward()  # type: ignore[no-untyped-call]
-            finish(self.device)
-            value = float(loss.detach())
+        value = accumulate(self.task, self.module, drawn, lambda _: None)
+        finish(self.device)
         if not np.isfinite(value):
             raise GeofedError("TASK_FAILED", f"the loss is {value}", hint="lower the learning rate")
         return value
@@ -199,7 +201,7 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
 
     while more():
         begun = time.monotonic()
-        bench.gradient(bench.batch(size, len(durations) + 1))
+        bench.gradient(size, len(durations) + 1)
         with bench.task.calling("the optimiser's step"):
             bench.optimizer.step()
         finish(bench.device)
@@ -276,7 +278,7 @@ def _steps(bench: _Bench) -> Iterator[StepNumbers]:
         for repeat in range(_REPEATS):
             seed_all(bench.call.seed, size, repeat)
             begun = time.monotonic()
-            bench.gradient(bench.batch(size, repeat + 1))
+            bench.gradient(size, repeat + 1)
             durations.append(time.monotonic() - begun)
             if time.monotonic() > bench.ends and repeat:
                 break
@@ -309,7 +311,7 @@ def _norms(bench: _Bench, quickest: StepNumbers) -> Iterator[NormNumbers]:
     for step in range(1, _NORM_STEPS + 1):
         mean, norms = np.zeros(trained, np.float64), []
         for part in range(parts):
-            bench.gradient(bench.batch(small, (step - 1) * parts + part + 1))
+            bench.gradient(small, (step - 1) * parts + part + 1)
             one = bench.flat.gradient()[:trained].astype(np.float64)
             norms.append(float(one @ one))
             mean += one / parts
@@ -332,7 +334,7 @@ def _evaluation_peak_mb(bench: _Bench, data: dict[str, Any]) -> float:
         return 0.0
     _reset_peak()
     with bench.task.calling("dataset"):
-        at_once = bench.call.evaluation_batch or bench.call.batch
+        at_once = bench.call.evaluation_batch or bench.call.at_once or bench.call.batch
         _, batches = evaluation_batches(data["test"], 0, 1, at_once, bench.task.collate)
     with bench.task.calling("the model's eval()"):
         bench.module.eval()

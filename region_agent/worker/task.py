@@ -14,7 +14,7 @@ import tempfile
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -25,11 +25,14 @@ from torch.utils.data import IterableDataset
 
 from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
+from region_agent.worker.invocation import Precision
 from region_agent.worker.modules import import_task
 from sync.pipeline import Layers, Taken
 
 __all__ = ["TaskModule", "load_task", "task_errors", "task_fault", "unpack"]
 
+_TYPES: dict[Precision, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Type for autocast by the name of the precision; None: no autocast."""
 _MAX_BUNDLE_BYTES = 64 << 20
 """Largest size of an unpacked task folder."""
 _FUNCTIONS = ("model", "layers", "dataset", "loss", "metrics", "optimizer", "collate", "schedule", "on_round")
@@ -60,6 +63,8 @@ class TaskModule:
     folder: Path
     config: dict[str, Any]
     _functions: Mapping[str, Callable[..., Any]]
+    precision: Precision = "fp32"
+    """Precision in which losses and metrics are computed."""
 
     def calling(self, doing: str) -> AbstractContextManager[None]:
         """Return the context for a call of user code, which turns its exceptions into errors: see `task_errors`."""
@@ -138,7 +143,7 @@ class TaskModule:
 
         Raises ``GeofedError("TASK_INVALID")``.
         """
-        with self.calling("loss"):
+        with self.calling("loss"), self._autocast():
             value = self._functions["loss"](module, batch)
         named = {str(name): one for name, one in value.items()} if isinstance(value, Mapping) else {"loss": value}
         for name, one in named.items() or [("", value)]:
@@ -199,8 +204,13 @@ class TaskModule:
                 name: math.fsum(map(operator.mul, [one[name] for one in losses], weights)) / sum(weights)
                 for name in (losses[0] if losses else ())
             }
-        with self.calling("metrics"):
+        with self.calling("metrics"), self._autocast():
             return {str(name): float(value) for name, value in self._functions["metrics"](module, batches).items()}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = _TYPES[self.precision]
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return nullcontext() if dtype is None else torch.autocast(kind, dtype)
 
 
 def _read_out(data: Iterable[Any]) -> list[Any]:

@@ -106,6 +106,30 @@ function: {slice: 11m}
             ),
             "F:1:1: `train.clipNorm` cannot be used with a pipeline",
         ),
+        (("batch: 10", "batch: 10, precision: half"), "F:6:31: `train.precision` must be 'fp32', 'bf16' or 'fp16'"),
+        (("batch: 10", "batch: 10, accumulate: 0"), "F:6:32: `train.accumulate`: input should be greater than or"),
+        (("batch: 10", "batch: 10, accumulate: 11"), "F:6:8: `train`: `accumulate: 11` is more than the `batch` of 10"),
+        *(
+            (
+                ("batch: 10, end: {steps: 4}}", f"batch: 10, {key}, end: {{steps: 4}}}}\n{rest}"),
+                f"F:1:1: `train.{told}",
+            )
+            for key, rest, told in (
+                ("precision: bf16", "parallelism: {pipeline: {}}", "precision: bf16` cannot be used with a pipeline"),
+                ("accumulate: 2", "parallelism: {pipeline: {}}", "accumulate` cannot be used with a pipeline"),
+                ("precision: fp16", "collective: isp", "precision: fp16` cannot be used with `collective: isp`"),
+                (
+                    "precision: fp16",
+                    "collective: k-reduce\nmerge: {staleness: 1}",
+                    "precision: fp16` cannot be used with `merge.staleness`",
+                ),
+                (
+                    "precision: fp16",
+                    "collective: all-reduce\nmerge: {codec: bf16}",
+                    "precision: fp16` cannot be used with `merge.codec: bf16`",
+                ),
+            )
+        ),
         (("interval: 2", "byzantine: 1"), "F:7:6: `wan`: `byzantine` requires `robust`"),
         (("interval: 2", "robust: average"), "F:7:15: `wan.robust` must be 'none', 'centered-clipping'"),
         (("interval: 2", "robust: median, exchange: background"), "F:7:6: `wan`: `robust` requires synchronous"),
@@ -117,7 +141,7 @@ function: {slice: 11m}
                 "batch: 10, end: {steps: 4}}\nwan: {interval: 2}",
                 "batch: 10, end: {steps: 4}}\nwan: {policy: fedprox}\nparallelism: {pipeline: {stages: 2}}",
             ),
-            "F:1:1: `policy: fedprox` cannot be used with a pipeline",
+            "F:1:1: `wan.policy: fedprox` cannot be used with a pipeline",
         ),
         (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: must be a duration like 30s, 10m or 1h30m"),
         (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is not a valid duration"),

@@ -42,7 +42,10 @@ def model(config):
 
 
 def loss(model, batch):
-    fit = nn.functional.mse_loss(model(batch["x"]), batch["y"])
+    out = model(batch["x"])
+    assert out.dtype is torch.bfloat16, "train.precision"
+    assert len(out) <= 2 or not model.training, "train.accumulate"
+    fit = nn.functional.mse_loss(out.float(), batch["y"])
     return {"fit": fit, "penalty": 1e-3 * model.weight.square().sum()}
 
 
@@ -58,6 +61,7 @@ def on_round(model, completed):
 def test_a_task_with_every_hook_trains(running_pair: Running) -> None:
     settings = (
         "data.dataset=numbers", "train.end={steps: 120}", "train.batch=4", "train.workers=2", "train.clipNorm=5",
+        "train.precision=bf16", "train.accumulate=2",
         "wan.interval=10", "train.evaluateEvery=0", "function.slice=1s", "task.config={lr: 0.2}",
     )  # fmt: skip
     job = running_pair.submit(*settings, task=TASK)

@@ -171,7 +171,15 @@ class Federation:
         return True
 
     def train(
-        self, task: str, config: dict[str, Any], *, seed: int, batch: int, slice_seconds: float, **call_fields: Any
+        self,
+        task: str,
+        config: dict[str, Any],
+        *,
+        seed: int,
+        batch: int,
+        slice_seconds: float,
+        at_once: int = 0,
+        **call_fields: Any,
     ) -> None:
         """Invoke all workers in turn until the job is done."""
         bodies = {}
@@ -186,6 +194,7 @@ class Federation:
                     "splits": {"train": files, "test": files},
                     "job": f"job-{name}",
                     "keeps_base": True,
+                    **({"batch": at_once} if at_once else {}),
                     **call_fields,
                 }
             )

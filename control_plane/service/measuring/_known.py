@@ -51,7 +51,9 @@ def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
     """Return two keys: of the task itself, with this code, configuration and dataset under any job name; and of all
     versions of the task, with this job name and any code. Learning rates and batch do not count."""
     config = {name: value for name, value in spec.task.config.items() if name not in _IRRELEVANT_KEYS}
-    same = [spec.task.module, config, spec.data.dataset, *([spec.task.env] if spec.task.env else [])]
+    same: list[object] = [spec.task.module, config, spec.data.dataset, *([spec.task.env] if spec.task.env else [])]
+    if (spec.train.precision, spec.train.accumulate) != ("fp32", 1):
+        same.append([spec.train.precision, spec.train.accumulate])
     kin = _key([spec.metadata.name, *same])
     return (_key([code_digest, *same]) if code_digest else kin), kin
 

@@ -247,6 +247,8 @@ class Probing:
                 module=spec.task.module,
                 config_json=json.dumps(spec.task.config),
                 env=spec.task.env,
+                precision=spec.train.precision,
+                accumulate=spec.train.accumulate,
                 dataset=spec.data.dataset,
                 submission=submission,
             ),

@@ -120,6 +120,8 @@ def _command(
             module=spec.task.module,
             config_json=json.dumps(spec.task.config),
             env=spec.task.env,
+            precision=spec.train.precision,
+            accumulate=spec.train.accumulate,
             dataset=spec.data.dataset,
             submission=request.submission,
         ),

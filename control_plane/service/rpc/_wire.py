@@ -227,6 +227,8 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             initial_model=action.initial_model,
             keeps_base=True,
             clip_norm=spec.train.clip_norm or 0.0,
+            precision=spec.train.precision,
+            accumulate=spec.train.accumulate,
             submission=submission_of(row),
         ),
         plan=agent_pb2.PartitionPlan(

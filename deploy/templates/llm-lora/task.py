@@ -63,7 +63,6 @@ class LanguageModel(nn.Module):
     def __init__(self, config):
         super().__init__()
         width, vocabulary = int(config.get("width", 64)), int(config.get("vocabulary", 256))
-        self.bf16 = bool(config.get("bf16", False))
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(int(config.get("length", 48)), width)
         self.blocks = nn.ModuleList(
             Block(width, int(config.get("heads", 4)), config) for _ in range(int(config.get("blocks", 4)))
@@ -75,12 +74,10 @@ class LanguageModel(nn.Module):
             frozen.requires_grad_(False)
 
     def forward(self, x):
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
-            hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
-            for block in self.blocks:
-                hidden = block(hidden)
-            scores = self.norm(hidden) @ self.tokens.weight.T
-        return scores.float()
+        hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return (self.norm(hidden) @ self.tokens.weight.T).float()
 
 
 def load(module, config):
@@ -144,12 +141,6 @@ def metrics(model, batches):
 
 
 def optimizer(parameters, config):
-    """AdamW of the adapters, with clipped gradients."""
+    """AdamW of the adapters."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    made = torch.optim.AdamW(trained, lr=float(config.get("lr", 0.01)), weight_decay=0.0)
-
-    def clip(optimizer, arguments, named):
-        nn.utils.clip_grad_norm_(trained, float(config.get("clip", 1.0)))
-
-    made.register_step_pre_hook(clip)
-    return made
+    return torch.optim.AdamW(trained, lr=float(config.get("lr", 0.01)), weight_decay=0.0)

@@ -146,7 +146,7 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,8 @@ class TaskRef(_message.Message):
     CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
     SUBMISSION_FIELD_NUMBER: _ClassVar[int]
     ENV_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
@@ -174,7 +176,9 @@ class TaskRef(_message.Message):
     clip_norm: float
     submission: _common_pb2.Submission
     env: _containers.ScalarMap[str, str]
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    precision: str
+    accumulate: int
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ...) -> None: ...
 
 class LearningRate(_message.Message):
     __slots__ = ("schedule", "warmup", "floor", "begin")

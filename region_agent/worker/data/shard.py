@@ -19,7 +19,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.data.fetching import fetch_split
 
-__all__ = ["BatchStream", "Collate", "evaluation_batches", "fetch_split", "joined", "move", "share_of"]
+__all__ = ["BatchStream", "Collate", "evaluation_batches", "fetch_split", "joined", "move", "parts_of", "share_of"]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -168,6 +168,12 @@ class BatchStream:
 def share_of(worker: int, workers: int, region_batch: int) -> range:
     """Return the range of a worker's samples among those of a step."""
     return range(worker * region_batch // workers, (worker + 1) * region_batch // workers)
+
+
+def parts_of(samples: int, at_once: int) -> list[int]:
+    """Divide samples into as few parts of at most ``at_once`` as there can be, of nearly equal sizes; 0: no limit."""
+    parts = -(-samples // (at_once or samples))
+    return [len(share_of(part, parts, samples)) for part in range(parts)]
 
 
 def evaluation_batches(

@@ -15,7 +15,9 @@ from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import TaskModule
+from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.proximal import ProximalTerm
+from region_agent.worker.training.update import OptimizerStep
 from sync import framing
 from sync.channel import Channel, channel_kind
 from sync.collective import (
@@ -87,32 +89,15 @@ class SingleWorker:
     name = "a worker alone"
     server_counts_steps = False
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        task: TaskModule,
-        clip_norm: float = 0.0,
-        proximal: ProximalTerm | None = None,
-    ) -> None:
-        """``clip_norm``: largest norm of the merged gradient; 0: any."""
-        self._optimizer, self._task, self._clip_norm, self._proximal = optimizer, task, clip_norm, proximal
+    def __init__(self, update: OptimizerStep) -> None:
+        self._update = update
 
     def arm(self, step: int, samples: int) -> None:
         """Do nothing: no gradient is sent during the backward pass."""
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
         """Make the optimiser's step with the worker's own gradients."""
-        self._make_step()
-
-    def _make_step(self) -> None:
-        if self._proximal is not None:
-            self._proximal.add()
-        if self._clip_norm:
-            parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
-            with self._task.calling("the clipping of gradients"):
-                torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
-        with self._task.calling("the optimiser's step"):
-            self._optimizer.step()
+        self._update()
 
     def settle(self, step: int) -> None:
         """Do nothing: there is no other worker."""
@@ -134,16 +119,8 @@ class ServerReduce(SingleWorker):
     name = DEFAULT
     server_counts_steps = True
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        task: TaskModule,
-        flat: FlatModel,
-        channel: Channel,
-        call: Invocation,
-        proximal: ProximalTerm | None = None,
-    ) -> None:
-        super().__init__(optimizer, task, call.clip_norm, proximal)
+    def __init__(self, update: OptimizerStep, flat: FlatModel, channel: Channel, call: Invocation) -> None:
+        super().__init__(update)
         self._flat, self._channel, self._call = flat, channel, call
 
     def step(self, server: PsClient, step: int, samples: int, loss: float) -> None:
@@ -159,7 +136,7 @@ class ServerReduce(SingleWorker):
             text = f"{reply.merged_key} is no longer in the channel: a newer attempt has taken over"
             raise GeofedError("FENCED", text)
         self._flat.load_gradient(np.asarray(framing.decode(value).tensors["gradient"], np.float32))
-        self._make_step()
+        self._update()
 
 
 class PeerTimeout:
@@ -192,17 +169,9 @@ class ChannelCollective(SingleWorker):
     """A collective through the channel: the workers merge without the parameter server."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        task: TaskModule,
-        flat: FlatModel,
-        collective: Collective,
-        name: str,
-        timeout: PeerTimeout,
-        clip_norm: float = 0.0,
-        proximal: ProximalTerm | None = None,
+        self, update: OptimizerStep, flat: FlatModel, collective: Collective, name: str, timeout: PeerTimeout
     ) -> None:
-        super().__init__(optimizer, task, clip_norm, proximal)
+        super().__init__(update)
         self._flat, self._collective, self.name, self._timeout = flat, collective, name, timeout
         self._before = flat.vector() if collective.shares == "changes" else None
         overlap = isinstance(collective, MeanCollective) and collective.in_parts
@@ -221,14 +190,14 @@ class ChannelCollective(SingleWorker):
         else:
             for merged in self._gradients.merged(step, samples):
                 self._flat.load_gradient(merged.vector)
-                self._make_step()
+                self._update()
         self._timeout.end_step()
 
     def _share(self, step: int, samples: int) -> None:
         """Make this worker's step, share the change, and add the changes of the other workers."""
         assert self._before is not None
         before = self._flat.vector(self._before)
-        self._make_step()
+        self._update()
         after = self._flat.vector()
         for merged in self._collective.merge(step, after - before, samples, after):
             self._flat.add(merged.vector)
@@ -238,7 +207,7 @@ class ChannelCollective(SingleWorker):
         settled = self._collective.settle(step, self._flat.vector())
         for merged in settled.merged:
             self._flat.load_gradient(merged.vector)
-            self._make_step()
+            self._update()
         if settled.model is not None:
             self._flat.load(settled.model)
 
@@ -301,17 +270,19 @@ def merging_for(
     channel: Channel,
     begun: float,
     proximal: ProximalTerm | None = None,
+    scale: LossScale | None = None,
 ) -> Merging:
     """Open the collective of the plan; for "auto", the fastest one by the channel's measured costs.
 
     All workers of a partition choose the same one, since all get the same costs. ``begun``: begin of the invocation, in
     seconds of the monotonic clock.
     """
+    update = OptimizerStep(optimizer, task, call.clip_norm, proximal, scale)
     if call.workers == 1:
-        return SingleWorker(optimizer, task, call.clip_norm, proximal)
+        return SingleWorker(update)
     settings = _settings(call, flat, _costs(call))
     if settings is None:
-        return ServerReduce(optimizer, task, flat, channel, call, proximal)
+        return ServerReduce(update, flat, channel, call)
     member = Member(call.worker, call.workers, call.attempt)
     # Sending gradients in parts hides latency. In one machine's memory all cores are busy anyway, so it does not help;
     # with S3, which workers have to poll, it needs the measured duration of a request.
@@ -326,7 +297,7 @@ def merging_for(
     collective = open_collective(settings, member, fenced, _PREFIX, size, timeout)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
-    return ChannelCollective(optimizer, task, flat, collective, name, timeout, call.clip_norm, proximal)
+    return ChannelCollective(update, flat, collective, name, timeout)
 
 
 def group_settings(call: Invocation, flat: FlatModel) -> Settings:

@@ -5,7 +5,6 @@ Rounds, slices and the state between invocations are the same for both; see `reg
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import zlib
@@ -17,14 +16,16 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
-from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, share_of
+from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.base import constant_tensors
 from region_agent.worker.training.learning_rate import LearningRateSchedule
+from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.merging import merging_for
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
+from region_agent.worker.training.passes import accumulate
 from region_agent.worker.training.proximal import ProximalTerm
 from sync import framing
 from sync.channel import Channel
@@ -210,7 +211,8 @@ class WholeModel:
             self._rate = LearningRateSchedule(self._optimizer, call.schedule, steps, batches, own)
         self.counted = self.share(1)
         self._proximal = ProximalTerm(self.flat, call.proximal) if call.proximal else None
-        self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun, self._proximal)
+        self._scale = LossScale(self._module) if call.precision == "fp16" else None
+        self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun, self._proximal, self._scale)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
         self.leads = self.reports_steps = call.worker == 0
@@ -246,29 +248,20 @@ class WholeModel:
         """Make the forward and backward pass; returns the mean loss. Gradients may be sent during the last backward
         pass.
 
-        A worker that computes the samples of missing workers has more than its memory was chosen for. It processes them
-        in parts, and sums up the gradients.
+        With `train.accumulate`, and in a worker that computes the samples of missing workers, which are more than its
+        memory was chosen for, the samples are processed in parts, and the gradients added up.
         """
-        samples = self.counted
-        parts = math.ceil(samples / (self._call.batch or samples))
-        sizes = [len(share_of(part, parts, samples)) for part in range(parts)]
+        sizes = parts_of(self.counted, self._call.batch)
         with self._task.calling("dataset"):
             drawn = [(size, move(batch, self._device)) for size, batch in self._stream.parts(step, sizes)]
         # Less than the share if dataset has given None.
         self.counted = samples = sum(size for size, _ in drawn)
-        value = 0.0
-        for left, (size, batch) in zip(reversed(range(len(drawn))), drawn, strict=True):
-            loss = self._task.loss(self._module, batch)
-            with self._task.calling("the loss"):
-                if len(drawn) > 1:
-                    loss = loss * (size / samples)
-                value += float(loss.detach())
-            if not left:
-                checked_loss(value, step)
-                self._merging.arm(step, samples)
-            with self._task.calling("the backward pass"):
-                loss.backward()  # type: ignore[no-untyped-call]
-        return value
+
+        def ready(value: float) -> None:
+            checked_loss(value, step)
+            self._merging.arm(step, samples)
+
+        return accumulate(self._task, self._module, drawn, ready, self._scale)
 
     def settle(self, step: int) -> None:
         """Make the models of all workers equal bit for bit, at the end of a WAN round after `step`."""
@@ -342,14 +335,17 @@ class WholeModel:
         return np.asarray(self._require(key).tensors[name], np.float32)
 
     def dump_state(self) -> State:
-        """Return the state of the optimiser."""
+        """Return the state of the optimiser, and the scale of the loss."""
         with self._task.calling("the optimiser's state_dict()"):
-            return dump_state(self._optimizer)
+            tensors, numbers = dump_state(self._optimizer)
+        return tensors, numbers | (self._scale.state() if self._scale is not None else {})
 
     def load_state(self, state: State) -> None:
         """Load a dumped state into the optimiser."""
         with self._task.calling("the optimiser's load_state_dict()"):
             load_state(self._optimizer, *state)
+        if self._scale is not None:
+            self._scale.restore(state[1])
 
     def put_state(self, key: str, state: State) -> None:
         """Store a dumped state under a key."""
@@ -395,8 +391,10 @@ class WholeModel:
         """Do nothing: the loop deletes the stored state."""
 
     def close(self) -> None:
-        """End the threads of the merge, and log how many samples were left out."""
+        """End the threads of the merge, and log how many samples and steps were left out."""
         self._merging.close()
+        if self._scale is not None:
+            self._scale.close()
         if self._stream.skipped:
             text = f"{self._stream.skipped} samples of this invocation were None, and were left out"
             print(text, file=sys.stderr, flush=True)

@@ -60,6 +60,19 @@ def test_a_profile_runs_with_the_variables_of_the_task(tmp_path: Path) -> None:
     assert (told.status, told.parameters) == ("done", 15)
 
 
+def test_steps_are_measured_in_the_parts_and_the_precision_of_the_job(tmp_path: Path) -> None:
+    told, _ = profiled(tmp_path, at_once=3, precision="bf16")
+    assert told.status == "done"
+    checked = "    assert model(batch[0]).dtype is torch.bfloat16 and len(batch[0]) <= 3\n"
+    begin = LINEAR_TASK.index("\n", LINEAR_TASK.index("def loss")) + 1
+    task = LINEAR_TASK[:begin] + checked + LINEAR_TASK[begin:]
+    told, _ = profiled(tmp_path, task, at_once=3, precision="bf16")
+    assert (told.status, [step.batch for step in told.steps]) == ("done", [4, 8, 16, 32])
+    assert [profiled(tmp_path, task, **other)[0].code for other in ({"at_once": 3}, {"precision": "bf16"})] == [
+        "TASK_FAILED", "TASK_FAILED",
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_model_that_is_a_chain_is_measured_layer_by_layer(tmp_path: Path) -> None:
     task = LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))")
