@@ -26,9 +26,20 @@ from region_agent.gateway.embedded.replicas import isolation
 
 _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
-_ONE_AFTER_THE_OTHER = (
-    "tests/deploy/", "tests/docs/", "tests/e2e/", "tests/packaging/", "tests/region_agent/gateway/test_warm_start.py",
+_START_DAEMONS = ("tests/deploy/", "tests/docs/", "tests/e2e/", "tests/packaging/")
+_MEASURE = (
+    "tests/deploy/", "tests/docs/", "tests/packaging/", "tests/e2e/test_preemption.py", "tests/e2e/test_rerouting.py",
+    "tests/e2e/test_scaling.py", "tests/e2e/test_tuned.py", "tests/e2e/test_wan.py",
 )  # fmt: skip
+"""Tests that measure the machine or shape its network; two at once would be in each other's way."""
+_SHARE_FEDERATIONS = tuple(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        "base", "collectives", "errors", "gone_region", "hostile_job", "logs", "odd_messages", "pipeline", "profile",
+        "region_file", "task_hooks", "zoo",
+    )
+)  # fmt: skip
+"""Tests that use one of the federations in tests/e2e/conftest.py, each of which is started once."""
 _STARTS_ONE = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}
 _RUN = uuid.uuid4().hex
 os.environ["GEOFED_TEST_RUN"] = _RUN
@@ -53,7 +64,7 @@ sys.addaudithook(_count_processes)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     soaks = settings.get_current_profile_name() == SOAK
     for item in items:
-        if item.nodeid.startswith(_ONE_AFTER_THE_OTHER):
+        if item.nodeid.startswith(_START_DAEMONS):
             item.add_marker(pytest.mark.processes)
     if left_out := [item for item in items if item.get_closest_marker("soak") and not soaks]:
         config.hook.pytest_deselected(items=left_out)
@@ -99,12 +110,14 @@ def _without_processes(item: pytest.Item) -> Iterator[None]:
 
 
 class _Together(LoadScopeScheduling):
-    """Where tests run in several processes, those of a module stay together; and all that start daemons or measure the
-    machine, of which two at once would be in each other's way."""
+    """Where tests run in several processes, those of a module stay together; and all that measure the machine; and all
+    that share federations."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
-        return "the machine" if module.startswith(_ONE_AFTER_THE_OTHER) else module
+        if module.startswith(_MEASURE):
+            return "the machine"
+        return "shared federations" if module in _SHARE_FEDERATIONS else module
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
