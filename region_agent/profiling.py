@@ -170,6 +170,7 @@ class Profiler:
             self._report_condition(command, "measuring the model's size")
             size = await self._size(command, name, body, limit, meters)
             weight.parameters, weight.model_bytes = size.parameters, size.model_bytes
+            weight.held_bytes = size.held_bytes
             self._report(agent_pb2.ProfileReport(id=command.id, weight=weight))
             counted = time.monotonic() - begun
             try:

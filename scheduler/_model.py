@@ -117,6 +117,9 @@ class Snapshot:
     """Regions whose speed was measured with another batch, from which it can be derived only roughly."""
     model_bytes: int | None = None
     """Size of the task's flat model, as measured by an earlier run or counted by an agent."""
+    held_bytes: int | None = None
+    """Size of all tensors of the model, also of those that are not trained, and of the gradients, as counted by an
+    agent."""
     start_seconds: float | None = None
     """Seconds from submission to the first step, as measured in earlier runs or by a probe."""
     counted: bool = False

@@ -218,7 +218,7 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
     """Return warnings where functions cannot hold PyTorch or the model, or where steps larger than a shard change
     the number of epochs."""
     told = []
-    held_mb = _COPIES * (snapshot.model_bytes or 0) / 2**20
+    held_mb = (snapshot.held_bytes or _COPIES * (snapshot.model_bytes or 0)) / 2**20
     for part in chosen.partitions:
         if part.memory_mb < _TORCH_MB:
             told.append(
@@ -232,7 +232,7 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
             )
         if part.pipeline is None and held_mb > part.memory_mb:
             told.append(
-                f"functions of {part.memory_mb} MB in {part.region} cannot hold the model: parameters and gradients "
+                f"functions of {part.memory_mb} MB in {part.region} cannot hold the model: its tensors and gradients "
                 f"take {held_mb:.0f} MB; ask for more (function.memoryMb), or measure the task with "
                 "`control-plane profile`, so that it can be cut into stages"
             )

@@ -182,6 +182,8 @@ class Connected:
     """First fault of the region's catalogue; empty: it has none."""
     address: str = ""
     """IP address that the agent connects from; empty: not known."""
+    features: tuple[str, ...] = ()
+    """What the agent can do that agents of earlier versions cannot."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,8 @@ class SendStart:
     """Whether its parameter server has run there before."""
     initial_model: str = ""
     """Digest of the model that the job starts from; empty: the task's own."""
+    keeps_base: bool = False
+    """Whether tensors that never change are left out of the exchange."""
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,7 @@ class JobMachine:
         self._update_partition(part)
         # What is not trained is not exchanged, so that every region needs the file.
         digest = self.state.initial_model.digest if self.state.initial_model is not None else ""
-        self._out.append(SendStart(part.region, part.epoch, resumed=part.ran, initial_model=digest))
+        self._out.append(SendStart(part.region, part.epoch, part.ran, digest, self.state.keeps_base))
         if part.workers is not None:
             self._command_workers(part, part.workers, "")
 

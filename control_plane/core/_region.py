@@ -60,6 +60,8 @@ class RegionState:
     untold: bool = False
     """Whether its jobs are not told that it is unreachable: the control plane was restarted, and its agent will
     reconnect in a moment."""
+    features: tuple[str, ...] = ()
+    """What its agent can do that agents of earlier versions cannot."""
     revoked: bool = False
     """Whether the operator has revoked its certificates; it may join again with a new invitation."""
 
@@ -119,6 +121,7 @@ class RegionMachine:
             connected=True,
             boot_id=event.boot_id,
             address=event.address,
+            features=event.features,
             untold=False,
             last_contact=event.at,
             lease_ends=event.at + event.lease_seconds,

@@ -332,6 +332,9 @@ class JobState:
     stepped_steps: int = 0
     """Number of steps that it had made by then."""
     finished_at: float = 0.0
+    keeps_base: bool = False
+    """Whether tensors that never change are left out of the exchange, in all regions and for the whole job; jobs that
+    began under an earlier version exchange them."""
     exact: bool = True
     """Whether all regions must end with a bit-identical model. With exchange in the background regions merge the same
     updates in different orders, so that the last bits differ."""

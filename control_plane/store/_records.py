@@ -225,6 +225,8 @@ class WeightRow:
     """Time until the first step could begin; 0: unknown."""
     note: str = ""
     """Why no steps were timed, or other warnings."""
+    held_bytes: int = 0
+    """Size of all tensors of the model, also of those that are not trained, and of the gradients; 0: unknown."""
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ weights = Table(
     Column("steps_json", Text, nullable=False),
     Column("start_seconds", Double, nullable=False),
     Column("note", Text, nullable=False),
+    Column("held_bytes", BigInteger, nullable=False, server_default="0"),
 )
 meta = Table(
     "meta",

@@ -22,6 +22,7 @@ from geofed_pb.address import addresses_of
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES
 from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
+from geofed_pb.features import FEATURES
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, to_proto
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
@@ -208,6 +209,7 @@ class Hub:
                 command_cursor=self._store.command_cursor(),
                 catalogue_json=self._catalogue(),
                 report_cursor=self._store.reports_acknowledged(),
+                features=FEATURES,
             )
             if hello.ByteSize() > SESSION_MESSAGE_BYTES:
                 hint = "remove datasets from the region's file"

@@ -105,6 +105,8 @@ class Profiled(_Body):
     status: Literal["done", "failed"]
     parameters: int = 0
     model_bytes: int = 0
+    held_bytes: int = 0
+    """Size of all tensors of the model, also of those that are not trained, and of the gradients."""
     samples: int = 0
     """Samples in the training split."""
     loaded_seconds: float = 0.0

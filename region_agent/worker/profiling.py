@@ -102,7 +102,13 @@ def probe(call: ProfileCall, task: TaskModule) -> Profiled:
         frozen = frozen_parameters(module)
         size = 4 * (layout_of(module, frozen) if module is shell else FlatModel(module, base=frozen).layout).size
     made = time.monotonic() - begun
-    return Profiled(status="done", parameters=_parameters(module), model_bytes=size, loaded_seconds=made)
+    return Profiled(
+        status="done",
+        parameters=_parameters(module),
+        model_bytes=size,
+        held_bytes=_held_bytes(module),
+        loaded_seconds=made,
+    )
 
 
 def _shell(call: ProfileCall, task: TaskModule) -> torch.nn.Module | None:
@@ -168,6 +174,12 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
         layers=measured,
         layers_note=note,
     )
+
+
+def _held_bytes(module: torch.nn.Module) -> int:
+    trained = (one for one in module.parameters() if one.requires_grad)
+    tensors = itertools.chain(module.parameters(), module.buffers(), trained)
+    return sum(one.numel() * one.element_size() for one in tensors)
 
 
 def _parameters(module: torch.nn.Module) -> int:

@@ -17,6 +17,7 @@ from cryptography.x509.oid import NameOID
 
 import scheduler
 from control_plane.pki import InvitationToken
+from geofed_pb.features import FEATURES
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2, control_pb2, control_pb2_grpc
 
@@ -101,6 +102,8 @@ class FakeAgent:
         self.identity = identity
         self.region = identity.region
         self.boot_id = boot_id
+        self.features: tuple[str, ...] = FEATURES
+        """What it says that it can do; an agent of an earlier version says nothing."""
         self.cursor = 0
         self.catalogue = catalogue(identity.region)
         self.commands: list[agent_pb2.ToAgent] = []
@@ -133,6 +136,7 @@ class FakeAgent:
             boot_id=self.boot_id,
             command_cursor=self.cursor,
             catalogue_json=json.dumps(asdict(self.catalogue)),
+            features=self.features,
         )
         self._out.put_nowait(agent_pb2.FromAgent(hello=hello))
         self._task = asyncio.create_task(self._receive(self._stub.Session(self._outgoing(), wait_for_ready=True)))

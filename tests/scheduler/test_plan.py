@@ -206,6 +206,10 @@ def test_functions_that_cannot_hold_the_model_are_told_of() -> None:
     (told,) = planned(Snapshot(regions, model_bytes=2 * fits), demand()).warnings
     assert told.startswith(f"functions of {memory_mb} MB in a cannot hold the model")
     assert "function.memoryMb" in told
+    frozen = Snapshot(regions, model_bytes=10, held_bytes=2 * fits)
+    assert planned(frozen, demand()).warnings == (), "what is not trained counts, but has no gradient"
+    (told,) = planned(replace(frozen, held_bytes=2 * fits + (1 << 20)), demand()).warnings
+    assert told.startswith(f"functions of {memory_mb} MB in a cannot hold the model")
 
 
 def test_functions_smaller_than_torch_are_told() -> None:

@@ -371,14 +371,16 @@ def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> We
 
     Raises ``GeofedError("FRAME_INVALID")`` if the model's size is implausible.
     """
-    if not (0 < reported.model_bytes <= _MAX_BYTES and reported.parameters <= _MAX_BYTES):
+    if not (0 < reported.model_bytes <= _MAX_BYTES and max(reported.parameters, reported.held_bytes) <= _MAX_BYTES):
         raise GeofedError("FRAME_INVALID", f"region {region} reported an implausible probe")
     steps = [(step.batch, step.seconds) for step in reported.steps[:_MAX_STEPS] if _is_plausible(step)]
     start = reported.start_seconds if 0 <= reported.start_seconds <= _MAX_SECONDS else 0.0
     left_out = len(steps) < len(reported.steps) or start != reported.start_seconds
     warning = f"FRAME_INVALID: region {region} reported implausible values of a probe, which are ignored"
     note = _joined(warning if left_out else "", reported.note)
-    return WeightRow(key, region, at, reported.parameters, reported.model_bytes, json.dumps(steps), start, note)
+    return WeightRow(
+        key, region, at, reported.parameters, reported.model_bytes, json.dumps(steps), start, note, reported.held_bytes
+    )
 
 
 def _money(usd: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
 from control_plane.service.measuring._known import Learnt, merges_of, probed_speeds, speeds_of, stage_paces_of
+from control_plane.service.planning._features import keeps_base
 from control_plane.service.planning._tuning import profile_from_json
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
@@ -54,6 +55,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         speeds=speeds,
         other_batch=guessed,
         model_bytes=weight.model_bytes if counted and weight is not None else ran_bytes,
+        held_bytes=(weight.held_bytes or None) if weight is not None else None,
         counted=counted,
         start_seconds=probed_start if started is None else started.start_seconds,
         start_probed=started is None,
@@ -129,6 +131,7 @@ def first_state(
         budget_usd=spec.objective.budget,
         lost_limit_seconds=spec.limits.lost_region.total_seconds(),
         created_at=at,
+        keeps_base=keeps_base(plan, regions),
         exact=not plan.background,
         initial_model=initial_model,
         copies=tuple(

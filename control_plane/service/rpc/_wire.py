@@ -225,7 +225,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             dataset=spec.data.dataset,
             learning_rate=_learning_rate(spec),
             initial_model=action.initial_model,
-            keeps_base=True,
+            keeps_base=action.keeps_base,
             clip_norm=spec.train.clip_norm or 0.0,
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,

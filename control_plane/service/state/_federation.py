@@ -50,6 +50,7 @@ from control_plane.spec import JobSpec, packed_code_digest, parse_json
 from control_plane.store import Change, CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
+from geofed_pb.features import FEATURES
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler import Plan
 
@@ -329,7 +330,8 @@ class Federation:
             before = self._known(draft, region)
             boot_id = clean(hello.boot_id, NAME_BYTES)
             lease = self.lease.total_seconds()
-            draft.apply_to_region(region, Connected(draft.at, boot_id, lease, fault, address))
+            features = tuple(sorted(set(FEATURES).intersection(hello.features)))
+            draft.apply_to_region(region, Connected(draft.at, boot_id, lease, fault, address, features))
             entry = self._known(draft, region)
             await self._resume(draft, before, hello)
             row = replace(entry.row, agent_version=clean(hello.agent_version[:64], 64))

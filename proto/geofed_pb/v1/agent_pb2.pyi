@@ -62,18 +62,20 @@ class ToAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., probe: _Optional[_Union[ProfileTask, _Mapping]] = ..., revoked: _Optional[_Union[RevokedCertificates, _Mapping]] = ..., keep: _Optional[_Union[KeepModel, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json", "report_cursor")
+    __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json", "report_cursor", "features")
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOOT_ID_FIELD_NUMBER: _ClassVar[int]
     COMMAND_CURSOR_FIELD_NUMBER: _ClassVar[int]
     CATALOGUE_JSON_FIELD_NUMBER: _ClassVar[int]
     REPORT_CURSOR_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     agent_version: str
     boot_id: str
     command_cursor: int
     catalogue_json: str
     report_cursor: int
-    def __init__(self, agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., command_cursor: _Optional[int] = ..., catalogue_json: _Optional[str] = ..., report_cursor: _Optional[int] = ...) -> None: ...
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, agent_version: _Optional[str] = ..., boot_id: _Optional[str] = ..., command_cursor: _Optional[int] = ..., catalogue_json: _Optional[str] = ..., report_cursor: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("at",)
@@ -624,7 +626,7 @@ class ProfileReport(_message.Message):
     def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ..., usd: _Optional[float] = ...) -> None: ...
 
 class TaskWeight(_message.Message):
-    __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last")
+    __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last", "held_bytes")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -632,6 +634,7 @@ class TaskWeight(_message.Message):
     USD_FIELD_NUMBER: _ClassVar[int]
     NOTE_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     parameters: int
     model_bytes: int
     steps: _containers.RepeatedCompositeFieldContainer[TimedStep]
@@ -639,7 +642,8 @@ class TaskWeight(_message.Message):
     usd: float
     note: str
     last: bool
-    def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ...) -> None: ...
+    held_bytes: int
+    def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ..., held_bytes: _Optional[int] = ...) -> None: ...
 
 class TimedStep(_message.Message):
     __slots__ = ("batch", "seconds")

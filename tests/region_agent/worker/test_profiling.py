@@ -127,6 +127,7 @@ def test_what_is_not_trained_does_not_count(tmp_path: Path, memory_mb: int) -> N
     told, _ = profiled(tmp_path, adapted, measure="size", splits={}, memory_mb=memory_mb)
     assert told.parameters == whole.parameters
     assert (told.model_bytes, whole.model_bytes) == (4 * 18, 4 * 58)
+    assert (told.held_bytes, whole.held_bytes) == (4 * (58 + 18), 4 * (58 + 58)), "all tensors, and gradients"
 
 
 def test_a_model_that_the_function_cannot_hold_is_probed_without_being_made(tmp_path: Path) -> None:

@@ -1,0 +1,38 @@
+"""What a job needs that agents of earlier versions cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from control_plane.service.state._entries import RegionEntry
+from control_plane.spec import JobSpec
+from geofed_pb.features import ACCUMULATE, BASE, PRECISION
+from scheduler import Declined, Plan, Reason
+
+__all__ = ["keeps_base", "refused_by_age"]
+
+
+def keeps_base(plan: Plan, regions: Mapping[str, RegionEntry]) -> bool:
+    """Whether the regions of a plan leave tensors that never change out of the exchange; they must all do the same."""
+    return all(BASE in regions[part.region].state.features for part in plan.partitions)
+
+
+def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> Declined | None:
+    """Return the refusal of a job that needs what an agent of its plan cannot do; None: all can."""
+    train = spec.train
+    needed = [
+        feature
+        for feature, used in ((PRECISION, train.precision != "fp32"), (ACCUMULATE, train.accumulate > 1))
+        if used
+    ]
+    reasons = tuple(
+        Reason(
+            "INADMISSIBLE",
+            f"the agent of region {part.region} is of an earlier version, which does not know `{feature}`",
+            f"update that agent, or leave out `{feature}`",
+        )
+        for part in plan.partitions
+        for feature in needed
+        if feature not in regions[part.region].state.features
+    )
+    return Declined(reasons) if reasons else None

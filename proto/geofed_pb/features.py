@@ -1,0 +1,12 @@
+"""What an agent can do that agents of earlier versions could not; it says so when it connects."""
+
+from __future__ import annotations
+
+__all__ = ["ACCUMULATE", "BASE", "FEATURES", "PRECISION"]
+
+BASE = "base"
+"""Tensors that never change are not exchanged."""
+PRECISION = "train.precision"
+ACCUMULATE = "train.accumulate"
+FEATURES = (BASE, PRECISION, ACCUMULATE)
+"""All features of this version."""

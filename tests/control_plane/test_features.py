@@ -1,0 +1,67 @@
+"""Agents of earlier versions: jobs run with them as they can, or are declined."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from control_plane.server import ServeConfig
+from control_plane.spec import load
+from geofed_pb.features import FEATURES
+from tests.control_plane.conftest import staged
+from tests.control_plane.scenario import run
+
+
+@pytest.mark.parametrize(("features", "kept"), [(((), FEATURES), False), ((FEATURES, FEATURES), True)])
+def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
+    serve_config: ServeConfig, job_file: Path, features: tuple[tuple[str, ...], ...], kept: bool
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agents = [await stage.agent("a"), await stage.agent("b")]
+            for agent, able in zip(agents, features, strict=True):
+                agent.features = able
+                await agent.connect()
+            await stage.submit(job_file)
+            assert [(await agent.command("start")).task.keeps_base for agent in agents] == [kept] * 2
+            for agent in agents:
+                await agent.close()
+            ports = {"listen": stage.ports.control, "agent_listen": stage.ports.agent}
+            there = replace(serve_config, **{name: f"127.0.0.1:{port}" for name, port in ports.items()})
+        async with staged(there):
+            for agent in agents:
+                # Updated meanwhile, or downgraded: what the job has begun with stays.
+                agent.boot_id, agent.features = "boot-2", FEATURES if not kept else ()
+                await agent.connect()
+                assert (await agent.command("start", 2)).task.keeps_base is kept
+                await agent.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("setting", ["train.precision=bf16", "train.accumulate=2"])
+def test_what_an_agent_cannot_do_is_declined_with_its_region(
+    serve_config: ServeConfig, job_file: Path, setting: str
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            old, new = await stage.agent("a"), await stage.agent("b")
+            old.features = ()
+            for agent in (old, new):
+                await agent.connect()
+            key = setting.partition("=")[0]
+            told = await stage.client.plan(load(job_file, [setting]).json)
+            assert not told.admissible
+            (reason,) = json.loads(told.plan_json)["reasons"]
+            assert reason["text"] == (
+                f"the agent of region a is of an earlier version, which does not know `{key}`"
+            )  # fmt: skip
+            assert (await stage.client.plan(load(job_file, [setting, "regions.avoid=[a]"]).json)).admissible
+            assert (await stage.client.plan(load(job_file).json)).admissible
+            for agent in (old, new):
+                await agent.close()
+
+    run(scenario())
