@@ -131,14 +131,14 @@ class BlobStore:
             raise GeofedError(
                 "DISK_FULL",
                 f"the control plane's disk has no space for {more_bytes} bytes more",
-                hint="an operator frees space: see `control-plane storage`, and `control-plane delete JOB`",
+                hint="an operator frees space: see `geofed storage`, and `geofed delete JOB`",
             )
 
     async def send(self, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
         """Yield the bytes of a complete blob from `offset` on. Raises ``GeofedError("MODEL_NOT_FOUND")``."""
         total = self.size(digest)
         if total is None:
-            raise GeofedError("MODEL_NOT_FOUND", f"blob {digest} not found", hint="see `control-plane status JOB`")
+            raise GeofedError("MODEL_NOT_FOUND", f"blob {digest} not found", hint="see `geofed status JOB`")
         with self.path(digest).open("rb") as file:
             file.seek(offset)
             while data := await asyncio.to_thread(file.read, CHUNK_BYTES):

@@ -55,7 +55,7 @@ class Context:
             key_file = Path(fields.get("key_file") or path.absolute().parent / "user.key")
             return cls(*names, federation=fields.get("federation", ""), key_file=key_file)
         except FileNotFoundError:
-            hint = "start a control plane with `control-plane serve`, or name its context file"
+            hint = "start a control plane with `geofed serve`, or name its context file"
             raise GeofedError("UNAVAILABLE", f"context file {path} not found", hint=hint) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise GeofedError("CONFIG_INVALID", f"{path} is not a valid context file: {error}") from None

@@ -79,7 +79,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Configuration of `control-plane serve`."""
+    """Configuration of `geofed serve`."""
 
     state_dir: Path
     """Folder of keys, blobs, and the database unless `database_url` is set."""

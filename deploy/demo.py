@@ -158,7 +158,7 @@ def _write_job(federation: LocalFederation, folder: Path, data: Path | None) -> 
 
 def _submit(federation: LocalFederation, job: Path, data: Path | None) -> int:
     settings = [part for setting in (MNIST_SETTINGS if data else ()) for part in ("--set", setting)]
-    shown = f"control-plane submit {job.name} --watch" + (" --set …" if settings else "")
+    shown = f"geofed submit {job.name} --watch" + (" --set …" if settings else "")
     _say("job", f"$ {shown}\n")
     started = time.monotonic()
     command = ["submit", str(job), "--watch", *settings]
@@ -194,7 +194,7 @@ def _print_result(folder: Path, result: dict[str, Any]) -> None:
         _say("model", f"{result['model']['path']}  {result['model']['digest']}")
         _say("accuracy", f"{result['accuracy']:.4f} on the test data of all regions")
     print("\nnext: README.md, `A job of your own`. In this folder:")
-    print("  .venv/bin/control-plane init first && .venv/bin/control-plane serve")
+    print("  .venv/bin/geofed init first && .venv/bin/geofed serve")
     print("the dashboard is then at https://127.0.0.1:7445/; the daemons of the demo have ended")
 
 

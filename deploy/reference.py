@@ -55,16 +55,14 @@ class _Key:
 
 def job_reference() -> str:
     """Return the page about the keys of the job file."""
-    head = _HEAD.format(
-        file="job", page="job-file.md", command="control-plane schema", source="control_plane/spec/_model.py"
-    )
+    head = _HEAD.format(file="job", page="job-file.md", command="geofed schema", source="control_plane/spec/_model.py")
     return Reference(job_schema()).page(head)
 
 
 def region_reference() -> str:
     """Return the page about the keys of the region file."""
     head = _HEAD.format(
-        file="region", page="region-file.md", command="region-agent schema", source="region_agent/config/_model.py"
+        file="region", page="region-file.md", command="geofed agent schema", source="region_agent/config/_model.py"
     )
     return Reference(region_schema()).page(head)
 

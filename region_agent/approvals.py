@@ -65,7 +65,7 @@ class Approvals:
         if self._is_approved(listed, mark):
             return
         text = f"the code of user {task.submission.user} waits for the approval of the region's operator"
-        hint = f"`region-agent approve {listed}` there; then repeat the command"
+        hint = f"`geofed agent approve {listed}` there; then repeat the command"
         if self._rule == "every" and listed != id_:
             text, hint = "the region's operator approves every run, so nothing is probed", "submit the job"
         else:
@@ -92,7 +92,7 @@ class Approvals:
             found = Pending(**json.loads(self._waiting(job).read_text()))
         except FileNotFoundError:
             raise GeofedError(
-                "JOB_NOT_FOUND", f"{job} waits for no approval", hint="see `region-agent pending`"
+                "JOB_NOT_FOUND", f"{job} waits for no approval", hint="see `geofed agent pending`"
             ) from None
         for name in (found.mark, job):
             write_durably(self._approved(name), [str(time.time()).encode()], mode=0o600)

@@ -40,7 +40,7 @@ def options(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks
     _debug = debug
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent join --token-file home.token")
 def join(
     token_file: Annotated[Path, typer.Option("--token-file", help="File with the invitation; - reads standard input.")],
     state_dir: StateDir = DEFAULT_STATE,
@@ -48,7 +48,7 @@ def join(
         str | None, typer.Option("--control-plane", help="host:port, where the invitation's does not reach it.")
     ] = None,
 ) -> None:
-    """Join a federation with the one-time invitation of `control-plane region invite NAME`."""
+    """Join a federation with the one-time invitation of `geofed region invite NAME`."""
     from region_agent.link.enrolment import join_federation
 
     try:
@@ -57,10 +57,10 @@ def join(
         raise GeofedError("TOKEN_INVALID", f"cannot read {token_file}: {error.strerror}") from None
     federation = asyncio.run(join_federation(text, state_dir, control_plane))
     _say(f"region {federation.region} has joined {federation.federation} at {federation.address}")
-    _say(f"next: region-agent run --config REGION.yaml --state-dir {state_dir}")
+    _say(f"next: geofed agent run --config REGION.yaml --state-dir {state_dir}")
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent run --config home.yaml")
 def run(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
     state_dir: StateDir = DEFAULT_STATE,
@@ -87,7 +87,7 @@ def run(
         asyncio.run(run_daemon(settings, state_dir, log_format, config))
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent status -o json")
 def status(
     state_dir: StateDir = DEFAULT_STATE,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
@@ -104,10 +104,10 @@ def status(
     else:
         _print_status(fields)
     if not fields["running"]:
-        raise GeofedError("UNAVAILABLE", "the agent is not running", hint="start it with `region-agent run`")
+        raise GeofedError("UNAVAILABLE", "the agent is not running", hint="start it with `geofed agent run`")
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent preemptible 4")
 def preemptible(
     workers: Annotated[int, typer.Argument(help="How many are left, or there again.", min=0, show_default=False)],
     state_dir: StateDir = DEFAULT_STATE,
@@ -121,7 +121,7 @@ def preemptible(
     _say(f"{workers} preemptible workers from now on; the jobs that had more continue with what is left")
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent pending")
 def pending(
     state_dir: StateDir = DEFAULT_STATE,
     output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
@@ -142,9 +142,9 @@ def pending(
         _say("nothing waits for approval")
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent approve JOB")
 def approve(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="ID from `region-agent pending`.", show_default=False)],
+    job: Annotated[str, typer.Argument(metavar="JOB", help="ID from `geofed agent pending`.", show_default=False)],
     state_dir: StateDir = DEFAULT_STATE,
 ) -> None:
     """Approve a job, profile or probe, so that it runs on this region's data."""
@@ -154,7 +154,7 @@ def approve(
     _say(f"{found.job} of user {found.user} may run on {found.dataset}")
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent doctor --config home.yaml")
 def doctor(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
     state_dir: StateDir = DEFAULT_STATE,
@@ -177,7 +177,7 @@ def doctor(
         raise typer.Exit(int(Exit.JOB_ENDED_BADLY))
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent storage --config home.yaml")
 def storage(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],
     state_dir: StateDir = DEFAULT_STATE,
@@ -207,7 +207,7 @@ def storage(
     print(f"{'free':<12}{'':>6}  {free / 1e6:>10.1f} MB")
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent schema > region.schema.json")
 def schema() -> None:
     """Print the JSON Schema of the region file."""
     from region_agent.config import json_schema
@@ -215,7 +215,7 @@ def schema() -> None:
     print(json.dumps(json_schema(), indent=2))
 
 
-@app.command()
+@app.command(epilog="Example: geofed agent version")
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed
@@ -236,7 +236,7 @@ def _print_status(fields: dict[str, Any]) -> None:
     if fields.get("channel"):
         print(f"channel        {fields['channel']}")
     for one in fields.get("pending", []):
-        print(f"waiting        {one['job']} of user {one['user']}: region-agent approve {one['job']}")
+        print(f"waiting        {one['job']} of user {one['user']}: geofed agent approve {one['job']}")
     # Missing in the status of an older agent.
     print(f"isolation      {fields.get('isolation', 'unknown')}")
     for job, part in fields["partitions"].items():

@@ -398,7 +398,7 @@ class Agent:
             self._start_partition(command)
             return
         self._unapproved[command.job] = command
-        text = f"waiting for the approval of {command.region}'s operator: `region-agent approve {command.job}`"
+        text = f"waiting for the approval of {command.region}'s operator: `geofed agent approve {command.job}`"
         _log.info("a job waits for approval", job=command.job, user=command.task.submission.user)
         report = agent_pb2.PartitionReport(job=command.job, epoch=command.epoch, state="accepted", condition=text)
         self._hub.report(report, durable=True)

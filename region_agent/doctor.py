@@ -1,4 +1,4 @@
-"""Checks of `region-agent doctor`: each requirement of an agent, with a hint where it is not met."""
+"""Checks of `geofed agent doctor`: each requirement of an agent, with a hint where it is not met."""
 
 from __future__ import annotations
 

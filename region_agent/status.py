@@ -1,4 +1,4 @@
-"""What `region-agent status` shows: a file that the running agent writes."""
+"""What `geofed agent status` shows: a file that the running agent writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = structlog.get_logger("geofed.agent")
 
 @dataclass(frozen=True)
 class Status:
-    """Output of `region-agent status`; written to the state directory every second, and when a session begins."""
+    """Output of `geofed agent status`; written to the state directory every second, and when a session begins."""
 
     region: str
     pid: int

@@ -131,7 +131,7 @@ class Snapshot:
     """Whether `start_seconds` was measured in a run, so that it includes the transfer of the first model; a profile's
     does not."""
     profiles: Mapping[str, TaskProfile] = field(default_factory=dict)
-    """Results of `control-plane profile` for the task, by region."""
+    """Results of `geofed profile` for the task, by region."""
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
     """Merges measured in runs of the task, by region."""
     stage_paces: Mapping[str, float] = field(default_factory=dict)

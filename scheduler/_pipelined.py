@@ -127,7 +127,7 @@ def unstaged(region: Region, snapshot: Snapshot, demand: Demand) -> Reason | Non
         return None
     profile = snapshot.profiles.get(region.name)
     if profile is None:
-        text, remedy = "has no profile of the task", "run `control-plane profile` for it first"
+        text, remedy = "has no profile of the task", "run `geofed profile` for it first"
     elif not _measured(profile):
         text = f"knows no layers of the model{': ' if profile.layers_note else ''}{profile.layers_note}"
         remedy = "make the model an nn.Sequential or declare its layers, or take `parallelism: data`"

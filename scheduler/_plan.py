@@ -234,7 +234,7 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
             told.append(
                 f"functions of {part.memory_mb} MB in {part.region} cannot hold the model: its tensors and gradients "
                 f"take {held_mb:.0f} MB; ask for more (function.memoryMb), or measure the task with "
-                "`control-plane profile`, so that it can be cut into stages"
+                "`geofed profile`, so that it can be cut into stages"
             )
         step, epochs = part.batch * part.replicas, demand.epochs
         made = chosen.rounds * part.steps_per_round * step / part.samples
@@ -300,7 +300,7 @@ def _unknown_use(snapshot: Snapshot, demand: Demand) -> list[Reason]:
             hint = f"start its agent, or take {name} out of regions.use"
             reasons.append(Reason("INADMISSIBLE", f"region {name} is not connected", hint))
         elif name not in known:
-            hint = f"invite it with `control-plane region invite {name}`"
+            hint = f"invite it with `geofed region invite {name}`"
             reasons.append(Reason("REGION_NOT_FOUND", f"region {name} is not part of the federation", hint))
     return reasons
 

@@ -21,26 +21,50 @@ _T = TypeVar("_T")
 _CANCEL_INTERVAL_SECONDS = 0.5
 """Time between two attempts to cancel a request after Ctrl-C."""
 LOCAL_CONTEXT = Path(".geofed/control-plane/context.json")
-"""Context file that `control-plane serve` writes with its default state directory."""
+"""Context file that `geofed serve` writes with its default state directory."""
 
 
 def find_context(given: Path | None) -> Path:
-    """Return the context file: the one given by option or environment, else this folder's, else the user's.
+    """Return the context file: the one given by option or environment, as a file or by its name, else this folder's,
+    else the current one, else the user's.
 
     Raises ``GeofedError("UNAVAILABLE")`` if there is none.
     """
     if given is not None:
-        return given
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    for path in (LOCAL_CONTEXT, home / "geofed" / "context.json"):
+        return given if given.is_file() else named_contexts().get(str(given), given)
+    for path in (LOCAL_CONTEXT, current_context(), _user_folder() / "context.json"):
         if path.is_file():
             return path
     raise GeofedError(
         "UNAVAILABLE",
-        f"no context file found: neither {LOCAL_CONTEXT} nor {home / 'geofed' / 'context.json'} exists",
-        hint="start a control plane with `control-plane serve`, or pass its context.json by --context or "
-        "GEOFED_CONTEXT",
+        f"no context file found: neither {LOCAL_CONTEXT} nor {_user_folder() / 'context.json'} exists, and "
+        "`geofed context list` has none",
+        hint="start a control plane with `geofed serve`, or pass its context.json by --context or GEOFED_CONTEXT",
     )
+
+
+def _user_folder() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "geofed"
+
+
+def contexts_folder() -> Path:
+    """Return the folder of the contexts that have a name."""
+    return _user_folder() / "contexts"
+
+
+def current_context() -> Path:
+    """Return the link to the context that `context use` has chosen; it exists only if one was."""
+    return _user_folder() / "current-context.json"
+
+
+def named_contexts() -> dict[str, Path]:
+    """Return the files of the contexts by their names."""
+    return {path.stem: path for path in contexts_folder().glob("*.json")}
+
+
+def complete_context(incomplete: str) -> list[str]:
+    """Return names of contexts for the shell's completion."""
+    return sorted(name for name in named_contexts() if name.startswith(incomplete))
 
 
 def ask_control_plane(given: Path | None, request: Callable[[ControlClient], Awaitable[_T]], *, detach: str = "") -> _T:

@@ -177,5 +177,5 @@ def raise_unless_succeeded(view: Data) -> None:
     if view["state"] == "cancelled":
         raise GeofedError("JOB_CANCELLED", f"job {view['id']} was cancelled")
     error = view["error"] or {"code": "JOB_FAILED", "message": "no cause was reported", "hint": ""}
-    hint = error["hint"] or f"`control-plane events {view['id']}` shows what happened"
+    hint = error["hint"] or f"`geofed events {view['id']}` shows what happened"
     raise GeofedError("JOB_FAILED", f"job {view['id']} failed: {error['code']}: {error['message']}", hint=hint)

@@ -23,10 +23,10 @@ ContextFile = Annotated[
     Path | None,
     typer.Option(
         "--context",
-        metavar="FILE",
+        metavar="NAME|FILE",
         envvar="GEOFED_CONTEXT",
         show_envvar=True,
-        help="Address and credentials of the control plane; it writes this file into its state directory.",
+        help="The control plane: by its name in `context list`, or by the context.json in its state directory.",
     ),
 ]
 Overrides = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from control_plane.cli._settings import settings
 from control_plane.cli.commands import (
     catalogue,
     compare,
+    context,
     export,
     history,
     init,
@@ -30,16 +32,70 @@ from control_plane.cli.commands.server import authority, backup, serve
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.output import written_out
 
-app = typer.Typer(
-    name="control-plane",
-    help="Train one model on data in several cloud regions, without moving the data.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
+    "Jobs": {
+        "submit": (submit.submit, "job.yaml --yes --watch"),
+        "explain": (submit.explain, "job.yaml --plot plan.svg"),
+        "validate": (submit.validate, "job.yaml"),
+        "profile": (profile.profile, "job.yaml --memory 1024"),
+        "status": (jobs.status, "digits --watch"),
+        "list": (jobs.list_jobs, "--all --limit 20"),
+        "describe": (jobs.describe, "digits"),
+        "wait": (jobs.wait, "digits --timeout 10m"),
+        "compare": (compare.compare, "digits digits-2"),
+        "logs": (history.logs, "digits --since 10m"),
+        "events": (history.events, "digits -o jsonl"),
+        "export": (export.export, "digits --output-file model.safetensors"),
+    },
+    "Running and ended jobs": {
+        "scale": (jobs.scale, "digits frankfurt=2"),
+        "replan": (jobs.replan, "digits"),
+        "finish": (jobs.finish, "digits"),
+        "cancel": (jobs.cancel, "digits --reason mistake --yes"),
+        "resume": (jobs.resume, "digits"),
+        "delete": (storage.delete, "digits --yes"),
+        "share": (jobs.share, "digits ann"),
+        "unshare": (jobs.unshare, "digits ann"),
+    },
+    "To begin with": {
+        "init": (init.init, "first --regions home,office"),
+        "new": (template.new, "image-classification my-job"),
+        "schema": (meta.schema, "job"),
+        "simulate": (simulate.simulate, "trace.csv --cluster 16x4"),
+        "completion": (meta.completion, "bash"),
+        "version": (meta.version, "-o json"),
+    },
+    "The federation": {
+        "serve": (serve.serve, "--state-dir state"),
+        "storage": (storage.storage, "--top 5"),
+        "rotate-ca": (authority.rotate_ca, "--yes"),
+        "backup": (backup.backup, "today.backup"),
+        "restore": (backup.restore, "today.backup --yes"),
+    },
+}
+"""Commands without a group of their own, with the arguments of an example, by the heading of `--help`."""
+GROUPS = {"To begin with": (template.app,), "The federation": (region.app, context.app, user.app, catalogue.app)}
+"""Groups of commands, by the heading."""
 
 
-@app.callback()
+def command_line(program: str) -> typer.Typer:
+    """Return the commands, for a console script of this name."""
+    app = typer.Typer(
+        name=program,
+        help="Train one model on data in several cloud regions, without moving the data.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for heading, commands in COMMANDS.items():
+        for name, (function, arguments) in commands.items():
+            app.command(name, rich_help_panel=heading, epilog=f"Example: geofed {name} {arguments}")(function)
+        for group in GROUPS.get(heading, ()):
+            app.add_typer(group, rich_help_panel=heading)
+    return app
+
+
 def _options(
     debug: Annotated[bool, typer.Option("--debug", envvar="GEOFED_DEBUG", help="Print tracebacks of errors.")] = False,
     no_input: Annotated[
@@ -50,53 +106,25 @@ def _options(
     settings.ask = not no_input
 
 
-app.command("submit")(submit.submit)
-app.command("explain")(submit.explain)
-app.command("validate")(submit.validate)
-app.command("profile")(profile.profile)
-app.command("status")(jobs.status)
-app.command("list")(jobs.list_jobs)
-app.command("describe")(jobs.describe)
-app.command("wait")(jobs.wait)
-app.command("compare")(compare.compare)
-app.command("scale")(jobs.scale)
-app.command("replan")(jobs.replan)
-app.command("finish")(jobs.finish)
-app.command("cancel")(jobs.cancel)
-app.command("resume")(jobs.resume)
-app.command("delete")(storage.delete)
-app.command("storage")(storage.storage)
-app.command("share")(jobs.share)
-app.command("unshare")(jobs.unshare)
-app.command("logs")(history.logs)
-app.command("events")(history.events)
-app.command("export")(export.export)
-app.add_typer(region.app)
-app.command("rotate-ca")(authority.rotate_ca)
-app.add_typer(user.app)
-app.add_typer(catalogue.app)
-app.add_typer(template.app)
-app.command("new")(template.new)
-app.command("init")(init.init)
-app.command("schema")(meta.schema)
-app.command("version")(meta.version)
-app.command("completion")(meta.completion)
-app.command("serve")(serve.serve)
-app.command("backup")(backup.backup)
-app.command("restore")(backup.restore)
-app.command("simulate")(simulate.simulate)
+app = command_line("control-plane")
 
 
 def main() -> None:
-    """Run the console script; turn errors into a message and an exit status."""
-    if meta.COMPLETE_VARIABLE in os.environ:
+    """Run the console script `control-plane`."""
+    run(app)
+
+
+def run(app: typer.Typer) -> None:
+    """Run a console script; turn errors into a message and an exit status."""
+    program = str(app.info.name)
+    if meta.complete_variable(program) in os.environ:
         # Typer does this itself only with its option --install-completion, which edits the user's files.
         from typer._completion_classes import completion_init
 
         completion_init()
     try:
         with written_out():
-            app(prog_name=meta.PROGRAM)
+            app(prog_name=program)
     except GeofedError as error:
         if settings.debug:
             traceback.print_exc()

@@ -162,5 +162,5 @@ def price_unknown(asked: str, what: str) -> GeofedError:
 
 def region_unknown(cloud: str, region: str) -> GeofedError:
     """Return the error for a region that a cloud does not have."""
-    hint = f"`control-plane catalogue regions --cloud {cloud}` lists them"
+    hint = f"`geofed catalogue regions --cloud {cloud}` lists them"
     return GeofedError("CLOUD_REGION_UNKNOWN", f"{cloud} has no region {region!r}", hint=hint)

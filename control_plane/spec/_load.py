@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 
 MAX_FILE_BYTES = 1 << 20
 """Limit of a job file's size, and of its normalised form."""
-_HINT = "correct the job file; `control-plane schema` prints its JSON Schema"
+_HINT = "correct the job file; `geofed schema` prints its JSON Schema"
 _SPELLINGS = {("objective", "minimize"): "minimise"}
 """Keys that have another spelling in the normalised form."""
 

@@ -340,8 +340,8 @@ class Regions(_Section):
     """Names of regions not to use, connected or not. Unknown ones are refused, so that a typing error does not disable
     the rule."""
     replan: Literal["asked", "auto"] = "asked"
-    """When the job is replanned to use regions that join while it runs. `asked`: on request only (`control-plane
-    replan`). `auto`: also automatically if that pays (docs/planning.md#a-region-that-comes-later)."""
+    """When the job is replanned to use regions that join while it runs. `asked`: on request only (`geofed replan`).
+    `auto`: also automatically if that pays (docs/planning.md#a-region-that-comes-later)."""
 
 
 class Wan(_Section):

@@ -114,7 +114,9 @@ def calibrate(emulator: RunningSites, *, seconds: float, links: Sequence[Pair] |
     results = []
     for pair in chosen:
         if pair not in shapes:
-            raise GeofedError("REGION_NOT_FOUND", f"no link {pair[0]} to {pair[1]}", hint="see `wan-emulator status`")
+            raise GeofedError(
+                "REGION_NOT_FOUND", f"no link {pair[0]} to {pair[1]}", hint="see `geofed emulator status`"
+            )
         if frozenset(pair) not in rtts:
             rtts[frozenset(pair)] = _round_trip(emulator, pair, shapes[pair]["rtt_ms"])
         link = EmulatedLink(**{name: shapes[pair][name] for name in ("rate_mbps", "delay_ms", "jitter_ms", "loss")})

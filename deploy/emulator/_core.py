@@ -83,7 +83,7 @@ class Core:
                 raise GeofedError(
                     "REGION_NOT_FOUND",
                     f"no site {site!r}; there are: {', '.join(self.sites)}",
-                    hint="see `wan-emulator status`",
+                    hint="see `geofed emulator status`",
                 )
         if src == dst:
             raise GeofedError("CONFIG_INVALID", f"no link leads from {src!r} to itself")
@@ -266,7 +266,7 @@ def main() -> int:
         held = lock(state_dir)
     except BlockingIOError:
         error = GeofedError(
-            "ILLEGAL_STATE", f"an emulator is running in {state_dir}", hint="end it first: `wan-emulator down`"
+            "ILLEGAL_STATE", f"an emulator is running in {state_dir}", hint="end it first: `geofed emulator down`"
         )
         print(json.dumps({"error": error.as_dict()}), flush=True)
         return int(error.exit)

@@ -250,7 +250,7 @@ class Emulator:
         raise GeofedError(
             "REGION_NOT_FOUND",
             f"no site {name!r}; there are: {', '.join(self.sites)}",
-            hint="see `wan-emulator status`",
+            hint="see `geofed emulator status`",
         )
 
     def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:

@@ -117,4 +117,4 @@ def change(link: EmulatedLink, **fields: float | None) -> EmulatedLink:
     try:
         return replace(link, **fields)  # type: ignore[arg-type]  # names are checked by replace itself
     except (TypeError, ValueError) as error:
-        raise GeofedError("CONFIG_INVALID", str(error), hint="see `wan-emulator set --help`") from error
+        raise GeofedError("CONFIG_INVALID", str(error), hint="see `geofed emulator set --help`") from error

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import sys
-from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from control_plane.cli._options import Output
+from control_plane.cli._output import columns, emit, say
+from control_plane.cli._settings import Format, settings
+from control_plane.cli.main import run
 from deploy.emulator import Emulator, load_profile, profile_names
-from geofed_pb.errors import Exit, GeofedError
-from geofed_pb.output import written_out
-
-SCHEMA_VERSION = 1
-"""Version of the JSON output; a change that breaks readers raises it."""
+from geofed_pb.errors import GeofedError
 
 app = typer.Typer(
     name="wan-emulator",
@@ -31,71 +26,52 @@ app = typer.Typer(
 )
 
 
-class Output(StrEnum):
-    """Formats in which commands print their result."""
-
-    table = "table"
-    json = "json"
-
-
 StateDir = Annotated[
     Path, typer.Option(envvar="GEOFED_EMULATOR_STATE", help="Where the emulator keeps its socket and state.")
 ]
-OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How to print data.")]
 _STATE_DIR = Path(".geofed/emulator")
 
 
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-def _emit(output: Output, data: dict[str, Any], table: Sequence[Sequence[object]]) -> None:
-    if output is Output.json:
-        print(json.dumps({"schema_version": SCHEMA_VERSION, "status": "ok", "data": data}, indent=2))
-        return
-    rows = [[str(cell) for cell in row] for row in table]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-@app.command()
+@app.command(epilog="Example: geofed emulator up china-eu-us-3")
 def up(
     profile: Annotated[str, typer.Argument(help="A shipped profile (see `profiles`) or a YAML file.")],
     state_dir: StateDir = _STATE_DIR,
     backend: Annotated[str | None, typer.Option(help="netem or hold; by default what the kernel has.")] = None,
-    output: OutputOption = Output.table,
+    output: Output = Format.TABLE,
 ) -> None:
     """Start an emulated WAN; it runs until `down`."""
     if backend not in (None, "netem", "hold"):
         raise GeofedError("CONFIG_INVALID", f"no back-end {backend!r}", hint="choose netem or hold")
     emulator = Emulator(load_profile(profile), state_dir=state_dir, backend=backend).start(daemon=True)
-    _show(emulator.status(), output)
-    _note(f"up with back-end {emulator.backend}; run things inside with `wan-emulator exec SITE -- COMMAND`")
+    _show(emulator.status())
+    say(f"up with back-end {emulator.backend}; run things inside with `geofed emulator exec SITE -- COMMAND`")
 
 
-@app.command()
-def status(state_dir: StateDir = _STATE_DIR, output: OutputOption = Output.table) -> None:
+@app.command(epilog="Example: geofed emulator status -o json")
+def status(state_dir: StateDir = _STATE_DIR, output: Output = Format.TABLE) -> None:
     """Show sites, addresses, and every link with its shape and meters."""
-    _show(Emulator.attach(state_dir).status(), output)
+    _show(Emulator.attach(state_dir).status())
 
 
-def _show(data: dict[str, Any], output: Output) -> None:
+def _show(data: dict[str, Any]) -> None:
     addresses = {row["name"]: row["address"] for row in data["sites"]}
-    table: list[list[object]] = [
-        ["FROM", "TO", "ADDRESS OF TO", "MBIT/S", "DELAY MS", "JITTER MS", "LOSS", "STATE", "BYTES"]
-    ]
+    heads = ("FROM", "TO", "ADDRESS OF TO", "MBIT/S", "DELAY MS", "JITTER MS", "LOSS", "STATE", "BYTES")
+    table: list[list[object]] = []
     for link in data["links"]:
         rate = "-" if link["rate_mbps"] is None else f"{link['rate_mbps']:g}"
         shape = [rate, f"{link['delay_ms']:g}", f"{link['jitter_ms']:g}", f"{link['loss']:g}"]
         state = "cut" if link["cut"] else "up"
         table.append([link["src"], link["dst"], addresses[link["dst"]], *shape, state, link["bytes"]])
-    if output is Output.table:
-        _note(f"profile {data['profile']}, back-end {data['backend']}, TCP {data['congestion_control']}")
-    _emit(output, data, table)
+    if settings.format is Format.TABLE:
+        say(f"profile {data['profile']}, back-end {data['backend']}, TCP {data['congestion_control']}")
+    emit(data, table=lambda _: columns(heads, table), name=lambda shown: str(shown["profile"]))
 
 
-@app.command(name="exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command(
+    name="exec",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog="Example: geofed emulator exec frankfurt -- ip address",
+)
 def exec_(
     site: Annotated[str, typer.Argument(help="`control` or a region.")],
     command: Annotated[list[str], typer.Argument(help="The command, after `--`.")],
@@ -107,7 +83,7 @@ def exec_(
     os.execvpe(argv[0], argv, emulator.environment())
 
 
-@app.command(name="set")
+@app.command(name="set", epilog="Example: geofed emulator set frankfurt virginia --rate 50mbit --delay 40ms --both")
 def set_(
     src: Annotated[str, typer.Argument(metavar="FROM")],
     dst: Annotated[str, typer.Argument(metavar="TO")],
@@ -141,7 +117,7 @@ def _quantity(text: str, units: dict[str, float]) -> float:
     return float(match[1]) * units[match[2]]
 
 
-@app.command()
+@app.command(epilog="Example: geofed emulator partition shanghai")
 def partition(
     site: Annotated[str, typer.Argument(help="The site to cut off.")],
     others: Annotated[list[str] | None, typer.Argument(help="From these only; by default from all.")] = None,
@@ -151,13 +127,13 @@ def partition(
     Emulator.attach(state_dir).partition(site, *(others or []))
 
 
-@app.command()
+@app.command(epilog="Example: geofed emulator heal")
 def heal(state_dir: StateDir = _STATE_DIR) -> None:
     """Undo every partition."""
     Emulator.attach(state_dir).heal()
 
 
-@app.command()
+@app.command(epilog="Example: geofed emulator calibrate --seconds 1")
 def calibrate(
     state_dir: StateDir = _STATE_DIR,
     seconds: Annotated[float, typer.Option(min=0.5, help="Length of each transfer, after its warm-up.")] = 3.0,
@@ -165,30 +141,26 @@ def calibrate(
     write: Annotated[
         Path | None, typer.Option(help="Where to write the JSON; by default in the state directory.")
     ] = None,
-    output: OutputOption = Output.table,
+    output: Output = Format.TABLE,
 ) -> None:
     """Measure round trips and throughput against the profile; off by more than 5 % is an error."""
     pairs = None if link is None else [_pair(text) for text in link]
     result = Emulator.attach(state_dir).calibrate(seconds=seconds, links=pairs)
     result.write(write or state_dir / "calibration.json")
-    table: list[list[object]] = [
-        ["FROM", "TO", "RTT MS", "MEASURED", "MBIT/S", "MEASURED", "LOSS", "MEASURED", "RESULT"]
-    ]
+    heads = ("FROM", "TO", "RTT MS", "MEASURED", "MBIT/S", "MEASURED", "LOSS", "MEASURED", "RESULT")
+    table: list[list[object]] = []
     for row in result.links:
         asked = "-" if row.rate_mbps is None else row.rate_mbps
         lost = "-" if row.measured_loss is None else row.measured_loss
         verdict = "; ".join(row.faults) or "ok"
         rtts = [row.rtt_ms, row.measured_rtt_ms]
         table.append([row.src, row.dst, *rtts, asked, row.measured_mbps, row.loss, lost, verdict])
-    _emit(output, result.as_dict(), table)
-    _note(f"back-end {result.backend}, TCP {result.congestion_control}")
+    emit(result.as_dict(), table=lambda _: columns(heads, table), name=lambda _: str(write or state_dir))
+    say(f"back-end {result.backend}, TCP {result.congestion_control}")
     if not result.ok:
-        # the data is on stdout already; the error repeats the result for users
-        try:
-            result.require()
-        except GeofedError as error:
-            _complain(error)
-            raise typer.Exit(int(error.exit)) from error
+        # The data are on stdout already; the error repeats the result for users.
+        settings.format = Format.TABLE
+        result.require()
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -198,7 +170,7 @@ def _pair(text: str) -> tuple[str, str]:
     return src, dst
 
 
-@app.command()
+@app.command(epilog="Example: geofed emulator down")
 def down(state_dir: StateDir = _STATE_DIR) -> None:
     """End the WAN and the processes in it; also cleans up after an emulator that was killed."""
     if not state_dir.exists():
@@ -206,36 +178,21 @@ def down(state_dir: StateDir = _STATE_DIR) -> None:
     Emulator.at(state_dir).down()
 
 
-@app.command()
-def profiles(output: OutputOption = Output.table) -> None:
+@app.command(epilog="Example: geofed emulator profiles")
+def profiles(output: Output = Format.TABLE) -> None:
     """List the shipped profiles."""
     found = [load_profile(name) for name in profile_names()]
-    rows: list[list[object]] = [["NAME", "REGIONS", "DESCRIPTION"]]
-    rows += [[profile.name, len(profile.regions), profile.description] for profile in found]
-    _emit(output, {"profiles": [profile.as_dict() for profile in found]}, rows)
-
-
-def _complain(error: GeofedError) -> None:
-    _note(f"error: {error}\nhint: {error.hint}")
+    rows = [(profile.name, len(profile.regions), profile.description) for profile in found]
+    emit(
+        {"profiles": [profile.as_dict() for profile in found]},
+        table=lambda _: columns(("NAME", "REGIONS", "DESCRIPTION"), rows),
+        name=lambda _: "\n".join(profile.name for profile in found),
+    )
 
 
 def main() -> None:
     """Run the command; the exit status follows the catalogue of errors."""
-    wants_json = any(a in ("-ojson", "--output=json") for a in sys.argv) or any(
-        pair in (("-o", "json"), ("--output", "json")) for pair in zip(sys.argv, sys.argv[1:], strict=False)
-    )
-    try:
-        with written_out():
-            app()
-    except GeofedError as error:
-        if wants_json:
-            envelope = {"schema_version": SCHEMA_VERSION, "status": "error", "error": error.as_dict()}
-            with contextlib.suppress(GeofedError), written_out():
-                print(json.dumps(envelope, indent=2))
-        _complain(error)
-        sys.exit(int(error.exit))
-    except KeyboardInterrupt:
-        sys.exit(int(Exit.INTERRUPTED))
+    run(app)
 
 
 if __name__ == "__main__":

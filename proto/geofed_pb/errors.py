@@ -53,19 +53,13 @@ class Entry:
 
 CATALOGUE: dict[str, Entry] = {
     # the job file and the task module
-    "SPEC_INVALID": Entry(Exit.SPEC, False, "correct the job file; `control-plane schema` prints what it may hold"),
-    "SPEC_NOT_FOUND": Entry(
-        Exit.SPEC, False, "check the path; `control-plane new TEMPLATE DIR` writes a job to start from"
-    ),
+    "SPEC_INVALID": Entry(Exit.SPEC, False, "correct the job file; `geofed schema` prints what it may hold"),
+    "SPEC_NOT_FOUND": Entry(Exit.SPEC, False, "check the path; `geofed new TEMPLATE DIR` writes a job to start from"),
     "TASK_INVALID": Entry(
         Exit.SPEC, False, "correct the task module; docs/job-file.md says what its functions take and return"
     ),
-    "TASK_FAILED": Entry(
-        Exit.JOB_ENDED_BADLY, False, "`control-plane logs JOB` shows the traceback of the task module"
-    ),
-    "DATASET_UNKNOWN": Entry(
-        Exit.INADMISSIBLE, False, "`control-plane region list` shows which datasets the regions hold"
-    ),
+    "TASK_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`geofed logs JOB` shows the traceback of the task module"),
+    "DATASET_UNKNOWN": Entry(Exit.INADMISSIBLE, False, "`geofed region list` shows which datasets the regions hold"),
     "SHARD_UNREADABLE": Entry(
         Exit.JOB_ENDED_BADLY, False, "check the shard's path and permissions in the region's configuration"
     ),
@@ -78,7 +72,7 @@ CATALOGUE: dict[str, Entry] = {
     "ISOLATION_UNAVAILABLE": Entry(
         Exit.INADMISSIBLE,
         False,
-        "the region's operator installs bubblewrap; `region-agent doctor` there says what is missing",
+        "the region's operator installs bubblewrap; `geofed agent doctor` there says what is missing",
     ),
     "RESIDENCY_VIOLATION": Entry(
         Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
@@ -88,21 +82,21 @@ CATALOGUE: dict[str, Entry] = {
     # identity
     "UNAUTHENTICATED": Entry(Exit.AUTH, False, "use the token or certificate of this federation"),
     "FORBIDDEN": Entry(Exit.AUTH, False, "this identity may not do that"),
-    "TOKEN_INVALID": Entry(Exit.AUTH, False, "make a new one with `control-plane region invite NAME`"),
+    "TOKEN_INVALID": Entry(Exit.AUTH, False, "make a new one with `geofed region invite NAME`"),
     "CERTIFICATE_EXPIRED": Entry(
-        Exit.AUTH, False, "invite the region again: `control-plane region invite NAME`, then `region-agent join`"
+        Exit.AUTH, False, "invite the region again: `geofed region invite NAME`, then `geofed agent join`"
     ),
     "CERTIFICATE_INVALID": Entry(Exit.AUTH, False, "the two sides do not share a certificate authority; join again"),
     "PLAINTEXT_REFUSED": Entry(Exit.AUTH, False, "use TLS; plaintext is never accepted"),
     # jobs
-    "JOB_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane list --all` shows all jobs, ended ones too"),
-    "REGION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane region list` shows the regions"),
-    "USER_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane user list` shows the users"),
-    "TEMPLATE_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane template list` shows the templates"),
-    "MODEL_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`control-plane status JOB` shows which models are kept"),
+    "JOB_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`geofed list --all` shows all jobs, ended ones too"),
+    "REGION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`geofed region list` shows the regions"),
+    "USER_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`geofed user list` shows the users"),
+    "TEMPLATE_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`geofed template list` shows the templates"),
+    "MODEL_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "`geofed status JOB` shows which models are kept"),
     "REQUEST_CONFLICT": Entry(Exit.CONFLICT, False, "use a new --request-id for a different job"),
-    "ILLEGAL_STATE": Entry(Exit.CONFLICT, False, "the job's state does not allow this; see `control-plane status JOB`"),
-    "JOB_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`control-plane events JOB` shows what happened"),
+    "ILLEGAL_STATE": Entry(Exit.CONFLICT, False, "the job's state does not allow this; see `geofed status JOB`"),
+    "JOB_FAILED": Entry(Exit.JOB_ENDED_BADLY, False, "`geofed events JOB` shows what happened"),
     "JOB_CANCELLED": Entry(Exit.JOB_ENDED_BADLY, False, "submit it again to run it"),
     "WAIT_TIMEOUT": Entry(Exit.WAIT_TIMEOUT, True, "the job continues; wait again with a longer --timeout"),
     "PEER_INVALID": Entry(
@@ -120,7 +114,7 @@ CATALOGUE: dict[str, Entry] = {
     "GATEWAY_UNAVAILABLE": Entry(
         Exit.UNAVAILABLE, True, "see that the function gateway runs and that its address is right"
     ),
-    "FUNCTION_FAILED": Entry(Exit.JOB_ENDED_BADLY, True, "`control-plane logs JOB` shows what the function wrote"),
+    "FUNCTION_FAILED": Entry(Exit.JOB_ENDED_BADLY, True, "`geofed logs JOB` shows what the function wrote"),
     "FUNCTION_NOT_FOUND": Entry(Exit.NOT_FOUND, False, "the gateway does not know it; deploy it first"),
     "FUNCTION_BUSY": Entry(
         Exit.UNAVAILABLE, True, "every replica has its most calls in flight; wait, or scale the function"
@@ -149,7 +143,7 @@ CATALOGUE: dict[str, Entry] = {
     # clouds
     "CLOUD_SDK_MISSING": Entry(Exit.USAGE, False, "in a clone of geofed, pip install '.[clouds]' installs all of them"),
     "CLOUD_REGION_UNKNOWN": Entry(
-        Exit.NOT_FOUND, False, "`control-plane catalogue regions --cloud CLOUD` shows the regions of a cloud"
+        Exit.NOT_FOUND, False, "`geofed catalogue regions --cloud CLOUD` shows the regions of a cloud"
     ),
     "CLOUD_UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "try again later; see the network and the cloud's status page"),
     "CLOUD_REFUSED": Entry(Exit.USAGE, False, "the message has what the cloud said"),
@@ -168,7 +162,7 @@ CATALOGUE: dict[str, Entry] = {
     "EMULATOR_UNSUPPORTED": Entry(
         Exit.UNAVAILABLE, False, "run as root, or where user namespaces are allowed; or run without shaping"
     ),
-    "EMULATOR_OFF": Entry(Exit.NOT_FOUND, False, "start it with `wan-emulator up PROFILE`"),
+    "EMULATOR_OFF": Entry(Exit.NOT_FOUND, False, "start it with `geofed emulator up PROFILE`"),
     "CALIBRATION_FAILED": Entry(
         Exit.JOB_ENDED_BADLY, True, "the machine is too busy for this profile; a measurement would not be valid"
     ),

@@ -302,11 +302,11 @@ class PolicyConfig(Section):
     accept_shards: bool = True
     """Whether shards of other regions may be processed here, if their residency allows it."""
     allow_users: dict[str, Annotated[str, Field(pattern=r"^ed25519:[A-Za-z0-9+/]{43}=$")]] | None = None
-    """Users whose code may run here, each with the public key that `control-plane user key` prints; `operator` is the
+    """Users whose code may run here, each with the public key that `geofed user key` prints; `operator` is the
     federation's operator. The agent checks their signatures, whatever the control plane says. Default: all users of
     the federation, signed or not."""
     approve: Literal["none", "first-run", "every"] = "none"
-    """What waits for `region-agent approve JOB`. `first-run`: a user's code the first time that it runs on a dataset.
+    """What waits for `geofed agent approve JOB`. `first-run`: a user's code the first time that it runs on a dataset.
     `every`: every job, profile and probe."""
     peer_networks: tuple[Annotated[str, AfterValidator(_network)], ...] | None = None
     """Networks in which this region connects to other regions' servers: `203.0.113.0/24`, `2001:db8::/32`. Default: the
@@ -320,7 +320,7 @@ class PolicyConfig(Section):
 
 class RetentionConfig(Section):
     """For how many days the agent keeps, in its state directory, what no job here needs any more. It looks every hour;
-    `region-agent storage` shows what it finds."""
+    `geofed agent storage` shows what it finds."""
 
     jobs_days: NotNegative = 7.0
     """State of parameter servers whose job the agent does not know any more, as after the loss of its database. The
@@ -422,7 +422,7 @@ class RegionConfig(Section):
     )
     """Where the workers of a job exchange tensors (docs/channels.md). Default: `kind: file`."""
     identity: IdentityConfig | None = None
-    """The region's identity, if the operator's own CA signs it. Default: `region-agent join` receives it."""
+    """The region's identity, if the operator's own CA signs it. Default: `geofed agent join` receives it."""
     policy: PolicyConfig = PolicyConfig()
     retention: RetentionConfig = RetentionConfig()
     functions: FunctionsConfig = FunctionsConfig()

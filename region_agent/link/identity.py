@@ -32,7 +32,7 @@ _PREFIX = "geofed1."
 
 @dataclass(frozen=True)
 class Invitation:
-    """Decoded invitation, as `control-plane region invite` prints it."""
+    """Decoded invitation, as `geofed region invite` prints it."""
 
     address: str
     """host:port of the control port; several are separated by commas."""
@@ -132,7 +132,7 @@ class Identity:
             return JoinedFederation(**json.loads(self._federation_file.read_text()))
         except FileNotFoundError:
             text = "this region has not joined a federation"
-            hint = "get an invitation with `control-plane region invite NAME`, then `region-agent join`"
+            hint = "get an invitation with `geofed region invite NAME`, then `geofed agent join`"
             raise GeofedError("UNAUTHENTICATED", text, hint=hint) from None
 
     def tls(self) -> Tls:

@@ -47,7 +47,7 @@ __all__ = ["handle"]
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-_TOO_SMALL = "raise function.memoryMb, or run `control-plane profile`: plans then cut the model into stages that fit"
+_TOO_SMALL = "raise function.memoryMb, or run `geofed profile`: plans then cut the model into stages that fit"
 """Hint of an error about the worker's memory."""
 
 

@@ -142,7 +142,7 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     begun += time.monotonic() - checked
     if layers is not None:
         if call.measure == "pace":
-            text = f"the model does not fit a function of {call.memory_mb} MB, and `control-plane profile` takes longer"
+            text = f"the model does not fit a function of {call.memory_mb} MB, and `geofed profile` takes longer"
             raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
         return _profile_by_layer(call, task, layers, data["train"], begun)
     where = device()

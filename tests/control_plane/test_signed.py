@@ -116,7 +116,7 @@ def test_a_job_says_whose_approval_it_waits_for(serve_config: ServeConfig, job_f
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
             job = (await stage.submit(job_file)).job.id
-            text = f"waiting for the approval of b's operator: `region-agent approve {job}`"
+            text = f"waiting for the approval of b's operator: `geofed agent approve {job}`"
             a.report(job, "ready", ps_address="a.example:9000")
             b.report(job, "accepted", condition=text)
             for agent in (a, b):

@@ -42,7 +42,7 @@ def test_a_unit_starts_what_there_is(unit: Path, tmp_path: Path) -> None:
 def test_the_container_is_built_from_what_there_is() -> None:
     text = (DEPLOY / "openfaas" / "Dockerfile").read_text()
     folders = re.findall(r"^COPY (\w+) \w+$", text, re.MULTILINE)
-    assert set(folders) == {"proto", "sync", "scheduler", "control_plane", "region_agent", "deploy"}
+    assert set(folders) == {"proto", "sync", "scheduler", "control_plane", "region_agent", "deploy", "geofed"}
     assert all((DEPLOY.parent / folder).is_dir() for folder in folders)
     (module,) = re.findall(r'^ENTRYPOINT \["python", "-m", "([\w.]+)"\]$', text, re.MULTILINE)
     assert importlib.util.find_spec(module) is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from ruamel.yaml import YAML
-from support.commands import run_here
+from support.commands import PROGRAMS, run_here
 from support.failures import command
 
 from control_plane.spec import load
@@ -22,7 +22,7 @@ from scheduler.simulate._trace import _CHRONUS, _HEADERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("deploy/templates/*/README.md")])
-COMMANDS = ("control-plane", "region-agent", "wan-emulator")
+COMMANDS = ("geofed", "control-plane", "region-agent", "wan-emulator")
 TASK = "def model(config): ...\ndef dataset(uri, split, config): ...\ndef loss(model, batch): ...\n"
 
 TIED_TASK = """
@@ -102,18 +102,19 @@ def test_an_exported_model_loads_as_it_is_told(tmp_path: Path) -> None:
 def _calls(text: str) -> list[str]:
     """Commands as they stand in blocks and in running text."""
     whole = text.replace("\\\n", " ")
+    blocks = "\n".join([*re.findall(r"```.*?```", whole, re.DOTALL), *re.findall(r"^ {4}.*", whole, re.MULTILINE)])
     lines = re.findall(
-        r"^(?: {4}|source <\()?((?:control-plane|region-agent|wan-emulator)\b[^\n]*)", whole, re.MULTILINE
+        r"^(?: {4}|source <\()*((?:geofed|control-plane|region-agent|wan-emulator)\b[^\n]*)", blocks, re.MULTILINE
     )
     spans = re.findall(
-        r"`((?:control-plane|region-agent|wan-emulator) [^`]+)`", re.sub(r"```.*?```", "", whole, flags=re.S)
+        r"`((?:geofed|control-plane|region-agent|wan-emulator) [^`]+)`", re.sub(r"```.*?```", "", whole, flags=re.S)
     )
     return [*lines, *spans]
 
 
 @lru_cache
 def _help(*words: str) -> str | None:
-    ask = run_here if words[0] == "control-plane" else partial(command, words[0])
+    ask = partial(run_here, program=words[0]) if words[0] in PROGRAMS else partial(command, words[0])
     done = ask(*words[1:], "--help")
     return done.stdout if done.returncode == 0 else None
 

@@ -26,9 +26,9 @@ within() {
 }
 """
 PAUSES = (
-    "within control-plane list",
+    "within geofed list",
     "",
-    "within sh -c '[ $(control-plane region list -o json | grep -c live) -ge 2 ]'",
+    "within sh -c '[ $(geofed region list -o json | grep -c live) -ge 2 ]'",
     "",
 )
 """What has come to be, one after the other, by the time that a reader has read on to the next block."""

@@ -32,7 +32,7 @@ def test_a_job_waits_until_the_region_lets_its_users_code_run(tmp_path: Path) ->
         running = Running(federation, tmp_path)
         job = running.submit("train.end.epochs=2")
         eventually(lambda: job in agents(federation, "pending"), "the job waits for approval", 30)
-        assert f"region-agent approve {job}" in running.describe(job)["condition"]
+        assert f"geofed agent approve {job}" in running.describe(job)["condition"]
         eventually(lambda: "waiting" in agents(federation, "status"), "the status says so")
         agents(federation, "approve", job)
         assert running.wait_end(job)["state"] == "succeeded"

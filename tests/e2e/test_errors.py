@@ -71,7 +71,7 @@ def test_a_task_that_raises_is_named_by_its_own_line(shared: Running, task: str,
     logs = shared.federation.control_plane("logs", name).stdout
     assert "Traceback" in logs
     assert cause in logs
-    assert f"control-plane logs {name}" in failure.hint or "control-plane logs JOB" in failure.hint
+    assert f"geofed logs {name}" in failure.hint or "geofed logs JOB" in failure.hint
     assert told(shared.federation.control_plane("wait", name, check=False)).text == failure.text
 
 

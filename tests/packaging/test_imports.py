@@ -8,7 +8,7 @@ from pathlib import Path
 import networkx
 
 ROOT = Path(__file__).resolve().parents[2]
-ROOMS = ("control_plane", "region_agent", "sync", "scheduler", "deploy", "proto/geofed_pb")
+ROOMS = ("geofed", "control_plane", "region_agent", "sync", "scheduler", "deploy", "proto/geofed_pb")
 
 
 def test_no_module_imports_one_that_imports_it() -> None:

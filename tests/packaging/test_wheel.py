@@ -15,9 +15,9 @@ import grpc
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_LEVEL = {"control_plane", "deploy", "geofed_pb", "region_agent", "scheduler", "sync"}
+TOP_LEVEL = {"control_plane", "deploy", "geofed", "geofed_pb", "region_agent", "scheduler", "sync"}
 """What an installation adds to the names that Python can import. `proto` must never be among them."""
-COMMANDS = {"control-plane", "region-agent", "wan-emulator"}
+COMMANDS = {"geofed", "control-plane", "region-agent", "wan-emulator"}
 JOB = """
 import json, sys
 from pathlib import Path

@@ -168,7 +168,7 @@ def test_a_job_waits_for_the_operator_also_over_a_restart_and_then_starts(
     assert [(report.job, report.state) for report in told[:3]] == [
         ("job-1", "accepted"), ("job-2", "accepted"), ("job-2", "stopped"),
     ]  # fmt: skip
-    assert told[0].condition == "waiting for the approval of east's operator: `region-agent approve job-1`"
+    assert told[0].condition == "waiting for the approval of east's operator: `geofed agent approve job-1`"
 
 
 def test_whoever_is_not_allowed_is_refused_before_anything_waits(tmp_path: Path, ann: Signer) -> None:

@@ -83,7 +83,7 @@ def test_a_region_that_has_not_joined_is_told_how_to(tmp_path: Path) -> None:
     with pytest.raises(GeofedError) as raised:
         Identity(tmp_path).check()
     assert raised.value.code == "UNAUTHENTICATED"
-    assert "region-agent join" in raised.value.hint
+    assert "geofed agent join" in raised.value.hint
 
 
 def test_an_expired_certificate_is_told(tmp_path: Path, authority: Authority) -> None:

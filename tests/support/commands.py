@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import geofed.cli
 from control_plane.cli import main as entry
 from control_plane.cli._settings import Format, settings
 
-__all__ = ["Elsewhere", "run_here"]
+__all__ = ["PROGRAMS", "Elsewhere", "run_here"]
 
 _TESTS = Path(__file__).resolve().parents[1]
 _ROOT = _TESTS.parent
@@ -25,11 +26,14 @@ _SERVE = f"import sys; sys.path[:0] = {[str(_ROOT), str(_ROOT / 'proto'), str(_T
 )
 
 
-def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+PROGRAMS = {"control-plane": entry.app, "geofed": geofed.cli.app}
+
+
+def run_here(*arguments: str, program: str = "control-plane", **environment: str) -> subprocess.CompletedProcess[str]:
     """What the command answers, and what it leaves; all that it leaves open is this process's."""
     settings.debug, settings.ask, settings.format = False, True, Format.TABLE
     out, err, status = io.StringIO(), io.StringIO(), 0
-    argv = ["control-plane", *arguments]
+    argv = [program, *arguments]
     with (
         mock.patch.object(sys, "argv", argv),
         mock.patch.dict("os.environ", environment),
@@ -37,7 +41,7 @@ def run_here(*arguments: str, **environment: str) -> subprocess.CompletedProcess
         contextlib.redirect_stderr(err),
     ):
         try:
-            entry.main()
+            entry.run(PROGRAMS[program])
         except SystemExit as end:
             status = int(end.code or 0)
     return subprocess.CompletedProcess(argv, status, out.getvalue(), err.getvalue())

@@ -41,7 +41,7 @@ UsdPerCny = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog="Example: geofed catalogue regions --cloud azure")
 def regions(
     cloud: Cloud,
     profile: Profile = None,
@@ -57,7 +57,7 @@ def regions(
     emit(views, table=_regions_table, name=lambda view: str(view["name"]))
 
 
-@app.command()
+@app.command(epilog="Example: geofed catalogue prices --cloud azure --region westeurope --type Standard_F16s_v2")
 def prices(
     cloud: Cloud,
     region: RegionOfCloud,
@@ -84,7 +84,9 @@ def prices(
     _emit_prices(region_prices(opened, region, machine_type, purchase, destinations))
 
 
-@app.command("import")
+@app.command(
+    "import", epilog="Example: geofed catalogue import prices.csv --cloud aws --region r --type t --as-of 2026-11"
+)
 def import_prices(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="CSV; see docs/catalogue.md.", show_default=False)],
     cloud: Annotated[str, typer.Option("--cloud", help="Cloud, as named in the file.", show_default=False)],
@@ -102,7 +104,7 @@ def import_prices(
     _emit_prices(region_prices(open_price_file(file, cloud, as_of), region, machine_type, purchase))
 
 
-@app.command()
+@app.command(epilog="Example: geofed catalogue shards s3://bucket/digits/")
 def shards(
     uri: Annotated[
         str, typer.Argument(metavar="s3://BUCKET/PREFIX", help="Bucket and prefix of the shards.", show_default=False)

@@ -29,12 +29,9 @@ def compare(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Compare jobs: metrics, rounds, time, WAN bytes, cost, and what differs between their job files.
-
-    Example: control-plane compare digits-3f9c21 digits-b7d004
-    """
+    """Compare jobs: metrics, rounds, time, WAN bytes, cost, and what differs between their job files."""
     if len(jobs) < 2:
-        raise GeofedError("USAGE", "give at least two jobs", hint="`control-plane list --all` shows the jobs")
+        raise GeofedError("USAGE", "give at least two jobs", hint="`geofed list --all` shows the jobs")
 
     async def ask(client: ControlClient) -> Data:
         from control_plane.cli._plan import differing

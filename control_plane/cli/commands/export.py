@@ -71,8 +71,6 @@ def export(
 ) -> None:
     """Write a job's model as safetensors, and a manifest next to it. Of a job that runs, has failed or was cancelled,
     that of an evaluated round.
-
-    Example: control-plane export digits-3f9c21 --round best
     """
 
     async def fetch(client: ControlClient) -> Data:
@@ -118,7 +116,7 @@ def _chosen(view: Data, wanted: str | None) -> Data:
         raise GeofedError("USAGE", f"invalid value {wanted!r} for --round", hint="give the number of a round, or best")
     if not models:
         pending = state not in (*ENDED, "cancelling")
-        hint = "wait for its first evaluation" if pending else f"`control-plane events {job}` shows what happened"
+        hint = "wait for its first evaluation" if pending else f"`geofed events {job}` shows what happened"
         raise GeofedError("MODEL_NOT_FOUND", f"job {job} {standing_text(state)}; it has no model", hint=hint)
     if wanted is None:
         last: Data = models[-1]

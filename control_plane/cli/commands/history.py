@@ -42,7 +42,7 @@ def events(
             outage.call_succeeded()
             yield event_view(event)
 
-    _show(context, stream, _event_line, follow=follow, again=f"control-plane events {job} --follow")
+    _show(context, stream, _event_line, follow=follow, again=f"geofed events {job} --follow")
 
 
 def logs(
@@ -62,10 +62,7 @@ def logs(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show the logs of a job's workers, parameter servers and agents.
-
-    Example: control-plane logs digits-3f9c21 --since 10m --region frankfurt
-    """
+    """Show the logs of a job's workers, parameter servers and agents."""
     begin = 0.0 if since is None else _begin(since)
 
     async def stream(client: ControlClient, outage: Outage) -> AsyncIterator[Data]:
@@ -76,7 +73,7 @@ def logs(
             if line.at >= begin:
                 yield log_view(line)
 
-    _show(context, stream, _log_line, follow=follow, again=f"control-plane logs {job} --follow")
+    _show(context, stream, _log_line, follow=follow, again=f"geofed logs {job} --follow")
 
 
 def _begin(since: str) -> float:

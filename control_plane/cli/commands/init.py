@@ -42,10 +42,7 @@ def init(
     no_input: NoInput = False,
     output: Output = Format.TABLE,
 ) -> None:
-    """Write a job and the files of its regions, with example data to run it on; ask for what no option gives.
-
-    Example: control-plane init first --regions home,office --no-input
-    """
+    """Write a job and the files of its regions, with example data to run it on; ask for what no option gives."""
     chosen = _answer("What to train", template, "image-classification", _template)
     names = _answer("Names of the regions", regions, "home,office", _regions)
     most = _answer("Most workers in each region", workers, "2", _workers)
@@ -150,17 +147,17 @@ def _written(data: Data) -> str:
 
 def _say_next(folder: Path, names: list[str]) -> None:
     say("next, each in a terminal of its own, from this folder:")
-    say("  control-plane serve")
+    say("  geofed serve")
     for name in names:
         state, token = f"--state-dir .geofed/{name}", f"{name}.token"
-        say(f"  control-plane region invite {name} > {token}; region-agent join --token-file {token} {state}")
-        say(f"  region-agent run --config {folder / f'{name}.yaml'} {state}")
-    say(f"  control-plane submit {folder / 'job' / 'job.yaml'} --watch")
+        say(f"  geofed region invite {name} > {token}; geofed agent join --token-file {token} {state}")
+        say(f"  geofed agent run --config {folder / f'{name}.yaml'} {state}")
+    say(f"  geofed submit {folder / 'job' / 'job.yaml'} --watch")
     say("the prices in the region files are 0: state your own there before a plan's cost means anything")
 
 
 _REGION_FILE = """\
-# A region. All keys: `region-agent schema`, docs/region-file.md
+# A region. All keys: `geofed agent schema`, docs/region-file.md
 apiVersion: geofed/v1
 kind: Region
 metadata: {{name: {name}}}

@@ -44,7 +44,7 @@ def status(
     """Show the state of a job, or of the federation."""
     if job is None:
         if watch:
-            raise GeofedError("USAGE", "--watch needs a job", hint="`control-plane list` shows the jobs")
+            raise GeofedError("USAGE", "--watch needs a job", hint="`geofed list` shows the jobs")
         emit(ask_control_plane(context, _federation), table=_federation_text, name=lambda data: str(data["federation"]))
     elif watch:
         finish_with_job(context, job, shown=True)
@@ -102,10 +102,7 @@ def cancel(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Cancel a job. Models of evaluated rounds are kept: `export` writes them, `resume` continues with the last one.
-
-    Example: control-plane cancel digits-3f9c21 --reason "wrong data" --yes
-    """
+    """Cancel a job. Models of evaluated rounds are kept: `export` writes them, `resume` continues with the last one."""
     kept = f" {ask_control_plane(context, _what_is_kept(job))}" if not yes and can_ask() else ""
     confirm(f"Cancel job {job}?{kept}", yes=yes)
     _request(context, lambda client: client.cancel(job, reason))
@@ -153,10 +150,7 @@ def resume(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Resume an ended job: a new one trains the rest, with the same code, from the last kept model.
-
-    Example: control-plane resume digits-3f9c21 --watch
-    """
+    """Resume an ended job: a new one trains the rest, with the same code, from the last kept model."""
     import uuid
 
     from control_plane.cli._report import job_head
@@ -257,7 +251,7 @@ def finish_with_job(
             state = "is not running yet" if running else "has not ended yet"
             raise GeofedError("WAIT_TIMEOUT", f"timed out after {seconds:g} s; job {job} {state}") from None
 
-    again = f"detached; the job continues. Watch it again: control-plane status {job} --watch"
+    again = f"detached; the job continues. Watch it again: geofed status {job} --watch"
     view = ask_control_plane(context, last_view, detach=again)
     try:
         raise_unless_succeeded(view)

@@ -13,9 +13,10 @@ from control_plane.cli._options import Output
 from control_plane.cli._output import emit
 from control_plane.cli._settings import Format
 
-PROGRAM = "control-plane"
-COMPLETE_VARIABLE = "_CONTROL_PLANE_COMPLETE"
-"""Environment variable with which a shell asks for completions; Typer derives its name from the program's."""
+
+def complete_variable(program: str) -> str:
+    """Return the environment variable with which a shell asks for completions, as Typer derives it."""
+    return f"_{program.replace('-', '_').upper()}_COMPLETE"
 
 
 class Shell(StrEnum):
@@ -55,10 +56,13 @@ def version(output: Output = Format.TABLE) -> None:
 
 
 def completion(
+    context: typer.Context,
     shell: Annotated[Shell, typer.Argument(help="Shell to write the script for.", show_default=False)],
 ) -> None:
-    """Print a shell completion script; use it by source <(control-plane completion bash)."""
+    """Print a shell completion script; use it by source <(geofed completion bash)."""
     # Typer's option --show-completion prints the script of the shell that it finds itself in, of no other.
     from typer._completion_shared import get_completion_script
 
-    print(get_completion_script(prog_name=PROGRAM, complete_var=COMPLETE_VARIABLE, shell=shell.value))
+    program = str(context.find_root().info_name)
+    script = get_completion_script(prog_name=program, complete_var=complete_variable(program), shell=shell.value)
+    print(script)

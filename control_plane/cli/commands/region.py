@@ -25,16 +25,16 @@ RegionName = Annotated[
 ]
 
 
-@app.command("list")
+@app.command("list", epilog="Example: geofed region list -o json")
 def list_regions(context: ContextFile = None, output: Output = Format.TABLE) -> None:
     """List the regions with their workers and datasets."""
     views = ask_control_plane(context, _regions)
     emit(views, table=regions_table, name=_name_of)
     if not views:
-        say("no regions; invite one: control-plane region invite NAME")
+        say("no regions; invite one: geofed region invite NAME")
 
 
-@app.command()
+@app.command(epilog="Example: geofed region describe frankfurt")
 def describe(region: RegionName, context: ContextFile = None, output: Output = Format.TABLE) -> None:
     """Show everything about a region: datasets, capacity, prices, links."""
     views = [view for view in ask_control_plane(context, _regions) if view["name"] == region]
@@ -43,7 +43,7 @@ def describe(region: RegionName, context: ContextFile = None, output: Output = F
     emit(views[0], table=_region_text, name=_name_of)
 
 
-@app.command()
+@app.command(epilog="Example: geofed region invite frankfurt > frankfurt.token")
 def invite(
     region: RegionName,
     ttl: Annotated[str, typer.Option(help="How long the token is valid, like 1h.")] = "24h",
@@ -61,13 +61,13 @@ def invite(
     data = {"name": region, "token": reply.token, "expires": time_text(reply.expires)}
     emit(data, table=lambda shown: str(shown["token"]), name=_name_of)
     say(f"The token is valid once, until {data['expires']}. Save it to a file on the region's machine, and run there:")
-    say(f"  region-agent join --token-file {region}.token")
+    say(f"  geofed agent join --token-file {region}.token")
 
 
 Reason = Annotated[str, typer.Option(help="Reason, for the region's history.")]
 
 
-@app.command()
+@app.command(epilog="Example: geofed region drain frankfurt --move")
 def drain(
     region: RegionName,
     move: Annotated[bool, typer.Option("--move", help="Replan its running jobs without it, where possible.")] = False,
@@ -78,13 +78,13 @@ def drain(
     _change(context, region, "drain", move=move)
 
 
-@app.command()
+@app.command(epilog="Example: geofed region undrain frankfurt")
 def undrain(region: RegionName, context: ContextFile = None, output: Output = Format.TABLE) -> None:
     """Let a region have new jobs again."""
     _change(context, region, "undrain")
 
 
-@app.command()
+@app.command(epilog="Example: geofed region revoke frankfurt --yes")
 def revoke(
     region: RegionName,
     reason: Reason = "",
@@ -97,7 +97,7 @@ def revoke(
     _change(context, region, "revoke", reason)
 
 
-@app.command()
+@app.command(epilog="Example: geofed region remove frankfurt --yes")
 def remove(
     region: RegionName,
     reason: Reason = "",

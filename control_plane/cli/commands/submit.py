@@ -54,10 +54,7 @@ def submit(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Submit a job, or with --dry-run show its plan. On a terminal the plan is shown first, and confirmed by you.
-
-    Example: control-plane submit job.yaml --set train.seed=2 --yes --watch
-    """
+    """Submit a job, or with --dry-run show its plan. On a terminal the plan is shown first, and confirmed by you."""
     if from_job is not None:
         overrides = [*(overrides or []), f"train.initialModel.job={json.dumps(from_job)}"]
     loaded, bundle = read_job(job_file, overrides, name)
@@ -72,7 +69,7 @@ def submit(
     view = ask_control_plane(context, submission.send)
     if not (watch or wait):
         emit(job_summary(view), table=_submitted_text, name=_id_of)
-        say(f"watch it: control-plane status {view['id']} --watch")
+        say(f"watch it: geofed status {view['id']} --watch")
         return
     from control_plane.cli.commands.jobs import finish_with_job
 
@@ -125,10 +122,7 @@ def explain(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Show the plan of a job with predicted time and cost, and the alternatives; run nothing.
-
-    Example: control-plane explain --diff before.yaml after.yaml
-    """
+    """Show the plan of a job with predicted time and cost, and the alternatives; run nothing."""
     loaded, bundle = read_job(job_file, overrides, name)
     if diff is not None:
         _show_diff(context, diff, job_file, (loaded, bundle), overrides)

@@ -21,13 +21,13 @@ TemplateName = Annotated[str, typer.Argument(metavar="TEMPLATE", show_default=Fa
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
-@app.command("list")
+@app.command("list", epilog="Example: geofed template list")
 def list_templates(output: Output = Format.TABLE) -> None:
     """List the templates."""
     emit([_view(folder) for folder in _folders()], table=_table, name=_name_of)
 
 
-@app.command()
+@app.command(epilog="Example: geofed template show text")
 def show(template: TemplateName, output: Output = Format.TABLE) -> None:
     """Show a template's description."""
     folder = _find(template)
@@ -59,8 +59,8 @@ def new(
     emit(data, table=lambda shown: "\n".join(shown["files"]), name=lambda shown: str(shown["folder"]))
     say("next:")
     say(f"  read {folder / 'README.md'}; it describes the data that the task needs and how to make some")
-    say(f"  control-plane validate {folder / 'job.yaml'}")
-    say(f"  control-plane submit {folder / 'job.yaml'} --watch")
+    say(f"  geofed validate {folder / 'job.yaml'}")
+    say(f"  geofed submit {folder / 'job.yaml'} --watch")
 
 
 def write_template(template: str, folder: Path, name: str | None) -> list[str]:

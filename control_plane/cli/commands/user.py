@@ -30,7 +30,7 @@ Quota = Annotated[
 ]
 
 
-@app.command()
+@app.command(epilog="Example: geofed user add ann --promised-workers 8")
 def add(
     user: UserName, promised_workers: Quota = None, context: ContextFile = None, output: Output = Format.TABLE
 ) -> None:
@@ -39,7 +39,7 @@ def add(
     _show_token(reply)
 
 
-@app.command("list")
+@app.command("list", epilog="Example: geofed user list")
 def list_users(context: ContextFile = None, output: Output = Format.TABLE) -> None:
     """List the users with their quotas; a user sees only itself."""
 
@@ -49,10 +49,10 @@ def list_users(context: ContextFile = None, output: Output = Format.TABLE) -> No
     views = ask_control_plane(context, ask)
     emit(views, table=_users_table, name=_name_of)
     if not views:
-        say("no users except the operator; create one: control-plane user add NAME")
+        say("no users except the operator; create one: geofed user add NAME")
 
 
-@app.command()
+@app.command(epilog="Example: geofed user change ann --promised-workers 16")
 def change(
     user: UserName,
     promised_workers: Quota = None,
@@ -81,7 +81,7 @@ def change(
         emit(_user_view(reply.user), table=_user_text, name=_name_of)
 
 
-@app.command()
+@app.command(epilog="Example: geofed user key")
 def key(context: ContextFile = None, output: Output = Format.TABLE) -> None:
     """Print your public key, which regions list in `policy.allowUsers`; it is created when it is used first."""
     from control_plane.cli._connect import find_context
@@ -98,7 +98,7 @@ def key(context: ContextFile = None, output: Output = Format.TABLE) -> None:
     emit(data, table=lambda shown: str(shown["public_key"]), name=lambda shown: str(shown["public_key"]))
 
 
-@app.command()
+@app.command(epilog="Example: geofed user remove ann --yes")
 def remove(
     user: UserName,
     yes: Yes = False,
@@ -115,9 +115,7 @@ def remove(
     view = ask_control_plane(context, ask)
     emit(view, table=_user_text, name=_name_of)
     if view["jobs"]:
-        say(
-            f"{view['jobs']} jobs of {user} continue; `control-plane list` shows them, `control-plane cancel` ends them"
-        )
+        say(f"{view['jobs']} jobs of {user} continue; `geofed list` shows them, `geofed cancel` ends them")
 
 
 def _show_token(reply: control_pb2.UserReply) -> None:

@@ -32,7 +32,7 @@ async def resume(federation: Federation, probing: Probing, job: str, request_id:
         text = f"job {row.id} {standing_text(state.phase)}; only an ended job can be resumed"
         raise GeofedError("ILLEGAL_STATE", text)
     if state.successor:
-        hint = f"`control-plane resume {state.successor}` continues that one once it has ended"
+        hint = f"`geofed resume {state.successor}` continues that one once it has ended"
         raise GeofedError("ILLEGAL_STATE", f"job {row.id} was continued as {state.successor}", hint=hint)
     if (earlier := await _earlier(federation, entry, request_id)) is not None:
         return earlier, False

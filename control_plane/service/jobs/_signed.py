@@ -34,7 +34,7 @@ async def require_signed(
     known = federation.users[user].public_key if user in federation.users else ""
     if known and submission.public_key != known:
         what = "has another key" if submission.public_key else "is not signed"
-        hint = f"copy user.key from where {user} has submitted before, or `control-plane user change {user} --new-key`"
+        hint = f"copy user.key from where {user} has submitted before, or `geofed user change {user} --new-key`"
         raise GeofedError("FORBIDDEN", f"the submission of user {user} {what}", hint=hint)
     if not submission.public_key:
         return submission

@@ -103,7 +103,7 @@ class Succession:
         if _regions(answer.plan) == _regions(entry.plan):
             now = ", ".join(_regions(entry.plan))
             text = f"the rest of {job} would run in the same regions, so it continues unchanged: {now}"
-            raise GeofedError("INADMISSIBLE", text, hint="`control-plane explain` shows why other regions are left out")
+            raise GeofedError("INADMISSIBLE", text, hint="`geofed explain` shows why other regions are left out")
         return answer.plan
 
     async def _request(

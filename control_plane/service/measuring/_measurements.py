@@ -85,7 +85,7 @@ class Measurements:
         live = [name for name in held if regions[name].state.standing == "live"]
         if not live:
             text = f"no agent of a region that holds {dataset} is connected: {', '.join(held)}"
-            raise GeofedError("INADMISSIBLE", text, hint="start their agents: `region-agent run`")
+            raise GeofedError("INADMISSIBLE", text, hint="start their agents: `geofed agent run`")
         return live
 
     def train_samples(self, region: str, dataset: str) -> int:

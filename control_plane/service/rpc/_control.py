@@ -223,7 +223,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         entry = await self._find(request.job)
         phase, job = entry.state.phase, entry.row.id
         if phase in ("queued", "planned", "starting"):
-            hint = f"`control-plane cancel {job}` ends it without a model"
+            hint = f"`geofed cancel {job}` ends it without a model"
             raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase}: it has no model yet", hint=hint)
         if phase not in ("running", "finishing", "succeeded"):
             raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
@@ -232,7 +232,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             draft.apply_to_job(job, FinishRequested(draft.at, request.reason))
         entry = await federation.find_job(job)
         if after := entry.state.successor:
-            hint = f"`control-plane finish {after}` ends that job"
+            hint = f"`geofed finish {after}` ends that job"
             raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} continues", hint=hint)
         return federation.describe(entry)
 
@@ -366,7 +366,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         entry = await self._find(request.job)
         model = kept_model(entry, request.round or None)
         if self._federation.blobs.size(model.digest) is None:
-            hint = "`control-plane storage` shows the rules"
+            hint = "`geofed storage` shows the rules"
             raise GeofedError("MODEL_NOT_FOUND", f"the model of {entry.row.id} is not kept any more", hint=hint)
         async for chunk in self._federation.blobs.send(model.digest, request.offset):
             yield chunk

@@ -37,7 +37,7 @@ async def change_region(federation: Federation, succession: Succession, request:
             draft.apply_to_region(name, Drained(draft.at, change == _Request.CHANGE_DRAIN))
         elif change in (_Request.CHANGE_REVOKE, _Request.CHANGE_REMOVE):
             if change == _Request.CHANGE_REMOVE and (jobs := _jobs_of(draft, name)):
-                hint = f"`control-plane region drain {name}` keeps new jobs away; revoke fails the present ones"
+                hint = f"`geofed region drain {name}` keeps new jobs away; revoke fails the present ones"
                 raise GeofedError("ILLEGAL_STATE", f"region {name} has jobs: {', '.join(jobs)}", hint=hint)
             draft.revocations += revocations_of(entry.row)
             draft.invitations += [replace(one, used_at=draft.at) for one in invitations]

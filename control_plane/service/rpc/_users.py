@@ -39,7 +39,7 @@ class Caller:
         A user may change its own jobs, and read those and the ones that are shared with it.
         """
         if not self.may_read(row):
-            hint = f"its user can share it: `control-plane share {row.id} {self.user}`"
+            hint = f"its user can share it: `geofed share {row.id} {self.user}`"
             raise GeofedError("FORBIDDEN", f"{row.id} is another user's job", hint=hint)
         if right == "change" and self.user not in ("", row.user):
             whose = f"the job of {row.user or f'the {OPERATOR}'}"
@@ -72,7 +72,7 @@ async def add_user(federation: Federation, request: control_pb2.AddUserRequest) 
     token = new_secret()
     async with federation.change() as draft:
         if name in draft.users:
-            hint = f"`control-plane user change {name}` changes its quota or token"
+            hint = f"`geofed user change {name}` changes its quota or token"
             raise GeofedError("ILLEGAL_STATE", f"user {name} exists already", hint=hint)
         limit = request.promised_workers if request.HasField("promised_workers") else None
         user = UserRow(name, hash_secret(token), limit, draft.at)

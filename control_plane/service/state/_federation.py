@@ -297,7 +297,7 @@ class Federation:
         unknown = self.issues_certificates and entry is not None and serial not in entry.row.serials
         if unknown or serial in self.revoked:
             text = f"this certificate of region {region} is not valid any more"
-            raise GeofedError("FORBIDDEN", text, hint=f"join again: `control-plane region invite {region}`")
+            raise GeofedError("FORBIDDEN", text, hint=f"join again: `geofed region invite {region}`")
 
     def revoked_certificates(self) -> agent_pb2.RevokedCertificates:
         """Return all revoked certificates that have not expired."""

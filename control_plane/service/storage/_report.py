@@ -1,4 +1,4 @@
-"""What is kept, as `control-plane storage` shows it."""
+"""What is kept, as `geofed storage` shows it."""
 
 from __future__ import annotations
 

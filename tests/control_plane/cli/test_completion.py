@@ -8,20 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import run_here
 
 from tests.control_plane.cli.conftest import HOLD, Federation, Run
 
 pytestmark = pytest.mark.processes
 
-PROGRAM = str(Path(sys.executable).with_name("control-plane"))
+PROGRAMS = Path(sys.executable).parent
 
 
-def _completed(run: Run, folder: Path, *words: str, **environment: str) -> list[str]:
+def _completed(run: Run, folder: Path, *words: str, program: str = "geofed", **environment: str) -> list[str]:
     """What bash offers for the last word, by the script that `completion` prints."""
     script = folder / "completion"
-    script.write_text(run("completion", "bash").out)
+    script.write_text(run_here("completion", "bash", program=program).stdout)
     quoted = " ".join(f"'{word}'" for word in words)
-    asked = f"COMP_WORDS=(control-plane {quoted}); COMP_CWORD={len(words)}; _control_plane_completion '{PROGRAM}'"
+    function = f"_{program.replace('-', '_')}_completion"
+    asked = f"COMP_WORDS=({program} {quoted}); COMP_CWORD={len(words)}; {function} '{PROGRAMS / program}'"
     code = f'source {script}; {asked}; printf "%s\\n" "${{COMPREPLY[@]}}"'
     ran = subprocess.run(["bash", "-c", code], capture_output=True, text=True, env={**os.environ, **environment})
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -30,6 +32,8 @@ def _completed(run: Run, folder: Path, *words: str, **environment: str) -> list[
 
 def test_commands_and_options(run: Run, tmp_path: Path) -> None:
     assert _completed(run, tmp_path, "su") == ["submit"]
+    assert _completed(run, tmp_path, "su", program="control-plane") == ["submit"]
+    assert _completed(run, tmp_path, "agent", "jo") == ["join"]
     of_regions = ["list", "describe", "invite", "drain", "undrain", "revoke", "remove"]
     assert _completed(run, tmp_path, "region", "") == of_regions
     assert "--ttl" in _completed(run, tmp_path, "region", "invite", "a", "--")
@@ -57,9 +61,11 @@ def test_names(live: Federation, run: Run, job_file: str, tmp_path: Path) -> Non
 def test_other_shells_ask_by_their_own_scripts(live: Federation, run: Run, shell: str) -> None:
     script = run("completion", shell).out
     assert f"_CONTROL_PLANE_COMPLETE=complete_{shell}" in script
-    asked = {"_TYPER_COMPLETE_ARGS": "control-plane region describe ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    environment = {**os.environ, **asked, "_CONTROL_PLANE_COMPLETE": f"complete_{shell}"}
-    ran = subprocess.run([PROGRAM], capture_output=True, text=True, env=environment, check=True)
+    script = run_here("completion", shell, program="geofed").stdout
+    assert f"_GEOFED_COMPLETE=complete_{shell}" in script
+    asked = {"_TYPER_COMPLETE_ARGS": "geofed region describe ", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    environment = {**os.environ, **asked, "_GEOFED_COMPLETE": f"complete_{shell}"}
+    ran = subprocess.run([str(PROGRAMS / "geofed")], capture_output=True, text=True, env=environment, check=True)
     assert ran.stderr == ""
     assert "a" in ran.stdout.replace('"', " ").split()
     assert "live" in ran.stdout, "the region's state is shown beside its name"

@@ -294,7 +294,7 @@ def test_what_has_no_model_is_not_exported(live: Federation, run: Run, job_file:
     told = run("export", failed, "-o", "json")
     assert (told.status, told.error["code"]) == (4, "MODEL_NOT_FOUND")
     assert told.error["message"] == f"job {failed} has failed; it has no model"
-    assert told.error["hint"] == f"`control-plane events {failed}` shows what happened"
+    assert told.error["hint"] == f"`geofed events {failed}` shows what happened"
     going = run("submit", job_file, "-o", "name", *HOLD).out.strip()
     assert run("export", going, "-o", "json").error["hint"] == "wait for its first evaluation"
     assert run("cancel", going, "--yes").status == 0

@@ -34,7 +34,7 @@ def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str)
     made = run("new", template, str(folder), "--name", "my-job")
     assert made.status == 0
     assert set(made.out.split()) == {str(file) for file in folder.iterdir()}
-    assert f"control-plane submit {folder / 'job.yaml'} --watch" in made.err
+    assert f"geofed submit {folder / 'job.yaml'} --watch" in made.err
     assert run("validate", str(folder / "job.yaml"), "-o", "name").out == "my-job\n"
     assert run("new", template, str(folder)).status == 8
 

@@ -51,7 +51,7 @@ def test_profiles_are_listed(tmp_path: Path) -> None:
 def test_errors_have_codes_and_statuses(tmp_path: Path, arguments: list[str], status: int, code: str) -> None:
     done = wan(tmp_path / "state", *arguments)
     assert done.returncode == status
-    assert f"error: {code}: " in done.stderr
+    assert f"error[{code}]: " in done.stderr
     if "json" in arguments:
         assert json.loads(done.stdout)["error"]["code"] == code
     else:

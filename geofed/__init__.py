@@ -1,0 +1,1 @@
+"""Train one model on data in several regions, without moving the data."""
