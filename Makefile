@@ -10,7 +10,7 @@ help: ## Show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: .venv/.ready-demo ## Train a small model over three emulated regions (DATA=DIR for MNIST's files)
-	@$(PYTHON) -m deploy.demo $(if $(DATA),--data "$(DATA)")
+	@.venv/bin/geofed demo $(if $(DATA),--data "$(DATA)")
 
 test: .venv/.ready-dev ## Run all that must hold, in two processes (PYTEST=ARGUMENTS for pytest, in one)
 	@$(PYTHON) -m pytest $(or $(PYTEST),-n 2)

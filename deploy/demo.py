@@ -1,9 +1,9 @@
-"""``make demo``: three regions on an emulated WAN train one model on real data that stays in its region."""
+"""``geofed demo``: three regions on an emulated WAN train one model on real data that stays in its region."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ from typing import Any
 from deploy.emulator import Emulator, WanProfile, load_profile
 from deploy.local import LocalFederation, RegionSite
 from deploy.shards import read_digits, read_idx, write_shards
-from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.errors import GeofedError
 
 PROFILE = "china-eu-us-3"
 ALPHA = 0.5
@@ -56,6 +56,8 @@ PRICES: Mapping[str, Mapping[str, object]] = {
 }
 CLOUDS = {"shanghai": "tencent", "frankfurt": "aws", "virginia": "aws"}
 
+_SHOWN_DIGEST = 19
+"""Characters of a digest that are printed, with `sha256:`; result.json has all."""
 MNIST_SETTINGS = (
     "task.config.arch=lenet",
     "task.config.size=28",
@@ -66,29 +68,15 @@ MNIST_SETTINGS = (
 """Settings for MNIST, in addition to the template's own, which are for the digits."""
 
 
-def main() -> int:
-    """Run the demo; returns the exit status."""
-    options = _parser().parse_args()
-    try:
-        return _run(options.folder, options.data, fresh=options.fresh)
-    except GeofedError as error:
-        print(f"error[{error.code}]: {error.message}\nhint: {error.hint}", file=sys.stderr)
-        return int(error.exit)
-    except KeyboardInterrupt:
-        return int(Exit.INTERRUPTED)
+def run_demo(folder: Path, data: Path | None, *, fresh: bool) -> int:
+    """Run the demo; return the exit status of the job.
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m deploy.demo", description=__doc__)
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="a folder with MNIST's IDX files, instead of the digits"
-    )
-    parser.add_argument("--folder", type=Path, default=Path(".geofed/demo"), help="where everything is kept")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier runs, and what they have measured")
-    return parser
-
-
-def _run(folder: Path, data: Path | None, *, fresh: bool) -> int:
+    Args:
+        folder: where everything is kept.
+        data: a folder with MNIST's IDX files, instead of the digits.
+        fresh: forget earlier runs, and what they have measured.
+    """
+    _require_packages()
     if fresh:
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,6 +88,14 @@ def _run(folder: Path, data: Path | None, *, fresh: bool) -> int:
         result = _result(federation, folder, emulator)
     _print_result(folder, result)
     return status
+
+
+def _require_packages() -> None:
+    """Raise ``GeofedError("USAGE")`` if a package is missing that only some installations need."""
+    missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
+    if missing:
+        hint = "install geofed with its extra `demo`: pip install 'geofed[demo]'"
+        raise GeofedError("USAGE", f"the demo needs {' and '.join(missing)}", hint=hint)
 
 
 def _say(label: str, text: str) -> None:
@@ -144,8 +140,8 @@ def _wan(profile: WanProfile, folder: Path) -> Iterator[Emulator | None]:
         yield None
         return
     with Emulator(profile, state_dir=folder / "emulator") as emulator:
-        how = {"netem": "tc netem", "hold": "packets held in user space, since this kernel has no netem"}
-        _say("WAN", f"{profile.name}, emulated with {emulator.backend} ({how.get(emulator.backend, '')})")
+        how = {"netem": "tc netem", "hold": "packets held in user space"}
+        _say("WAN", f"{profile.name}, emulated with {how.get(emulator.backend, emulator.backend)}")
         yield emulator
 
 
@@ -158,7 +154,7 @@ def _write_job(federation: LocalFederation, folder: Path, data: Path | None) -> 
 
 def _submit(federation: LocalFederation, job: Path, data: Path | None) -> int:
     settings = [part for setting in (MNIST_SETTINGS if data else ()) for part in ("--set", setting)]
-    shown = f"geofed submit {job.name} --watch" + (" --set …" if settings else "")
+    shown = f"geofed submit {job} --watch" + (" --set …" if settings else "")
     _say("job", f"$ {shown}\n")
     started = time.monotonic()
     command = ["submit", str(job), "--watch", *settings]
@@ -191,12 +187,17 @@ def _result(federation: LocalFederation, folder: Path, emulator: Emulator | None
 def _print_result(folder: Path, result: dict[str, Any]) -> None:
     _say("result", str(folder / "result.json"))
     if result["state"] == "succeeded":
-        _say("model", f"{result['model']['path']}  {result['model']['digest']}")
+        _say("model", f"{result['model']['path']}  {result['model']['digest'][:_SHOWN_DIGEST]}…")
         _say("accuracy", f"{result['accuracy']:.4f} on the test data of all regions")
-    print("\nnext: README.md, `A job of your own`. In this folder:")
-    print("  .venv/bin/geofed init first && .venv/bin/geofed serve")
-    print("the dashboard is then at https://127.0.0.1:7445/; the daemons of the demo have ended")
+    _print_next(folder)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _print_next(folder: Path) -> None:
+    """Print the commands that continue from here, which a user can copy; the daemons of the demo have ended."""
+    program = "geofed" if shutil.which("geofed") else sys.argv[0]
+    state = folder / "control-plane"
+    print("\nnext: see this job on the dashboard, https://127.0.0.1:7445/")
+    print(f"(any user name; the password is in {state / 'admin.token'}):")
+    print(f"  {program} serve --state-dir {state}")
+    print("then a job of your own, with example data for two regions:")
+    print(f"  {program} init first")

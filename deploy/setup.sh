@@ -60,7 +60,7 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
 fi
 
 say "installing Python packages (the first time this takes a minute or two)"
-extras="worker,s3,demo"
+extras="s3,demo"
 [ "$kind" = dev ] && extras="dev"
 .venv/bin/python -m pip install -qq --disable-pip-version-check -c deploy/constraints.txt -e ".[$extras]"
 

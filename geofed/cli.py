@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from control_plane.cli.main import command_line, run
 from deploy.emulator import cli as emulator
 from region_agent import cli as region_agent
@@ -9,6 +14,20 @@ from region_agent import cli as region_agent
 app = command_line("geofed")
 app.add_typer(region_agent.app, name="agent", rich_help_panel="The federation")
 app.add_typer(emulator.app, name="emulator", rich_help_panel="To begin with")
+
+
+@app.command(rich_help_panel="To begin with", epilog="Example: geofed demo --folder demo")
+def demo(
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A folder with MNIST's IDX files, instead of the digits.")
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where everything is kept.")] = Path(".geofed/demo"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget earlier runs, and what they have measured.")] = False,
+) -> None:
+    """Train a small model over three regions on this machine, over an emulated WAN where that is possible."""
+    from deploy.demo import run_demo
+
+    raise typer.Exit(run_demo(folder, data, fresh=fresh))
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -18,37 +19,19 @@ ROOT = Path(__file__).resolve().parents[2]
 TOP_LEVEL = {"control_plane", "deploy", "geofed", "geofed_pb", "region_agent", "scheduler", "sync"}
 """What an installation adds to the names that Python can import. `proto` must never be among them."""
 COMMANDS = {"geofed", "control-plane", "region-agent", "wan-emulator"}
-JOB = """
+DEMO_SECONDS = 90
+"""Within which a new user has a model, on a machine with two cores."""
+OWN_JOB = "then a job of your own, with example data for two regions:\n  geofed init first\n"
+IMPORTS = """
 import json, sys
-from pathlib import Path
 
-import control_plane, deploy, geofed_pb, proto, region_agent, scheduler, sync
-from deploy.local import LocalFederation, RegionSite
-from deploy.shards import read_digits, write_shards
+import control_plane, deploy, geofed, geofed_pb, proto, region_agent, scheduler, sync
 from google.protobuf import timestamp_pb2
 
-
-def main():
-    here = Path.cwd()
-    shards = write_shards(read_digits(1), ["home"], here / "shards", alpha=0.5, seed=1)["home"]
-    splits = {name: {"uri": part["path"], "samples": part["samples"]} for name, part in shards.items()}
-    free = ("functionUsdPerGbSecond", "functionUsdPerRequest", "serverUsdPerHour", "egressUsdPerGb")
-    prices = {"source": "none", "asOf": "2026-01", **dict.fromkeys(free, 0)}
-    config = {"cloud": "x", "capacity": {"workers": 1}, "prices": prices, "datasets": {"digits": {"splits": splits}}}
-    with LocalFederation(here / "federation", [RegionSite("home", config)]) as federation:
-        federation.control_plane("new", "image-classification", str(here / "job"))
-        settings = ("--set", "train.end.epochs=1", "--set", "train.evaluateEvery=0")
-        job = str(here / "job" / "job.yaml")
-        submitted = federation.control_plane("submit", job, *settings, "--wait", "-o", "json")
-        federation.control_plane("export", "image-classification", "--output-file", str(here / "model.safetensors"))
-    stamped = proto.marshal.Marshal(name="x").to_python(timestamp_pb2.Timestamp, timestamp_pb2.Timestamp(seconds=1))
-    modules = (control_plane, deploy, geofed_pb, region_agent, scheduler, sync, proto)
-    files = {module.__name__: module.__file__ for module in modules}
-    state = json.loads(submitted.stdout)["data"]["state"]
-    print(json.dumps({"files": files, "state": state, "seconds": stamped.second, "path": sys.path}))
-
-
-main()
+stamped = proto.marshal.Marshal(name="x").to_python(timestamp_pb2.Timestamp, timestamp_pb2.Timestamp(seconds=1))
+modules = (control_plane, deploy, geofed, geofed_pb, region_agent, scheduler, sync, proto)
+files = {module.__name__: module.__file__ for module in modules}
+print(json.dumps({"files": files, "seconds": stamped.second, "path": sys.path}))
 """
 
 
@@ -97,24 +80,61 @@ def test_everything_that_is_no_python_is_there_too(names: set[str]) -> None:
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests")]
 
 
-@pytest.mark.e2e
-def test_a_job_runs_from_an_installation(environment: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def installed(environment: Path) -> dict[str, str]:
+    """Environment variables with which commands are those of the installation."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     kept["PATH"] = f"{environment / 'bin'}{os.pathsep}{kept['PATH']}"
+    return kept
+
+
+def test_an_installation_has_its_modules_and_commands(
+    environment: Path, installed: dict[str, str], tmp_path: Path
+) -> None:
     assert {path.name for path in (environment / "bin").iterdir()} >= COMMANDS
     for command in sorted(COMMANDS):
-        done = subprocess.run([command, "--help"], env=kept, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [command, "--help"], env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=30
+        )
         assert done.returncode == 0, done.stderr
-    script = tmp_path / "job_from_wheel.py"
-    script.write_text(JOB)
-    argv = [str(environment / "bin" / "python"), str(script)]
-    done = subprocess.run(argv, env=kept, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    argv = [str(environment / "bin" / "python"), "-c", IMPORTS]
+    done = subprocess.run(argv, env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout.splitlines()[-1])
-    assert told["state"] == "succeeded"
+    told = json.loads(done.stdout)
     assert told["seconds"] == 1, "proto is not proto-plus"
     assert str(ROOT) not in told["path"]
     own = {name: path for name, path in told["files"].items() if name in TOP_LEVEL}
     assert all(path.startswith(str(environment)) for path in own.values()), own
     assert not told["files"]["proto"].startswith((str(environment), str(ROOT / "proto")))
-    assert (tmp_path / "model.safetensors").stat().st_size > 10_000
+
+
+@pytest.mark.alone
+@pytest.mark.e2e
+def test_the_demo_trains_in_three_regions_from_an_installation_alone(installed: dict[str, str], tmp_path: Path) -> None:
+    started = time.monotonic()
+    argv = ["geofed", "demo", "--folder", "demo"]
+    done = subprocess.run(argv, env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    seconds = time.monotonic() - started
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "demo" / "result.json").read_text())
+    assert result["state"] == "succeeded"
+    assert result["accuracy"] > 0.8
+    assert min(result["applied_updates"].values()) > 5, "every region has the updates of the others"
+    assert len(result["applied_updates"]) == 3
+    assert (tmp_path / "demo" / "model.safetensors").stat().st_size > 10_000
+    assert done.stdout.endswith("  geofed serve --state-dir demo/control-plane\n" + OWN_JOB)
+    _, end = done.stdout.split("\n  took ")
+    assert not [line for line in end.splitlines() if len(line) > 80]
+    assert seconds < DEMO_SECONDS
+
+
+@pytest.mark.e2e
+def test_without_torch_the_demo_says_what_to_install(
+    environment: Path, installed: dict[str, str], tmp_path: Path
+) -> None:
+    code = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['demo']; from geofed.cli import main; main()"
+    argv = [str(environment / "bin" / "python"), "-c", code]
+    done = subprocess.run(argv, env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "pip install 'geofed[demo]'" in done.stderr
+    assert not list(tmp_path.iterdir())
