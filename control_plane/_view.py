@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +215,23 @@ def event_view(event: control_pb2.Event) -> Data:
         "data": _loaded(event.data_json) or {},
         "terminal": event.terminal,
     }
+
+
+def round_rows(events: Iterable[Data]) -> list[Data]:
+    """Return what the regions have reported of their rounds, from the views of a job's events: one row for each region
+    and round, with its step, samples, loss, and the metrics of an evaluated round."""
+    rows: dict[tuple[int, str], Data] = {}
+    for event in events:
+        if event["kind"] not in ("partition.round", "partition.evaluated"):
+            continue
+        data = event["data"]
+        row = rows.setdefault((data["round"], event["region"]), {"round": data["round"], "region": event["region"]})
+        if event["kind"] == "partition.round":
+            row |= {"at": event["at"], "step": data["step"], "samples": data["samples"], "loss": data["loss"]}
+        else:
+            row |= {name: value for name, value in data["metrics"].items() if name != "loss"}
+            row["test_loss"] = data["metrics"].get("loss")
+    return [rows[key] for key in sorted(rows)]
 
 
 def log_view(line: control_pb2.LogLine) -> Data:

@@ -1,1 +1,35 @@
-"""Train one model on data in several regions, without moving the data."""
+"""Train one model on data in several regions, without moving the data: the client, and training on this machine.
+
+``Client`` is for scripts and notebooks, ``AsyncClient`` for programs with an event loop; ``simulate`` trains over
+several regions on this machine. Errors are ``GeofedError`` with a code, a message and a hint. See docs/python.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from geofed._client import AsyncClient, AsyncJob
+    from geofed._simulate import Simulation, simulate
+    from geofed._sync import Client, Job
+    from geofed_pb.errors import GeofedError
+
+__all__ = ["AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "simulate"]
+
+_PLACES = {
+    "AsyncClient": "geofed._client",
+    "AsyncJob": "geofed._client",
+    "Client": "geofed._sync",
+    "GeofedError": "geofed_pb.errors",
+    "Job": "geofed._sync",
+    "Simulation": "geofed._simulate",
+    "simulate": "geofed._simulate",
+}
+"""Modules of the names, loaded when a name is first used: the command `geofed` needs none of them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -75,13 +75,13 @@ def export(
 
     async def fetch(client: ControlClient) -> Data:
         view = job_view(await client.job(job))
-        view["model"] = _chosen(view, round_)
+        view["model"] = chosen(view, round_)
         target = output_file or Path(view["id"] if part is Part.PEFT else f"{view['id']}.safetensors")
         if part is not Part.WHOLE:
             return await _written_part(client, view, target, part, yes=yes)
         if target.is_file() and not _holds(target, view["model"]["digest"]):
             confirm(f"Overwrite {target}?", yes=yes)
-        await _download(client, view, target)
+        await download(client, view, target)
         return _with_manifest(view, target)
 
     emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
@@ -98,7 +98,7 @@ async def _written_part(client: ControlClient, view: Data, target: Path, part: P
         confirm(f"Overwrite {file}?", yes=yes)
     with tempfile.TemporaryDirectory(prefix="geofed-export-") as folder:
         whole = Path(folder) / "model.safetensors"
-        await _download(client, view, whole)
+        await download(client, view, whole)
         try:
             if part is Part.PEFT:
                 told = write_peft(whole, target, view["spec"]["task"]["config"])
@@ -109,7 +109,7 @@ async def _written_part(client: ControlClient, view: Data, target: Path, part: P
     return _with_manifest(view, file, told)
 
 
-def _chosen(view: Data, wanted: str | None) -> Data:
+def chosen(view: Data, wanted: str | None) -> Data:
     """Return the model of a job that a user wants: of a round, the best one or the last one."""
     models, job, state = view["models"], view["id"], view["state"]
     if wanted not in (None, "best") and not (wanted.isascii() and wanted.isdigit()):
@@ -143,7 +143,7 @@ def _holds(path: Path, digest: str) -> bool:
         return False
 
 
-async def _download(client: ControlClient, view: Data, target: Path) -> None:
+async def download(client: ControlClient, view: Data, target: Path) -> None:
     """Write the complete model, or nothing. After a lost connection, resume at the last byte.
 
     Raises ``GeofedError("DIGEST_MISMATCH")`` if the bytes are not those of the job's model.

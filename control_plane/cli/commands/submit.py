@@ -21,6 +21,7 @@ from geofed_pb.errors import OUTAGE, GeofedError
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
     from control_plane.spec import LoadedSpec
+    from geofed_pb.v1 import control_pb2
 
 JobName = Annotated[str | None, typer.Option("--name", help="Name of the job, instead of the job file's.")]
 
@@ -61,11 +62,11 @@ def submit(
     if profile:
         _profile_unless_measured(context, loaded, bundle, request_id)
     if dry_run:
-        _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
+        _show_plan(ask_control_plane(context, lambda client: planned(client, loaded, bundle)))
         return
     if not yes and can_ask():
-        _confirm_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
-    submission = _Submission(loaded, bundle, request_id or _random_id())
+        _confirm_plan(ask_control_plane(context, lambda client: planned(client, loaded, bundle)))
+    submission = Submission(loaded, bundle, request_id or random_id())
     view = ask_control_plane(context, submission.send)
     if not (watch or wait):
         emit(job_summary(view), table=_submitted_text, name=_id_of)
@@ -84,7 +85,7 @@ def _profile_unless_measured(
     plan = json.loads(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)).plan_json)
     if plan.get("estimate", {}).get("basis") == "measured":
         return
-    profile_id = f"{request_id or _random_id()}-profile"
+    profile_id = f"{request_id or random_id()}-profile"
     try:
         result = ask_control_plane(context, lambda client: run_profile(client, loaded, bundle, profile_id))
     except GeofedError as error:
@@ -102,7 +103,7 @@ def _confirm_plan(reply: Any) -> None:
 
     plan: Data = json.loads(reply.plan_json)
     if not reply.admissible:
-        raise _declined(plan["reasons"])
+        raise declined(plan["reasons"])
     say(plan_summary(plan) + "\n")
     confirm("Submit this job?", yes=False)
 
@@ -127,7 +128,7 @@ def explain(
     if diff is not None:
         _show_diff(context, diff, job_file, (loaded, bundle), overrides)
         return
-    plan = _show_plan(ask_control_plane(context, lambda client: _planned(client, loaded, bundle)))
+    plan = _show_plan(ask_control_plane(context, lambda client: planned(client, loaded, bundle)))
     if plot is not None:
         from control_plane.cli._picture import plan_picture
 
@@ -155,7 +156,7 @@ def validate(
 
 
 @dataclass(frozen=True)
-class _Submission:
+class Submission:
     """A submission of a job; sending it twice creates one job."""
 
     loaded: LoadedSpec
@@ -178,7 +179,7 @@ class _Submission:
         return job_view(reply.job) | {"created": reply.created, "request_id": self.request_id}
 
 
-async def _planned(client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str]) -> Any:
+async def planned(client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str]) -> control_pb2.PlanReply:
     """Return the plan of a job; upload its code first, in case a region has to probe the task."""
     content, digest = bundle
     await client.put_bundle(content, digest)
@@ -190,7 +191,7 @@ def _show_plan(reply: Any) -> Data:
 
     plan: Data = json.loads(reply.plan_json)
     if not reply.admissible:
-        raise _declined(plan["reasons"])
+        raise declined(plan["reasons"])
     emit(plan, table=plan_text, name=lambda data: "\n".join(part["region"] for part in data["partitions"]))
     return plan
 
@@ -207,10 +208,10 @@ def _show_diff(
 
     plans, specs = [], []
     for path, (loaded, bundle) in ((before, read_job(before, overrides)), (after, job)):
-        reply = ask_control_plane(context, lambda client, one=loaded, code=bundle: _planned(client, one, code))  # type: ignore[misc]
+        reply = ask_control_plane(context, lambda client, one=loaded, code=bundle: planned(client, one, code))  # type: ignore[misc]
         plan: Data = json.loads(reply.plan_json)
         if not reply.admissible:
-            error = _declined(plan["reasons"])
+            error = declined(plan["reasons"])
             raise GeofedError(error.code, f"{path}: {error.message}", hint=error.hint)
         plans.append(plan)
         specs.append(json.loads(loaded.json))
@@ -219,7 +220,8 @@ def _show_diff(
     emit(data, table=diff_text, name=lambda shown: "\n".join(row["what"] for row in shown["changes"]))
 
 
-def _declined(reasons: list[Data]) -> GeofedError:
+def declined(reasons: list[Data]) -> GeofedError:
+    """Return the error for a plan that is not admissible, with its reasons."""
     codes = {reason["code"] for reason in reasons}
     code = codes.pop() if len(codes) == 1 else "INADMISSIBLE"
     hint = "; ".join(dict.fromkeys(reason["remedy"] for reason in reasons))
@@ -234,7 +236,8 @@ def _id_of(view: Data) -> str:
     return str(view["id"])
 
 
-def _random_id() -> str:
+def random_id() -> str:
+    """Return a new request ID."""
     import uuid
 
     return str(uuid.uuid4())

@@ -1,0 +1,169 @@
+"""The client for scripts and notebooks: each method waits for that of the asynchronous client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from control_plane._view import Data
+from geofed._client import AsyncClient, AsyncJob, frame, state_dict
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import torch
+
+_T = TypeVar("_T")
+
+
+class _Loop:
+    """An event loop in a thread of its own, since a notebook has one running already."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="geofed-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Return what a coroutine returns; Ctrl-C cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Client:
+    """A connection to a control plane; a context manager, or ended by ``close()``."""
+
+    def __init__(self, context: str | Path | None = None) -> None:
+        """Choose the control plane.
+
+        Args:
+            context: a context.json, or a name of `geofed context list`. None: the one that the commands use here.
+
+        Raises ``GeofedError``: UNAVAILABLE if there is none.
+        """
+        self._loop = _Loop()
+        try:
+            self._client = self._loop.run(_connected(context))
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection; jobs continue."""
+        self._loop.run(self._client.__aexit__(None, None, None))
+        self._loop.close()
+
+    def plan(self, job_file: str | Path, *, set: Mapping[str, object] | None = None) -> Data:
+        """Return the plan of a job; see ``AsyncClient.plan``."""
+        return self._loop.run(self._client.plan(job_file, set=set))
+
+    def submit(
+        self,
+        job_file: str | Path,
+        *,
+        set: Mapping[str, object] | None = None,
+        name: str | None = None,
+        request_id: str | None = None,
+    ) -> Job:
+        """Submit a job; see ``AsyncClient.submit``."""
+        sent = self._client.submit(job_file, set=set, name=name, request_id=request_id)
+        return Job(self._loop, self._loop.run(sent))
+
+    def job(self, job: str) -> Job:
+        """Return a job by its ID, or by its name if that is unique."""
+        return Job(self._loop, self._loop.run(self._client.job(job)))
+
+    def jobs(self, *, ended: bool = False, limit: int = 100) -> list[Job]:
+        """Return the jobs that you may read, the newest first; ``ended``: also ended ones."""
+        return [Job(self._loop, job) for job in self._loop.run(self._client.jobs(ended=ended, limit=limit))]
+
+    def regions(self) -> list[Data]:
+        """Return the regions, as `geofed region list -o json`."""
+        return self._loop.run(self._client.regions())
+
+
+class Job:
+    """A job of a ``Client``."""
+
+    def __init__(self, loop: _Loop, job: AsyncJob) -> None:
+        self._loop, self._job = loop, job
+
+    def __repr__(self) -> str:
+        return repr(self._job)
+
+    @property
+    def id(self) -> str:
+        """Its ID; after a replan that of the job that continues it."""
+        return self._job.id
+
+    @property
+    def state(self) -> str:
+        """Such as "running" or "succeeded", now."""
+        return str(self.view["state"])
+
+    @property
+    def view(self) -> Data:
+        """The job now, as `geofed describe -o json`."""
+        return self._loop.run(self._job.refresh())
+
+    def wait(self, timeout: float | None = None) -> Data:
+        """Wait until the job has ended; return its result. See ``AsyncJob.wait``."""
+        return self._loop.run(self._job.wait(timeout))
+
+    def rounds(self) -> list[Data]:
+        """Return a row for each reported round of each region; see ``AsyncJob.rounds``."""
+        return self._loop.run(self._job.rounds())
+
+    def metrics(self) -> pd.DataFrame:
+        """Return ``rounds()`` as a pandas frame. Needs pandas."""
+        return frame(self.rounds())
+
+    def events(self) -> list[Data]:
+        """Return the events of the job so far."""
+
+        async def collect() -> list[Data]:
+            return [event async for event in self._job.events()]
+
+        return self._loop.run(collect())
+
+    def logs(self, *, region: str = "", tail: int = 0) -> list[Data]:
+        """Return lines of the job's log; ``tail``: only the last ones."""
+        return self._loop.run(self._job.logs(region=region, tail=tail))
+
+    def model(self, round: int | str | None = None) -> dict[str, torch.Tensor]:
+        """Return a model as a state dict: of a kept round, "best", or with None the last one. Needs torch."""
+        return state_dict(self.model_bytes(round))
+
+    def model_bytes(self, round: int | str | None = None) -> bytes:
+        """Return a model as the bytes of a safetensors file, verified by its digest."""
+        return self._loop.run(self._job.model_bytes(round))
+
+    def cancel(self, reason: str = "") -> Data:
+        """Cancel the job; the models of its evaluated rounds are kept."""
+        return self._loop.run(self._job.cancel(reason))
+
+    def finish(self, reason: str = "") -> Data:
+        """End the job after the current round with its model."""
+        return self._loop.run(self._job.finish(reason))
+
+
+async def _connected(context: str | Path | None) -> AsyncClient:
+    return AsyncClient(context)
