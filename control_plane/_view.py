@@ -40,6 +40,7 @@ def job_view(job: control_pb2.Job) -> Data:
         "name": job.name,
         "user": job.user or "operator",
         "shared_with": list(job.shared_with),
+        "labels": dict(job.labels),
         "state": job.state,
         "condition": job.condition,
         "created_at": time_text(job.created_at),

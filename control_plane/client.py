@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -196,22 +196,29 @@ class ControlClient:
         """Return a job by ID or name."""
         return await self._answer(lambda stub: stub.GetJob, control_pb2.JobRequest(job=job))
 
-    async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
-        """Return the jobs that the caller may read, newest first, without spec, plan and result."""
-        return (await self.jobs_and_occupied(ended=ended, limit=limit))[0]
+    async def jobs(
+        self, *, ended: bool = False, limit: int = 100, labels: Mapping[str, str] | None = None
+    ) -> list[control_pb2.Job]:
+        """Return the jobs that the caller may read, newest first, without spec, plan and result.
+
+        ``labels``: only those that have all of these.
+        """
+        return (await self.jobs_and_occupied(ended=ended, limit=limit, labels=labels))[0]
 
     async def jobs_and_occupied(
-        self, *, ended: bool = False, limit: int = 100
+        self, *, ended: bool = False, limit: int = 100, labels: Mapping[str, str] | None = None
     ) -> tuple[list[control_pb2.Job], dict[str, int]]:
         """Return the same jobs, and by region the workers of all other active jobs."""
         found: list[control_pb2.Job] = []
+        after, wanted = "", (labels or {}).items()
         while True:
-            after = found[-1].id if found else ""
-            request = control_pb2.ListJobsRequest(all=ended, limit=limit - len(found), after=after)
+            # With labels whole pages, since few of the jobs may have them.
+            request = control_pb2.ListJobsRequest(all=ended, limit=0 if wanted else limit - len(found), after=after)
             reply: control_pb2.ListJobsReply = await self._answer(lambda stub: stub.ListJobs, request)
-            found += reply.jobs
+            found += [job for job in reply.jobs if wanted <= job.labels.items()]
             if not reply.more or not reply.jobs or len(found) >= limit:
-                return found, dict(reply.occupied)
+                return found[:limit], dict(reply.occupied)
+            after = reply.jobs[-1].id
 
     async def cancel(self, job: str, reason: str = "") -> control_pb2.Job:
         """Cancel a job."""
@@ -233,6 +240,10 @@ class ControlClient:
     async def share(self, job: str, user: str, *, end: bool = False) -> control_pb2.Job:
         """Let a user read a job or, with ``end``, not any more."""
         return await self._answer(lambda stub: stub.Share, control_pb2.ShareRequest(job=job, user=user, end=end))
+
+    async def rename(self, job: str, name: str) -> control_pb2.Job:
+        """Give a job another name."""
+        return await self._answer(lambda stub: stub.Rename, control_pb2.RenameRequest(job=job, name=name))
 
     async def delete(self, job: str) -> control_pb2.DeleteReply:
         """Delete an ended job and all that belongs to it."""

@@ -81,9 +81,17 @@ class AsyncClient:
         """Return a job by its ID, or by its name if that is unique."""
         return AsyncJob(self._client, job_view(await self._client.job(job)))
 
-    async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[AsyncJob]:
-        """Return the jobs that you may read, the newest first; ``ended``: also ended ones."""
-        return [AsyncJob(self._client, job_view(job)) for job in await self._client.jobs(ended=ended, limit=limit)]
+    async def jobs(
+        self, *, ended: bool = False, limit: int = 100, labels: Mapping[str, str] | None = None
+    ) -> list[AsyncJob]:
+        """Return the jobs that you may read, the newest first.
+
+        Args:
+            ended: also ended ones.
+            labels: only jobs that have these labels.
+        """
+        found = await self._client.jobs(ended=ended, limit=limit, labels=labels or {})
+        return [AsyncJob(self._client, job_view(job)) for job in found]
 
     async def regions(self) -> list[Data]:
         """Return the regions, as `geofed region list -o json`."""
@@ -122,12 +130,12 @@ class AsyncJob:
         Args:
             timeout: seconds to wait; the job continues.
 
-        Raises ``GeofedError``: JOB_FAILED, JOB_CANCELLED, TIMEOUT.
+        Raises ``GeofedError``: JOB_FAILED, JOB_CANCELLED, WAIT_TIMEOUT.
         """
         try:
             self.view = await asyncio.wait_for(wait_for_job(self._client, self.id), timeout)
         except TimeoutError:
-            raise GeofedError("TIMEOUT", f"job {self.id} has not ended within {timeout:g} s; it continues") from None
+            raise GeofedError("WAIT_TIMEOUT", f"job {self.id} has not ended within {timeout:g} s") from None
         raise_unless_succeeded(self.view)
         result: Data = self.view["result"]
         return result

@@ -91,9 +91,10 @@ class Client:
         """Return a job by its ID, or by its name if that is unique."""
         return Job(self._loop, self._loop.run(self._client.job(job)))
 
-    def jobs(self, *, ended: bool = False, limit: int = 100) -> list[Job]:
-        """Return the jobs that you may read, the newest first; ``ended``: also ended ones."""
-        return [Job(self._loop, job) for job in self._loop.run(self._client.jobs(ended=ended, limit=limit))]
+    def jobs(self, *, ended: bool = False, limit: int = 100, labels: Mapping[str, str] | None = None) -> list[Job]:
+        """Return the jobs that you may read, the newest first; see ``AsyncClient.jobs``."""
+        found = self._loop.run(self._client.jobs(ended=ended, limit=limit, labels=labels))
+        return [Job(self._loop, job) for job in found]
 
     def regions(self) -> list[Data]:
         """Return the regions, as `geofed region list -o json`."""

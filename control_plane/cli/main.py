@@ -17,18 +17,17 @@ from control_plane.cli.commands import (
     context,
     export,
     history,
-    init,
     jobs,
-    meta,
     profile,
     region,
     simulate,
     storage,
     submit,
-    template,
+    top,
     user,
 )
 from control_plane.cli.commands.server import authority, backup, serve
+from control_plane.cli.commands.start import init, meta, template
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.output import written_out
 
@@ -39,10 +38,12 @@ COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "validate": (submit.validate, "job.yaml"),
         "profile": (profile.profile, "job.yaml --memory 1024"),
         "status": (jobs.status, "digits --watch"),
-        "list": (jobs.list_jobs, "--all --limit 20"),
+        "list": (jobs.list_jobs, "--all --label team=vision"),
         "describe": (jobs.describe, "digits"),
+        "top": (top.top, ""),
         "wait": (jobs.wait, "digits --timeout 10m"),
         "compare": (compare.compare, "digits digits-2"),
+        "history": (history.history, "digits"),
         "logs": (history.logs, "digits --since 10m"),
         "events": (history.events, "digits -o jsonl"),
         "export": (export.export, "digits --output-file model.safetensors"),
@@ -54,6 +55,7 @@ COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "cancel": (jobs.cancel, "digits --reason mistake --yes"),
         "resume": (jobs.resume, "digits"),
         "delete": (storage.delete, "digits --yes"),
+        "rename": (jobs.rename, "digits digits-wide"),
         "share": (jobs.share, "digits ann"),
         "unshare": (jobs.unshare, "digits ann"),
     },
@@ -90,7 +92,7 @@ def command_line(program: str) -> typer.Typer:
     app.callback()(_options)
     for heading, commands in COMMANDS.items():
         for name, (function, arguments) in commands.items():
-            app.command(name, rich_help_panel=heading, epilog=f"Example: geofed {name} {arguments}")(function)
+            app.command(name, rich_help_panel=heading, epilog=f"Example: geofed {name} {arguments}".rstrip())(function)
         for group in GROUPS.get(heading, ()):
             app.add_typer(group, rich_help_panel=heading)
     return app

@@ -1,4 +1,4 @@
-"""`events` and `logs`: show the events and the log lines of a job, in order."""
+"""`events`, `logs` and `history`: show the events, the log lines and the rounds of a job, in order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from control_plane._view import Data, clock, event_view, log_view
+from control_plane._view import Data, clock, event_view, log_view, round_rows
 from control_plane.cli._completion import complete_region
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
-from control_plane.cli._output import emit, emit_line, say
+from control_plane.cli._output import columns, emit, emit_line, say
 from control_plane.cli._settings import Format, settings
 from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import GeofedError
@@ -74,6 +74,31 @@ def logs(
                 yield log_view(line)
 
     _show(context, stream, _log_line, follow=follow, again=f"geofed logs {job} --follow")
+
+
+def history(job: JobArgument, context: ContextFile = None, output: Output = Format.TABLE) -> None:
+    """Show the rounds of a job: loss and metrics of each region, as the regions have reported them."""
+
+    async def ask(client: ControlClient) -> list[Data]:
+        return round_rows([event_view(event) async for event in client.watch(job, follow=False)])
+
+    rows = ask_control_plane(context, ask)
+    emit(rows, table=_rounds_table, name=lambda row: f"{row['round']} {row['region']}")
+    if not rows:
+        say("no round has been reported")
+
+
+def _rounds_table(rows: list[Data]) -> str:
+    known = ("round", "region", "at", "step", "samples", "loss", "test_loss")
+    metrics = sorted({name for row in rows for name in row} - set(known))
+    heads = ["ROUND", "REGION", "TIME", "STEP", "SAMPLES", "LOSS", "TEST LOSS", *(name.upper() for name in metrics)]
+
+    def cells(row: Data) -> list[str]:
+        figures = [f"{row[name]:.4f}" if row.get(name) is not None else "" for name in ("loss", "test_loss", *metrics)]
+        step, samples = (f"{row[name]:,}" if name in row else "" for name in ("step", "samples"))
+        return [str(row["round"]), row["region"], clock(row.get("at")), step, samples, *figures]
+
+    return columns(heads, [cells(row) for row in rows], leave_out=("SAMPLES", "TIME", "STEP"))
 
 
 def _begin(since: str) -> float:

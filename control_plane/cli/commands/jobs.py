@@ -26,6 +26,29 @@ JobArgument = Annotated[
 ]
 
 
+Labels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label",
+        "-l",
+        metavar="NAME=VALUE",
+        help="Only jobs with this label of `metadata.labels`; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def labels_of(given: list[str] | None) -> dict[str, str]:
+    """Return the labels that `--label` names. Raises ``GeofedError("USAGE")``."""
+    labels = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise GeofedError("USAGE", f"--label {text!r} is not of the form NAME=VALUE", hint="write team=vision")
+        labels[name] = value
+    return labels
+
+
 def status(
     job: Annotated[
         str | None,
@@ -45,7 +68,11 @@ def status(
     if job is None:
         if watch:
             raise GeofedError("USAGE", "--watch needs a job", hint="`geofed list` shows the jobs")
-        emit(ask_control_plane(context, _federation), table=_federation_text, name=lambda data: str(data["federation"]))
+        emit(
+            ask_control_plane(context, federation_view),
+            table=federation_text,
+            name=lambda data: str(data["federation"]),
+        )
     elif watch:
         finish_with_job(context, job, shown=True)
     else:
@@ -56,13 +83,15 @@ def status(
 def list_jobs(
     ended: Annotated[bool, typer.Option("--all", "-a", help="Include ended jobs.")] = False,
     limit: Annotated[int, typer.Option(help="Maximum number of jobs, newest first.", min=1)] = 100,
+    label: Labels = None,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """List jobs, newest first."""
+    wanted = labels_of(label)
 
     async def ask(client: ControlClient) -> tuple[list[Data], dict[str, int]]:
-        jobs, occupied = await client.jobs_and_occupied(ended=ended, limit=limit)
+        jobs, occupied = await client.jobs_and_occupied(ended=ended, limit=limit, labels=wanted)
         return [job_summary(job_view(job)) for job in jobs], occupied
 
     views, occupied = ask_control_plane(context, ask)
@@ -71,7 +100,8 @@ def list_jobs(
         held = ", ".join(f"{workers} workers in {region}" for region, workers in sorted(occupied.items()))
         say(f"other users' jobs occupy {held}")
     if not views:
-        say("no jobs" if ended else "no jobs are running; --all shows ended ones")
+        which = "".join(f" with {name}={value}" for name, value in wanted.items())
+        say(f"no jobs{which}" if ended else f"no jobs{which} are running; --all shows ended ones")
 
 
 def describe(job: JobArgument, context: ContextFile = None, output: Output = Format.TABLE) -> None:
@@ -166,6 +196,16 @@ def resume(
         finish_with_job(context, view["id"], shown=True)
         return
     emit(view, table=job_head, name=_id_of)
+
+
+def rename(
+    job: JobArgument,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The new name.", show_default=False)],
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Give a job another name; its ID stays."""
+    _request(context, lambda client: client.rename(job, name))
 
 
 def share(
@@ -284,7 +324,8 @@ def _seconds(duration: str | None) -> float | None:
         raise GeofedError("USAGE", f"--timeout: {error}") from None
 
 
-async def _federation(client: ControlClient) -> Data:
+async def federation_view(client: ControlClient) -> Data:
+    """Return the federation with its regions and active jobs."""
     import asyncio
 
     about, jobs, regions = await asyncio.gather(client.version(), client.jobs(), client.regions())
@@ -296,7 +337,8 @@ async def _federation(client: ControlClient) -> Data:
     }
 
 
-def _federation_text(data: Data) -> str:
+def federation_text(data: Data) -> str:
+    """Format the federation with its regions and active jobs."""
     from control_plane.cli.commands.region import regions_table
 
     parts = [fields([("federation", data["federation"]), ("version", data["version"])])]

@@ -32,6 +32,7 @@ _CONTROL = {
     "Resume": Rule(_BOTH, job="change"),
     "Scale": Rule(_BOTH, job="change"),
     "Share": Rule(_BOTH, job="change"),
+    "Rename": Rule(_BOTH, job="change"),
     "Delete": Rule(_BOTH, job="change"),
     "Storage": Rule(_BOTH, job="read", note="without a job: a user gets only its own jobs"),
     "ListRegions": Rule(_BOTH),

@@ -62,6 +62,7 @@ _DAILY_CODE_BYTES = 1 << 30
 """Limit of the code that a user uploads within a day: hundreds of bundles of the largest size."""
 INVITATION_SECONDS = 24 * 3600
 """Default validity of an invitation."""
+_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
 
@@ -275,6 +276,22 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 what = f"is not shared with {user} any more" if request.end else f"is shared with {user}"
                 draft.record("job.shared", f"job {entry.row.id} {what}", job=entry.row.id, data={"users": shared})
         await federation.rights_changed()
+        return federation.describe(await self._find(entry.row.id))
+
+    @answering
+    async def Rename(self, request: control_pb2.RenameRequest, context: Context) -> control_pb2.Job:
+        """Give a job another name; repeating it has no effect."""
+        federation, entry, name = self._federation, await self._find(request.job), request.name
+        if not _JOB_NAME.fullmatch(name):
+            hint = "lower-case letters, digits and hyphens, 63 at most"
+            raise GeofedError("SPEC_INVALID", f"{name!r} is no name of a job", hint=hint)
+        async with federation.change() as draft:
+            draft.by = _who()
+            entry = draft.job(entry.row.id) or entry
+            if name != entry.row.name:
+                text = f"job {entry.row.id} is called {name}, no longer {entry.row.name}"
+                draft.record("job.renamed", text, job=entry.row.id, data={"before": entry.row.name, "name": name})
+                draft.add_job(replace(entry, row=replace(entry.row, name=name)))
         return federation.describe(await self._find(entry.row.id))
 
     @answering

@@ -552,6 +552,7 @@ class Federation:
         message = job_message(entry.row, entry.state, entry.plan, self._last_contact)
         message.user = entry.row.user
         message.shared_with.extend(entry.row.shared_with)
+        message.labels.update(entry.spec.metadata.labels)
         return message
 
     def _last_contact(self, region: str) -> float:

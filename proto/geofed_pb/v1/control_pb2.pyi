@@ -91,7 +91,14 @@ class JobRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor", "expected_seconds", "shared_with", "models")
+    __slots__ = ("id", "name", "state", "condition", "created_at", "started_at", "finished_at", "spec_json", "plan_json", "result_json", "error", "partitions", "rounds", "links", "deadline_at", "user", "copies", "initial_model", "successor", "expected_seconds", "shared_with", "models", "labels")
+    class LabelsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +121,7 @@ class Job(_message.Message):
     EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SHARED_WITH_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     id: str
     name: str
     state: str
@@ -136,7 +144,8 @@ class Job(_message.Message):
     expected_seconds: float
     shared_with: _containers.RepeatedScalarFieldContainer[str]
     models: _containers.RepeatedCompositeFieldContainer[KeptModel]
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ..., expected_seconds: _Optional[float] = ..., shared_with: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[_Union[KeptModel, _Mapping]]] = ...) -> None: ...
+    labels: _containers.ScalarMap[str, str]
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., created_at: _Optional[float] = ..., started_at: _Optional[float] = ..., finished_at: _Optional[float] = ..., spec_json: _Optional[str] = ..., plan_json: _Optional[str] = ..., result_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., partitions: _Optional[_Iterable[_Union[PartitionStatus, _Mapping]]] = ..., rounds: _Optional[int] = ..., links: _Optional[_Iterable[_Union[WanLink, _Mapping]]] = ..., deadline_at: _Optional[float] = ..., user: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[ShardCopy, _Mapping]]] = ..., initial_model: _Optional[_Union[InitialModel, _Mapping]] = ..., successor: _Optional[str] = ..., expected_seconds: _Optional[float] = ..., shared_with: _Optional[_Iterable[str]] = ..., models: _Optional[_Iterable[_Union[KeptModel, _Mapping]]] = ..., labels: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class KeptModel(_message.Message):
     __slots__ = ("round", "digest", "bytes", "metrics", "best")
@@ -398,6 +407,14 @@ class ResumeRequest(_message.Message):
     request_id: str
     job: str
     def __init__(self, request_id: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+
+class RenameRequest(_message.Message):
+    __slots__ = ("job", "name")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    name: str
+    def __init__(self, job: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class ShareRequest(_message.Message):
     __slots__ = ("job", "user", "end")

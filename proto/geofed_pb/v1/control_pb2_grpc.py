@@ -115,6 +115,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ShareRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
                 _registered_method=True)
+        self.Rename = channel.unary_unary(
+                '/geofed.v1.Control/Rename',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.RenameRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/geofed.v1.Control/Delete',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.DeleteRequest.SerializeToString,
@@ -283,6 +288,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rename(self, request, context):
+        """Gives a job another name; its ID, its job file and its events stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Delete(self, request, context):
         """Deletes an ended job and all that belongs to it, also in its regions; repeating it has no effect.
         """
@@ -438,6 +450,11 @@ def add_ControlServicer_to_server(servicer, server):
             'Share': grpc.unary_unary_rpc_method_handler(
                     servicer.Share,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ShareRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
+            ),
+            'Rename': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rename,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.RenameRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.Job.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
@@ -927,6 +944,33 @@ class Control(object):
             target,
             '/geofed.v1.Control/Share',
             geofed__pb_dot_v1_dot_control__pb2.ShareRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rename(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Rename',
+            geofed__pb_dot_v1_dot_control__pb2.RenameRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.Job.FromString,
             options,
             channel_credentials,

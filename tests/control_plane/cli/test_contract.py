@@ -58,6 +58,7 @@ CONTRACTS = {
     "status": Contract("{job}", streaming=True),
     "list": Contract("--all"),
     "describe": Contract("{job}"),
+    "top": Contract(),
     "wait": Contract("{job}"),
     "compare": Contract("{job} {cancelled}"),
     "scale": Contract("{running} a=1", mutating=True),
@@ -67,8 +68,10 @@ CONTRACTS = {
     "resume": Contract("{kept}", mutating=True, streaming=True),
     "delete": Contract("{ended} --yes", mutating=True),
     "storage": Contract(),
+    "rename": Contract("{ended} ended", mutating=True),
     "share": Contract("{job} ann", mutating=True),
     "unshare": Contract("{job} ann", mutating=True),
+    "history": Contract("{job}"),
     "logs": Contract("{job}", streaming=True),
     "events": Contract("{job}", streaming=True),
     "export": Contract("{job} --output-file model.safetensors"),
@@ -135,7 +138,7 @@ def test_every_command_is_declared_and_has_the_options_of_its_kind() -> None:
     mutating = {name for name, contract in CONTRACTS.items() if contract.mutating}
     of_users = {"user add", "user change", "user remove"}
     of_regions = {f"region {what}" for what in ("invite", "drain", "undrain", "revoke", "remove")}
-    of_jobs = {"submit", "scale", "replan", "finish", "cancel", "delete", "resume", "share", "unshare"}
+    of_jobs = {"submit", "scale", "replan", "finish", "cancel", "delete", "rename", "resume", "share", "unshare"}
     assert mutating == of_jobs | of_regions | of_users | {"rotate-ca"}
     assert "--request-id" in options_of(found["submit"])
     assert all("--yes" in options_of(found[name]) for name in ("cancel", "delete", "user remove", "region remove"))

@@ -41,7 +41,7 @@ def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str)
 
 @pytest.mark.processes
 def test_init_asks_until_five_answers_are_valid(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("control_plane.cli.commands.init.can_ask", lambda: True)
+    monkeypatch.setattr("control_plane.cli.commands.start.init.can_ask", lambda: True)
     monkeypatch.setattr("sys.stdin", io.StringIO("nothing\ntext\nnorth, south\n0\n3\ntime\n\n"))
     made = run("init", str(tmp_path / "mine"))
     assert made.status == 0, made.err
@@ -104,7 +104,7 @@ def test_a_bug_is_told_in_a_sentence_and_with_debug_in_full(run: Run, monkeypatc
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("control_plane.cli.commands.template._folders", broken)
+    monkeypatch.setattr("control_plane.cli.commands.start.template._folders", broken)
     ran = run("template", "list")
     assert ran.status == 10
     assert ran.err.startswith("error[INTERNAL]: ZeroDivisionError: oops\nhint: ")

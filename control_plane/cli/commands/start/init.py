@@ -16,7 +16,7 @@ from control_plane._view import Data
 from control_plane.cli._options import NoInput, Output
 from control_plane.cli._output import emit, say, unwritable
 from control_plane.cli._settings import Format, can_ask
-from control_plane.cli.commands.template import write_template
+from control_plane.cli.commands.start.template import write_template
 from geofed_pb.errors import GeofedError
 
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")

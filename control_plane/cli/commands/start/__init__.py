@@ -1,0 +1,1 @@
+"""Commands that need no control plane: templates, schema, version, completion."""
