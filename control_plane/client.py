@@ -370,10 +370,14 @@ class ControlClient:
                     on_break(error)
             await asyncio.sleep(RETRY_WAIT.total_seconds())
 
-    async def model(self, job: str, *, round_: int = 0, offset: int = 0) -> AsyncIterator[common_pb2.BlobChunk]:
-        """Yield the bytes of a job's last model, or of a round's, from `offset` on; each chunk has the digest."""
+    async def model(
+        self, job: str, *, round_: int = 0, region: str = "", offset: int = 0
+    ) -> AsyncIterator[common_pb2.BlobChunk]:
+        """Yield the bytes of a job's last model, of a round's, or of a region's own, from `offset` on.
+
+        Each chunk has the digest of the whole."""
         async with self._calling():
-            request = control_pb2.ModelRequest(job=job, round=round_, offset=offset)
+            request = control_pb2.ModelRequest(job=job, round=round_, region=region, offset=offset)
             async for chunk in self._stub.GetModel(request, metadata=self._metadata):
                 yield chunk
 

@@ -316,7 +316,7 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     succession = Succession(federation)
     access = AccessConfig(authority, "", config.region_certificate_life)
     sweeper = Sweeper(federation, config.keep)
-    users = ControlService(federation, profiling, probing, succession, sweeper, access)
+    users = ControlService(federation, profiling, probing, succession, sweeper, measurements, access)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     of_users = AccessInterceptor(CONTROL_RULES, UserCheck(federation, state.token_hash))

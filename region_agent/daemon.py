@@ -32,6 +32,7 @@ from region_agent.isolation import Isolation, isolation_of
 from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
+from region_agent.own_model import own_model_file
 from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
@@ -522,6 +523,28 @@ class Agent:
         """Run a few steps of a task; ignored until the agent has its profiler."""
         if self._profiler is not None:
             self._profiler.probe(command)
+
+    def own_model(self, command: agent_pb2.OwnModel) -> None:
+        """Upload the region's own model of a job that runs here, or has run here lately."""
+
+        def failed(error: GeofedError) -> None:
+            self._hub.report_profile(agent_pb2.ProfileReport(id=command.id, error=to_proto(error)))
+
+        task = background(self._upload_own_model(command), failed)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _upload_own_model(self, command: agent_pb2.OwnModel) -> None:
+        try:
+            path = own_model_file(self._state_dir / "jobs" / Path(command.job).name)
+            data = await asyncio.to_thread(path.read_bytes)
+        except OSError:
+            text = f"region {command.region} has no model of its own of {command.job}"
+            hint = "it has one after the first evaluation, and for as long as its `retention` says"
+            raise GeofedError("MODEL_NOT_FOUND", text, hint=hint) from None
+        digest = digest_of([data])
+        await self._hub.put_blob(data, digest)
+        self._hub.report_profile(agent_pb2.ProfileReport(id=command.id, model_digest=digest))
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         """Store and carry out the end of the job's partition or of its shard's transfer, and its deletion.

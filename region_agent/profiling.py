@@ -222,7 +222,7 @@ class Profiler:
                 bundle_key=bundle_key(start), module=command.task.module,
                 config=json.loads(command.task.config_json or "{}"), env=dict(command.task.env), splits={},
                 batch=command.batch, at_once=at_once(command.batch, command.task),
-                precision=precision_of(command.task),
+                precision=precision_of(command.task), local=tuple(command.task.local),
                 evaluation_batch=command.evaluation_batch,
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip

@@ -61,19 +61,23 @@ class FlatModel:
         *,
         part: bool = False,
         base: Collection[str] = (),
+        local: Collection[str] = (),
         calling: Calling = nullcontext,
     ) -> None:
         """``part``: the module is part of a larger model, so it needn't have trained parameters. ``base``: names of the
-        tensors that never change. ``calling``: returns a context manager that is entered around all calls into the
-        module, given their purpose; it can distinguish errors of the module from others."""
+        tensors that never change. ``local``: names of those that stay in the region. ``calling``: returns a context
+        manager that is entered around all calls into the module, given their purpose; it can distinguish errors of the
+        module from others."""
         self.module, self._calling = module, calling
         found = tensors_of(module)
         for place, tensor, _ in found:
             _check_values(place, tensor)
         # The stages of a model agree on a layout that is made without values.
-        self.layout, order = _layout(module, found, base, marks=not part)
-        kept = {slot.name for slot in self.layout.base}
-        self.base = Base([place for place, _, _ in found if place.name in kept])
+        self.layout, order = _layout(module, found, base, local, marks=not part)
+        self.base, self.local = (
+            Base([place for place, _, _ in found if place.name in {slot.name for slot in slots}])
+            for slots in (self.layout.base, self.layout.local)
+        )
         self._places = [found[at][0] for at in order]
         self._trained = self._places[: self.layout.trainable]
         self._bound = [place.tensor() for place in self._trained]
@@ -295,7 +299,8 @@ class FlatModel:
     def check_names(self) -> None:
         """Raise ``GeofedError("TASK_INVALID")`` for a tensor that no vector contains: it was added after the model was
         made, or was another name of a tensor that the layout has."""
-        known, aliases = {slot.name for slot in (*self.layout.slots, *self.layout.base)}, dict(self.layout.aliases)
+        layout = self.layout
+        known, aliases = {slot.name for slot in (*layout.slots, *layout.base, *layout.local)}, dict(layout.aliases)
         for place, _, _ in tensors_of(self.module):
             if place.name in aliases:
                 text = f"was {aliases[place.name]}'s memory when model(config) returned the model, and is not now"
@@ -310,19 +315,20 @@ class FlatModel:
         return before is tensor and version == version_of(tensor)
 
 
-def layout_of(shell: torch.nn.Module, base: Collection[str] = ()) -> Layout:
-    """Return the layout of a module that was made without values. ``base``: names of the tensors that never change."""
-    return _layout(shell, tensors_of(shell), base, marks=False)[0]
+def layout_of(shell: torch.nn.Module, base: Collection[str] = (), local: Collection[str] = ()) -> Layout:
+    """Return the layout of a module that was made without values. ``base``, ``local``: as in `FlatModel`."""
+    return _layout(shell, tensors_of(shell), base, local, marks=False)[0]
 
 
 def _layout(
-    module: torch.nn.Module, found: list[Found], base: Collection[str], *, marks: bool
+    module: torch.nn.Module, found: list[Found], base: Collection[str], local: Collection[str], *, marks: bool
 ) -> tuple[Layout, list[int]]:
-    """Return the layout, and the order of its slots in ``found``. ``base``: names of tensors that have no slot.
+    """Return the layout, and the order of its slots in ``found``. ``base``, ``local``: names of tensors without a slot.
     ``marks``: non-finite values are allowed, by marks."""
     order = sorted(range(len(found)), key=lambda at: (not found[at][2], KINDS.index(found[at][0].kind)))
     slots: list[Slot] = []
     kept: list[Slot] = []
+    stays: list[Slot] = []
     for at in order:
         place, tensor, trained = found[at]
         constant = place.name in base and not trained
@@ -334,16 +340,17 @@ def _layout(
         coding = coding_of(dtype, trained=trained, marked=marks and not (trained or constant) and not _finite(tensor))
         if coding is None:
             raise refused(place, f"is {dtype}, which is not supported")
-        if constant:
-            kept.append(Slot(place.name, tuple(tensor.shape), dtype))
+        if place.name in local or constant:
+            (stays if place.name in local else kept).append(Slot(place.name, tuple(tensor.shape), dtype))
             continue
         slots.append(Slot(place.name, tuple(tensor.shape), dtype, coding))
         if coding.parts > 1 and tensor.device.type != "meta":
             _check_exact(place, tensor, slots[-1])
     aliases = _aliases(module, {found[at][0].name: found[at][1] for at in order})
-    names = {slot.name for slot in kept}
+    names = {slot.name for slot in (*kept, *stays)}
     order = [at for at in order if found[at][0].name not in names]
-    return Layout(tuple(slots), sum(trained for _, _, trained in found), aliases, tuple(kept)), order
+    trainable = sum(found[at][2] for at in order)
+    return Layout(tuple(slots), trainable, aliases, tuple(kept), tuple(stays)), order
 
 
 def _aliases(module: torch.nn.Module, slots: dict[str, torch.Tensor]) -> tuple[tuple[str, str], ...]:

@@ -6,7 +6,8 @@ rounded when they are written back. A vector of gradients has the same positions
 parameter: 1 if it has a gradient, so that one merge covers everything.
 
 Tensors that never change (frozen parameters, constant buffers) are the base. Each worker has it, and no vector contains
-it.
+it. Local tensors (`train.local`) are trained in each region by itself, and the model's vector does not contain them
+either.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import numpy.typing as npt
 from geofed_pb.errors import GeofedError
 from sync.coordinates import PLAIN, Coding, array_dtype, decode, encode
 
-__all__ = ["Layout", "Slot", "Vector"]
+__all__ = ["LOCAL", "Layout", "Slot", "Vector"]
 
 Vector = npt.NDArray[np.float32]
 
+LOCAL = "local/"
+"""Prefix of the names of local tensors' bytes in a worker's stored state."""
 _MAX_PARTS = 3
 """Coordinates of an element, at most."""
 
@@ -86,6 +89,8 @@ class Layout:
     """Further names in the state dict (of tied parameters), each with the name of its slot."""
     base: tuple[Slot, ...] = ()
     """Tensors that never change, and that the flat vector does not contain."""
+    local: tuple[Slot, ...] = ()
+    """Tensors that stay in their region, and that the flat vector does not contain."""
 
     @property
     def size(self) -> int:
@@ -114,6 +119,8 @@ class Layout:
         }  # fmt: skip
         if self.base:
             raw["base"] = [slot.facts() for slot in self.base]
+        if self.local:
+            raw["local"] = [slot.facts() for slot in self.local]
         return json.dumps(raw, separators=(",", ":"))
 
     @classmethod
@@ -124,10 +131,11 @@ class Layout:
             slots = tuple(_slot(entry) for entry in raw["slots"])
             aliases = tuple((str(alias), str(name)) for alias, name in raw["aliases"])
             base = tuple(_slot(entry) for entry in raw.get("base", ()))
-            layout = cls(slots, int(raw["trainable"]), aliases, base)
+            local = tuple(_slot(entry) for entry in raw.get("local", ()))
+            layout = cls(slots, int(raw["trainable"]), aliases, base, local)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise GeofedError("FRAME_INVALID", f"not a model layout: {error}") from None
-        every = (*slots, *base)
+        every = (*slots, *base, *local)
         names = {slot.name for slot in every}
         if not 0 <= layout.trainable <= len(slots) or any(n < 0 for slot in every for n in slot.shape):
             raise GeofedError("FRAME_INVALID", "not a model layout: sizes out of range")
@@ -175,18 +183,24 @@ class Layout:
     def difference(self, other: Layout) -> str:
         """Describe the first difference to another layout, for users; "": there is none. Unknown digests of the base
         do not count."""
-        here, there = ({slot.name: slot for slot in (*one.slots, *one.base)} for one in (self, other))
-        kept, moved = ({slot.name for slot in one.base} for one in (self, other))
+        here, there = ({slot.name: slot for slot in (*one.slots, *one.base, *one.local)} for one in (self, other))
+        ours, theirs = (one._kinds() for one in (self, other))
         for name in [*here, *(name for name in there if name not in here)]:
-            if (ours := _described(here.get(name))) != (theirs := _described(there.get(name))):
-                return f"{name} is {ours} here and {theirs} there"
-            if (name in kept) != (name in moved):
-                first, second = ("never changes", "changes") if name in kept else ("changes", "never changes")
-                return f"{name} {first} here and {second} there"
-            if (ours := here[name].digest) and (theirs := there[name].digest) and ours != theirs:
+            if (mine := _described(here.get(name))) != (other_one := _described(there.get(name))):
+                return f"{name} is {mine} here and {other_one} there"
+            if ours.get(name) != theirs.get(name):
+                return f"{name} {ours.get(name, _CHANGES)} here and {theirs.get(name, _CHANGES)} there"
+            if here[name].digest and there[name].digest and here[name].digest != there[name].digest:
                 return f"{name}, which is not trained, has other values here than there"
         same = self.without_digests == other.without_digests
         return "" if same else "its tensors are tied or trained otherwise, or in another order"
+
+    def _kinds(self) -> dict[str, str]:
+        """Return what is special about tensors, as text for users, by name."""
+        return {slot.name: "never changes" for slot in self.base} | {slot.name: "is local" for slot in self.local}
+
+
+_CHANGES = "changes"
 
 
 def _slot(raw: Mapping[str, Any]) -> Slot:

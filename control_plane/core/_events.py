@@ -279,6 +279,8 @@ class SendStart:
     """Digest of the model that the job starts from; empty: the task's own."""
     keeps_base: bool = False
     """Whether tensors that never change are left out of the exchange."""
+    initial_job: str = ""
+    """Job that the initial model is of."""
 
 
 @dataclass(frozen=True)

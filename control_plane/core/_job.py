@@ -156,8 +156,9 @@ class JobMachine:
         part = replace(part, state="assigned")
         self._update_partition(part)
         # What is not trained is not exchanged, so that every region needs the file.
-        digest = self.state.initial_model.digest if self.state.initial_model is not None else ""
-        self._out.append(SendStart(part.region, part.epoch, part.ran, digest, self.state.keeps_base))
+        model = self.state.initial_model
+        digest, job = (model.digest, model.job) if model is not None else ("", "")
+        self._out.append(SendStart(part.region, part.epoch, part.ran, digest, self.state.keeps_base, job))
         if part.workers is not None:
             self._command_workers(part, part.workers, "")
 

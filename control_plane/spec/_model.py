@@ -212,6 +212,10 @@ class Train(_Section):
     """Number of parts that a worker divides its `batch` into. Their gradients are added up before the merge and the
     optimiser's step, so that the activations of one part are in memory at a time. Not with pipelines, which have
     micro-batches."""
+    local: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(default_factory=list, max_length=64)
+    """Tensors of the model that stay in their region, such as `["*.bn.*", "head.*"]`: patterns of the names in its
+    `state_dict()`. Each region trains its own, and `control-plane export --region` writes a region's own model. Not
+    with pipelines (docs/personal.md)."""
     initial_model: InitialModel | None = None
     """Earlier job whose model all regions start from. Its tensors must have the names, shapes and types of the task's
     (docs/planning.md#starting-from-a-model). Default: the task's own model."""
@@ -562,6 +566,7 @@ class JobSpec(_Section):
                 ("`train.clipNorm`", self.train.clip_norm is not None),
                 (f"`train.precision: {self.train.precision}`", self.train.precision != "fp32"),
                 ("`train.accumulate`", self.train.accumulate > 1),
+                ("`train.local`", bool(self.train.local)),
                 (f"`wan.policy: {self.wan.policy}`", bool(self.wan.traits.proximal)),
             )
             if used

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["ACCUMULATE", "BASE", "FEATURES", "PRECISION"]
+__all__ = ["ACCUMULATE", "BASE", "FEATURES", "LOCAL", "PRECISION"]
 
 BASE = "base"
 """Tensors that never change are not exchanged."""
 PRECISION = "train.precision"
 ACCUMULATE = "train.accumulate"
-FEATURES = (BASE, PRECISION, ACCUMULATE)
+LOCAL = "train.local"
+FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL)
 """All features of this version."""

@@ -324,7 +324,7 @@ class RetentionConfig(Section):
 
     jobs_days: NotNegative = 7.0
     """State of parameter servers whose job the agent does not know any more, as after the loss of its database. The
-    state of a job that has ended is deleted at once."""
+    state of a job that has ended is deleted at once, but for the region's own model (docs/personal.md)."""
     bundles_days: NotNegative = 7.0
     """Code, since it was last used."""
     logs_days: NotNegative = 30.0

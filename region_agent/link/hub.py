@@ -84,6 +84,9 @@ class Commands(Protocol):
     def probe(self, command: agent_pb2.ProfileTask) -> None:
         """Start a probe. The command is not stored, since the control plane repeats it."""
 
+    def own_model(self, command: agent_pb2.OwnModel) -> None:
+        """Upload the region's own model of a job. The command is not stored, since the control plane repeats it."""
+
     def state_restored(self) -> None:
         """Handle a state directory that is older than the control plane's knowledge, as after a restore of a backup."""
 
@@ -321,6 +324,8 @@ class Hub:
                 self._take_certificates(message.revoked)
             case "probe":
                 commands.probe(message.probe)
+            case "own_model":
+                commands.own_model(message.own_model)
 
     async def _send(self, call: Any, cursor: int) -> None:
         heartbeat_due = 0.0

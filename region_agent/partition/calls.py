@@ -16,6 +16,7 @@ from geofed_pb.rpc import region_name
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import ServerConfig
 from region_agent.link.identity import Identity
+from region_agent.own_model import initial_own_model
 from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import Invoke, StartPs
 from region_agent.partition.server_process import free_ports
@@ -167,6 +168,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
         clip_norm=task.clip_norm,
         precision=precision_of(task),
+        local=tuple(task.local),
         proximal=_proximal(plan),
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,
@@ -231,6 +233,7 @@ def server_config_of(
         channel_address=inputs.channel_address,
         state_dir=folder / "ps",
         initial_model=initial_model_file(start, folder),
+        initial_own_model=initial_own_model(folder) if start.task.local else None,
         begun=begun or start.resumed,
         worker_listen=f"{server.worker_host}:{worker_port}",
         exchange_listen=f"{server.exchange_host}:{exchange_port}",

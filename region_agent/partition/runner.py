@@ -23,6 +23,7 @@ from region_agent.gateway import GatewayClient
 from region_agent.isolation import NOT_ISOLATED, Isolation
 from region_agent.link.identity import Identity
 from region_agent.link.networks import resolved
+from region_agent.own_model import copy_own_model, remove_all_but_own_model
 from region_agent.partition.calls import (
     RegionInputs,
     batches_of,
@@ -386,6 +387,8 @@ class PartitionRunner:
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
             await context.fetch_model(task.initial_model, initial)
+            if task.local:
+                await asyncio.to_thread(copy_own_model, self._folder, task.initial_job)
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._invocations.prepare_channel, bundle)
         self._function.grants = await asyncio.to_thread(self._invocations.grants)
@@ -576,8 +579,8 @@ class PartitionRunner:
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._context.channel.discard, self.job)
         if action.discard:
-            for folder in (self._folder, self._shards.folder):
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(remove_all_but_own_model, self._folder)
+            await asyncio.to_thread(shutil.rmtree, self._shards.folder, ignore_errors=True)
 
 
 async def _cancel(tasks: Collection[asyncio.Task[Any] | None]) -> None:

@@ -110,6 +110,8 @@ class Invocation(BaseModel):
     """Largest norm of a step's merged gradient; 0: any."""
     precision: Precision = "fp32"
     """Precision of the passes, by autocast; parameters keep their types."""
+    local: tuple[str, ...] = ()
+    """Patterns of the names of tensors that stay in the region."""
     proximal: float = Field(default=0.0, ge=0)
     """mu of the term mu / 2 * |w - w_round|^2, whose gradient is added to the loss's; 0: none."""
     slice_seconds: float = Field(gt=0)

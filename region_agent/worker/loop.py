@@ -183,7 +183,7 @@ class WorkerLoop:
         self._snapshot = self._flat.vector(self._snapshot)
         request, state = self._boundary_request(sequence, self._step, self._round), None
         # The stages of a model must all upload the state of the same round.
-        due = self._trainer.in_stages or time.monotonic() - self._state_given > _STATE_SECONDS
+        due = self._trainer.in_stages or len(self._flat.local) or time.monotonic() - self._state_given > _STATE_SECONDS
         if self._trainer.leads and due:
             self._state_given = time.monotonic()
             tensors, numbers = self._trainer.dump_state()
@@ -291,7 +291,9 @@ class WorkerLoop:
             stored = self._channel.get(key)
             if stored is None:
                 raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
-            base.load(framing.decode(stored).tensors)
+            given = framing.decode(stored).tensors
+            base.load(given)
+            self._flat.local.load(given)
         base.watch()
 
     def _end_round(self, server: PsClient, sequence: int, *, known: bool) -> worker_pb2.BoundaryReply:

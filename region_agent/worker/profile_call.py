@@ -49,6 +49,8 @@ class ProfileCall(_Body):
     """Batch of the job file, in samples."""
     at_once: int = Field(default=0, ge=0)
     """Largest number of samples in one forward pass of a step; 0: no limit."""
+    local: tuple[str, ...] = ()
+    """Patterns of the names of tensors that stay in the region."""
     precision: Precision = "fp32"
     """Precision of the passes, as in `Invocation`."""
     evaluation_batch: int = Field(default=0, ge=0)

@@ -24,6 +24,7 @@ from region_agent.worker.training.passes import accumulate
 from sync.base import frozen_parameters
 from sync.device import device, finish
 from sync.flat import FlatModel, layout_of
+from sync.local import local_names
 from sync.pipeline import Layers, measure_layers, model_input
 from sync.seeding import seed_all
 
@@ -99,15 +100,18 @@ def probe(call: ProfileCall, task: TaskModule) -> Profiled:
     whole = shell is None or not call.memory_mb or _peak_mb() + _held_mb(shell) < call.memory_mb
     module = task.model(call.seed) if shell is None or whole else shell
     with task.calling("model"):
-        frozen = frozen_parameters(module)
-        size = 4 * (layout_of(module, frozen) if module is shell else FlatModel(module, base=frozen).layout).size
-    made = time.monotonic() - begun
+        frozen, local = frozen_parameters(module), local_names(module, call.local)
+        made = (
+            layout_of(module, frozen, local) if module is shell else FlatModel(module, base=frozen, local=local).layout
+        )
+        size = 4 * made.size
+    seconds = time.monotonic() - begun
     return Profiled(
         status="done",
         parameters=_parameters(module),
         model_bytes=size,
         held_bytes=_held_bytes(module),
-        loaded_seconds=made,
+        loaded_seconds=seconds,
     )
 
 
@@ -148,7 +152,8 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     where = device()
     module = task.model(call.seed)
     with task.calling("model"):
-        flat = FlatModel(module, base=frozen_parameters(module), calling=task.calling)
+        local = local_names(module, call.local)
+        flat = FlatModel(module, base=frozen_parameters(module), local=local, calling=task.calling)
         module.to(where)
     optimizer = task.optimizer(module.parameters())
     # A schedule that cannot be created is found before the plan, too.

@@ -98,7 +98,16 @@ def _engine(config: PsConfig) -> Engine:
     storage = Storage(config.state_dir, setup)
     codec, shares = codec_named(config.codec), dict(config.shares)
     executor = ActionExecutor(
-        setup, storage, channel, policy, codec, settings, shares, config.part_elements, config.initial_model
+        setup,
+        storage,
+        channel,
+        policy,
+        codec,
+        settings,
+        shares,
+        config.part_elements,
+        config.initial_model,
+        config.initial_own_model,
     )
     engine = Engine(executor, settings)
     engine.patience_seconds = config.patience_seconds

@@ -8,7 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["PsConfig", "read_config"]
+__all__ = ["OWN_MODEL", "PsConfig", "read_config"]
+
+OWN_MODEL = "own-model.safetensors"
+"""File in the server's folder: the region's own model after the last evaluation, with the tensors that stay here."""
 
 
 class PsConfig(BaseModel):
@@ -47,6 +50,9 @@ class PsConfig(BaseModel):
     channel: str
     channel_address: str
     state_dir: Path
+    initial_own_model: Path | None = None
+    """Safetensors file with first values of the tensors that stay in the region; it need not exist, and `initial_model`
+    may have them, too."""
     initial_model: Path | None = None
     """A safetensors file with the model that the job begins with, for the region that provides the initial model; None:
     the workers initialise it."""

@@ -42,7 +42,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
     run(scenario())
 
 
-@pytest.mark.parametrize("setting", ["train.precision=bf16", "train.accumulate=2"])
+@pytest.mark.parametrize("setting", ["train.precision=bf16", "train.accumulate=2", "train.local=['head.*']"])
 def test_what_an_agent_cannot_do_is_declined_with_its_region(
     serve_config: ServeConfig, job_file: Path, setting: str
 ) -> None:

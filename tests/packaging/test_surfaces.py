@@ -326,7 +326,7 @@ SURFACES = {
     "sync.coordinates": {"PLAIN", "Coding", "array_dtype", "coding_of", "decode", "encode"},
     "sync.flat": {"FlatModel", "layout_of"},
     "sync.framing": {"Array", "Buffer", "Frame", "decode", "digest_of", "encode"},
-    "sync.layout": {"Layout", "Slot", "Vector"},
+    "sync.layout": {"LOCAL", "Layout", "Slot", "Vector"},
     "sync.chunked": {
         "Span",
         "forget",

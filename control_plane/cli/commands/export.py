@@ -56,6 +56,15 @@ def export(
             show_default=False,
         ),
     ] = None,
+    region: Annotated[
+        str | None,
+        typer.Option(
+            "--region",
+            metavar="NAME",
+            help="A region's own model, of a job with `train.local`: that of its last evaluation.",
+            show_default=False,
+        ),
+    ] = None,
     part: Annotated[
         Part,
         typer.Option(
@@ -75,6 +84,10 @@ def export(
 
     async def fetch(client: ControlClient) -> Data:
         view = job_view(await client.job(job))
+        if region is not None:
+            if round_ is not None or part is not Part.WHOLE:
+                raise GeofedError("USAGE", "--region writes the whole model of a region's last evaluation")
+            return await _written_own(client, view, region, output_file, yes=yes)
         view["model"] = chosen(view, round_)
         target = output_file or Path(view["id"] if part is Part.PEFT else f"{view['id']}.safetensors")
         if part is not Part.WHOLE:
@@ -85,6 +98,25 @@ def export(
         return _with_manifest(view, target)
 
     emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
+
+
+async def _written_own(client: ControlClient, view: Data, region: str, file: Path | None, *, yes: bool) -> Data:
+    """Write the own model of a region."""
+    target = file or Path(f"{view['id']}-{region}.safetensors")
+    if target.exists():
+        confirm(f"Overwrite {target}?", yes=yes)
+    view["model"] = {"round": 0, "region": region, "metrics": {}, "digest": "", "bytes": 0}
+    await download(client, view, target)
+    facts = _facts_in(target)
+    view["model"]["round"] = int(facts.get("round", 0))
+    return _with_manifest(view, target)
+
+
+def _facts_in(file: Path) -> Data:
+    with file.open("rb") as opened:
+        head = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    found: Data = head.get("__metadata__", {})
+    return found
 
 
 async def _written_part(client: ControlClient, view: Data, target: Path, part: Part, *, yes: bool) -> Data:
@@ -159,7 +191,11 @@ async def download(client: ControlClient, view: Data, target: Path) -> None:
         with draft.open("wb") as file:
             for attempt in range(1, _ATTEMPTS + 1):
                 try:
-                    async for chunk in client.model(view["id"], round_=expected["round"], offset=have):
+                    region = expected.get("region", "")
+                    async for chunk in client.model(view["id"], round_=expected["round"], region=region, offset=have):
+                        # Which one a region's own model is, is known when it arrives.
+                        expected["digest"] = expected["digest"] or chunk.digest
+                        expected["bytes"] = expected["bytes"] or chunk.total_bytes
                         file.write(chunk.data)
                         digest.update(chunk.data)
                         have += len(chunk.data)
@@ -200,6 +236,7 @@ def _with_manifest(view: Data, target: Path, part: Data | None = None) -> Data:
         "state": view["state"],
         "finished_at": view["finished_at"],
         "round": model["round"],
+        **({"region": model["region"]} if "region" in model else {}),
         "metrics": model["metrics"],
         "data": {"dataset": view["spec"]["data"]["dataset"], "residency": view["plan"]["residency"]},
         "digests": result.get("digests"),

@@ -52,7 +52,7 @@ class Measurements:
 
     def may_fetch(self, region: str, digest: str) -> bool:
         """Whether a region is measuring a task with this code bundle."""
-        return any(one.region == region and one.digest == digest for one in self._open.values())
+        return bool(digest) and any(one.region == region and one.digest == digest for one in self._open.values())
 
     def received(self, region: str, report: agent_pb2.ProfileReport) -> None:
         """Pass on an agent's report; reports of ended measurements are dropped."""
@@ -110,15 +110,16 @@ class Measurements:
         return min(USUAL_MEMORY_MB, known.capacity.memory_mb) if known is not None else USUAL_MEMORY_MB
 
     async def run(self, message: agent_pb2.ToAgent) -> AsyncGenerator[agent_pb2.ProfileReport]:
-        """Have an agent measure a task; yield its reports up to the last one.
+        """Have an agent measure a task, or upload its own model of a job; yield its reports up to the last one.
 
-        The command, a ``ProfileTask``, is sent again over each new session.
+        The command, a ``ProfileTask`` or an ``OwnModel``, is sent again over each new session.
 
         Raises ``GeofedError``: REGION_LOST, WAIT_TIMEOUT, UNAVAILABLE; ``MeasurementFailed`` if the agent fails.
         """
-        command: agent_pb2.ProfileTask = getattr(message, str(message.WhichOneof("body")))
+        command: agent_pb2.ProfileTask | agent_pb2.OwnModel = getattr(message, str(message.WhichOneof("body")))
         region = command.region
-        waiting = self._open[command.id] = _Open(region, command.task.bundle_digest)
+        code = command.task.bundle_digest if isinstance(command, agent_pb2.ProfileTask) else ""
+        waiting = self._open[command.id] = _Open(region, code)
         sent, connected_at, reported_at = -1, time.monotonic(), time.monotonic()
         try:
             while True:
@@ -145,7 +146,7 @@ class Measurements:
                 if report.HasField("error"):
                     raise MeasurementFailed(region, report)
                 yield report
-                if report.profile_json or report.weight.last:
+                if report.profile_json or report.weight.last or report.model_digest:
                     return
         finally:
             del self._open[command.id]

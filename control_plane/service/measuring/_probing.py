@@ -249,6 +249,7 @@ class Probing:
                 env=spec.task.env,
                 precision=spec.train.precision,
                 accumulate=spec.train.accumulate,
+                local=spec.train.local,
                 dataset=spec.data.dataset,
                 submission=submission,
             ),

@@ -122,6 +122,7 @@ def _command(
             env=spec.task.env,
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,
+            local=spec.train.local,
             dataset=spec.data.dataset,
             submission=request.submission,
         ),

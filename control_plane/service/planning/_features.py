@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
-from geofed_pb.features import ACCUMULATE, BASE, PRECISION
+from geofed_pb.features import ACCUMULATE, BASE, LOCAL, PRECISION
 from scheduler import Declined, Plan, Reason
 
 __all__ = ["keeps_base", "refused_by_age"]
@@ -22,7 +22,11 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
     train = spec.train
     needed = [
         feature
-        for feature, used in ((PRECISION, train.precision != "fp32"), (ACCUMULATE, train.accumulate > 1))
+        for feature, used in (
+            (PRECISION, train.precision != "fp32"),
+            (ACCUMULATE, train.accumulate > 1),
+            (LOCAL, bool(train.local)),
+        )
         if used
     ]
     reasons = tuple(

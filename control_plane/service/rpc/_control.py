@@ -28,6 +28,8 @@ from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
+from control_plane.service.measuring._measurements import Measurements
+from control_plane.service.measuring._own_model import own_model
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.measuring._profiling import Profiling
 from control_plane.service.planning._initial import kept_model
@@ -87,6 +89,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         probing: Probing,
         succession: Succession,
         sweeper: Sweeper,
+        measurements: Measurements,
         access: AccessConfig,
     ) -> None:
         self._federation = federation
@@ -94,6 +97,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._probing = probing
         self._succession = succession
         self._sweeper = sweeper
+        self._measurements = measurements
         self.access = access
         """Replaced once the port is bound."""
 
@@ -379,8 +383,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def GetModel(
         self, request: control_pb2.ModelRequest, context: Context
     ) -> AsyncIterator[common_pb2.BlobChunk]:
-        """Stream a kept model of a job: the last one, or that of a round."""
+        """Stream a kept model of a job, the last one or that of a round; or the own model of a region."""
         entry = await self._find(request.job)
+        if request.region:
+            digest = await own_model(self._measurements, entry, request.region)
+            async for chunk in self._federation.blobs.send(digest, request.offset):
+                yield chunk
+            return
         model = kept_model(entry, request.round or None)
         if self._federation.blobs.size(model.digest) is None:
             hint = "`geofed storage` shows the rules"

@@ -225,10 +225,12 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             dataset=spec.data.dataset,
             learning_rate=_learning_rate(spec),
             initial_model=action.initial_model,
+            initial_job=action.initial_job,
             keeps_base=action.keeps_base,
             clip_norm=spec.train.clip_norm or 0.0,
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,
+            local=spec.train.local,
             submission=submission_of(row),
         ),
         plan=agent_pb2.PartitionPlan(

@@ -30,7 +30,7 @@ class FromAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., command_ack: _Optional[_Union[CommandAck, _Mapping]] = ..., partition: _Optional[_Union[PartitionReport, _Mapping]] = ..., happening: _Optional[_Union[Happening, _Mapping]] = ..., logs: _Optional[_Union[LogBatch, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ..., capacity: _Optional[_Union[CapacityNews, _Mapping]] = ...) -> None: ...
 
 class ToAgent(_message.Message):
-    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard", "probe", "revoked", "keep")
+    __slots__ = ("seq", "welcome", "lease", "report_ack", "start", "peers", "stop", "publish", "scale", "profile", "send_shard", "probe", "revoked", "keep", "own_model")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class ToAgent(_message.Message):
     PROBE_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    OWN_MODEL_FIELD_NUMBER: _ClassVar[int]
     seq: int
     welcome: Welcome
     lease: LeaseGrant
@@ -59,7 +60,8 @@ class ToAgent(_message.Message):
     probe: ProfileTask
     revoked: RevokedCertificates
     keep: KeepModel
-    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., probe: _Optional[_Union[ProfileTask, _Mapping]] = ..., revoked: _Optional[_Union[RevokedCertificates, _Mapping]] = ..., keep: _Optional[_Union[KeepModel, _Mapping]] = ...) -> None: ...
+    own_model: OwnModel
+    def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., probe: _Optional[_Union[ProfileTask, _Mapping]] = ..., revoked: _Optional[_Union[RevokedCertificates, _Mapping]] = ..., keep: _Optional[_Union[KeepModel, _Mapping]] = ..., own_model: _Optional[_Union[OwnModel, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json", "report_cursor", "features")
@@ -148,7 +150,7 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +170,8 @@ class TaskRef(_message.Message):
     ENV_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     ACCUMULATE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_JOB_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
@@ -180,7 +184,9 @@ class TaskRef(_message.Message):
     env: _containers.ScalarMap[str, str]
     precision: str
     accumulate: int
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ...) -> None: ...
+    local: _containers.RepeatedScalarFieldContainer[str]
+    initial_job: str
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ...) -> None: ...
 
 class LearningRate(_message.Message):
     __slots__ = ("schedule", "warmup", "floor", "begin")
@@ -419,6 +425,16 @@ class KeepModel(_message.Message):
     round: int
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
+class OwnModel(_message.Message):
+    __slots__ = ("id", "region", "job")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    region: str
+    job: str
+    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., job: _Optional[str] = ...) -> None: ...
+
 class PublishModel(_message.Message):
     __slots__ = ("job", "epoch")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -610,20 +626,22 @@ class LinkReport(_message.Message):
     def __init__(self, rtt_ms: _Optional[float] = ..., mbps: _Optional[float] = ..., streams: _Optional[int] = ..., down: bool = ...) -> None: ...
 
 class ProfileReport(_message.Message):
-    __slots__ = ("id", "condition", "profile_json", "error", "weight", "usd")
+    __slots__ = ("id", "condition", "profile_json", "error", "weight", "usd", "model_digest")
     ID_FIELD_NUMBER: _ClassVar[int]
     CONDITION_FIELD_NUMBER: _ClassVar[int]
     PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     USD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     id: str
     condition: str
     profile_json: str
     error: _common_pb2.Error
     weight: TaskWeight
     usd: float
-    def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ..., usd: _Optional[float] = ...) -> None: ...
+    model_digest: str
+    def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ..., usd: _Optional[float] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class TaskWeight(_message.Message):
     __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last", "held_bytes")

@@ -654,14 +654,16 @@ class User(_message.Message):
     def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., promised_now: _Optional[int] = ..., jobs: _Optional[int] = ..., created_at: _Optional[float] = ..., public_key: _Optional[str] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
-    __slots__ = ("job", "offset", "round")
+    __slots__ = ("job", "offset", "round", "region")
     JOB_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     job: str
     offset: int
     round: int
-    def __init__(self, job: _Optional[str] = ..., offset: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+    region: str
+    def __init__(self, job: _Optional[str] = ..., offset: _Optional[int] = ..., round: _Optional[int] = ..., region: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("secret", "csr_pem")

@@ -23,15 +23,21 @@ _KEY = "base/names"
 
 
 def constant_tensors(
-    call: Invocation, task: TaskModule, module: torch.nn.Module, stream: BatchStream, channel: Channel
+    call: Invocation,
+    task: TaskModule,
+    module: torch.nn.Module,
+    stream: BatchStream,
+    channel: Channel,
+    local: frozenset[str] = frozenset(),
 ) -> tuple[frozenset[str], bool]:
     """Return the names of the tensors that never change, and whether the module was used to find out, so that it must
     be created again.
 
     The first invocation makes a step of the task's and compares: frozen parameters may be changed by it nevertheless
-    (the average of another model), and buffers need not be. It leaves no trace but the names.
+    (the average of another model), and buffers need not be. It leaves no trace but the names. ``local``: names of
+    tensors that do not count.
     """
-    names = possibly_constant(module) if call.keeps_base else frozenset[str]()
+    names = possibly_constant(module) - local if call.keeps_base else frozenset[str]()
     if not names:
         return names, False
     if (stored := channel.get(_KEY)) is not None:

@@ -32,7 +32,8 @@ from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.device import device, finish
 from sync.flat import FlatModel
-from sync.layout import Layout, Vector
+from sync.layout import LOCAL, Layout, Vector
+from sync.local import local_names
 from sync.seeding import reseed, seed_all
 
 __all__ = ["Trainer", "WholeModel", "checked_loss"]
@@ -197,11 +198,14 @@ class WholeModel:
                 data["train"], call.seed, call.region, call.worker, call.workers, batches, task.collate
             )
         self._module = self._created()
-        base, used = constant_tensors(call, task, self._module, self._stream, channel)
+        local = local_names(self._module, call.local)
+        base, used = constant_tensors(call, task, self._module, self._stream, channel, local)
         if used:
             self._module = self._created()
         with task.calling("model"):
-            self.flat = FlatModel(self._module, base=base, calling=task.calling)
+            self.flat = FlatModel(self._module, base=base, local=local, calling=task.calling)
+            # The region's workers merge what stays in the region, too.
+            merged = FlatModel(self._module, base=base, calling=task.calling) if local else self.flat
             self._module.to(self._device)
         self.layout = self.flat.layout
         self._optimizer = task.optimizer(self._module.parameters())
@@ -212,7 +216,7 @@ class WholeModel:
         self.counted = self.share(1)
         self._proximal = ProximalTerm(self.flat, call.proximal) if call.proximal else None
         self._scale = LossScale(self._module) if call.precision == "fp16" else None
-        self._merging = merging_for(call, task, self._optimizer, self.flat, channel, begun, self._proximal, self._scale)
+        self._merging = merging_for(call, task, self._optimizer, merged, channel, begun, self._proximal, self._scale)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
         self.leads = self.reports_steps = call.worker == 0
@@ -335,15 +339,19 @@ class WholeModel:
         return np.asarray(self._require(key).tensors[name], np.float32)
 
     def dump_state(self) -> State:
-        """Return the state of the optimiser, and the scale of the loss."""
+        """Return the state of the optimiser, the tensors that stay in the region, and the scale of the loss."""
         with self._task.calling("the optimiser's state_dict()"):
             tensors, numbers = dump_state(self._optimizer)
+        tensors |= {f"{LOCAL}{name}": content for name, content in self.flat.local.contents().items()}
         return tensors, numbers | (self._scale.state() if self._scale is not None else {})
 
     def load_state(self, state: State) -> None:
         """Load a dumped state into the optimiser."""
+        tensors = dict(state[0])
+        local = {name: tensors.pop(name) for name in state[0] if name.startswith(LOCAL)}
+        self.flat.local.load({name.removeprefix(LOCAL): content for name, content in local.items()})
         with self._task.calling("the optimiser's load_state_dict()"):
-            load_state(self._optimizer, *state)
+            load_state(self._optimizer, tensors, state[1])
         if self._scale is not None:
             self._scale.restore(state[1])
 

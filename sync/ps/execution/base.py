@@ -1,4 +1,5 @@
-"""The base of the model at a parameter server: for workers whose task does not make it, and for the export."""
+"""Tensors that a parameter server does not exchange: the base of the model, for workers whose task does not make it and
+for the export, and first values of those that stay in the region."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from sync import framing
 from sync.channel import Channel
 from sync.framing import Array
 from sync.layout import Layout
-from sync.ps.execution.export import base_in
+from sync.ps.execution.export import base_in, local_in
 
 __all__ = ["BaseFiles"]
 
@@ -29,8 +30,11 @@ class BaseFiles:
         base-GROUP.frame   the bytes of each tensor that the workers of a group have made
     """
 
-    def __init__(self, folder: Path, channel: Channel, given: Path | None) -> None:
-        """``given``: safetensors file that may hold the base; None: the workers make it."""
+    def __init__(self, folder: Path, channel: Channel, given: Path | None, own: Path | None = None) -> None:
+        """``given``: safetensors file that may hold the base; None: the workers make it.
+        ``own``: file with first values of the tensors that stay in the region, instead of ``given``; it need not exist.
+        """
+        self._own = own if own is not None and own.exists() else given
         self._folder, self._channel, self._given = folder, channel, given
         self._digests: dict[str, str] | None = None
         """Digests of the tensors in the file; None: not computed yet."""
@@ -41,16 +45,17 @@ class BaseFiles:
         Raises ``GeofedError("MODEL_MISMATCH")`` if the file has other tensors.
         """
         if self._digests is None:
-            found = self._in_file(layout)
+            found = self._given_to_workers(layout)
             self._digests = {name: hashlib.sha256(content.data).hexdigest() for name, content in found.items()}
-        return layout.without_digests.with_digests(self._digests) if self._digests else layout
+        given = any(slot.name in self._digests for slot in layout.base)
+        return layout.without_digests.with_digests(self._digests) if given else layout
 
     def publish(self, layout: Layout) -> str:
         """Put the file's tensors into the channel and return their key; "": the workers keep their own."""
         if not self._digests:
             return ""
         if not self._channel.has(_KEY):
-            self._channel.put(_KEY, framing.encode(self._in_file(layout)))
+            self._channel.put(_KEY, framing.encode(self._given_to_workers(layout)))
         return _KEY
 
     def take(self, key: str) -> None:
@@ -68,6 +73,10 @@ class BaseFiles:
         for path in sorted(self._folder.glob("base-*.frame")) if not found else ():
             found |= framing.decode(np.memmap(path, np.uint8, "r").data).tensors
         return found
+
+    def _given_to_workers(self, layout: Layout) -> dict[str, Array]:
+        local = {} if self._own is None or not layout.local else local_in(layout, self._own)
+        return self._in_file(layout) | local
 
     def _in_file(self, layout: Layout) -> dict[str, Array]:
         return {} if self._given is None or not layout.base else base_in(layout, self._given)

@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 from sync import chunked, framing
 from sync.channel import Channel
 from sync.codec import Codec, Decoding, Exact, Float32, Tensors, decoded
-from sync.layout import Layout, Vector
+from sync.layout import LOCAL, Layout, Vector
 from sync.mapped import windows
 from sync.means import weighted_mean
 from sync.policy import Contribution, Policy
@@ -47,7 +47,7 @@ from sync.ps.core.machine import FIRST_WEIGHT, Recovered, Setup
 from sync.ps.execution.base import BaseFiles
 from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.checkpoints import Checkpoints
-from sync.ps.execution.export import from_safetensors
+from sync.ps.execution.export import from_safetensors, to_safetensors
 from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
 from sync.ps.execution.replica import Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
@@ -93,16 +93,18 @@ class ActionExecutor:
         shares: dict[str, float] | None = None,
         part_elements: int = 0,
         initial_model: Path | None = None,
+        initial_own_model: Path | None = None,
     ) -> None:
         """
         ``shares``: each region's weight in a merge, with background exchange; None: all the same.
         ``part_elements``: see `ChannelStore`.
         ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
+        ``initial_own_model``: the same for the tensors that stay in the region.
         """
         self.setup, self.storage, self.channel = setup, storage, channel
         self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
         self._initial_model = initial_model
-        self.base = BaseFiles(storage.folder, channel, initial_model)
+        self.base = BaseFiles(storage.folder, channel, initial_model, initial_own_model)
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A lossy codec saves nothing where only one region takes part, because no update is sent.
         self._codec = codec if len(setup.regions) > 1 else Float32()
@@ -165,6 +167,7 @@ class ActionExecutor:
             case StoreMetrics():
                 if self.setup.evaluate_every and self.replica is not None:
                     self.storage.keep_model(action.sequence, self.replica.model)
+                self._keep_own_model(action.sequence)
                 self.storage.keep_metrics(action)
                 return MetricsStored(action)
             case SumUp():
@@ -172,6 +175,17 @@ class ActionExecutor:
             case Forget():
                 self.storage.forget(dict(action.up_to), action.sums)
         return None
+
+    def _keep_own_model(self, sequence: int) -> None:
+        """Keep the model that this region has evaluated, with the tensors that stay here, if there are such."""
+        layout, state = self.storage.layout, self.storage.newest_state(sequence)
+        if layout is None or not layout.local or self.replica is None or state is None:
+            return
+        tensors = framing.decode(state).tensors
+        local = {slot.name: tensors[f"{LOCAL}{slot.name}"] for slot in layout.local if f"{LOCAL}{slot.name}" in tensors}
+        facts = {"region": self.setup.region, "round": str(sequence)}
+        data, _ = to_safetensors(layout, self.replica.model, facts, self.base.contents(layout), local)
+        self.storage.keep_own_model(data)
 
     # After a crash
 

@@ -16,10 +16,13 @@ from sync.coordinates import array_dtype
 from sync.framing import Array
 from sync.layout import Layout, Slot, Vector
 
-__all__ = ["BASE_FACT", "base_in", "from_safetensors", "to_safetensors"]
+__all__ = ["BASE_FACT", "LOCAL_FACT", "base_in", "from_safetensors", "local_in", "to_safetensors"]
 
 BASE_FACT = "base"
 """Key, in the header of a safetensors file, of the names of the tensors that were not trained, as a JSON list."""
+LOCAL_FACT = "local"
+"""Key, in the header, of the names of the tensors that stay in their region, as a JSON list; a federated model lacks
+them."""
 
 _MAX_NAMES = 3
 """Tensor names that an error message lists; it only counts the others."""
@@ -32,32 +35,46 @@ _FILE_TYPES = {
 
 
 def to_safetensors(
-    layout: Layout, model: Vector, facts: dict[str, str], base: Mapping[str, Array] | None = None
+    layout: Layout,
+    model: Vector,
+    facts: dict[str, str],
+    base: Mapping[str, Array] | None = None,
+    local: Mapping[str, Array] | None = None,
 ) -> tuple[bytes, str]:
     """Return the named tensors of a flat model as safetensors bytes, and the bytes' digest.
 
     The tensors have the dtypes of the task's model, so that ``load_state_dict`` accepts them, and the values with which
     workers evaluate the model. Tied tensors are stored under each of their names; the header therefore also states the
     number of elements of the flat model. ``base``: bytes of the tensors that never change, by name; the header lists
-    their names.
-    Raises ``GeofedError("MODEL_NOT_FOUND")`` if a tensor of the base is missing.
+    their names. ``local``: the same of the tensors that stay in a region, for its own model; None: they are left out.
+    Raises ``GeofedError("MODEL_NOT_FOUND")`` if a tensor of the base, or one that stays in the region, is missing.
     """
     # ascontiguousarray would turn a scalar into a vector of one element.
     tensors = {name: np.asarray(array, order="C") for name, array in layout.tensors(model).items()}
-    constant: dict[str, Array] = {}
-    for slot in layout.base:
-        if slot.name not in (base or {}):
-            raise GeofedError("MODEL_NOT_FOUND", f"the values of {slot.name}, which is not trained, are not here")
-        assert base is not None
-        constant[slot.name] = base[slot.name].view(array_dtype(slot.dtype)).reshape(slot.shape)
-    constant |= {alias: constant[name] for alias, name in layout.aliases if name in constant}
+    constant = _with_aliases(layout, _from_bytes(layout.base, base or {}, "which is not trained, "))
+    own = {}
+    if local is not None:
+        own = _with_aliases(layout, _from_bytes(layout.local, local, "which stays in its region, "))
     facts = {**facts, "flat_elements": str(layout.size)}
     if constant:
         facts[BASE_FACT] = json.dumps(sorted(constant))
-    types = {slot.name: _type_of(slot.dtype) for slot in (*layout.slots, *layout.base)}
+    if layout.local:
+        names = {slot.name for slot in layout.local}
+        facts[LOCAL_FACT] = json.dumps(sorted({*names, *(alias for alias, name in layout.aliases if name in names)}))
+    types = {slot.name: _type_of(slot.dtype) for slot in (*layout.slots, *layout.base, *layout.local)}
     types |= {alias: types[name] for alias, name in layout.aliases}
-    data = _serialised({**tensors, **constant}, types, facts)
+    data = _serialised({**tensors, **constant, **own}, types, facts)
     return data, "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def _from_bytes(slots: tuple[Slot, ...], contents: Mapping[str, Array], which: str) -> dict[str, Array]:
+    if lacking := [slot.name for slot in slots if slot.name not in contents]:
+        raise GeofedError("MODEL_NOT_FOUND", f"the values of {lacking[0]}, {which}are not here")
+    return {slot.name: contents[slot.name].view(array_dtype(slot.dtype)).reshape(slot.shape) for slot in slots}
+
+
+def _with_aliases(layout: Layout, tensors: dict[str, Array]) -> dict[str, Array]:
+    return tensors | {alias: tensors[name] for alias, name in layout.aliases if name in tensors}
 
 
 def _serialised(tensors: Mapping[str, Array], types: Mapping[str, str], facts: Mapping[str, str]) -> bytes:
@@ -111,6 +128,13 @@ def base_in(layout: Layout, path: Path) -> dict[str, Array]:
         return {slot.name: file.content(slot, (_type_of(slot.dtype),))[1] for slot in layout.base}
 
 
+def local_in(layout: Layout, path: Path) -> dict[str, Array]:
+    """Return the bytes of the tensors that stay in their region as far as a file has them, as `base_in`."""
+    with _reading(path) as file:
+        known = [slot for slot in layout.local if slot.name in file.names]
+        return {slot.name: file.content(slot, (_type_of(slot.dtype),))[1] for slot in known}
+
+
 class _File:
     """An open safetensors file."""
 
@@ -150,7 +174,7 @@ def _reading(path: Path) -> Iterator[_File]:
 
 
 def _check_names(layout: Layout, found: set[str]) -> None:
-    base = {slot.name for slot in layout.base}
+    base = {slot.name for slot in (*layout.base, *layout.local)}
     base |= {alias for alias, name in layout.aliases if name in base}
     wanted = {slot.name for slot in layout.slots} | {alias for alias, _ in layout.aliases} - base
     found = found - base

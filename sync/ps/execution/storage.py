@@ -59,6 +59,7 @@ from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.layout import Layout, Vector
 from sync.mapped import map_file
+from sync.ps.config import OWN_MODEL
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.frames import check_received
@@ -287,6 +288,10 @@ class Storage:
                 facts = {"reason": error.message, "manifest": asdict(manifest)}
                 write_durably(kept.with_suffix(".json"), [json.dumps(facts, indent=1).encode()])
             raise
+
+    def keep_own_model(self, file: bytes) -> None:
+        """Keep the region's own model, a safetensors file, in place of the one before."""
+        write_durably(self.folder / OWN_MODEL, [file])
 
     def keep_metrics(self, metrics: StoreMetrics) -> None:
         """Make the metrics of an evaluation durable, in place of those before."""
