@@ -17,6 +17,7 @@ from control_plane.cli._follow import raise_unless_succeeded, wait_for_job
 from control_plane.cli._job_file import read_job
 from control_plane.cli.commands.export import chosen, download
 from control_plane.cli.commands.submit import Submission, declined, planned, random_id
+from control_plane.cli.commands.track import track_job
 from control_plane.client import Context, ControlClient
 from geofed_pb.errors import GeofedError
 
@@ -153,6 +154,15 @@ class AsyncJob:
         """Yield the events of the job; with ``follow`` until it has ended."""
         async for event in self._client.watch(self.id, follow=follow):
             yield event_view(event)
+
+    async def track(self, *places: str, follow: bool = False) -> Data:
+        """Write the metrics of the job's rounds, as `geofed track`.
+
+        Args:
+            places: FILE.csv, FILE.jsonl, tensorboard:FOLDER or mlflow:URI.
+            follow: until the job has ended.
+        """
+        return await track_job(self._client, self.id, list(places), follow=follow)
 
     async def logs(self, *, region: str = "", tail: int = 0) -> list[Data]:
         """Return lines of the job's log; ``tail``: only the last ones."""

@@ -145,6 +145,10 @@ class Job:
 
         return self._loop.run(collect())
 
+    def track(self, *places: str, follow: bool = False) -> Data:
+        """Write the metrics of the job's rounds, as `geofed track`; see ``AsyncJob.track``."""
+        return self._loop.run(self._job.track(*places, follow=follow))
+
     def logs(self, *, region: str = "", tail: int = 0) -> list[Data]:
         """Return lines of the job's log; ``tail``: only the last ones."""
         return self._loop.run(self._job.logs(region=region, tail=tail))

@@ -24,6 +24,7 @@ from control_plane.cli.commands import (
     storage,
     submit,
     top,
+    track,
     user,
 )
 from control_plane.cli.commands.server import authority, backup, serve
@@ -44,6 +45,7 @@ COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "wait": (jobs.wait, "digits --timeout 10m"),
         "compare": (compare.compare, "digits digits-2"),
         "history": (history.history, "digits"),
+        "track": (track.track, "digits metrics.csv --follow"),
         "logs": (history.logs, "digits --since 10m"),
         "events": (history.events, "digits -o jsonl"),
         "export": (export.export, "digits --output-file model.safetensors"),

@@ -72,6 +72,7 @@ CONTRACTS = {
     "share": Contract("{job} ann", mutating=True),
     "unshare": Contract("{job} ann", mutating=True),
     "history": Contract("{job}"),
+    "track": Contract("{job} {fresh}.csv", streaming=True),
     "logs": Contract("{job}", streaming=True),
     "events": Contract("{job}", streaming=True),
     "export": Contract("{job} --output-file model.safetensors"),

@@ -1,0 +1,59 @@
+"""`track`: write a job's metrics into files and to other tools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from control_plane._view import Data
+from control_plane.cli._connect import ask_control_plane
+from control_plane.cli._options import ContextFile, Output
+from control_plane.cli._output import emit, fields
+from control_plane.cli._settings import Format
+from control_plane.cli.commands.jobs import JobArgument
+
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
+
+
+def track(
+    job: JobArgument,
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PLACE...", help="FILE.csv, FILE.jsonl, tensorboard:FOLDER or mlflow:URI.", show_default=False
+        ),
+    ],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Write the metrics of a job's rounds into files, TensorBoard or MLflow."""
+
+    async def ask(client: ControlClient) -> Data:
+        return await track_job(client, job, places, follow=follow)
+
+    again = f"detached; the job continues. Track it again: geofed track {job} {' '.join(places)} --follow"
+    told = ask_control_plane(context, ask, detach=again)
+    emit(told, table=lambda data: fields(data.items()), name=lambda data: str(data["job"]))
+
+
+async def track_job(client: ControlClient, job: str, places: list[str], *, follow: bool) -> Data:
+    """Write the metrics of a job; return how many figures were written. Repeating it gives the same."""
+    from control_plane._view import event_view, job_view
+    from control_plane.tracking import open_sink, points_of
+
+    view, written = job_view(await client.job(job)), 0
+    sinks = [open_sink(place, view["id"]) for place in places]
+    try:
+        async for event in client.watch(view["id"], follow=follow):
+            for point in points_of(event_view(event)):
+                written += 1
+                for sink in sinks:
+                    sink.write(point)
+    finally:
+        view = job_view(await client.job(view["id"]))
+        for sink in sinks:
+            sink.close(view)
+    return {"job": view["id"], "state": view["state"], "figures": written}

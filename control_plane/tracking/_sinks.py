@@ -1,0 +1,159 @@
+"""Write figures of a job into files and to other tools; to write a job again continues or replaces what is there."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from control_plane.tracking._points import Point
+from geofed_pb.errors import GeofedError
+
+_COLUMNS = ["job", *(field.name for field in fields(Point))]
+_EXPERIMENT = "geofed"
+"""Experiment of MLflow that the runs are in."""
+_LONGEST_PARAMETER = 500
+"""Characters that MLflow takes for the value of a parameter."""
+_STATES = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+"""MLflow's states of a run."""
+
+
+class Sink(Protocol):
+    """Where figures are written."""
+
+    def write(self, point: Point) -> None:
+        """Write a figure; figures come in the order of their events."""
+
+    def close(self, view: dict[str, Any]) -> None:
+        """End with the view of the job, which may still run."""
+
+
+class _File:
+    """One line for each figure, as CSV or JSON."""
+
+    def __init__(self, path: Path, job: str, *, as_csv: bool) -> None:
+        self._job = job
+        self._file: IO[str] = _opened(path, ",".join(_COLUMNS) if as_csv else '{"job": ')
+        self._csv = csv.DictWriter(self._file, _COLUMNS, lineterminator="\n") if as_csv else None
+        if self._csv is not None:
+            self._csv.writeheader()
+
+    def write(self, point: Point) -> None:
+        row = {"job": self._job, **asdict(point)}
+        if self._csv is not None:
+            self._csv.writerow(row)
+        else:
+            self._file.write(json.dumps(row) + "\n")
+        # Other tools read the file while the job runs.
+        self._file.flush()
+
+    def close(self, view: dict[str, Any]) -> None:
+        self._file.close()
+
+
+def _opened(path: Path, beginning: str) -> IO[str]:
+    """Open a file of an earlier run of this command, or a new one, to replace it."""
+    try:
+        if path.exists() and path.stat().st_size and not path.read_text().startswith(beginning):
+            raise GeofedError("USAGE", f"{path} is another file", hint="name one that does not exist yet")
+        return path.open("w", newline="")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GeofedError("USAGE", f"cannot write {path}: {error}", hint="write to another path") from None
+
+
+class _TensorBoard:
+    """Scalars `NAME/REGION` by round, in the folder of the job."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ModuleNotFoundError:
+            raise _missing("tensorboard", "tensorboard") from None
+        for earlier in (folder / job).glob("events.out.tfevents.*"):
+            earlier.unlink()
+        self._writer = SummaryWriter(str(folder / job))
+
+    def write(self, point: Point) -> None:
+        seconds = datetime.fromisoformat(point.at).timestamp()
+        name = f"{point.name}/{point.region}"
+        self._writer.add_scalar(name, point.value, point.round, walltime=seconds)
+
+    def close(self, view: dict[str, Any]) -> None:
+        self._writer.close()
+
+
+class _MLflow:
+    """A run of the job's name with metrics `NAME/REGION` by round, and the job file as parameters."""
+
+    def __init__(self, uri: str, job: str) -> None:
+        try:
+            from mlflow.tracking import MlflowClient
+        except ModuleNotFoundError:
+            raise _missing("MLflow", "mlflow") from None
+        self._client = MlflowClient(uri)
+        found = self._client.get_experiment_by_name(_EXPERIMENT)
+        experiment = found.experiment_id if found is not None else self._client.create_experiment(_EXPERIMENT)
+        runs = self._client.search_runs([experiment], f"tags.\"geofed.job\" = '{job}'")
+        run = runs[0] if runs else self._client.create_run(experiment, run_name=job, tags={"geofed.job": job})
+        self._run = run.info.run_id
+        self._written = int(run.data.tags.get("geofed.cursor", 0))
+        """Cursor of the last event that the run has."""
+        self._last = self._written
+
+    def write(self, point: Point) -> None:
+        if point.cursor <= self._written:
+            return
+        milliseconds = int(datetime.fromisoformat(point.at).timestamp() * 1000)
+        name = f"{point.name}/{point.region}"
+        self._client.log_metric(self._run, name, point.value, timestamp=milliseconds, step=point.round)
+        self._last = point.cursor
+
+    def close(self, view: dict[str, Any]) -> None:
+        for name, value in _flat(view["spec"]).items():
+            self._client.log_param(self._run, name, value[:_LONGEST_PARAMETER])
+        self._client.set_tag(self._run, "geofed.cursor", str(self._last))
+        if view["state"] in _STATES:
+            for name, value in (view["result"] or {}).get("metrics", {}).items():
+                self._client.log_metric(self._run, name, value)
+            self._client.set_terminated(self._run, _STATES[view["state"]])
+
+
+def _flat(value: Any, path: str = "") -> dict[str, str]:
+    """Return the values of a job file by their dotted keys."""
+    if not isinstance(value, dict):
+        return {path: str(value)}
+    found: dict[str, str] = {}
+    for key, below in value.items():
+        found |= _flat(below, f"{path}.{key}".removeprefix("."))
+    return found
+
+
+def _missing(tool: str, extra: str) -> GeofedError:
+    return GeofedError("USAGE", f"{tool} is not installed", hint=f"install geofed with its extra `{extra}`")
+
+
+KINDS: dict[str, Callable[[str, str], Sink]] = {
+    "csv": lambda target, job: _File(Path(target), job, as_csv=True),
+    "jsonl": lambda target, job: _File(Path(target), job, as_csv=False),
+    "tensorboard": lambda target, job: _TensorBoard(Path(target), job),
+    "mlflow": lambda target, job: _MLflow(target, job),
+}
+"""Kinds of sinks."""
+
+
+def open_sink(text: str, job: str) -> Sink:
+    """Open a sink: ``KIND:TARGET``, or a file whose name ends in `.csv` or `.jsonl`.
+
+    Raises ``GeofedError("USAGE")`` if there is no such kind, or if it needs a package that is not installed.
+    """
+    kind, colon, target = text.partition(":")
+    if not (colon and kind in KINDS):
+        kind, target = text.rpartition(".")[2], text
+    if kind not in KINDS or not target:
+        hint = "FILE.csv, FILE.jsonl, tensorboard:FOLDER or mlflow:URI"
+        raise GeofedError("USAGE", f"{text!r} is no place for metrics", hint=hint)
+    return KINDS[kind](target, job)

@@ -1,0 +1,101 @@
+"""`track`, into each place."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from control_plane.tracking import open_sink, points_of
+from geofed_pb.errors import GeofedError
+from tests.control_plane.cli.conftest import Federation, Run
+
+EVENT = {
+    "cursor": 7, "at": "2026-11-27T17:00:00.500Z", "region": "a", "kind": "partition.round",
+    "data": {"round": 3, "step": 6, "samples": 60, "loss": 0.25},
+}  # fmt: skip
+EVALUATED = {
+    "cursor": 8, "at": "2026-11-27T17:00:01Z", "region": "a", "kind": "partition.evaluated",
+    "data": {"round": 3, "metrics": {"loss": 0.5, "accuracy": 0.75}, "samples": 10},
+}  # fmt: skip
+VIEW = {
+    "state": "succeeded", "spec": {"train": {"seed": 1, "end": {"steps": 4}}}, "result": {"metrics": {"accuracy": 0.8}}
+}  # fmt: skip
+
+
+@pytest.mark.processes
+def test_a_job_is_written_to_files_again_and_again(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
+    job = run("submit", job_file, "--wait", "-o", "name").out.strip()
+    for _ in range(2):
+        told = run("track", job, "metrics.csv", "jsonl:metrics", "--follow", "-o", "json").data
+        with (tmp_path / "metrics.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert told == {"job": job, "state": "succeeded", "figures": len(rows)}
+    lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert [{key: str(value) for key, value in line.items()} for line in lines] == rows
+    assert {row["region"] for row in rows} == {"a", "b"}
+    assert {row["name"] for row in rows} == {"loss", "step", "samples", "accuracy"}
+    assert {float(row["value"]) for row in rows if row["name"] == "accuracy"} == {0.9}
+    (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
+    wrong = run("track", job, "mine.csv")
+    assert (wrong.status, (tmp_path / "mine.csv").read_text()) == (2, "a,b\n1,2\n")
+
+
+@pytest.mark.parametrize("place", ["metrics", "wandb:x", "csv:", "metrics.parquet"])
+def test_what_is_no_place_is_refused(place: str) -> None:
+    with pytest.raises(GeofedError, match="no place for metrics") as raised:
+        open_sink(place, "job-1")
+    assert "tensorboard:FOLDER" in raised.value.hint
+
+
+def test_an_event_without_figures_has_no_points() -> None:
+    assert points_of({**EVENT, "kind": "job.running"}) == []
+    assert [(point.name, point.value) for point in points_of(EVALUATED)] == [("test_loss", 0.5), ("accuracy", 0.75)]
+
+
+def test_tensorboard_has_a_scalar_for_each_figure_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for _ in range(2):
+        sink = open_sink(f"tensorboard:{tmp_path}", "job-1")
+        for point in (*points_of(EVENT), *points_of(EVALUATED)):
+            sink.write(point)
+        sink.close(VIEW)
+    read = EventAccumulator(str(tmp_path / "job-1"))
+    read.Reload()
+    assert set(read.Tags()["scalars"]) == {"loss/a", "step/a", "samples/a", "test_loss/a", "accuracy/a"}
+    assert [(one.step, one.value) for one in read.Scalars("test_loss/a")] == [(3, 0.5)]
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")  # of MLflow's own use of SQLAlchemy
+def test_mlflow_has_one_run_for_a_job_that_continues(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for events, view in (((EVENT,), {**VIEW, "state": "running", "result": None}), ((EVENT, EVALUATED), VIEW)):
+        sink = open_sink(f"mlflow:{uri}", "job-1")
+        for event in events:
+            for point in points_of(event):
+                sink.write(point)
+        sink.close(view)
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("geofed").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("job-1", "FINISHED")
+    assert run.data.params == {"train.seed": "1", "train.end.steps": "4"}
+    history = client.get_metric_history(run.info.run_id, "loss/a")
+    assert [(one.step, one.value) for one in history] == [(3, 0.25)], "once, although it was written twice"
+    assert run.data.metrics["accuracy/a"] == 0.75
+    assert run.data.metrics["accuracy"] == 0.8
+
+
+def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, module in (("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow.tracking")):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+        with pytest.raises(GeofedError) as raised:
+            open_sink(f"{kind}:{tmp_path}", "job-1")
+        assert raised.value.hint == f"install geofed with its extra `{kind}`"
