@@ -214,7 +214,7 @@ class Train(_Section):
     micro-batches."""
     local: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(default_factory=list, max_length=64)
     """Tensors of the model that stay in their region, such as `["*.bn.*", "head.*"]`: patterns of the names in its
-    `state_dict()`. Each region trains its own, and `control-plane export --region` writes a region's own model. Not
+    `state_dict()`. Each region trains its own, and `geofed export --region` writes a region's own model. Not
     with pipelines (docs/personal.md)."""
     initial_model: InitialModel | None = None
     """Earlier job whose model all regions start from. Its tensors must have the names, shapes and types of the task's
