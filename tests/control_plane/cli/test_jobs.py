@@ -113,7 +113,7 @@ def test_interrupting_a_watch_leaves_the_job(live: Federation, run: Run, job_fil
     watcher.send_signal(signal.SIGINT)
     out, err = watcher.communicate(timeout=10)
     assert watcher.returncode == 130
-    assert f"control-plane status {job} --watch" in err.decode()
+    assert f"geofed status {job} --watch" in err.decode()
     assert not out
     assert run("status", job, "-o", "json").data["state"] in ("starting", "running")
     assert run("cancel", job, "--yes").status == 0
