@@ -94,7 +94,7 @@ def _require_packages() -> None:
     """Raise ``GeofedError("USAGE")`` if a package is missing that only some installations need."""
     missing = [name for name in ("torch", "sklearn") if importlib.util.find_spec(name) is None]
     if missing:
-        hint = "install geofed with its extra `demo`: pip install 'geofed[demo]'"
+        hint = "in a clone of geofed: pip install '.[demo]'"
         raise GeofedError("USAGE", f"the demo needs {' and '.join(missing)}", hint=hint)
 
 

@@ -201,7 +201,7 @@ def frame(rows: list[Data]) -> pd.DataFrame:
     try:
         import pandas as pd
     except ModuleNotFoundError:
-        hint = "install geofed with its extra `pandas`; rounds() returns the same as a list"
+        hint = "in a clone of geofed: pip install '.[pandas]'; rounds() returns the same as a list"
         raise GeofedError("USAGE", "metrics() needs pandas, which is not installed", hint=hint) from None
     return pd.DataFrame(rows)
 
@@ -211,7 +211,7 @@ def state_dict(content: bytes) -> dict[str, torch.Tensor]:
     try:
         from safetensors.torch import load
     except ModuleNotFoundError:
-        hint = "install geofed with its extra `worker`; model_bytes() returns a safetensors file"
+        hint = "in a clone of geofed: pip install '.[worker]'; model_bytes() returns a safetensors file"
         raise GeofedError("USAGE", "model() needs torch, which is not installed", hint=hint) from None
     tensors: dict[str, Any] = load(content)
     return tensors

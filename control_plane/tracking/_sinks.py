@@ -133,7 +133,7 @@ def _flat(value: Any, path: str = "") -> dict[str, str]:
 
 
 def _missing(tool: str, extra: str) -> GeofedError:
-    return GeofedError("USAGE", f"{tool} is not installed", hint=f"install geofed with its extra `{extra}`")
+    return GeofedError("USAGE", f"{tool} is not installed", hint=f"in a clone of geofed: pip install '.[{extra}]'")
 
 
 KINDS: dict[str, Callable[[str, str], Sink]] = {

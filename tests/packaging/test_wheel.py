@@ -136,5 +136,5 @@ def test_without_torch_the_demo_says_what_to_install(
     argv = [str(environment / "bin" / "python"), "-c", code]
     done = subprocess.run(argv, env=installed, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "pip install 'geofed[demo]'" in done.stderr
+    assert "pip install '.[demo]'" in done.stderr
     assert not list(tmp_path.iterdir())

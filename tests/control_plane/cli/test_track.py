@@ -98,4 +98,4 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setitem(__import__("sys").modules, module, None)
         with pytest.raises(GeofedError) as raised:
             open_sink(f"{kind}:{tmp_path}", "job-1")
-        assert raised.value.hint == f"install geofed with its extra `{kind}`"
+        assert raised.value.hint == f"in a clone of geofed: pip install '.[{kind}]'"

@@ -165,7 +165,7 @@ def test_the_commands_of_the_page_are_understood(run: Run, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     written(tmp_path, ROWS)
-    calls = re.findall(r"^    control-plane (catalogue .*)$", PAGE.read_text(), re.MULTILINE)
+    calls = re.findall(r"^    geofed (catalogue .*)$", PAGE.read_text(), re.MULTILINE)
     assert len(calls) == 6
     statuses = {call: run(*shlex.split(call)).status for call in calls}
     assert statuses == {call: 0 if " import " in call else 5 for call in calls}
