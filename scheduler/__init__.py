@@ -1,6 +1,7 @@
 """All decisions of geofed, as pure functions over dataclasses: no I/O, no clock, no import of the other rooms."""
 
-from scheduler._estimate import estimate, round_compute_seconds, step_seconds
+from scheduler._course import step_seconds
+from scheduler._estimate import estimate, round_compute_seconds
 from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
     Alternative,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
+
+from scheduler._course import Course, Exchanges, Occasion, Staffs, course, step_seconds
 from scheduler._link import (
     HANDLED_BYTES_PER_SECOND,
     ROUND_END_BYTES_PER_SECOND,
     LinkTable,
     link_table,
-    pace,
     update_bytes,
 )
 from scheduler._model import Copy, Cost, Estimate, Phase, Plan, PlannedPartition, Prices, Range, Region, Snapshot
-from scheduler._overheads import Overheads, overheads, slice_ends
+from scheduler._overheads import overheads
 from scheduler.topology import Topology, evaluate_topology
 from sync.codec import codec_named
 
@@ -31,20 +31,13 @@ UNKNOWN_SIZE = (0.001, 1000.0)
 PRIOR_START_SECONDS = 5.0
 """Seconds from the admission of a job to its first step, where nothing was measured: deploy, fork, load code and
 data."""
-MERGE_SECONDS = 0.004
-"""Seconds that the workers of a partition take to merge one step, for a small model on one machine."""
-
-_START = "start"
-_COPYING = "shards on their way"
-_INVOCATION_ENDS = "ends of invocations"
-_RESULT = "result"
-"""Names of the phases that prices depend on."""
 _SIZES_KNOWN = (0.9, 1.15)
 """Range of the actual bytes, as factors of the expected ones, where the sizes of what is sent are known."""
 _COPY_OVERHEAD = 1.001
 """Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
 _SPREAD = {
     "measured": (0.75, 1.4),
+    "profiled": (0.5, 2.0),
     "other batch": (0.5, 2.0),
     "stated": (0.5, 2.0),
     "probed": (0.5, 2.5),
@@ -80,57 +73,51 @@ def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
     return None
 
 
-@dataclass(frozen=True)
-class Routes:
-    """The routes of exchange of a plan's regions: the same for all plans that differ only in workers and steps."""
-
-    topology: Topology
-    way: Mapping[str, tuple[float, str]]
-    """Arrival of the initial model at each other region: seconds, and the neighbour that sends it."""
-    slowest_rtt: float
-    """Seconds."""
+def contact_seconds(topology: Topology, table: LinkTable) -> float:
+    """Return the seconds until all regions have contact; 0 without links."""
+    return 3 * max((table[link].rtt_seconds for link in _directed(topology)), default=0.0)
 
 
-def routes(plan: Plan, snapshot: Snapshot) -> Routes:
-    """Return the routes of a plan. Raises ValueError where two neighbours have no direct path."""
-    regions = {region.name: region for region in snapshot.regions}
-    table = link_table([regions[part.region] for part in plan.partitions])
-    model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
-    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec))
-    way = _ways_from(plan.partitions[0].region, topology, table, update_bytes(model_bytes, "fp32"))
-    return Routes(topology, way, max((table[link].rtt_seconds for link in _directed(topology)), default=0.0))
+def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
+    """Predict a plan by the cost model (`course`), with bounds by what its figures rest on.
 
-
-def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Estimate:
-    """Predict a plan; ``over``: its routes, where they are known.
-
-    A round takes as long as its slowest region: compute, then the exchange over the plan's neighbours, where every
-    region waits for the updates of all others. In the background it is the longer of both, and one exchange at the end.
     Shards that are processed elsewhere are transferred first, each over a link of its own, while nothing is computed.
-    Models that run in stages also take time to be distributed and stored (`overheads`).
     """
     regions = {region.name: region for region in snapshot.regions}
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
-    basis = _basis(plan, regions, snapshot)
-    over = over or routes(plan, snapshot)
-    phases = _phases(plan, snapshot, over, model_bytes)
-    spent = _Spent.of(phases)
-    link_bytes = _link_bytes(plan, snapshot, over, model_bytes)
+    basis = basis_of([regions[part.region] for part in plan.partitions], snapshot)
+    table = link_table([regions[part.region] for part in plan.partitions])
+    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec))
+    occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
+    figures = [[figures_of(part, regions[part.region], snapshot) for part in plan.partitions]]
+    exchange = exchange_seconds(topology, model_bytes, plan.codec)
+    if not plan.background:
+        exchange += round_end_seconds(plan.partitions, model_bytes)
+    took = course(
+        Staffs.of(np.array(figures)),
+        occasion,
+        np.array([[float(plan.rounds)]]),
+        np.array([[[float(part.steps_per_round) for part in plan.partitions]]]),
+        Exchanges.one(exchange, background=plan.background, contact=contact_seconds(topology, table)),
+    )
+    # The model that all begin with is made, or fetched, by each region.
+    link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
     sent_by = _by_source(link_bytes)
     items = tuple(
         cost
-        for part in plan.partitions
-        for cost in _bill(part, plan, regions[part.region], spent, sent_by[part.region])
+        for place, part in enumerate(plan.partitions)
+        for cost in _bill(place, plan, regions[part.region], took, sent_by[part.region])
     )
-    low, high = _SPREAD[basis]
+    low, high = spread_of(basis)
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
     copied, paid = _copies(plan.copies, regions)
     # A region whose first model differs from the first region's, as with another version of torch, is sent that one.
-    doubtful = float(len(over.way) * update_bytes(model_bytes, "fp32"))
+    doubtful = float(max(0, len(plan.partitions) - 1) * update_bytes(model_bytes, "fp32"))
     sent_bytes, copied_bytes = float(sum(link_bytes.values())), float(sum(copied.values()))
     usd, copied_usd = sum(cost.usd for cost in items), sum(cost.usd for cost in paid)
+    seconds = float(took.seconds[0, 0, 0])
     return Estimate(
-        seconds=Range(spent.seconds * low, spent.seconds, spent.seconds * high),
+        seconds=Range(seconds * low, seconds, seconds * high),
         wan_bytes=_with(sent_bytes, size_low, size_high, copied_bytes, doubtful),
         usd=_with(usd, min(low, size_low), high, copied_usd),
         items=(*items, *paid),
@@ -139,114 +126,67 @@ def estimate(plan: Plan, snapshot: Snapshot, over: Routes | None = None) -> Esti
         model_bytes=model_bytes,
         model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
         start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
-        phases=phases,
+        phases=_phases(plan, occasion, took),
     )
 
 
-def _phases(plan: Plan, snapshot: Snapshot, over: Routes, model_bytes: int) -> tuple[Phase, ...]:
-    """All phases of a job that take time, in their order."""
-    compute = max(round_compute_seconds(part) for part in plan.partitions)
-    exchange = exchange_seconds(over.topology, model_bytes, plan.codec)
-    if not plan.background:
-        exchange += round_end_seconds(plan.partitions, model_bytes)
-    contact = 3 * over.slowest_rtt
-    start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
-    copying = max((copy.seconds for copy in plan.copies), default=0.0)
-    besides = {part.region: overheads(part, snapshot.profiles.get(part.region)) for part in plan.partitions}
-    phases = (
-        Phase(_START, 1, start),
-        Phase(_COPYING, len(plan.copies), copying),
-        *_training(plan, snapshot, besides, compute, exchange, contact),
-        Phase(_RESULT, 1, max(one.result for one in besides.values())),
-    )
-    return tuple(phase for phase in phases if phase.seconds > 0.0)
+def figures_of(part: PlannedPartition, region: Region, snapshot: Snapshot) -> tuple[float, ...]:
+    """Return what the cost model must know about a partition, as `Staffs.of` takes it."""
+    return Staffs.figures(part, _prices(region), overheads(part, snapshot.profiles.get(region.name)))
 
 
-def _link_bytes(plan: Plan, snapshot: Snapshot, over: Routes, model_bytes: int) -> dict[str, int]:
-    """Bytes by link: the updates of all rounds. The model that all begin with is made, or fetched, by each region."""
-    return {link: plan.rounds * amount for link, amount in over.topology.bytes_per_round_by_link.items()}
-
-
-def _training(
-    plan: Plan,
-    snapshot: Snapshot,
-    besides: Mapping[str, Overheads],
-    compute: float,
-    exchange: float,
-    contact: float,
-) -> tuple[Phase, ...]:
-    """Return the phases from the start of the workers to the end of the last round; regions wait for the slowest
-    one."""
-
-    def slowest(name: str) -> float:
-        return max(float(getattr(one, name)) for one in besides.values())
-
-    known = snapshot.start_seconds is not None and snapshot.start_of_run
-    first_model = contact + (0.0 if known else slowest("first_model"))
-    # With background exchange a round's end overlaps with the next one's steps.
-    round_ends = 0 if plan.background else plan.rounds
-    steps, ends = plan.rounds * compute, round_ends * slowest("round_end")
-    exchanges = plan.rounds * exchange
-    if plan.background:
-        exchanges = plan.rounds * max(0.0, exchange - compute) + exchange
-    work = first_model + slowest("first_step") + steps + exchanges + ends
-    invocations, slice_end = 0, 0.0
-    for part in plan.partitions:
-        own = besides[part.region]
-        found = slice_ends(work, plan.slice_seconds, step_seconds(part), own) if own.slice_end > 0.0 else 0
-        if found * own.slice_end >= slice_end:
-            invocations, slice_end = found, found * own.slice_end
-    made = plan.rounds * max(part.steps_per_round for part in plan.partitions)
-    return (
-        Phase("first model", 1, first_model),
-        Phase("memory of the first step and round", 1, slowest("first_step")),
-        Phase("steps", made, steps),
-        Phase("ends of rounds", round_ends, ends),
-        Phase("between regions", plan.rounds, exchanges),
-        Phase(_INVOCATION_ENDS, invocations, slice_end),
+def occasion_of(
+    parts: Sequence[PlannedPartition], copies: Sequence[Copy], slice_seconds: float, snapshot: Snapshot
+) -> Occasion:
+    """Return what all plans over the same shards have in common."""
+    return Occasion(
+        slice_seconds=slice_seconds,
+        start=snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS,
+        copying=max((copy.seconds for copy in copies), default=0.0),
+        first_model_known=snapshot.start_seconds is not None and snapshot.start_of_run,
+        served_late=np.array([not part.shards for part in parts]),
     )
 
 
-def waiting_usd_per_second(parts: Sequence[PlannedPartition], regions: Mapping[str, Region]) -> float:
-    """Return the cost per second of the regions of a plan while they wait for each other."""
-    usd = 0.0
-    for part in parts:
-        prices = regions[part.region].prices
-        if prices is not None:
-            usd += part.workers * part.memory_mb / 1024 * prices.function_usd_per_gb_second
-            usd += prices.server_usd_per_hour / 3600
-    return usd
+def spread_of(basis: str) -> tuple[float, float]:
+    """Return the range of the actual time, as factors of the expected one."""
+    return _SPREAD[basis]
 
 
-def speeds_known(names: Iterable[str], snapshot: Snapshot) -> bool:
-    """Whether every region's speed was measured, probed or stated."""
-    regions = {region.name: region for region in snapshot.regions}
-    return all(name in snapshot.speeds or _speed_basis(regions[name], snapshot) != "prior" for name in names)
+def _phases(plan: Plan, occasion: Occasion, took: Course) -> tuple[Phase, ...]:
+    """Return all phases of a job that take time, in their order."""
+    steps = plan.rounds * max(part.steps_per_round for part in plan.partitions)
+    ends = 0 if plan.background else plan.rounds
+    found = (
+        Phase("start", 1, occasion.start),
+        Phase("shards on their way", len(plan.copies), occasion.copying),
+        Phase("first model", 1, float(took.first_model[0, 0, 0])),
+        Phase("memory of the first step and round", 1, float(took.first_step[0, 0, 0])),
+        Phase("steps", steps, float(took.steps[0, 0, 0])),
+        Phase("ends of rounds", ends, float(took.round_ends[0, 0, 0])),
+        Phase("between regions", plan.rounds, float(took.between[0, 0, 0])),
+        Phase("ends of invocations", int(took.ends.max()), float(took.slice_ends[0, 0, 0])),
+        Phase("result", 1, float(took.result[0, 0, 0])),
+    )
+    return tuple(phase for phase in found if phase.seconds > 0.0)
 
 
-def _basis(plan: Plan, regions: dict[str, Region], snapshot: Snapshot) -> str:
+def basis_of(regions: Iterable[Region], snapshot: Snapshot) -> str:
     """Return the least reliable basis of the regions' speeds."""
-    found = {_speed_basis(regions[part.region], snapshot) for part in plan.partitions}
-    return max(found, key=list(_SPREAD).index)
+    return max({_speed_basis(region, snapshot) for region in regions}, key=list(_SPREAD).index)
 
 
 def _speed_basis(region: Region, snapshot: Snapshot) -> str:
     # An earlier run of the task also tells the model's size; a speed without a size is another task's.
     if region.name in snapshot.speeds and snapshot.model_bytes:
-        return "other batch" if region.name in snapshot.other_batch else "measured"
+        if region.name in snapshot.other_batch:
+            return "other batch"
+        return "profiled" if region.name in snapshot.profiled else "measured"
     if region.name in snapshot.probed:
         return "probed"
     if speed_by_probe(region, snapshot) is not None:
         return "likened"
     return "stated" if region.capacity.samples_per_second else "prior"
-
-
-def step_seconds(part: PlannedPartition) -> float:
-    """Return the seconds of one local step: compute, and the merge among the partition's workers."""
-    if part.pipeline is not None:
-        return part.pipeline.step_seconds
-    usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
-    return part.batch / part.samples_per_second + (usual if part.workers > 1 else 0.0)
 
 
 def round_compute_seconds(part: PlannedPartition) -> float:
@@ -304,22 +244,6 @@ def _directed(topology: Topology) -> list[tuple[str, str]]:
     return [way for a, b in topology.links for way in ((a, b), (b, a))]
 
 
-def _ways_from(source: str, topology: Topology, table: LinkTable, update_bytes: int) -> dict[str, tuple[float, str]]:
-    """Return by region when a message from `source` arrives, and from which neighbour (Dijkstra)."""
-    took = {link: pace(table[link], update_bytes).total_seconds for link in _directed(topology)}
-    queue, reached = [(0.0, source, "")], dict[str, tuple[float, str]]()
-    while queue:
-        at, region, before = heapq.heappop(queue)
-        if region in reached:
-            continue
-        reached[region] = at, before
-        for (a, b), seconds in took.items():
-            if a == region and b not in reached:
-                heapq.heappush(queue, (at + seconds, b, a))
-    del reached[source]
-    return reached
-
-
 def _with(amount: float, low: float, high: float, copied: float, doubtful: float = 0.0) -> Range:
     """Return a sum with bounds; its part ``copied`` is as certain as file sizes, and ``doubtful`` is unexpected but
     possible."""
@@ -340,55 +264,28 @@ def _copies(copies: Sequence[Copy], regions: Mapping[str, Region]) -> tuple[dict
     return sent, paid
 
 
+def copied_of(copies: Sequence[Copy], regions: Iterable[Region]) -> tuple[float, float]:
+    """Return the USD of copies, and the factor of their upper bound."""
+    return sum(cost.usd for cost in _copies(copies, {r.name: r for r in regions})[1]), _SIZES_KNOWN[1]
+
+
 def _prices(region: Region) -> Prices:
     if region.prices is None:
         raise ValueError(f"region {region.name} has no prices")
     return region.prices
 
 
-@dataclass(frozen=True)
-class _Spent:
-    """Seconds that are billed."""
-
-    seconds: float
-    """Seconds of the whole job."""
-    start: float
-    copying: float
-    """The part of these seconds until the last shard has arrived."""
-    result: float = 0.0
-    """The part of these seconds after all functions have ended."""
-    ends: int | None = None
-    """Number of invocation ends, without each worker's last one; None: it follows from the seconds."""
-
-    @classmethod
-    def of(cls, phases: Sequence[Phase]) -> _Spent:
-        """What the phases of a job say; one that takes no time is not among them."""
-        by_name = {phase.name: phase for phase in phases}
-        start, copying, result = (
-            by_name[name].seconds if name in by_name else 0.0 for name in (_START, _COPYING, _RESULT)
-        )
-        ends = by_name[_INVOCATION_ENDS].times if _INVOCATION_ENDS in by_name else None
-        return cls(sum(phase.seconds for phase in phases), start, copying, result, ends)
-
-    def server(self, part: PlannedPartition) -> float:
-        """Return the seconds of the parameter server; partitions that wait for no shard begin once all have arrived."""
-        return self.seconds - (0.0 if part.shards else self.copying)
-
-    @property
-    def busy(self) -> float:
-        return max(0.0, self.seconds - self.start - self.copying - self.result)
-
-
-def _bill(part: PlannedPartition, plan: Plan, region: Region, spent: _Spent, sent_to: Mapping[str, int]) -> list[Cost]:
-    prices, busy = _prices(region), spent.busy
-    gb_seconds = part.workers * part.memory_mb / 1024 * busy
-    chain = max(1, -int(-busy // plan.slice_seconds)) if spent.ends is None else 1 + spent.ends
-    calls = part.workers * chain
+def _bill(place: int, plan: Plan, region: Region, took: Course, sent_to: Mapping[str, int]) -> list[Cost]:
+    """Return the bill of the plan's partition at a place."""
+    part, prices, busy = plan.partitions[place], _prices(region), float(took.busy[0, 0, 0])
+    calls = part.workers * (1 + float(took.ends[0, 0, 0, place]))
     costs = [
-        ("function-seconds", gb_seconds, "GB-s", prices.function_usd_per_gb_second),
-        ("function-calls", float(calls), "1", prices.function_usd_per_request),
-        ("parameter-server", spent.server(part) / 3600, "h", prices.server_usd_per_hour),
+        ("function-seconds", part.workers * part.memory_mb / 1024 * busy, "GB-s", prices.function_usd_per_gb_second),
+        ("function-calls", calls, "1", prices.function_usd_per_request),
+        ("parameter-server", float(took.served[0, 0, 0, place]) / 3600, "h", prices.server_usd_per_hour),
     ]
+    if part.merge_usd > 0.0:
+        costs.append(("channel-requests", float(plan.rounds * part.steps_per_round), "merges", part.merge_usd))
     bill = [
         Cost(region.name, item, quantity, unit, quantity * price, prices.source)
         for item, quantity, unit, price in costs

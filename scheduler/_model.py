@@ -115,6 +115,8 @@ class Snapshot:
     """Samples/s of one worker measured in earlier runs of the same task, by region."""
     other_batch: frozenset[str] = frozenset()
     """Regions whose speed was measured with another batch, from which it can be derived only roughly."""
+    profiled: frozenset[str] = frozenset()
+    """Regions whose speed was measured by a profile only."""
     model_bytes: int | None = None
     """Size of the task's flat model, as measured by an earlier run or counted by an agent."""
     held_bytes: int | None = None
@@ -190,6 +192,10 @@ class Demand:
     evaluation_batch: int = 0
     """Samples that an evaluation takes at a time; 0: as many as a step."""
     minimise: str = "cost"
+    to_goal: bool = False
+    """Whether the job ends when it reaches a goal, at `epochs` or `steps` at the latest."""
+    tolerance: float = 0.3
+    """Points of the metric that the plan may give up by its exchange, against the most careful one."""
     deadline_seconds: float | None = None
     """Seconds from now."""
     budget_usd: float | None = None
@@ -248,6 +254,8 @@ class PlannedPartition:
     """Speed of one worker that the estimate was made with; of a pipeline the mean over its workers."""
     merge_seconds: float | None = None
     """Seconds that merging one step takes, as a profile of the task predicts it; None: a prior is used."""
+    merge_usd: float = 0.0
+    """USD of the channel's requests that merge one step, as a profile predicts them; 0 without a profile."""
     pipeline: PipelineShape | None = None
     """Stages of the model; None: every worker holds the whole model."""
     shards: tuple[str, ...] = ()
@@ -302,9 +310,9 @@ class Estimate:
     link_bytes: dict[str, int]
     """Expected bytes by directed link, "source>destination"."""
     basis: str
-    """Least reliable basis of the time. "measured": earlier runs of the task; "other batch": such runs with another
-    batch; "probed": a few steps of the task; "likened": such steps in another region; "stated": the operators' figures;
-    "prior": a guess."""
+    """Least reliable basis of the time. "measured": earlier runs of the task; "profiled": `control-plane profile`;
+    "other batch": such runs with another batch; "probed": a few steps of the task; "likened": such steps in another
+    region; "stated": the operators' figures; "prior": a guess."""
     model_bytes: int = 0
     """Size of the flat model that the estimate used; 0: in plans of versions without this field."""
     model_basis: str = ""
@@ -335,6 +343,22 @@ class Alternative:
 
     text: str
     why_not: str
+    decision: str = ""
+    """What the plan decided instead, "codec ternary"; empty: the plan as a whole."""
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What a plan is expected to give up in learning, against the most careful choices that the demand allows."""
+
+    samples_factor: float = 1.0
+    """Samples for the same progress with the plan's global batch, as a multiple of those with the smallest one."""
+    points: float = 0.0
+    """Points of the metric that the exchange gives up; rather too many."""
+    noise_samples: float = 0.0
+    """Gradient noise scale."""
+    basis: str = "prior"
+    """Basis of the noise scale: "measured" by a profile, or "prior". The points always rest on priors."""
 
 
 @dataclass(frozen=True)
@@ -394,6 +418,7 @@ class Plan:
     """Shards that are processed elsewhere, sorted by source; their regions have no partition."""
     isolation: dict[str, str] = field(default_factory=dict)
     """How each region isolates job code; empty for one that has not told."""
+    learning: Learning = Learning()
 
 
 @dataclass(frozen=True)

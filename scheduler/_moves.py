@@ -7,7 +7,7 @@ the error of predictions. A plan with moved shards is evaluated by the planner i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler._estimate import speed_by_probe
@@ -25,9 +25,8 @@ from scheduler._model import (
     Snapshot,
     Split,
 )
-from scheduler._residency import may_be, rule_text
 
-__all__ = ["PlacedShards", "best_moves", "train_samples"]
+__all__ = ["PlacedShards", "best_moves", "may_be", "rule_text", "train_samples"]
 
 WORTH = 0.1
 """Share of the money, or of the time, that moving data must save: raw data are not sent around for less."""
@@ -183,6 +182,21 @@ def _worth(plan: Plan, demand: Demand) -> float:
 
 
 # Where shards may go
+
+
+def may_be(rule: str | Collection[str], home: str, other: str, *, same_cloud: bool) -> bool:
+    """Return whether a region may process a shard. ``rule``: "region", "cloud", "anywhere", or the names of regions;
+    its own always may."""
+    if home == other or rule == "anywhere":
+        return True
+    if isinstance(rule, str):
+        return rule == "cloud" and same_cloud
+    return other in rule
+
+
+def rule_text(rule: str | Collection[str]) -> str:
+    """Return a residency rule as text for users."""
+    return rule if isinstance(rule, str) else ", ".join(sorted(rule))
 
 
 def _held(region: Region, dataset: str) -> Dataset | None:

@@ -1,4 +1,4 @@
-"""The time that a job whose model runs in stages takes besides its steps: to create, distribute, store and load state.
+"""The time that a job takes besides its steps; if its model runs in stages to create, distribute, store and load it.
 
 Each item is bytes over rates that a profile has measured: of the channel, of durable storage, and of memory that a
 process uses for the first time, which the kernel clears page by page; with models of some hundred megabytes that is
@@ -7,7 +7,6 @@ noticeable.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from scheduler.tuning import TaskProfile
 
 
-__all__ = ["Overheads", "overheads", "slice_ends"]
+__all__ = ["Overheads", "overheads"]
 
 SERVER_SECONDS = 1.0
 """Seconds until a parameter server is ready: it loads its code, and its workers find it."""
@@ -55,9 +54,12 @@ class Overheads:
 
 
 def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
-    """Return the overheads of a partition in stages; none for others, and none that the profile has not measured."""
-    if part.pipeline is None or profile is None:
+    """Return the overheads of a partition in stages; of others only that of an invocation's repetition; none that the
+    profile has not measured."""
+    if profile is None:
         return Overheads()
+    if part.pipeline is None:
+        return Overheads(again=profile.again_seconds)
     if min(profile.stored_bytes_per_second, profile.fresh_bytes_per_second) <= 0.0:
         return Overheads()
     fresh = 1 / profile.fresh_bytes_per_second
@@ -95,15 +97,6 @@ def overheads(part: PlannedPartition, profile: TaskProfile | None) -> Overheads:
         # A copy of it, the file that it becomes, and the agent's copy; then the control plane keeps it.
         result=model * (3 * fresh + 2 / LINE_BYTES_PER_SECOND + stored),
     )
-
-
-def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, own: Overheads) -> int:
-    """Return the number of invocation ends, without the last one, of a worker with so much work.
-
-    The begin of an invocation counts in its slice; after it an invocation makes at least one step.
-    """
-    room = max(slice_seconds - own.enter, step_seconds, 1e-3)
-    return max(0, math.ceil(work_seconds / room) - 1)
 
 
 @dataclass(frozen=True)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from scheduler._elastic import Option, Staffing, options
-from scheduler._estimate import Routes, estimate, routes, step_seconds, worker_speed
-from scheduler._model import Declined, Demand, Estimate, Plan, PlannedPartition, Range, Reason, Region, Snapshot
+from scheduler._configurations import Configured, configurations, merging_of
+from scheduler._estimate import basis_of, copied_of, estimate, figures_of, occasion_of, spread_of
+from scheduler._exchange import Ways, policy_of, ways_of
+from scheduler._explain import alternatives, beyond_limits
+from scheduler._model import (
+    Declined,
+    Demand,
+    Estimate,
+    Learning,
+    Plan,
+    PlannedPartition,
+    Range,
+    Reason,
+    Region,
+    Snapshot,
+)
 from scheduler._moves import PlacedShards, best_moves, train_samples
-from scheduler._pipelined import Staged, staged, unstaged
-from scheduler._tuned import Tuned, merging_of, tuned
-from scheduler._wan import choose_wan
-from scheduler._ways import Ways
-from scheduler.topology import Topologies
-from sync.collective import collective_named
-from sync.policy import DEFAULT, policy_named
+from scheduler._pipelined import unstaged
+from scheduler._search import MOST_OFF, Evaluated, Limits, Place, Search, Spread
+from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
+from sync.channel import channel_kinds
+from sync.policy import DEFAULT
 from sync.robust import robust_in, robust_rule_named
-
-DEFAULT_INTERVAL_STEPS = 20
-"""Local steps between WAN exchanges where the job file says `auto`: H = 20, as in the measurements of WAN policies."""
-DEFAULT_MEMORY_MB = 1024
-"""Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
-model fits, and a larger model needs a profile. A choice, not measured."""
 
 
 def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
@@ -44,7 +49,7 @@ class Planner:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._demand: Demand | None = None
-        self._evaluated: dict[tuple[tuple[str, str], ...], Ways | Declined] = {}
+        self._evaluated: dict[tuple[tuple[str, str], ...], _Problem | Declined] = {}
         """Results by moved shards and their destinations."""
         self.placements = 0
         """Number of shard layouts that were evaluated; they take most of the time."""
@@ -59,69 +64,142 @@ class Planner:
     def _placed(self, placed: PlacedShards, demand: Demand) -> Plan | Declined:
         key = tuple((copy.source, copy.destination) for copy in placed.copies)
         if key not in self._evaluated:
-            self._evaluated[key] = _ways_for(placed, demand)
+            self._evaluated[key] = _problem(placed, demand)
             self.placements += 1
-        ways = self._evaluated[key]
-        return ways if isinstance(ways, Declined) else ways.best(demand)
+        problem = self._evaluated[key]
+        return problem if isinstance(problem, Declined) else problem.best(demand)
 
 
-def _ways_for(placed: PlacedShards, demand: Demand) -> Ways | Declined:
-    """Return all ways to staff the regions within what is free (`_elastic`), for shards that lie where they are
-    processed.
+@dataclass(frozen=True)
+class _Problem:
+    """A demand over shards that lie where they are processed, independent of deadline and budget."""
 
-    Steps per round follow from the workers, so that all regions pass over their data equally often. Deadline and budget
-    are not considered.
-    """
-    snapshot = placed.snapshot
-    candidates, reasons = _candidates(snapshot, demand)
-    if reasons:
-        return Declined(tuple(reasons))
-    reasons = [reason for region in candidates if (reason := unstaged(region, snapshot, demand)) is not None]
-    if reasons:
-        return Declined(tuple(reasons))
-    staffing = [_staffing(region, snapshot, demand) for region in candidates]
-    if odd := (
-        *_misnamed(demand.workers, candidates, snapshot),
-        *_unreachable_quorum(demand, candidates),
-        *_too_many_wrong(demand, candidates),
-    ):
-        return Declined(odd)
-    ways = _ways(candidates, staffing, snapshot, demand)
-    partitions = _partitions(candidates, ways[0], snapshot, demand)
-    reasons = [
-        reason
-        for region, part in zip(candidates, partitions, strict=True)
-        for reason in _unfit(region, part, snapshot, demand)
-    ]
-    if reasons:
-        return Declined(tuple(reasons))
-    known: dict[str, Topologies] = {}
-    first = _planned(candidates, partitions, placed, demand, known)
-    if isinstance(first, Declined):
-        return first
-    over = routes(first, snapshot)
-    alike = {way: _alike(way, first, candidates, snapshot, demand, over) for way in ways}
+    placed: PlacedShards
+    fronts: tuple[tuple[Configured, ...], ...]
+    """Configurations by region, in the order of their names."""
+    ways: Ways
+    search: Search
 
-    def by_itself(way: Option) -> Plan | Declined:
-        return _planned(candidates, _partitions(candidates, way, snapshot, demand), placed, demand, known)
+    def best(self, demand: Demand) -> Plan | Declined:
+        """Return the best plan within deadline and budget."""
+        limits = limits_of(demand)
+        found = self.search.best(limits)
+        if found is None:
+            return Declined(beyond_limits(self.search, demand))
+        evaluated, place = found
+        return self._plan(evaluated, place, demand, limits)
 
-    return Ways(alike, by_itself)
-
-
-def _ways(candidates: list[Region], staffing: list[Staffing], snapshot: Snapshot, demand: Demand) -> list[Option]:
-    """Return the staffing that the demand states, or all possible ones. In a region with a pipeline, replicas are
-    counted."""
-    if demand.workers is None:
-        return list(options(staffing))
-    asked = demand.workers
-    counts = [asked if isinstance(asked, int) else asked[region.name] for region in candidates]
-    cuts = [staged(region, snapshot, demand) for region in candidates]
-    return [
-        Option(
-            "",
-            tuple(min(n // cut.stages, cut.most_replicas) if cut else n for n, cut in zip(counts, cuts, strict=True)),
+    def _plan(self, evaluated: Evaluated, place: Place, demand: Demand, limits: Limits) -> Plan:
+        snapshot, way = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]]
+        chosen = [front[n] for front, n in zip(self.fronts, evaluated.choice[place.staff], strict=True)]
+        merging = merging_of(chosen)
+        if merging is None and demand.collective is None:
+            chosen = [_fastest_merging(one, front) for one, front in zip(chosen, self.fronts, strict=True)]
+        steps = evaluated.steps[place.staff, place.interval]
+        partitions = tuple(
+            replace(one.part, steps_per_round=int(count), shards=self.placed.shards.get(one.part.region, ()))
+            for one, count in zip(chosen, steps, strict=True)
         )
+        named = {part.region for part in partitions}
+        measured = noise_samples(snapshot.profiles.values())
+        plan = Plan(
+            partitions=partitions,
+            copies=self.placed.copies,
+            rounds=int(evaluated.rounds[place.staff, place.interval]),
+            interval=int(evaluated.interval[place.staff, place.interval]),
+            collective=demand.collective or (merging[0] if merging else "auto"),
+            channel=demand.channel or "auto",
+            merging=demand.merging if not merging or not merging[1] else {"k": float(merging[1]), **demand.merging},
+            merging_codec=demand.merging_codec,
+            wan_policy=demand.wan_policy or DEFAULT,
+            wan_settings=_wan_settings(way.background, len(partitions), demand),
+            codec=way.codec,
+            topology=way.topology.name,
+            neighbours=way.topology.links,
+            exchange_seconds=way.seconds,
+            slice_seconds=demand.slice_seconds,
+            seed=demand.seed,
+            evaluate_every=demand.evaluate_every,
+            evaluation_batch=demand.evaluation_batch,
+            estimate=_NOTHING,
+            residency={},
+            isolation={region.name: region.isolation for region in snapshot.regions if region.name in named},
+            learning=Learning(
+                samples_factor=float(evaluated.factor[place.staff]),
+                points=float(evaluated.points[place.staff, place.interval, place.way]),
+                noise_samples=measured or PRIOR_NOISE_SAMPLES,
+                basis="measured" if measured else "prior",
+            ),
+        )
+        return replace(
+            plan,
+            estimate=estimate(plan, snapshot),
+            warnings=_warnings_of(plan, demand, snapshot),
+            alternatives=alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits),
+        )
+
+
+def limits_of(demand: Demand) -> Limits:
+    """Return what a demand's plan is chosen by."""
+    deadline = math.inf if demand.deadline_seconds is None else demand.deadline_seconds
+    budget = math.inf if demand.budget_usd is None else demand.budget_usd
+    # Who wants a number of samples soon gets them soon; money is saved only where the same progress costs less.
+    return Limits(demand.minimise, deadline, budget, progress=demand.to_goal or demand.minimise == "cost")
+
+
+def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
+    """Return the problem of a demand, or why there is none."""
+    snapshot = placed.snapshot
+    regions, reasons = _candidates(snapshot, demand)
+    if not reasons:
+        reasons = [reason for region in regions if (reason := unstaged(region, snapshot, demand)) is not None]
+    if not reasons:
+        reasons = [
+            *_misnamed(demand.workers, regions, snapshot),
+            *_unreachable_quorum(demand, regions),
+            *_too_many_wrong(demand, regions),
+        ]
+    if reasons:
+        return Declined(tuple(reasons))
+    fronts = tuple(configurations(region, snapshot, demand) for region in regions)
+    parts = [front[0].part for front in fronts]
+    reasons = [reason for r, part in zip(regions, parts, strict=True) for reason in _unfit(r, part, snapshot, demand)]
+    if reasons:
+        return Declined(tuple(reasons))
+    ways = ways_of(regions, parts, snapshot, demand)
+    if isinstance(ways, Declined):
+        return ways
+    shards = [replace(part, shards=placed.shards.get(part.region, ())) for part in parts]
+    search = Search(
+        fronts,
+        [[figures_of(one.part, r, snapshot) for one in own] for r, own in zip(regions, fronts, strict=True)],
+        ways,
+        occasion_of(shards, placed.copies, demand.slice_seconds, snapshot),
+        Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.regions)),
+        demand,
+        noise_samples(snapshot.profiles.values()),
+    )
+    return _Problem(placed, fronts, ways, search)
+
+
+def _fastest_merging(chosen: Configured, front: Sequence[Configured]) -> Configured:
+    """Return the same workers and memory as they will merge where each region chooses by itself."""
+    like = [
+        one for one in front if (one.part.workers, one.part.memory_mb) == (chosen.part.workers, chosen.part.memory_mb)
     ]
+    return min(like, key=lambda one: one.part.merge_seconds or 0.0)
+
+
+def _wan_settings(background: bool, regions: int, demand: Demand) -> dict[str, float]:
+    """Return the settings of policy and exchange, and what may be adapted while the job runs."""
+    policy = policy_of(demand)
+    adapted = {
+        "background": background,
+        "choose_codec": background and demand.codec is None and not policy.significance,
+        "choose_interval": background and demand.interval is None and policy.adapts_interval,
+        "choose_topology": demand.topology is None and regions > 2,
+    }
+    return demand.wan_settings | {name: 1.0 for name, chosen in adapted.items() if chosen}
 
 
 def _misnamed(workers: int | Mapping[str, int] | None, candidates: list[Region], snapshot: Snapshot) -> list[Reason]:
@@ -172,53 +250,13 @@ def _too_many_wrong(demand: Demand, candidates: list[Region]) -> list[Reason]:
     return [Reason("INADMISSIBLE", text, "use another rule, a lower wan.byzantine, or more regions")]
 
 
-def _planned(
-    candidates: list[Region],
-    partitions: list[PlannedPartition],
-    placed: PlacedShards,
-    demand: Demand,
-    known: dict[str, Topologies],
-) -> Plan | Declined:
-    """Return the whole plan for regions with given workers."""
-    snapshot = placed.snapshot
-    partitions, rounds, interval = _steps(partitions, demand)
-    wan = choose_wan(candidates, partitions, snapshot, demand, rounds, known)
-    if isinstance(wan, Declined):
-        return wan
-    taken_by_all = merging_of(partitions, candidates, snapshot, demand)
-    isolation = {region.name: region.isolation for region in snapshot.regions}
-    chosen = Plan(
-        partitions=tuple(replace(part, shards=placed.shards.get(part.region, ())) for part in partitions),
-        copies=placed.copies,
-        rounds=rounds,
-        interval=interval,
-        collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
-        channel=demand.channel or "auto",
-        merging=_merging(demand, taken_by_all),
-        merging_codec=demand.merging_codec,
-        wan_policy=demand.wan_policy or DEFAULT,
-        wan_settings=wan.settings,
-        codec=wan.codec,
-        topology=wan.topology.name,
-        neighbours=wan.topology.links,
-        exchange_seconds=wan.exchange_seconds,
-        slice_seconds=demand.slice_seconds,
-        seed=demand.seed,
-        evaluate_every=demand.evaluate_every,
-        evaluation_batch=demand.evaluation_batch,
-        estimate=_NOTHING,
-        residency={},
-        isolation={part.region: isolation[part.region] for part in partitions},
-        alternatives=wan.alternatives,
-    )
-    return replace(chosen, estimate=estimate(chosen, snapshot), warnings=_warnings_of(chosen, demand, snapshot))
-
-
 def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
-    """Return warnings where functions cannot hold PyTorch or the model, or where steps larger than a shard change
-    the number of epochs."""
+    """Return warnings where functions cannot hold PyTorch or the model, requests have no known price, or rounds of
+    whole steps change what was asked for."""
     told = []
     held_mb = (snapshot.held_bytes or _COPIES * (snapshot.model_bytes or 0)) / 2**20
+    asking = set(channel_kinds(lambda kind: not kind.announces))
+    channels = {region.name: region.channel for region in snapshot.regions}
     for part in chosen.partitions:
         if part.memory_mb < _TORCH_MB:
             told.append(
@@ -236,37 +274,32 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
                 f"take {held_mb:.0f} MB; ask for more (function.memoryMb), or measure the task with "
                 "`geofed profile`, so that it can be cut into stages"
             )
-        step, epochs = part.batch * part.replicas, demand.epochs
-        made = chosen.rounds * part.steps_per_round * step / part.samples
-        if demand.balance == "data" and epochs is not None and step > part.samples and abs(made / epochs - 1) > 0.05:
+        if part.workers > 1 and channels[part.region] in asking and part.merge_seconds is None:
             told.append(
-                f"{part.region} makes {made:.3g} passes over its data, where {epochs:.3g} are asked for: a step takes "
-                f"{step} samples, and its shard has {part.samples}"
+                f"the requests of channel {channels[part.region]} in {part.region} are not part of the cost, since no "
+                "profile tells their number: run `geofed profile`"
             )
-    return tuple(told)
+    return (*told, *_uneven(chosen, demand))
 
 
-def _alike(way: Option, like: Plan, candidates: list[Region], snapshot: Snapshot, demand: Demand, over: Routes) -> Plan:
-    """Return the plan with the exchange of another one, and with other workers."""
-    partitions, rounds, interval = _steps(_partitions(candidates, way, snapshot, demand), demand)
-    taken_by_all = merging_of(partitions, candidates, snapshot, demand)
-    shards = {part.region: part.shards for part in like.partitions}
-    other = replace(
-        like,
-        partitions=tuple(replace(part, shards=shards[part.region]) for part in partitions),
-        rounds=rounds,
-        interval=interval,
-        collective=demand.collective or (taken_by_all.collective if taken_by_all else "auto"),
-        merging=_merging(demand, taken_by_all),
-    )
-    return replace(other, estimate=estimate(other, snapshot, over), warnings=_warnings_of(other, demand, snapshot))
-
-
-def _merging(demand: Demand, taken_by_all: Tuned | None) -> dict[str, float]:
-    """Settings of the collective; K, where profiles say it and the demand does not."""
-    if taken_by_all is None or "k" in demand.merging or not collective_named(taken_by_all.collective).takes_k:
-        return demand.merging
-    return {**demand.merging, "k": float(taken_by_all.chunks)}
+def _uneven(chosen: Plan, demand: Demand) -> list[str]:
+    """Return the shards over which a plan makes more or fewer passes than asked, beyond one step and `MOST_OFF`."""
+    if demand.balance != "data":
+        return []
+    samples = sum(part.samples for part in chosen.partitions)
+    told = []
+    longest = max(part.samples / (part.batch * part.replicas) for part in chosen.partitions)
+    asked = demand.epochs if demand.epochs is not None else (demand.steps or 1) / longest
+    for part in chosen.partitions:
+        step = part.batch * part.replicas
+        made = chosen.rounds * part.steps_per_round * step / part.samples
+        if abs(made - asked) * part.samples > step * (1 + 1e-6) and abs(made / asked - 1) > MOST_OFF:
+            told.append(
+                f"{part.region} makes {made:.3g} passes over its data, where {asked:.3g} are asked for: a round has "
+                f"{part.steps_per_round} whole steps of {step} samples there; its updates weigh "
+                f"{chosen.shares[part.region]:.1%}, its data {part.samples / samples:.1%}"
+            )
+    return told
 
 
 def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[Reason]]:
@@ -359,54 +392,6 @@ def _kept_out(known: Mapping[str, Region], demand: Demand) -> list[str]:
     return [name for name in sorted(demand.avoid) if name in known and train_samples(known[name], demand.dataset)]
 
 
-def _staffing(region: Region, snapshot: Snapshot, demand: Demand) -> Staffing:
-    samples = train_samples(region, demand.dataset)
-    free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
-    enough = max(1, samples // demand.batch)
-    speed, cut = worker_speed(region, snapshot), staged(region, snapshot, demand)
-    if cut is not None:
-        speed, free = demand.batch / cut.shape(1).step_seconds, min(free // cut.stages, cut.most_replicas)
-    return Staffing(samples / speed, max(1, min(free, enough)))
-
-
-def _partitions(regions: list[Region], way: Option, snapshot: Snapshot, demand: Demand) -> list[PlannedPartition]:
-    found = []
-    for region, workers in zip(regions, way.workers, strict=True):
-        samples, cut = train_samples(region, demand.dataset), staged(region, snapshot, demand)
-        if cut is not None:
-            found.append(_in_stages(region, samples, cut, workers, demand))
-            continue
-        best = tuned(region, workers, snapshot, demand)
-        usual = best.memory_mb if best is not None else min(DEFAULT_MEMORY_MB, region.capacity.memory_mb)
-        part = PlannedPartition(
-            region=region.name,
-            samples=samples,
-            workers=workers,
-            batch=demand.batch,
-            memory_mb=demand.memory_mb or usual,
-            steps_per_round=1,
-            samples_per_second=worker_speed(region, snapshot),
-            merge_seconds=best.merge_seconds if best is not None else None,
-        )
-        found.append(part)
-    return found
-
-
-def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:
-    """Return a partition that runs a pipeline."""
-    shape = cut.shape(replicas)
-    return PlannedPartition(
-        region=region.name,
-        samples=samples,
-        workers=replicas * cut.stages,
-        batch=demand.batch,
-        memory_mb=cut.memory_mb,
-        steps_per_round=1,
-        samples_per_second=demand.batch / shape.step_seconds / cut.stages,
-        pipeline=shape,
-    )
-
-
 def _more_workers_than_there_are(needed: int, most: int) -> str:
     if not most:
         return _ONLY_HOLDS_DATA
@@ -439,42 +424,6 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
         text = f"region {name} has the channel {region.channel}, {demand.channel} is asked for"
         reasons.append(Reason("INADMISSIBLE", text, "leave `channel` out, or keep the region out with regions.avoid"))
     return reasons
-
-
-def _steps(partitions: list[PlannedPartition], demand: Demand) -> tuple[list[PlannedPartition], int, int]:
-    """Return rounds and steps per round, such that the demanded epochs are met to within one step a round."""
-    total, shares = _by_speed(partitions, demand) if demand.balance == "speed" else _by_data(partitions, demand)
-    usual = policy_named(demand.wan_policy or DEFAULT).interval_steps or DEFAULT_INTERVAL_STEPS
-    interval = min(demand.interval or usual, total)
-    rounds = math.ceil(total / interval)
-    interval = math.ceil(total / rounds)
-    stepped = [
-        replace(part, steps_per_round=max(1, round(interval * share)))
-        for part, share in zip(partitions, shares, strict=True)
-    ]
-    return stepped, rounds, interval
-
-
-def _by_data(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, list[float]]:
-    """Return the steps of the region that makes the most, and each region's as a part of them: all make the same
-    epochs."""
-    per_epoch = [max(1, math.ceil(part.samples / (part.batch * part.replicas))) for part in partitions]
-    longest = max(per_epoch)
-    total = demand.steps if demand.steps is not None else max(1, round((demand.epochs or 1.0) * longest))
-    return total, [own / longest for own in per_epoch]
-
-
-def _by_speed(partitions: list[PlannedPartition], demand: Demand) -> tuple[int, list[float]]:
-    """Return the same where all rounds take equally long; together the regions make the demanded epochs."""
-    rates = [1.0 / step_seconds(part) for part in partitions]
-    fastest = max(rates)
-    if demand.steps is not None:
-        total = demand.steps
-    else:
-        each_second = sum(rate * part.batch * part.replicas for rate, part in zip(rates, partitions, strict=True))
-        seconds = (demand.epochs or 1.0) * sum(part.samples for part in partitions) / each_second
-        total = max(1, round(seconds * fastest))
-    return total, [rate / fastest for rate in rates]
 
 
 _COPIES = 2

@@ -169,6 +169,7 @@ def plan_text(plan: Data) -> str:
             ("cost", range_text(estimate["usd"], usd_text)),
             ("deadline", deadline_promise(plan)),
             ("budget", budget_promise(plan)),
+            ("learning", _learning(plan)),
             ("model", _model(estimate)),
             ("based on", _BASIS.get(estimate["basis"], estimate["basis"])),
             ("start", _START.get(estimate.get("start_basis", ""), "")),
@@ -201,8 +202,7 @@ def plan_text(plan: Data) -> str:
     parts = [head, _phases_table(estimate), regions, *stages, data, _copies_table(plan.get("copies", []))]
     parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
     if plan.get("alternatives"):
-        evaluated = [f"{other['text']}: {other['why_not']}" for other in plan["alternatives"]]
-        parts.append("ALTERNATIVES\n" + "\n".join(evaluated))
+        parts.append(_alternatives_table(plan["alternatives"]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -213,6 +213,24 @@ def _isolation(plan: Data) -> str:
         by_kind.setdefault(kind or "not known", []).append(region)
     return (
         "" if set(by_kind) == {"not known"} else "; ".join(f"{kind} in {', '.join(by_kind[kind])}" for kind in by_kind)
+    )
+
+
+def _alternatives_table(alternatives: list[Data]) -> str:
+    """Format what was decided, what else was evaluated, and what decided."""
+    rows = [[other.get("decision", ""), other["text"], other["why_not"]] for other in alternatives]
+    return columns(["DECISION", "ALTERNATIVE", "WHY NOT"], rows)
+
+
+def _learning(plan: Data) -> str:
+    """Format what a plan is expected to give up in learning; plans of older versions do not say."""
+    learning = plan.get("learning")
+    if not learning:
+        return ""
+    of = "as profiled" if learning["basis"] == "measured" else "assumed: no profile"
+    return (
+        f"{learning['samples_factor']:.2f} times the samples of the smallest batch for the same progress (noise scale "
+        f"{learning['noise_samples']:.0f} samples, {of}); the exchange may give up {learning['points']:.2g} points"
     )
 
 
@@ -405,6 +423,7 @@ def number_text(value: Any) -> str:
 
 _BASIS = {
     "measured": "earlier runs of this task",
+    "profiled": "a profile: steps of the task by one worker in each region",
     "other batch": "earlier runs of this task with another batch",
     "probed": "a probe: a few steps of the task by one worker",
     "likened": "a probe in one region: the others count as equally fast, unless their operators state other speeds",

@@ -52,6 +52,8 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         evaluate_every=spec.train.evaluate_every,
         evaluation_batch=spec.train.eval_batch or 0,
         minimise=_minimise(spec),
+        to_goal=spec.train.end.goal is not None and spec.train.scaling == "fixed",
+        tolerance=spec.objective.tolerance,
         deadline_seconds=_seconds_left(deadline or spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
     )

@@ -302,8 +302,10 @@ class Objective(_Section):
     model_config = ConfigDict(json_schema_extra=_with_other_spelling)
 
     minimise: Literal["cost", "time"] = "cost"
-    """What the plan minimises. Of two plans that differ in it by less than a twentieth, the one that is better in the
-    other is chosen."""
+    """What the plan minimises: money for the same progress, or the time of the samples that are asked for."""
+    tolerance: float = Field(default=0.3, ge=0, le=100)
+    """Points of the metric that the exchange between regions may give up to save money or time, against float32 every
+    20 steps; what the plan expects to give up is part of it."""
     deadline: Deadline | None = None
     """Duration from the submission, `3650d` at most, or time with a time zone. The job is declined if it cannot be
     promised."""
@@ -363,17 +365,18 @@ class Wan(_Section):
     (0.01), `beta1` (0.9), `beta2` (0.99; not `fedadagrad`) and `tau` (0.001)."""
     exchange: Literal["auto", "synchronous", "background"] = "auto"
     """`synchronous`: a round ends when the updates of all regions have arrived. `background`: training continues during
-    the exchange. `auto`: background, unless waiting takes less than a twentieth of the time or there are fewer than 20
-    rounds; always background with `quorum`, `grace` or `staleness`, which have no effect otherwise."""
+    the exchange. `auto`: what `objective` is better with; always background with `quorum`, `grace` or `staleness`,
+    which have no effect otherwise."""
     interval: AutoOrCount = "auto"
-    """Number of local steps in a round, of the region with the most steps."""
+    """Number of local steps in a round, of the region with the most steps. `auto`: what `objective` is best with, from
+    13 up; longer than 20 only within `objective.tolerance`."""
     codec: Annotated[str, OneOf("auto", *codecs())] = "auto"
     """Codec of updates (docs/wan.md#codecs-wancodec); the residual of a lossy one is added to the next update. `auto`:
-    `fp32`, or `int8` if that shortens the exchange by a tenth or more; in the background the least lossy one that keeps
-    up, including `ternary` with at least 20 rounds, and adapted while the job runs."""
+    what `objective` is best with among `fp32`, `int8`, `ternary` and `topk`, within `objective.tolerance`; in the
+    background more lossy ones while links are slower than planned."""
     topology: Annotated[str, OneOf("auto", *topology_kinds())] = "auto"
-    """Which regions exchange directly; updates of others are relayed (docs/wan.md#topology-wantopology). `auto`: the
-    fastest by the regions' links, or a cheaper one that is about as fast."""
+    """Which regions exchange directly; updates of others are relayed (docs/wan.md#topology-wantopology). `auto`: what
+    `objective` is best with, by the regions' links."""
     fragments: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of parts of the model; one of them is sent in each round, in turn."""
     quorum: Annotated[int, Field(ge=1, lt=BELOW)] | None = None

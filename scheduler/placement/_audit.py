@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from scheduler._residency import may_be
+from scheduler._moves import may_be
 from scheduler.placement._model import (
     GB,
     Device,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from scheduler._model import Reason
-from scheduler._residency import rule_text
+from scheduler._moves import rule_text
 from scheduler.placement._cheapest import cheapest
 from scheduler.placement._model import PlacementJob, PlacementRefusal
 from scheduler.placement._sites import Floats, Need, Sites, need_of

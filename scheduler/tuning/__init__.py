@@ -22,9 +22,9 @@ from scheduler.tuning._model import (
     TuningLimits,
 )
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
-from scheduler.tuning._profile import TaskProfile, space_of, task_of
+from scheduler.tuning._profile import TaskProfile, space_of, task_of, worker_counts
 from scheduler.tuning._progress import NormPair, noise_scale
-from scheduler.tuning._search import cheapest, configurations, fastest, front
+from scheduler.tuning._search import cheapest, configurations, fastest, front, step_front
 
 __all__ = [
     "ChannelProfile",
@@ -55,6 +55,8 @@ __all__ = [
     "noise_scale",
     "predict",
     "space_of",
+    "step_front",
     "step_seconds",
     "task_of",
+    "worker_counts",
 ]

@@ -13,8 +13,10 @@ from sync.collective import Correction, collectives
 
 _MEMORIES_MB = (128, 256, 512, 768, 1024, 1536, 1769, 2048, 3008, 4096, 6144, 8192, 10240)
 """Steps in which memory is chosen; clouds sell it by the megabyte, and cost hardly differs between."""
-_MOST_WORKERS = 64
-"""Beyond it every second number of workers, and so on, is tried: they differ by little."""
+
+
+_MOST_COUNTS = 64
+"""Numbers of workers that are tried in a region: of more, neighbours differ by little."""
 
 
 @dataclass(frozen=True)
@@ -133,19 +135,22 @@ def _progress(profile: TaskProfile, epochs: float | None, steps: int | None) -> 
     return Convergence(samples=profile.samples * epochs, noise_samples=profile.noise_samples or 0.0)
 
 
+def worker_counts(most: int) -> tuple[int, ...]:
+    """Numbers of workers to try, from 1 to the most; above `_MOST_COUNTS` they are spread evenly."""
+    stride = max(1, math.ceil(most / _MOST_COUNTS))
+    return tuple(sorted({*range(1, most + 1, stride), max(1, most)}))
+
+
 def space_of(
-    profile: TaskProfile, *, most_workers: int, most_memory_mb: int, batch: int, collective: str | None = None,
-    chunks: int | None = None, workers: int | None = None, memory_mb: int | None = None,
+    profile: TaskProfile, *, workers: tuple[int, ...], most_memory_mb: int, batch: int, collective: str | None = None,
+    chunks: int | None = None, memory_mb: int | None = None,
 ) -> Space:  # fmt: skip
     """What may be chosen in a region; what the job file names is fixed."""
-    stride = max(1, math.ceil(most_workers / _MOST_WORKERS))
-    counts = sorted({*range(1, most_workers + 1, stride), most_workers})
-    enough = max(1, profile.samples // batch)
     memories = [mb for mb in _MEMORIES_MB if mb < most_memory_mb] + [most_memory_mb]
     chosen = collectives(lambda method: method.automatic and method.predictable)
     return Space(
         memories_mb=tuple(memories) if memory_mb is None else (memory_mb,),
-        workers=tuple(count for count in counts if count <= enough) if workers is None else (workers,),
+        workers=workers,
         batches=(batch,),
         collectives=chosen if collective is None else (collective,),
         chunks=None if chunks is None else (chunks,),

@@ -9,7 +9,7 @@ in arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,33 @@ def front(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) 
         if not told or usd_of_one < told[-1].usd:
             told.append(prediction(_named(evaluated, at), evaluated.told, at))
     return tuple(told)
+
+
+def step_front(task: TaskModel, space: Space) -> tuple[Prediction, ...]:
+    """For each number of workers the configurations that no other beats in the seconds of a step, in memory and in the
+    USD of its requests together; those with the fewest workers first."""
+    found: list[Prediction] = []
+    for evaluated in _evaluate(task, space):
+        told, grid = evaluated.told, evaluated.grid
+        figures = np.stack(
+            [told.compute_seconds + told.merge_seconds, grid.memories_mb, told.requests_usd / told.iterations], axis=1
+        )
+        for workers in np.unique(grid.merges.workers[evaluated.at]):
+            places = evaluated.at[grid.merges.workers[evaluated.at] == workers]
+            for at in places[_unbeaten(figures[places])]:
+                one = prediction(_named(evaluated, at), told, at)
+                found.append(replace(one, requests_usd=float(figures[at, 2])))
+    return tuple(sorted(found, key=lambda one: one.configuration.workers))
+
+
+def _unbeaten(figures: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """Places of rows that no other row equals or beats in every figure; of equal rows the first."""
+    order = np.lexsort(figures.T[::-1])
+    kept: list[int] = []
+    for at in order:
+        if not kept or not (figures[kept] <= figures[at]).all(axis=1).any():
+            kept.append(int(at))
+    return np.array(kept, np.int64)
 
 
 def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool) -> Prediction | None:

@@ -19,7 +19,7 @@ _EPSILON = np.float32(1e-7)
 
 
 class Damped:
-    """Divides an update by 1 + its staleness (staleness-aware ASGD, Zhang et al. 2016, arXiv 1511.05950).
+    """Divides an update by its staleness, if that is above 1 (staleness-aware ASGD, Zhang et al., arXiv 1511.05950).
 
     One round of staleness is not counted, because every update has it: over a WAN the sender has always missed at least
     one round. What an update loses by the division is lost: the sum of all changes is not preserved.

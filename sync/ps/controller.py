@@ -25,7 +25,8 @@ class Controller:
     def __init__(self, exchange: ExchangeSettings, codec: str, interval_steps: int, steps: int) -> None:
         longest = max(interval_steps, min(_MAX_INTERVAL_FACTOR * interval_steps, steps // _MIN_ROUNDS))
         known = codecs(Automatic.UNDER_WAY)
-        choices = known if exchange.choose_codec and codec in known else (codec,)
+        # The plan's codec is the one that its objective is best with: more bytes than planned are never sent.
+        choices = known[known.index(codec) :] if exchange.choose_codec and codec in known else (codec,)
         self._bounds = Bounds(interval_steps, longest if exchange.choose_interval else interval_steps, choices)
         self._state = initial(self._bounds, codec)
         self.active = bool(exchange.background) and bool(exchange.choose_codec or exchange.choose_interval)

@@ -32,7 +32,7 @@ class ExchangeSettings:
     significance: float = 0.0
     """Threshold of Gaia's filter: a change of a coordinate by less than this fraction is held back; 0: no filter."""
     damping: float = 0.0
-    """1: stale updates are divided by 1 + staleness."""
+    """1: updates that are more than a round late are divided by their staleness."""
     compensation: float = 0.0
     """Strength of DC-ASGD's delay compensation; 0: none."""
     choose_codec: float = 0.0

@@ -159,14 +159,14 @@ def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anyw
         shard = replace(told.datasets[0], residency="anywhere", splits=splits)
         return replace(entry, catalogue=replace(told, datasets=(shard,), takes_shards=True))
 
-    evaluated, choose = 0, _plan.choose_wan
+    evaluated, choose = 0, _plan.ways_of
 
     def counted(*args: object) -> object:
         nonlocal evaluated
         evaluated += 1
         return choose(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_plan, "choose_wan", counted)
+    monkeypatch.setattr(_plan, "ways_of", counted)
     stand = Stand([open_to_all(number) for number in range(6)])
     _, answer = stand.asks(job_file, "data.residency=anywhere", "objective.deadline=5s")
     assert isinstance(answer, Declined)

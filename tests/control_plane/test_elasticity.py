@@ -42,7 +42,7 @@ class Watch:
         self.regions = {name: _live(name) for name in ("a", "b")}
         chosen = plan(
             snapshot_of(self.regions.values(), (), Learnt()),
-            to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC)),
+            replace(to_demand(self.spec, "j", datetime.fromtimestamp(0.0, UTC)), minimise="time", interval=20),
         )
         assert isinstance(chosen, Plan)
         self.plan = chosen

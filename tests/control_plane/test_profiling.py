@@ -68,10 +68,10 @@ async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: S
         with pytest.raises(GeofedError, match="FORBIDDEN"):
             await agent.fetch(command.task.bundle_digest)
         after = await plan(stage, job_file)
-        assert after["estimate"]["basis"] == "measured"
+        assert after["estimate"]["basis"] == "profiled"
         assert after["partitions"][0]["samples_per_second"] == pytest.approx(10 / 0.012)
     async with staged(serve_config) as stage, await stage.agent("a"):
-        assert (await plan(stage, job_file))["estimate"]["basis"] == "measured"
+        assert (await plan(stage, job_file))["estimate"]["basis"] == "profiled"
 
 
 @pytest.mark.slow
@@ -146,6 +146,6 @@ async def test_a_stored_profile_of_another_version_counts_as_a_run(serve_config:
         with open_store(f"sqlite:///{serve_config.state_dir / 'state.db'}") as store:
             store.commit(Change(runs=(row,)))
         told = await plan(stage, job_file)
-        assert told["estimate"]["basis"] == "measured"
+        assert told["estimate"]["basis"] == "profiled"
         assert told["partitions"][0]["samples_per_second"] == 500.0
         assert told["partitions"][0]["merge_seconds"] is None

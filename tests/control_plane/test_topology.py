@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,14 +73,14 @@ def test_a_plan_of_before_is_of_a_mesh(job_file: Path) -> None:
 
 def test_people_see_the_topology_its_time_and_what_else_was_evaluated(job_file: Path) -> None:
     text = plan_text(json.loads(plan_json(planned(job_file, "auto", "a>c"))))
-    (line,) = [line for line in text.splitlines() if line.startswith("exchange")]
+    line = next(line for line in text.splitlines() if line.startswith("exchange"))
     assert " s a round (a-b, b-c)" in line
     waits = plan(snapshot(), to_demand(spec_of(job_file, "auto", "wan.exchange=synchronous"), "j", NOW))
     assert isinstance(waits, Plan)
     assert "synchronous: all regions wait; mesh" in plan_text(json.loads(plan_json(waits)))
     other = json.loads(plan_json(replace(waits, wan_settings={"background": 1.0})))
     assert "in the background, while training continues; mesh" in plan_text(other)
-    assert "mesh: a and c have no direct path" in text
+    assert re.search(r"mesh +a and c have no direct path", text)
 
 
 def test_a_kind_that_cannot_be_is_declined_before_anything_starts(job_file: Path) -> None:

@@ -245,8 +245,10 @@ SURFACES = {
         "noise_scale",
         "predict",
         "space_of",
+        "step_front",
         "step_seconds",
         "task_of",
+        "worker_counts",
     },
     "sync.channel": {
         "DEFAULT",

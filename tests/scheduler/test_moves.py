@@ -164,7 +164,7 @@ def test_a_shard_that_would_gain_hardly_anything_by_itself_stays() -> None:
         prices = replace(PRICES, function_usd_per_gb_second=usd, server_usd_per_hour=0.0, egress_usd_per_gb=0.0)
         return replace(region(name, samples, workers, size=MB), prices=prices)
 
-    rarely = demand(interval=5_000)
+    rarely = demand(interval=2_500)
     dear, cheap = made("a", 1_000_000, 1e-4), made("b", 1_000_000, 1e-5)
     assert moves(planned([dear, cheap, made("c", 2_000_000, 1.01e-5)], rarely)) == {"a": "b"}
     assert moves(planned([dear, cheap, made("c", 2_000_000, 1.2e-5)], rarely)) == {"a": "b", "c": "b"}

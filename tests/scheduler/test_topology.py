@@ -245,7 +245,7 @@ def planned(stated: dict[tuple[str, str], float], names: str, **more: object) ->
 
 
 def _other_topologies(answer: Plan) -> list[Alternative]:
-    return [other for other in answer.alternatives if "workers)" not in other.text]
+    return [other for other in answer.alternatives if other.decision.startswith("topology")]
 
 
 def test_links_that_nobody_states_make_a_mesh() -> None:
@@ -255,8 +255,10 @@ def test_links_that_nobody_states_make_a_mesh() -> None:
     assert answer.neighbours == (("a", "b"), ("a", "c"), ("b", "c"))
     assert answer.exchange_seconds > 0
     others = _other_topologies(answer)
-    assert {other.text.partition(" ")[0] for other in others} == {"star", "tree:", "two-level"}
-    assert all("longer" in other.why_not for other in others if ": " in other.text)
+    assert [other.text.partition(" ")[0] for other in others] == ["star", "two-level"]
+    assert others[0].text.startswith("star via a: ")
+    assert "dearer" in others[0].why_not or "slower" in others[0].why_not
+    assert "needs four regions" in others[1].why_not
 
 
 def test_without_a_direct_path_updates_are_passed_on() -> None:
@@ -280,7 +282,7 @@ def test_a_fixed_kind_is_the_best_of_that_kind(kind: str) -> None:
     answer = planned({}, "abcd", topology=kind)
     assert isinstance(answer, Plan)
     assert answer.topology.partition(" ")[0] == kind
-    assert all("the job file says" in other.why_not for other in _other_topologies(answer))
+    assert not _other_topologies(answer)
 
 
 def test_what_cannot_be_joined_is_declined_with_what_would_help() -> None:

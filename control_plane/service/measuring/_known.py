@@ -85,12 +85,15 @@ def speeds_of(
 ) -> tuple[dict[str, float], frozenset[str]]:
     """Return samples/s of one worker at a batch by region, and the regions where the value is a guess.
 
-    The newest run with that batch counts. A run with another batch is converted by the profile, or by two runs with
-    different batches; without either, half of its step time is assumed fixed and half proportional to the batch.
+    The newest run with that batch counts, or a profile where there was no run. A run with another batch is converted by
+    the profile, or by two runs with different batches; without either, half of its step time is assumed fixed and half
+    proportional to the batch.
     """
     speeds, guessed = {}, set()
     for region in dict.fromkeys(run.region for run in runs):
-        own = [run for run in runs if run.region == region]
+        there = [run for run in runs if run.region == region]
+        # A profile's single worker runs alone: what a run has measured counts more, however old it is.
+        own = [run for run in there if not run.profile_json] or there
         exact = next((run for run in own if run.batch in (0, batch) or not batch), None)
         if exact is not None:
             speeds[region] = exact.samples_per_second

@@ -46,7 +46,9 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
     # A count by an agent is of this code's model; runs of other versions of the code may have another size.
     counted = weight is not None and not learnt.of_own_code(weight.task_key)
     ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)
-    started = next((run for run in runs if run.start_seconds > 0), None)
+    ran = {run.region for run in runs if not run.profile_json}
+    # A start that a run has measured counts more than a profile's.
+    started = min((run for run in runs if run.start_seconds > 0), key=lambda run: bool(run.profile_json), default=None)
     probed_start = weight.start_seconds if weight is not None and weight.start_seconds > 0 else None
     return Snapshot(
         regions=tuple(live),
@@ -54,6 +56,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         busy_workers=busy,
         speeds=speeds,
         other_batch=guessed,
+        profiled=frozenset(speeds) - ran,
         model_bytes=weight.model_bytes if counted and weight is not None else ran_bytes,
         held_bytes=(weight.held_bytes or None) if weight is not None else None,
         counted=counted,

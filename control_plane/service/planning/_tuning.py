@@ -23,6 +23,7 @@ from scheduler.tuning import (
     cheapest,
     fastest,
     front,
+    worker_counts,
 )
 from scheduler.tuning import space_of as tuning_space
 from scheduler.tuning import task_of as tuning_task
@@ -127,12 +128,13 @@ def _space(profile: TaskProfile, region: Region, demand: Demand) -> Space:
     collective = demand.collective if fixed else None
     return tuning_space(
         profile,
-        most_workers=region.capacity.workers,
         most_memory_mb=region.capacity.memory_mb,
         batch=demand.batch,
         collective=collective,
         chunks=int(demand.merging["k"]) if fixed and "k" in demand.merging else None,
-        workers=workers,
+        workers=worker_counts(min(region.capacity.workers, profile.samples // demand.batch))
+        if workers is None
+        else (workers,),
         memory_mb=demand.memory_mb,
     )
 

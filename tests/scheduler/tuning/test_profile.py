@@ -19,6 +19,7 @@ from scheduler.tuning import (
     predict,
     space_of,
     task_of,
+    worker_counts,
 )
 from tests.scheduler.test_tuned import profile
 
@@ -53,7 +54,7 @@ def test_a_step_is_what_was_measured_and_a_later_run_counts_more() -> None:
 def test_where_memory_was_not_told_only_what_it_ran_in_is_known_to_be_enough() -> None:
     blind = replace(profile("a"), steps=tuple(replace(point, peak_mb=0.0) for point in profile("a").steps))
     of = task_of(blind, PLATFORM, epochs=1.0, steps=None)
-    space = space_of(blind, most_workers=2, most_memory_mb=4096, batch=32)
+    space = space_of(blind, workers=(1, 2), most_memory_mb=4096, batch=32)
     best = cheapest(of, space)
     assert best is not None
     assert best.configuration.memory_mb == 1024
@@ -63,24 +64,24 @@ def test_what_an_evaluation_needs_is_kept() -> None:
     large = replace(profile("a"), evaluation_peak_mb=1500.0)
     of, space = (
         task_of(large, PLATFORM, epochs=1.0, steps=None),
-        space_of(large, most_workers=2, most_memory_mb=4096, batch=32),
+        space_of(large, workers=(1, 2), most_memory_mb=4096, batch=32),
     )
     assert all(one.configuration.memory_mb >= 1500 for one in front(of, space))
 
 
-def test_no_more_workers_than_the_data_has_batches_for() -> None:
-    space = space_of(profile("a"), most_workers=500, most_memory_mb=2048, batch=100)
-    assert max(space.workers) <= 10
-    wide = space_of(replace(profile("a"), samples=10**6), most_workers=500, most_memory_mb=2048, batch=10)
-    assert max(wide.workers) == 500
-    assert len(wide.workers) <= 65
+def test_of_many_numbers_of_workers_some_are_tried() -> None:
+    assert worker_counts(10)[-1] == 10
+    wide = worker_counts(500)
+    assert (wide[0], wide[-1]) == (1, 500)
+    assert len(wide) <= 65
+    assert worker_counts(0) == (1,)
 
 
 def test_several_memories_tell_what_memory_buys() -> None:
     steps = tuple(StepPoint(b, m, (0.01 + 0.001 * b) * max(1.0, 1769 / m), 200.0) for b in (8, 32) for m in (512, 1769))
     of = task_of(replace(profile("a"), steps=steps), PLATFORM, epochs=3.0, steps=None)
     assert of.compute.full_core_mb == 1769
-    space = space_of(profile("a"), most_workers=1, most_memory_mb=3008, batch=32)
+    space = space_of(profile("a"), workers=(1,), most_memory_mb=3008, batch=32)
     best = fastest(of, space, TuningLimits())
     assert best is not None
     assert best.configuration.memory_mb == 1769

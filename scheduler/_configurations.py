@@ -1,0 +1,169 @@
+"""The configurations of one region: workers, memory, collective and K, or the replicas of a pipeline.
+
+Only those are kept that no other with as many workers beats in time, in money while it waits and in money of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from scheduler._estimate import worker_speed
+from scheduler._model import Demand, PlannedPartition, Region, Snapshot
+from scheduler._moves import train_samples
+from scheduler._pipelined import Staged, staged
+from scheduler.tuning._profile import worker_counts
+from sync.channel import channel_kinds
+from sync.collective import DEFAULT, collective_named
+
+if TYPE_CHECKING:
+    from scheduler.tuning import MergePoint, TaskProfile
+
+__all__ = ["Configured", "configurations", "merging_of"]
+
+DEFAULT_MEMORY_MB = 1024
+"""Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
+model fits, and a larger model needs a profile. A choice, not measured."""
+
+
+@dataclass(frozen=True)
+class Configured:
+    """One configuration."""
+
+    part: PlannedPartition
+    """With one step a round."""
+    merging: tuple[str, int] | None = None
+    """Collective, and K where it takes one (else 0); None: nothing merges, or no measurements say how."""
+
+
+def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[Configured, ...]:
+    """Return the configurations of a region, those with the fewest workers first; never none.
+
+    A number of workers that the demand states is taken as it is, even if the region does not have so many.
+    """
+    samples, cut = train_samples(region, demand.dataset), staged(region, snapshot, demand)
+    stated = demand.workers if isinstance(demand.workers, int | None) else demand.workers[region.name]
+    free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+    if cut is not None:
+        most = min(free // cut.stages, cut.most_replicas, max(1, samples // demand.batch))
+        counts = worker_counts(most) if stated is None else (min(stated // cut.stages, cut.most_replicas),)
+        return tuple(Configured(_in_stages(region, samples, cut, count, demand)) for count in counts)
+    counts = worker_counts(min(free, samples // demand.batch)) if stated is None else (stated,)
+    known = _profiled(region, snapshot, demand)
+    measured = _measured(region, known, counts, snapshot, demand) if known is not None else {}
+    found: list[Configured] = []
+    for count in counts:
+        found += _of_count(region, samples, count, measured.get(count, ()), snapshot, demand)
+    return tuple(found)
+
+
+def merging_of(chosen: Sequence[Configured]) -> tuple[str, int] | None:
+    """Return how all partitions with several workers merge, where their profiles choose the same for all."""
+    ways = {one.merging for one in chosen if one.part.workers > 1 and one.part.pipeline is None}
+    return ways.pop() if len(ways) == 1 else None
+
+
+def _profiled(region: Region, snapshot: Snapshot, demand: Demand) -> TaskProfile | None:
+    """Return the profile that tells of a region's configurations; None: it is of another channel, or of no use."""
+    profile, wanted = snapshot.profiles.get(region.name), demand.collective
+    if profile is None or region.prices is None or profile.channel.name != region.channel:
+        return None
+    return profile if wanted is None or collective_named(wanted).predictable else None
+
+
+def _of_count(
+    region: Region, samples: int, count: int, measured: Sequence[_Step], snapshot: Snapshot, demand: Demand
+) -> list[Configured]:
+    """Return the configurations with one number of workers."""
+    if not measured:
+        memory_mb = demand.memory_mb or min(DEFAULT_MEMORY_MB, region.capacity.memory_mb)
+        speed = worker_speed(region, snapshot)
+        return [Configured(PlannedPartition(region.name, samples, count, demand.batch, memory_mb, 1, speed))]
+    return [
+        Configured(
+            PlannedPartition(
+                region.name, samples, count, demand.batch, one.memory_mb, 1, demand.batch / one.compute_seconds,
+                merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
+            ),
+            (one.collective, one.chunks if collective_named(one.collective).takes_k else 0) if count > 1 else None,
+        )
+        for one in measured
+    ]  # fmt: skip
+
+
+def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:
+    """Return a partition that runs a pipeline."""
+    shape = cut.shape(replicas)
+    return PlannedPartition(
+        region=region.name,
+        samples=samples,
+        workers=replicas * cut.stages,
+        batch=demand.batch,
+        memory_mb=cut.memory_mb,
+        steps_per_round=1,
+        samples_per_second=demand.batch / shape.step_seconds / cut.stages,
+        pipeline=shape,
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step with a configuration, by the model of tuning."""
+
+    memory_mb: int
+    collective: str
+    chunks: int
+    compute_seconds: float
+    merge_seconds: float
+    merge_usd: float
+
+
+def _measured(
+    region: Region, profile: TaskProfile, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
+) -> dict[int, tuple[_Step, ...]]:
+    wanted = demand.collective
+    if wanted is None and region.channel in channel_kinds(lambda kind: kind.in_memory):
+        # There the region's parameter server merges, where the plan leaves it open.
+        wanted = DEFAULT
+    chunks = demand.merging.get("k") if wanted is not None else None
+    return _steps(
+        profile, counts, demand.batch, demand.memory_mb, region.capacity.memory_mb, wanted,
+        None if chunks is None else int(chunks), int(demand.merging.get("staleness", 0)),
+        snapshot.speeds.get(region.name), snapshot.merges.get(region.name, ()),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _steps(
+    profile: TaskProfile,
+    counts: tuple[int, ...],
+    batch: int,
+    memory_mb: int | None,
+    most_memory_mb: int,
+    collective: str | None,
+    chunks: int | None,
+    staleness: int,
+    samples_per_second: float | None,
+    merges: tuple[MergePoint, ...],
+) -> dict[int, tuple[_Step, ...]]:
+    """Return the steps that nothing beats, by number of workers; cached, since jobs that wait are replanned often."""
+    from scheduler.tuning import Platform, space_of, step_front, task_of
+
+    task = task_of(
+        profile, Platform(0.0), epochs=None, steps=1, staleness=staleness, samples_per_second=samples_per_second,
+        merges=merges,
+    )  # fmt: skip
+    space = space_of(
+        profile, workers=counts, most_memory_mb=most_memory_mb, batch=batch, collective=collective, chunks=chunks,
+        memory_mb=memory_mb,
+    )  # fmt: skip
+    found: dict[int, list[_Step]] = {}
+    for one in step_front(task, space):
+        way = one.configuration
+        step = _Step(
+            way.memory_mb, way.collective, way.chunks, one.compute_seconds, one.merge_seconds, one.requests_usd
+        )
+        found.setdefault(way.workers, []).append(step)
+    return {count: tuple(steps) for count, steps in found.items()}

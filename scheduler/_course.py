@@ -1,0 +1,202 @@
+"""The cost model of a job: seconds and USD of one plan, or of many at once.
+
+There is no other: plans, `explain`, `submit`, replanning and the search all call `course`. It bills what the meter
+bills: functions by time and memory and by call, parameter servers, requests of the channel, egress. Arrays have the
+axes (staffings, intervals, exchanges), with a last one for regions where a figure is a region's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler._model import PlannedPartition, Prices
+from scheduler._overheads import Overheads
+
+__all__ = ["Bools", "Course", "Exchanges", "Floats", "Occasion", "Staffs", "course", "slice_ends", "step_seconds"]
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+MERGE_SECONDS = 0.004
+"""Seconds that the workers of a partition take to merge one step, for a small model on one machine."""
+_LEAST_ROOM_SECONDS = 1e-3
+"""Least time of an invocation, in seconds: time is billed in milliseconds."""
+_SECONDS_PER_HOUR = 3600.0
+
+
+def step_seconds(part: PlannedPartition) -> float:
+    """Return the seconds of one local step: compute, and the merge among the partition's workers."""
+    if part.pipeline is not None:
+        return part.pipeline.step_seconds
+    usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
+    return part.batch / part.samples_per_second + (usual if part.workers > 1 else 0.0)
+
+
+@dataclass(frozen=True)
+class Staffs:
+    """Staffings of the same regions: arrays of shape (staffings, regions)."""
+
+    step_samples: Floats
+    """Samples of all replicas in one step."""
+    step_seconds: Floats
+    worker_usd: Floats
+    """USD per second of all workers."""
+    server_usd: Floats
+    """USD per second of the parameter server."""
+    call_usd: Floats
+    """USD of one invocation of every worker."""
+    merge_usd: Floats
+    """USD of the requests that merge one step."""
+    first_model: Floats
+    first_step: Floats
+    round_end: Floats
+    enter: Floats
+    slice_end: Floats
+    result: Floats
+    """As in `Overheads`, in seconds."""
+
+    @staticmethod
+    def figures(part: PlannedPartition, prices: Prices, besides: Overheads) -> tuple[float, ...]:
+        """Return one region's figures in the order of the fields."""
+        return (
+            float(part.replicas * part.batch),
+            step_seconds(part),
+            part.workers * part.memory_mb / 1024 * prices.function_usd_per_gb_second,
+            prices.server_usd_per_hour / _SECONDS_PER_HOUR,
+            part.workers * prices.function_usd_per_request,
+            part.merge_usd,
+            besides.first_model, besides.first_step, besides.round_end, besides.enter, besides.slice_end,
+            besides.result,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, table: Floats) -> Staffs:
+        """Return staffings from `figures`, shape (staffings, regions, figures)."""
+        return cls(*np.moveaxis(table, -1, 0))
+
+    def rows(self, begin: int, end: int) -> Staffs:
+        """Return some of the staffings."""
+        return Staffs(*(getattr(self, field.name)[begin:end] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Ways to exchange updates between regions: arrays of shape (exchanges,)."""
+
+    seconds: Floats
+    """Seconds of one round's exchange, including everything that workers wait for where they wait."""
+    usd: Floats
+    """USD of egress in a round."""
+    background: Bools
+    """Whether training continues meanwhile."""
+    contact: Floats
+    """Seconds until all regions have contact."""
+
+    @classmethod
+    def one(cls, seconds: float, *, background: bool, contact: float) -> Exchanges:
+        """Return a single one, whose egress is billed link by link."""
+        return cls(*(np.array([value]) for value in (seconds, 0.0, background, contact)))
+
+    def at(self, places: Sequence[int]) -> Exchanges:
+        """Return some of them."""
+        return Exchanges(*(getattr(self, field.name)[list(places)] for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """What all plans of a job over the same shards have in common."""
+
+    slice_seconds: float
+    start: float
+    """Seconds from submission to the start of the workers."""
+    copying: float
+    """Seconds until the last shard has arrived where it is processed."""
+    first_model_known: bool
+    """Whether `start` includes the time to create the first model."""
+    served_late: Bools
+    """By region: whether its parameter server starts only when all shards have arrived."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """The seconds of a job's phases, and what it costs."""
+
+    first_model: Floats
+    first_step: Floats
+    steps: Floats
+    round_ends: Floats
+    between: Floats
+    """Seconds of exchange that steps do not hide."""
+    ends: Floats
+    """Invocation ends of each worker without its last one; by region."""
+    slice_ends: Floats
+    """Seconds that these take in the region where they take longest."""
+    busy: Floats
+    """Seconds for which functions are billed."""
+    served: Floats
+    """Seconds for which the parameter server is billed; by region."""
+    result: Floats
+    """Seconds after all functions have ended."""
+    seconds: Floats
+    """Seconds of the whole job."""
+    usd: Floats
+    """USD of the whole job, without copies of shards."""
+
+
+def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, exchanges: Exchanges) -> Course:
+    """Predict jobs.
+
+    A round takes as long as its slowest region: compute, then the exchange. In the background it takes the longer of
+    both, and one exchange follows at the end.
+
+    Args:
+        rounds: shape (staffings, intervals).
+        steps: steps of a round, shape (staffings, intervals, regions).
+    """
+    compute = (steps * staffs.step_seconds[:, None, :]).max(-1)[..., None]
+    many, back = rounds[..., None], exchanges.background
+    exchange = exchanges.seconds
+    training = many * compute
+    between = np.where(back, many * np.maximum(0.0, exchange - compute) + exchange, many * exchange)
+    # With background exchange a round's end overlaps with the next one's steps.
+    round_ends = np.where(back, 0.0, many * _slowest(staffs.round_end))
+    made = 0.0 if occasion.first_model_known else _slowest(staffs.first_model)
+    first_model = exchanges.contact + made + np.zeros_like(between)
+    first_step = _slowest(staffs.first_step) + np.zeros_like(between)
+    work = first_model + first_step + training + between + round_ends
+    room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)[:, None, None, :]
+    ends = np.maximum(0.0, np.ceil(work[..., None] / room - 1e-9) - 1)
+    lost = (ends * staffs.slice_end[:, None, None, :]).max(-1)
+    busy = work + lost
+    result = _slowest(staffs.result) + np.zeros_like(between)
+    seconds = occasion.start + occasion.copying + busy + result
+    served = seconds[..., None] - occasion.copying * occasion.served_late
+    usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
+    usd = usd + (served * staffs.server_usd[:, None, None, :]).sum(-1)
+    usd = usd + ((1 + ends) * staffs.call_usd[:, None, None, :]).sum(-1)
+    usd = usd + many * (steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None]
+    usd = usd + many * exchanges.usd
+    return Course(
+        first_model, first_step, training + np.zeros_like(between), round_ends, between, ends, lost, busy, served,
+        result, seconds, usd,
+    )  # fmt: skip
+
+
+def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, own: Overheads) -> int:
+    """Return the number of invocation ends, without the last one, of a worker with so much work."""
+    room = float(_room(np.array(step_seconds), slice_seconds, np.array(own.enter)))
+    return max(0, int(np.ceil(work_seconds / room - 1e-9)) - 1)
+
+
+def _room(step_seconds: Floats, slice_seconds: float, enter: Floats) -> Floats:
+    """Return the seconds of work of one invocation: its begin counts in its slice, and it makes at least one step."""
+    return np.asarray(np.maximum(np.maximum(slice_seconds - enter, step_seconds), _LEAST_ROOM_SECONDS))
+
+
+def _slowest(by_region: Floats) -> Floats:
+    """Return the largest of each staffing, with axes for intervals and exchanges."""
+    return np.asarray(by_region.max(-1)[:, None, None])

@@ -1,0 +1,136 @@
+"""The ways in which the regions of a plan may exchange updates: codec, topology, and whether training continues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scheduler._course import Exchanges
+from scheduler._estimate import (
+    PRIOR_MODEL_BYTES,
+    contact_seconds,
+    exchange_seconds,
+    round_end_seconds,
+)
+from scheduler._link import link_table, update_bytes
+from scheduler._model import Declined, Demand, PlannedPartition, Reason, Region, Snapshot
+from scheduler.topology import Topologies, Topology, evaluate_topologies
+from scheduler.tuning._learning import coding_points
+from sync.codec import Automatic, codec_named, codecs
+from sync.policy import DEFAULT, WanPolicy, policy_named
+
+__all__ = ["Way", "Ways", "policy_of", "ways_of"]
+
+_ONLY_IN_BACKGROUND = {"quorum", "grace_seconds", "damping", "compensation"}
+"""Settings without effect where all regions wait for all: a job that sets one exchanges in the background."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to exchange."""
+
+    codec: str
+    topology: Topology
+    background: bool
+    seconds: float
+    """Seconds of one round's exchange; if workers wait for it, everything that they wait for."""
+
+    @property
+    def exchange(self) -> str:
+        """Name in job files."""
+        return "background" if self.background else "synchronous"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """All ways, those that cost least in learning first."""
+
+    each: tuple[Way, ...]
+    figures: Exchanges
+    coding: np.ndarray[tuple[int], np.dtype[np.float64]]
+    """`coding_points` of each."""
+    lossy: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Whether the codec of each loses bits."""
+    impossible: dict[str, str]
+    """Why kinds of topology are impossible."""
+
+    @property
+    def optional_background(self) -> bool:
+        """Whether some wait and some do not."""
+        return len({way.background for way in self.each}) > 1
+
+
+def policy_of(demand: Demand) -> WanPolicy:
+    """Return the demand's WAN policy."""
+    return policy_named(demand.wan_policy or DEFAULT)
+
+
+def ways_of(
+    regions: Sequence[Region], parts: Sequence[PlannedPartition], snapshot: Snapshot, demand: Demand
+) -> Ways | Declined:
+    """Return the ways that the demand allows; ``parts``: any partition of each region.
+
+    While the model's size is unknown, updates are sent in float32: nothing is lost by a guess.
+    """
+    model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
+    table, clouds = link_table(regions), {region.name: region.cloud for region in regions}
+    found: list[tuple[Way, float]] = []
+    impossible: dict[str, str] = {}
+    for codec in (demand.codec,) if demand.codec else _codecs(demand, snapshot):
+        evaluated = evaluate_topologies(sorted(clouds), table, update_bytes(model_bytes, codec), clouds)
+        wanted = _of_kind(evaluated, demand.topology if len(regions) > 1 else None)
+        if not wanted:
+            return _impossible(evaluated, demand.topology)
+        impossible = evaluated.impossible if len(regions) > 2 else {}
+        for topology in wanted:
+            contact = contact_seconds(topology, table)
+            seconds = exchange_seconds(topology, model_bytes, codec)
+            for background in _modes(demand, len(regions)):
+                waited = seconds + (0.0 if background else round_end_seconds(parts, model_bytes))
+                found.append((Way(codec, topology, background, waited), contact))
+    each = tuple(way for way, _ in found)
+    figures = Exchanges(
+        seconds=np.array([way.seconds for way in each]),
+        usd=np.array([way.topology.usd_per_round for way in each]),
+        background=np.array([way.background for way in each]),
+        contact=np.array([contact for _, contact in found]),
+    )
+    coding = np.array([coding_points(way.codec) for way in each])
+    return Ways(each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible)
+
+
+def _codecs(demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
+    """Return the codecs to evaluate where the demand names none, the least lossy first."""
+    policy = policy_of(demand)
+    if policy.significance or snapshot.model_bytes is None:
+        return codecs(Automatic.ALWAYS)[:1]
+    # Who asks for the mean of every step is not given a coarse one.
+    return codecs(Automatic.ALWAYS if policy.synchronous else Automatic.UNDER_WAY)
+
+
+def _modes(demand: Demand, regions: int) -> tuple[bool, ...]:
+    """Return whether exchange in the background is allowed, and whether waiting is."""
+    policy = policy_of(demand)
+    if regions == 1 or policy.synchronous or demand.exchange == "synchronous":
+        return (False,)
+    if demand.exchange or policy.on_arrival or not _ONLY_IN_BACKGROUND.isdisjoint(demand.wan_settings):
+        return (True,)
+    return (False, True)
+
+
+def _of_kind(evaluated: Topologies, kind: str | None) -> tuple[Topology, ...]:
+    """Return the topologies of a kind, or all; of several with the same links only the first."""
+    wanted = [one for one in evaluated.possible if kind in (None, one.kind)]
+    return tuple({one.links: one for one in reversed(wanted)}.values())[::-1]
+
+
+def _impossible(evaluated: Topologies, kind: str | None) -> Declined:
+    if evaluated.possible and kind is not None:
+        able = ", ".join(topology.kind for topology in evaluated.possible)
+        text = f"topology {kind} cannot be made: {evaluated.impossible[kind]}"
+        return Declined((Reason("INADMISSIBLE", text, f"set wan.topology to auto, or to one of: {able}"),))
+    text = f"the regions cannot exchange: {next(iter(evaluated.impossible.values()))}"
+    remedy = "state a link between them in the regions' configurations, or take some out with regions.avoid"
+    return Declined((Reason("INADMISSIBLE", text, remedy),))

@@ -1,0 +1,390 @@
+"""The planner's core: the best plan of one job over shards that lie where they are processed.
+
+Inputs: regions with capacity, prices, links and measurements (`Snapshot`), and what is asked for (`Demand`).
+
+Decisions, each fixed by the demand or searched: for every region its workers, function memory, collective and K, or the
+replicas of its pipeline (`configurations`); for the federation the interval, codec, topology, and whether training
+continues during the exchange (`ways_of`).
+
+Cost: `course`, with everything that the meter bills.
+
+Constraints: upper bounds of time and money within deadline and budget; points given up by the exchange within the
+tolerance (`exchange_points`); passes over each shard as asked, to within a step or `MOST_OFF`, where an interval allows
+that.
+
+Objective: money, or time, for the same progress: times `samples_factor`. Where plans hardly differ in it, what they
+give up of the metric decides (`POINT_WORTH`), then the other measure (`OTHER_WORTH`).
+
+Method: if the staffings are few, all are evaluated. Else for every pace of a pass over the data each region takes its
+cheapest configuration that keeps it, and every interval and exchange is evaluated with these. From the best, one
+region's configuration at a time is changed while that helps. Whether limits can be kept is searched for in the same
+way, so that a plan is refused only if none is found by any objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler._configurations import Configured
+from scheduler._course import Bools, Course, Floats, Occasion, Staffs, course
+from scheduler._exchange import Ways, policy_of
+from scheduler._model import Demand
+from scheduler.tuning._learning import DRIFT, PRIOR_NOISE_SAMPLES, exchange_points, samples_factor
+
+__all__ = ["Evaluated", "Limits", "Place", "Search", "Spread"]
+
+Ints = npt.NDArray[np.int64]
+
+USUAL_INTERVAL = 20
+"""Local steps between WAN exchanges that count as giving up nothing: H = 20, as in measurements of WAN policies."""
+POINT_WORTH = 0.1
+"""Share of the objective that a point of the metric is worth: within the tolerance a plan gives up 0.1 points only to
+save 1 %, since what it gives up is predicted less accurately than what it saves."""
+OTHER_WORTH = 0.005
+"""The same for the other measure, time or money: half of it is worth 0.35 % of the objective."""
+LOSSY_WORTH = 0.001
+"""Share of the objective that a codec must save to be chosen although it loses bits, even if no metric shows it."""
+_LEAST = 1e-12
+"""Seconds or USD below which a plan counts as free; the objective is compared by logarithms."""
+MOST_OFF = 0.02
+"""Share by which the passes over a shard may differ from what is asked, beyond one step, as long as some interval
+allows that: rounds have whole steps."""
+MOST_PACES = 48
+"""Paces that are tried; of more they are thinned out evenly, and the search from the best ones fills the gaps."""
+MOST_FIGURES = 4_000_000
+"""Numbers in an array of the search: 32 MB, so that planning over a thousand regions takes seconds."""
+MOST_ENUMERATED = 1_000_000
+"""Numbers up to which all staffings are evaluated with all intervals and exchanges: that takes a tenth of a second."""
+_INTERVALS = (*range(13, 41), 50, 60, 80, 120, 160, 320)
+"""Intervals that are tried, in steps: around the usual one all, so that whole steps fit the shards; longer ones to save
+egress in long jobs."""
+_MOST_CHANGES = 30
+"""Changes of single regions after which a search ends, at most; few searches make more than ten."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan is chosen by."""
+
+    minimise: str
+    deadline_seconds: float = math.inf
+    budget_usd: float = math.inf
+    progress: bool = True
+    """Whether plans are compared for the same progress; False: for the samples that are asked for."""
+    possible: bool = False
+    """Whether the measure alone counts, to find out what is possible."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Upper bounds of a plan: what limits must hold for."""
+
+    high: float
+    """Factor of the expected seconds and USD."""
+    copied_usd: float
+    copied_high: float
+    """Factor of the USD of copies."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One evaluated plan, by its place on the axes."""
+
+    staff: int
+    interval: int
+    way: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Staffings with all intervals and ways to exchange that were tried: arrays with these three axes."""
+
+    choice: Ints
+    """By staffing and region: number of the configuration."""
+    ways: tuple[int, ...]
+    """Numbers of the ways on the last axis."""
+    intervals: Ints
+    """Numbers of the intervals on the middle axis."""
+    interval: Floats
+    rounds: Floats
+    """By staffing and interval."""
+    steps: Floats
+    """Of a round, by staffing, interval and region."""
+    seconds: Floats
+    usd: Floats
+    points: Floats
+    factor: Floats
+    """`samples_factor`, by staffing."""
+    exact: Bools
+    """Whether passes over the shards are as asked, by staffing and interval; with all ways if no interval allows it."""
+
+
+class Search:
+    """All plans of one demand over given regions."""
+
+    def __init__(
+        self,
+        fronts: Sequence[Sequence[Configured]],
+        figures: Sequence[Sequence[tuple[float, ...]]],
+        ways: Ways,
+        occasion: Occasion,
+        spread: Spread,
+        demand: Demand,
+        noise: float | None,
+    ) -> None:
+        self._fronts, self._ways, self._occasion, self._spread, self._demand = fronts, ways, occasion, spread, demand
+        self._noise = noise or PRIOR_NOISE_SAMPLES
+        most = max(len(front) for front in fronts)
+        # Regions with fewer configurations repeat their last one.
+        self._table = np.array([[*own, *[own[-1]] * (most - len(own))] for own in figures])
+        self._sizes = np.array([len(front) for front in fronts])
+        self._samples = np.array([float(front[0].part.samples) for front in fronts])
+        self._least_samples = float(self._table[:, :, 0].min(axis=1).sum())
+        self._useful_ways = _undominated(ways)
+        wanted = policy_of(demand).interval_steps
+        self._usual = demand.interval or wanted or USUAL_INTERVAL
+        free = demand.interval is None and wanted is None
+        self._intervals = np.array(_INTERVALS if free else (self._usual,), float)
+
+    # What can be asked
+
+    @cached_property
+    def paces(self) -> Evaluated:
+        """Every pace that was tried, the fastest first; last the staffing with every free worker."""
+        return self._evaluate(self._choices())
+
+    def best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
+        """Return the best plan within the limits; None: no plan keeps them."""
+        starts = [self.paces, self._soonest[0], self._least[0]]
+        if all(self._picked(evaluated, limits) is None for evaluated in starts):
+            starts = self._limited(limits)
+        found = [
+            self._climbed(evaluated, at, limits)
+            for evaluated in starts
+            if (at := self._picked(evaluated, limits)) is not None
+        ]
+        if not found:
+            return None
+        return min(found, key=lambda one: self._score(one[0], one[1], limits))
+
+    def least(self, limits: Limits) -> tuple[float, float]:
+        """Return the upper bounds of seconds and USD of the plan that needs least, by what the limits minimise."""
+        found = self.best(limits)
+        if found is None:
+            return math.inf, math.inf
+        evaluated, place = found
+        at = place.staff, place.interval, place.way
+        seconds, usd = self.highest(evaluated)
+        return float(seconds[at]), float(usd[at])
+
+    def around(self, evaluated: Evaluated, place: Place) -> Evaluated:
+        """Return a plan with all intervals and ways of its staffing."""
+        return self._evaluate(evaluated.choice[place.staff][None, :], ways=tuple(range(len(self._ways.each))))
+
+    def neighbours(self, evaluated: Evaluated, place: Place) -> Evaluated:
+        """Return a plan's exchange with other staffings: every pace, and one region changed."""
+        others = np.concatenate([self._changed(evaluated.choice[place.staff]), self._choices()])
+        return self._evaluate(others, int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],))
+
+    def score(self, evaluated: Evaluated, limits: Limits) -> Floats:
+        """Return the objective of every plan, as a logarithm; the smallest is best."""
+        usd, seconds = evaluated.usd + self._spread.copied_usd, evaluated.seconds
+        main, other = (seconds, usd) if limits.minimise == "time" else (usd, seconds)
+        if limits.possible:
+            return _log(main)
+        factor = _log(evaluated.factor)[:, None, None] if limits.progress else 0.0
+        return (
+            _log(main)
+            + factor
+            + OTHER_WORTH * _log(other)
+            + POINT_WORTH * evaluated.points
+            + LOSSY_WORTH * self._ways.lossy[list(evaluated.ways)]
+        )
+
+    def kept(self, evaluated: Evaluated, limits: Limits) -> Bools:
+        """Return whether plans keep deadline and budget."""
+        seconds, usd = self.highest(evaluated)
+        return np.asarray((seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd))
+
+    def highest(self, evaluated: Evaluated) -> tuple[Floats, Floats]:
+        """Return the upper bounds of seconds and USD."""
+        spread = self._spread
+        copied = spread.copied_usd * spread.copied_high
+        return evaluated.seconds * spread.high, evaluated.usd * spread.high + copied
+
+    # The search
+
+    @cached_property
+    def _soonest(self) -> tuple[Evaluated, Place]:
+        return self._unlimited("time")
+
+    @cached_property
+    def _least(self) -> tuple[Evaluated, Place]:
+        return self._unlimited("cost")
+
+    def _unlimited(self, minimise: str) -> tuple[Evaluated, Place]:
+        limits = Limits(minimise, possible=True)
+        place = self._picked(self.paces, limits)
+        assert place is not None, "the most careful exchange gives up nothing"
+        return self._climbed(self.paces, place, limits)
+
+    def _limited(self, limits: Limits) -> list[Evaluated]:
+        """Return the plans by which limits can be kept if any plan keeps them: the fastest and, of those within the
+        deadline, the cheapest."""
+        if limits.possible and math.isinf(limits.deadline_seconds):
+            return []
+        tried = [Limits("time", possible=True)]
+        if not (limits.possible and limits.minimise == "cost"):
+            tried.append(Limits("cost", limits.deadline_seconds, possible=True))
+        return [found[0] for other in tried if (found := self.best(other)) is not None]
+
+    def _climbed(self, evaluated: Evaluated, place: Place, limits: Limits) -> tuple[Evaluated, Place]:
+        """Change one region at a time while that helps."""
+        for _ in range(_MOST_CHANGES):
+            others = self._changed(evaluated.choice[place.staff])
+            if not len(others) or others.size * self._table.shape[2] > MOST_FIGURES:
+                break
+            tried = self._evaluate(others, int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],))
+            at = self._picked(tried, limits)
+            rows = [evaluated.choice[place.staff], *([] if at is None else [tried.choice[at.staff]])]
+            whole = self._evaluate(np.array(rows))
+            found = self._picked(whole, limits)
+            if found is None or self._score(whole, found, limits) >= self._score(evaluated, place, limits) - 1e-9:
+                break
+            evaluated, place = whole, found
+        return evaluated, place
+
+    def _score(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
+        return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
+
+    def _picked(self, evaluated: Evaluated, limits: Limits) -> Place | None:
+        """Return the best of some plans; None: none keeps the limits."""
+        allowed = (evaluated.points <= self._demand.tolerance + 1e-9) & evaluated.exact[..., None]
+        allowed = allowed & self.kept(evaluated, limits)
+        if not allowed.any():
+            return None
+        score = np.where(allowed, self.score(evaluated, limits), np.inf)
+        return Place(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
+
+    # Staffings
+
+    def _choices(self) -> Ints:
+        """Return all staffings if they are few; else for every pace the cheapest configurations that keep it, the
+        fastest first, and last the fastest of every region."""
+        count = math.prod(int(size) for size in self._sizes)
+        if count * len(self._intervals) * len(self._useful_ways) * len(self._sizes) <= MOST_ENUMERATED:
+            return np.stack(np.meshgrid(*(np.arange(n) for n in self._sizes), indexing="ij"), -1).reshape(count, -1)
+        staffs = Staffs.of(self._table)
+        loads = self._samples[:, None] / staffs.step_samples
+        passes = loads * staffs.step_seconds
+        slowest = passes.min(axis=1).max()
+        paces = np.unique(passes[passes >= slowest])
+        most = max(4, min(MOST_PACES, MOST_FIGURES // (passes.size * max(1, len(self._intervals)))))
+        if len(paces) > most:
+            paces = paces[np.unique(np.linspace(0, len(paces) - 1, most).round().astype(int))]
+        found = []
+        for pace in paces:
+            usd = (staffs.worker_usd + staffs.server_usd) * pace + staffs.merge_usd * loads
+            # A hair more, so that a pace which comes from the region itself is kept.
+            found.append(np.where(passes <= pace * (1 + 1e-9), usd, np.inf).argmin(axis=1))
+        return np.array([*found, passes.argmin(axis=1)])
+
+    def _changed(self, choice: Ints) -> Ints:
+        """Return a staffing with the configuration of one region changed, in every way."""
+        rows = []
+        for region, size in enumerate(self._sizes):
+            row = np.repeat(choice[None, :], size, axis=0)
+            row[:, region] = np.arange(size)
+            rows.append(row[np.arange(size) != choice[region]])
+        return np.concatenate(rows)
+
+    # Evaluation
+
+    def _evaluate(self, choice: Ints, interval: int | None = None, ways: tuple[int, ...] = ()) -> Evaluated:
+        """Evaluate staffings with all intervals, or with one, and with the given ways or all that may be best."""
+        ways = ways or self._useful_ways
+        staffs = Staffs.of(self._table[np.arange(len(self._sizes)), choice])
+        total, shares = self._loads(staffs)
+        steps_of, rounds = self._rounds(total, self._intervals)
+        steps = np.maximum(1.0, np.round(steps_of[..., None] * shares[:, None, :]))
+        asked = total[:, None, None] * shares[:, None, :]
+        off = (np.maximum(0.0, np.abs(rounds[..., None] * steps - asked) - 1.0) / asked).max(axis=-1)
+        points = self._points(staffs, rounds, steps, total, ways)
+        careful = (points <= self._demand.tolerance + 1e-9).any(axis=-1)
+        least = np.where(careful, off, np.inf).min(axis=1, keepdims=True)
+        exact = off <= np.maximum(MOST_OFF, least + 1e-9)
+        if interval is not None:
+            only = slice(interval, interval + 1)
+            steps_of, rounds, steps = steps_of[:, only], rounds[:, only], steps[:, only]
+            points, exact = points[:, only], exact[:, only]
+        seconds, usd = self._courses(staffs, rounds, steps, ways)
+        factor = samples_factor(staffs.step_samples.sum(axis=1), self._least_samples, self._noise)
+        numbers = np.arange(len(self._intervals)) if interval is None else np.array([interval])
+        return Evaluated(choice, ways, numbers, steps_of, rounds, steps, seconds, usd, points, factor, exact)
+
+    def _courses(self, staffs: Staffs, rounds: Floats, steps: Floats, ways: tuple[int, ...]) -> tuple[Floats, Floats]:
+        """Return seconds and USD; in parts, so that no array gets too large."""
+        figures = self._ways.figures.at(ways)
+        size = max(1, MOST_FIGURES // (steps[0].size * len(ways)))
+        parts: list[Course] = [
+            course(staffs.rows(at, at + size), self._occasion, rounds[at : at + size], steps[at : at + size], figures)
+            for at in range(0, len(rounds), size)
+        ]
+        return np.concatenate([part.seconds for part in parts]), np.concatenate([part.usd for part in parts])
+
+    def _points(self, staffs: Staffs, rounds: Floats, steps: Floats, total: Floats, ways: tuple[int, ...]) -> Floats:
+        """Return the points given up against the most careful exchange of the same staffing."""
+        figures = self._ways.figures.at(ways)
+        compute = (steps * staffs.step_seconds[:, None, :]).max(-1)[..., None]
+        late = figures.background * figures.seconds / compute if self._ways.optional_background else np.zeros((1, 1, 1))
+        found = exchange_points(rounds[..., None], self._ways.coding[list(ways)], late)
+        _, usual = self._rounds(total, np.array([float(self._usual)]))
+        return np.asarray(np.maximum(0.0, found - (DRIFT + self._ways.coding.min()) / usual[..., None]))
+
+    def _loads(self, staffs: Staffs) -> tuple[Floats, Floats]:
+        """Return the steps of the region that makes the most, and each region's as a part of them."""
+        demand, epochs = self._demand, self._demand.epochs or 1.0
+        if demand.balance == "speed":
+            # All rounds take equally long; together the regions make the demanded epochs.
+            rates = 1.0 / staffs.step_seconds
+            fastest = rates.max(axis=1)
+            total = epochs * self._samples.sum() / (rates * staffs.step_samples).sum(axis=1) * fastest
+            shares = rates / fastest[:, None]
+        else:
+            # All regions make the same epochs.
+            passes = self._samples / staffs.step_samples
+            total, shares = epochs * passes.max(axis=1), passes / passes.max(axis=1)[:, None]
+        if demand.steps is not None:
+            total = np.full(len(total), float(demand.steps))
+        return total, shares
+
+    def _rounds(self, total: Floats, intervals: Floats) -> tuple[Floats, Floats]:
+        """Return interval and number of rounds, by staffing and interval; an interval that the demand states stays."""
+        total = np.asarray(np.round(np.maximum(total, 1.0)), float)
+        interval = np.minimum(intervals[None, :], total[:, None])
+        if self._demand.interval is not None:
+            return interval, np.maximum(1.0, np.round(total[:, None] / interval))
+        rounds = np.ceil(total[:, None] / interval)
+        return np.ceil(total[:, None] / rounds), rounds
+
+
+def _log(figures: Floats) -> Floats:
+    return np.asarray(np.log(np.maximum(figures, _LEAST)))
+
+
+def _undominated(ways: Ways) -> tuple[int, ...]:
+    """Return the ways that no other equals or beats in every figure; of equal ones the first."""
+    its = ways.figures
+    rows = np.stack([its.seconds, its.usd, its.contact, ways.coding, 1.0 * ways.lossy, 1.0 * its.background], axis=1)
+    kept: list[int] = []
+    for at in np.lexsort(rows.T[::-1]):
+        others = rows[kept]
+        if not kept or not ((others <= rows[at]).all(axis=1) & (others[:, -1] == rows[at, -1])).any():
+            kept.append(int(at))
+    return tuple(sorted(kept))

@@ -1,0 +1,181 @@
+"""What the planner decides for money, for time and for learning, and what its forecasts count."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from scheduler import Capacity, Declined, Link, Plan, Prices, Region, Snapshot, plan
+from scheduler.tuning import NormPair, Platform, StepPoint, space_of, task_of
+from scheduler.tuning import cheapest as cheapest_alone
+from tests.scheduler.test_plan import demand, planned, region
+from tests.scheduler.test_tuned import profile, there
+
+DEAR_EGRESS = Prices("list", "2026-01", 1.67e-5, 2e-7, 0.05, 0.09)
+MODEL_BYTES = 44_700_000
+
+
+def federation(workers: int = 4) -> Snapshot:
+    """Three regions with 44.7 MB to exchange, at 0.09 USD/GB."""
+    links = {a: tuple(Link(a, b, 100.0, 500.0) for b in "abc" if b != a) for a in "abc"}
+    regions = tuple(
+        replace(region(name, 42_000, workers, DEAR_EGRESS, links=links[name]), capacity=Capacity(workers, 2048))
+        for name in "abc"
+    )
+    speeds = dict.fromkeys("abc", 100.0)
+    return Snapshot(regions, speeds=speeds, model_bytes=MODEL_BYTES, start_seconds=2.0)
+
+
+WANTED = demand(epochs=12.0, workers=4)
+
+
+def egress(chosen: Plan) -> float:
+    return sum(item.usd for item in chosen.estimate.items if "egress" in item.item)
+
+
+def test_money_decides_codec_and_interval() -> None:
+    snapshot = federation()
+    float32 = planned(snapshot, replace(WANTED, codec="fp32", interval=20))
+    assert egress(float32) / float32.estimate.usd.expected > 0.85
+    chosen = planned(snapshot, WANTED)
+    assert chosen.estimate.usd.expected < 0.3 * float32.estimate.usd.expected
+    assert chosen.estimate.seconds.expected < 1.01 * float32.estimate.seconds.expected
+    assert chosen.learning.points <= 0.3
+    careful = planned(snapshot, replace(WANTED, tolerance=0.0))
+    assert careful.learning.points == 0.0
+    assert chosen.estimate.usd.expected < careful.estimate.usd.expected < float32.estimate.usd.expected
+
+
+def test_a_budget_that_a_cheaper_exchange_keeps_is_admitted() -> None:
+    snapshot = federation()
+    float32 = planned(snapshot, replace(WANTED, codec="fp32", interval=20)).estimate.usd
+    for share in (0.6, 0.4):
+        chosen = planned(snapshot, replace(WANTED, budget_usd=share * float32.high))
+        assert chosen.estimate.usd.high <= share * float32.high
+
+
+def test_what_time_admits_money_admits_at_least_cost() -> None:
+    snapshot = replace(federation(), speeds=dict.fromkeys("abc", 400.0))
+    wanted = demand(epochs=12.0)
+    soonest = planned(snapshot, replace(wanted, minimise="time"))
+    for slack in (1.0, 1.2, 2.0):
+        deadline = soonest.estimate.seconds.high * slack
+        fast = planned(snapshot, replace(wanted, minimise="time", deadline_seconds=deadline))
+        cheap = planned(snapshot, replace(wanted, minimise="cost", deadline_seconds=deadline))
+        assert cheap.estimate.seconds.high <= deadline
+        assert cheap.estimate.usd.expected <= fast.estimate.usd.expected * 1.005
+
+
+def test_a_larger_batch_is_not_free() -> None:
+    """By the gradient noise scale more workers make fewer steps, but no cheaper progress."""
+
+    def noisy(scale: float) -> Snapshot:
+        # |G|^2 = 1 and tr = scale: batches of 8 and of 64.
+        norms = (NormPair(8, 1 + scale / 8, 64, 1 + scale / 64),)
+        found = {name: replace(profile(name), samples=42_000, norms=norms) for name in "abc"}
+        regions = tuple(replace(one, channel="redis") for one in federation(16).regions)
+        return replace(federation(16), regions=regions, profiles=found)
+
+    wanted = demand(epochs=12.0, codec="fp32")
+    small, large = (planned(noisy(scale), wanted) for scale in (20.0, 50_000.0))
+    assert sum(p.workers for p in small.partitions) < sum(p.workers for p in large.partitions)
+    assert (small.learning.basis, large.learning.basis) == ("measured", "measured")
+    assert large.learning.samples_factor < 1.1
+    four = planned(noisy(20.0), replace(wanted, workers=4))
+    assert four.learning.samples_factor == 1.0, "workers that the job file fixes are compared with no others"
+    prior = planned(federation(), demand(epochs=12.0))
+    assert (prior.learning.basis, prior.learning.noise_samples) == ("prior", 1000.0)
+
+
+def alone(**more: object) -> Region:
+    return replace(there("a"), prices=replace(DEAR_EGRESS, server_usd_per_hour=0.0), **more)  # type: ignore[arg-type]
+
+
+def test_the_requests_of_a_channel_are_counted_as_tuning_and_meter_count_them() -> None:
+    of_s3 = profile("a", channel="s3", put_usd=5e-6, put_seconds=0.02)
+    of_s3 = replace(of_s3, channel=replace(of_s3.channel, get_usd=4e-7))
+    snapshot = Snapshot(
+        (alone(channel="s3", capacity=Capacity(8, 2048)),),
+        model_bytes=4_000_000,
+        profiles={"a": of_s3},
+        start_seconds=1.0,
+    )
+    chosen = planned(snapshot, demand(workers=8, epochs=64.0, batch=25))
+    (requests,) = [item for item in chosen.estimate.items if item.item == "channel-requests"]
+    assert requests.usd > 0.1 * chosen.estimate.usd.expected
+    part = chosen.partitions[0]
+    assert requests.usd == pytest.approx(part.merge_usd * chosen.rounds * part.steps_per_round)
+    platform = Platform(DEAR_EGRESS.function_usd_per_gb_second, DEAR_EGRESS.function_usd_per_request)
+    task = task_of(of_s3, platform, epochs=64.0, steps=None)
+    told = cheapest_alone(task, space_of(of_s3, workers=(8,), most_memory_mb=2048, batch=25))
+    assert told is not None
+    assert chosen.estimate.usd.expected == pytest.approx(told.usd, rel=0.02)
+    assert chosen.warnings == ()
+    untold = planned(replace(snapshot, profiles={}), demand(workers=8, epochs=64.0, batch=25))
+    assert "requests of channel s3 in a are not part of the cost" in untold.warnings[0]
+
+
+def test_memory_that_buys_speed_is_foretold_and_bought_where_it_pays() -> None:
+    steps = tuple(
+        StepPoint(b, m, (0.01 + 0.001 * b) * max(1.0, 1769 / m), 200.0) for b in (8, 16, 32, 64) for m in (512, 1769)
+    )
+    found = {"a": replace(profile("a"), steps=steps)}
+    snapshot = Snapshot((alone(capacity=Capacity(1, 3008)),), model_bytes=4_000_000, profiles=found, start_seconds=1.0)
+    wanted = demand(epochs=30.0)
+    small, full = (planned(snapshot, replace(wanted, memory_mb=mb)) for mb in (512, 1769))
+    step = next(phase for phase in small.estimate.phases if phase.name == "steps")
+    assert step.seconds / step.times == pytest.approx(0.042 * 1769 / 512, rel=0.05)
+    assert full.estimate.seconds.expected < 0.4 * small.estimate.seconds.expected
+    chosen = planned(snapshot, wanted)
+    assert chosen.estimate.usd.expected <= min(small.estimate.usd.expected, full.estimate.usd.expected) * 1.005
+    soon = planned(snapshot, replace(wanted, minimise="time"))
+    assert soon.partitions[0].memory_mb == 1769
+
+
+def test_restarts_of_invocations_are_counted() -> None:
+    def told(seconds: float) -> Plan:
+        found = {"a": replace(profile("a"), again_seconds=seconds)}
+        return planned(Snapshot((alone(),), profiles=found, start_seconds=1.0), demand(workers=1, epochs=64.0))
+
+    quick, slow = told(0.0).estimate, told(5.0).estimate
+    ends = math.ceil((quick.seconds.expected - 1.0) / 30.0) - 1
+    assert ends >= 2
+    assert slow.seconds.expected == pytest.approx(quick.seconds.expected + 5.0 * ends)
+    assert slow.usd.expected > quick.usd.expected
+
+
+def test_an_interval_that_the_job_file_fixes_stays() -> None:
+    for steps in (157, 161, 379, 20, 7):
+        chosen = planned(Snapshot((region("a"), region("b"))), demand(interval=20, epochs=None, steps=steps))
+        assert chosen.interval == min(20, steps)
+        assert abs(chosen.rounds * chosen.interval - steps) <= 10
+
+
+def test_all_regions_make_the_epochs_that_are_asked_for() -> None:
+    """Rounds have whole steps, so the interval is chosen by what they leave."""
+    for shards in ((500, 590, 707), (10_000, 9_000, 4_100), (800, 333, 412)):
+        regions = tuple(region(name, samples, 1) for name, samples in zip("abc", shards, strict=True))
+        chosen = planned(Snapshot(regions), demand(epochs=30.0, batch=16))
+        made = [chosen.rounds * part.steps_per_round * 16 / part.samples for part in chosen.partitions]
+        assert made == pytest.approx([30.0] * 3, rel=0.05)
+
+
+def test_each_open_decision_names_its_best_alternatives_with_time_and_money() -> None:
+    chosen = planned(federation(), demand(epochs=12.0))
+    decided = {other.decision.partition(" ")[0] for other in chosen.alternatives}
+    assert {"workers", "interval", "codec", "exchange", "topology"} <= decided
+    codecs = [other for other in chosen.alternatives if other.decision == f"codec {chosen.codec}"]
+    assert len(codecs) == 2
+    assert all(" s and $" in other.text and other.why_not for other in codecs)
+    fixed = planned(federation(), demand(epochs=12.0, codec="int8", interval=20))
+    assert not any(other.decision.startswith(("codec", "interval")) for other in fixed.alternatives)
+    bounded = planned(federation(), demand(epochs=12.0, tolerance=0.0))
+    assert any("objective.tolerance is 0" in other.why_not for other in bounded.alternatives)
+
+
+def test_what_no_plan_keeps_is_declined_with_what_one_would_keep() -> None:
+    answer = plan(federation(), replace(WANTED, budget_usd=0.01, deadline_seconds=1.0))
+    assert isinstance(answer, Declined)
+    assert len(answer.reasons) == 2
