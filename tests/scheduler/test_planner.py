@@ -117,7 +117,7 @@ def test_the_requests_of_a_channel_are_counted_as_tuning_and_meter_count_them() 
     assert "requests of channel s3 in a are not part of the cost" in untold.warnings[0]
 
 
-def test_memory_that_buys_speed_is_foretold_and_bought_where_it_pays() -> None:
+def test_memory_that_buys_speed_is_predicted_and_bought_where_it_pays() -> None:
     steps = tuple(
         StepPoint(b, m, (0.01 + 0.001 * b) * max(1.0, 1769 / m), 200.0) for b in (8, 16, 32, 64) for m in (512, 1769)
     )

@@ -1,4 +1,4 @@
-"""The controller of background exchange keeps to what the plan foretells."""
+"""The controller of background exchange keeps to what the plan predicts."""
 
 from __future__ import annotations
 
