@@ -34,7 +34,7 @@ def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(
         assert len(one["front"]) >= 1
     assert picture.read_text().startswith("<svg")
     plan = json.loads(federation.control_plane("explain", job, "-o", "json").stdout)["data"]
-    assert plan["estimate"]["basis"] == "measured"
+    assert plan["estimate"]["basis"] == "profiled"
     known = federation.control_plane("submit", job, "--profile", "--dry-run", "-o", "json")
     assert json.loads(known.stdout)["data"]["partitions"] == plan["partitions"]
     assert "measur" not in known.stderr, "it is known already"
