@@ -35,21 +35,9 @@ from deadlines_spot import SpotSettings, simulate_spot
 from report import Bar, Report, options
 
 from scheduler.deadline import Overhead, Rules, curve_from_table
-from scheduler.simulate import (
-    POLICIES,
-    Deadlines,
-    ElasticFlow,
-    Incidents,
-    Pauses,
-    SimulationRun,
-    Tables,
-    TraceJob,
-    ceiling,
-    policy_named,
-    read_table,
-    read_trace,
-    simulate,
-)
+from scheduler.lab.one_region import Deadlines
+from scheduler.lab.policies import POLICIES, ElasticFlow, ceiling, policy_named
+from scheduler.simulate import Incidents, Pauses, SimulationRun, Tables, TraceJob, read_table, read_trace, simulate
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 
 from scheduler.deadline import Overhead
-from scheduler.simulate._elasticflow import ElasticFlow
+from scheduler.lab.policies._elasticflow import ElasticFlow
 from scheduler.simulate._engine import RunningJob
 from scheduler.simulate._outcome import JobOutcome, SimulationRun
 from scheduler.simulate._trace import TraceJob

@@ -6,7 +6,8 @@ import gc
 import random
 import time
 
-from scheduler.deadline import DeadlineJob, DeviceCapacity, Overhead, Rules, SpeedCurve, admit, spread
+from scheduler.deadline import DeadlineJob, DeviceCapacity, Overhead, Rules, SpeedCurve
+from scheduler.lab.one_region import admit, spread
 
 _REGION = "here"
 FULL, NEARLY_FULL = 1.4, 1.8

@@ -27,7 +27,7 @@ from placement_baselines import cheapest_single_region, greedy, load_power_match
 from placement_draws import DATA, KINDS, Market, drawn_federation, drawn_jobs, market, multiplied_federation
 from report import Bar, Report, options
 
-from scheduler.placement import PlacementFederation, PlacementJob, PlacementOutcome, audit, place
+from scheduler.lab.placement import PlacementFederation, PlacementJob, PlacementOutcome, audit, place
 
 UNITS = 16
 """Machines of each type in a region, about."""

@@ -12,9 +12,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from scheduler._model import Reason
-from scheduler.placement._choice import PlacementChoice, bill_of, placement_of
-from scheduler.placement._model import Placement, PlacementFederation, PlacementJob, PlacementOutcome, PlacementRefusal
-from scheduler.placement._sites import SLACK, Floats, Need, Sites, need_of, paces_of, sites_of
+from scheduler.lab.placement._choice import PlacementChoice, bill_of, placement_of
+from scheduler.lab.placement._model import (
+    Placement,
+    PlacementFederation,
+    PlacementJob,
+    PlacementOutcome,
+    PlacementRefusal,
+)
+from scheduler.lab.placement._sites import SLACK, Floats, Need, Sites, need_of, paces_of, sites_of
 
 Part = tuple[int, int, tuple[int, ...]]
 """(site, units, shards)."""

@@ -16,7 +16,14 @@ from pathlib import Path as File
 import numpy as np
 
 from scheduler import Path
-from scheduler.placement import Device, PlacementFederation, PlacementJob, PlacementRegion, PlacementShard, federation
+from scheduler.lab.placement import (
+    Device,
+    PlacementFederation,
+    PlacementJob,
+    PlacementRegion,
+    PlacementShard,
+    federation,
+)
 
 DATA = File(__file__).resolve().parents[3] / "shared" / "data"
 LOCKED = 0.35

@@ -20,7 +20,7 @@ from dataclasses import replace
 from placement_draws import DATA, drawn_jobs, market, multiplied_federation
 from report import Bar, Report, options
 
-from scheduler.placement import Index, PlacementJob
+from scheduler.lab.placement import Index, PlacementJob
 
 REGIONS, ACTIVE, UNITS = 1000, 10_000, 100
 RUNS, QUICK_RUNS, OFFERS = 5, 1, 1000

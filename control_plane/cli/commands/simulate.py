@@ -28,7 +28,7 @@ _MAX_DEVICES = 1 << 16
 """Limit of NODES times DEVICES; it bounds the simulation's memory."""
 _LINE_SECONDS = 10.0
 """Time between two lines of progress where stderr is no terminal."""
-_DEFAULT_POLICIES = ["geofed", "elasticflow"]
+_DEFAULT_POLICIES = ["geofed-live", "elasticflow"]
 
 
 _TraceFile = Annotated[
@@ -70,7 +70,8 @@ class _Scenario:
 
     def run(self, policy: str) -> SimulationRun:
         """Run the trace under a policy."""
-        from scheduler.simulate import Incidents, policy_named
+        from scheduler.lab.policies import policy_named
+        from scheduler.simulate import Incidents
         from scheduler.simulate import simulate as run_trace
 
         chosen, pauses = policy_named(
@@ -88,7 +89,7 @@ def simulate(
     cluster: Annotated[str, typer.Option("--cluster", metavar="NODESxDEVICES", help="Size of the cluster, like 16x4.")],
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="Scheduling policy, or `all`; may be repeated. Default: geofed, elasticflow."),
+        typer.Option("--policy", help="Policy, or `all`; may be repeated. Default: geofed-live, elasticflow."),
     ] = None,
     device: Annotated[
         str,
@@ -113,7 +114,7 @@ def simulate(
     output: Output = Format.TABLE,
 ) -> None:
     """Simulate a trace of jobs with deadlines under several scheduling policies."""
-    from scheduler.simulate import ceiling
+    from scheduler.lab.policies import ceiling
 
     nodes, per_node = _cluster(cluster)
     names = _policies(policy or _DEFAULT_POLICIES)
@@ -141,7 +142,7 @@ def _cluster(text: str) -> tuple[int, int]:
 
 
 def _policies(names: Sequence[str]) -> list[str]:
-    from scheduler.simulate import POLICIES
+    from scheduler.lab.policies import POLICIES
 
     if "all" in names:
         return list(POLICIES)

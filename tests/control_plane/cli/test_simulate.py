@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.cli.commands.simulate import PlainProgress
-from scheduler.simulate import POLICIES
+from scheduler.lab.policies import POLICIES
 from tests.control_plane.cli.conftest import Run
 
 HEAD = "job_id,submit_time,iteration,model_name,ddl,batch_size,num_gpu,duration\n"
@@ -41,7 +41,7 @@ def test_a_row_for_each_policy(run: Run, trace: str) -> None:
     table = run("simulate", trace, "--cluster", "2x4", "--policy", "all").out.splitlines()
     assert table[0].split()[:3] == ["POLICY", "MET", "JOBS"]
     assert len(table) == len(POLICIES) + 1
-    assert run("simulate", trace, "--cluster", "2x4", "-o", "name").out.split() == ["geofed", "elasticflow"]
+    assert run("simulate", trace, "--cluster", "2x4", "-o", "name").out.split() == ["geofed-live", "elasticflow"]
 
 
 def test_rows_of_jobs_and_a_picture_are_written(run: Run, trace: str, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from scheduler.deadline import Experience, SpeedCurve, curve_from_table
+from scheduler.deadline import SpeedCurve, curve_from_table
+from scheduler.lab.one_region import Experience
 
 
 def test_only_levels_that_pay_are_kept() -> None:

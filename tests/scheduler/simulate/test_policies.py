@@ -10,20 +10,9 @@ import pytest
 from bench.deadlines_spot import SpotSettings, simulate_spot
 
 from scheduler.deadline import Overhead, Rules
-from scheduler.simulate import (
-    POLICIES,
-    Deadlines,
-    Incidents,
-    Pauses,
-    SimulationRun,
-    ceiling,
-    chart,
-    outcome_rows,
-    policy_named,
-    read_table,
-    read_trace,
-    simulate,
-)
+from scheduler.lab.one_region import Deadlines
+from scheduler.lab.policies import POLICIES, ceiling, policy_named
+from scheduler.simulate import Incidents, Pauses, SimulationRun, chart, outcome_rows, read_table, read_trace, simulate
 from scheduler.simulate._outcome import JobOutcome
 
 from .traces import generated

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from scheduler.deadline import Overhead, Rules, curve_from_table
-from scheduler.simulate import POLICIES, Pauses, TraceJob, simulate
+from scheduler.lab.policies import POLICIES
+from scheduler.simulate import Pauses, TraceJob, simulate
 
 from .traces import TABLES
 

@@ -11,8 +11,9 @@ import pytest
 from bench.deadlines_published import _Published, simulate_published
 
 from scheduler.deadline import curve_from_table
-from scheduler.simulate import ElasticFlow, JobOutcome, RunningJob, TraceJob, read_table, read_trace
-from scheduler.simulate._elasticflow import _Plan
+from scheduler.lab.policies import ElasticFlow
+from scheduler.lab.policies._elasticflow import _Plan
+from scheduler.simulate import JobOutcome, RunningJob, TraceJob, read_table, read_trace
 
 from .traces import generated
 
