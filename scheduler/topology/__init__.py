@@ -2,7 +2,6 @@
 
 from scheduler.topology._contract import TopologyKind
 from scheduler.topology._evaluate import (
-    HIDDEN_SHARE,
     Topologies,
     Topology,
     choose_topology,
@@ -15,7 +14,6 @@ from scheduler.topology._evaluate import (
 from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, rerouted
 
 __all__ = [
-    "HIDDEN_SHARE",
     "Rerouting",
     "Sighting",
     "Topologies",

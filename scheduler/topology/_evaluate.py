@@ -16,7 +16,6 @@ from scheduler.topology._contract import Candidate, Network, TopologyKind
 from scheduler.topology._flood import Hops, hops, mesh_seconds, originals
 
 __all__ = [
-    "HIDDEN_SHARE",
     "Topologies",
     "Topology",
     "choose_topology",
@@ -31,8 +30,6 @@ _KINDS: dict[str, TopologyKind] = {one.KIND.name: one.KIND for one in (mesh, par
 """Kinds by name, in the order in which they are preferred where they are equally good."""
 MUCH_THE_SAME = 1.05
 """Ratio to the fastest up to which a cheaper topology is preferred."""
-HIDDEN_SHARE = 0.8
-"""Share of the round's compute up to which an exchange can stay hidden behind it."""
 RECHOICE_GAIN = 0.2
 """Share of the exchange's time that another topology must save."""
 RECHOICE_MEASUREMENTS = 3
@@ -111,35 +108,19 @@ def evaluate_topologies(
     return Topologies(tuple(possible), impossible)
 
 
-def choose_topology(
-    evaluated: Topologies,
-    *,
-    minimise: str = "time",
-    round_compute_seconds: float | None = None,
-    waiting_usd_per_second: float = 0.0,
-) -> Topology | None:
-    """Return the fastest; but if one at most 5 % slower is cheaper, that one. None if there is none.
+def choose_topology(evaluated: Topologies) -> Topology | None:
+    """Return the fastest, for a job that runs; if one at most 5 % slower is cheaper, that one. None if there is none.
 
-    With `minimise` "cost", and a round's compute known: the cheapest of those whose exchange can stay hidden behind it
-    (at most 0.8 of it), as long as there is one. The cost is egress, and what the regions cost while they wait for the
-    exchange, `waiting_usd_per_second`; 0 where they do not wait.
+    A plan's topology is chosen by its time and money as a whole (`scheduler.plan`).
     """
-    if not evaluated.possible:
-        return None
-    fastest = min(topology.seconds for topology in evaluated.possible)
-    allowed = [topology for topology in evaluated.possible if topology.seconds <= fastest * MUCH_THE_SAME]
-    if minimise == "cost" and round_compute_seconds is not None:
-        hidden = [t for t in evaluated.possible if t.seconds <= HIDDEN_SHARE * round_compute_seconds]
-        allowed = hidden or allowed
-
     order = list(_KINDS)
 
     def price(topology: Topology) -> tuple[float, float, int]:
-        usd = topology.usd_per_round + waiting_usd_per_second * topology.seconds
         # Rounded, so that equal sums of prices in another order are equal.
-        return round(usd, 12), topology.seconds, order.index(topology.kind)
+        return round(topology.usd_per_round, 12), topology.seconds, order.index(topology.kind)
 
-    return min(allowed, key=price)
+    fastest = min((topology.seconds for topology in evaluated.possible), default=0.0)
+    return min((one for one in evaluated.possible if one.seconds <= fastest * MUCH_THE_SAME), key=price, default=None)
 
 
 def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) -> Topology | None:

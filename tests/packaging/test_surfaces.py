@@ -200,7 +200,6 @@ SURFACES = {
         "learning_rate_factor",
     },
     "scheduler.topology": {
-        "HIDDEN_SHARE",
         "Rerouting",
         "Sighting",
         "Topologies",

@@ -181,20 +181,7 @@ def test_clusters_far_apart_make_two_levels_with_a_hub_in_each() -> None:
     assert {("a", "b"), ("a", "c"), ("d", "e"), ("d", "f"), ("g", "h"), ("g", "i")} <= set(chosen.links)
 
 
-@pytest.mark.parametrize(
-    ("minimise", "compute", "waiting", "expected"),
-    [
-        ("time", None, 0.0, "b"),  # c is much cheaper, but more than 5 % slower
-        ("cost", None, 0.0, "b"),  # nobody knows whether it could stay hidden
-        ("cost", 10.0, 0.0, "c"),
-        ("cost", 1.9, 0.0, "b"),  # 0.8 of it hides b and not c
-        ("cost", 1.0, 0.0, "b"),  # nothing can be hidden
-        ("cost", 10.0, 0.05, "b"),  # waiting costs more than the egress saves
-    ],
-)
-def test_the_fastest_is_taken_unless_another_is_as_fast_and_cheaper(
-    minimise: str, compute: float | None, waiting: float, expected: str
-) -> None:
+def test_the_fastest_is_taken_unless_another_is_as_fast_and_cheaper() -> None:
     evaluated = Topologies(
         (
             Topology("mesh", (), (("a", "b"), ("a", "c"), ("b", "c")), 1.00, 0.10),
@@ -203,11 +190,9 @@ def test_the_fastest_is_taken_unless_another_is_as_fast_and_cheaper(
         ),
         {},
     )
-    chosen = choose_topology(
-        evaluated, minimise=minimise, round_compute_seconds=compute, waiting_usd_per_second=waiting
-    )
+    chosen = choose_topology(evaluated)
     assert chosen is not None
-    assert chosen.kind == {"b": "star", "c": "tree"}[expected]
+    assert chosen.kind == "star", "the tree is much cheaper, but more than 5 % slower"
 
 
 def test_one_region_exchanges_nothing() -> None:
