@@ -132,13 +132,11 @@ class Course:
     between: Floats
     """Seconds of exchange that steps do not hide."""
     ends: Floats
-    """Invocation ends of each worker without its last one; by region."""
+    """Invocation ends of each worker without its last one; by region, or one for all."""
     slice_ends: Floats
     """Seconds that these take in the region where they take longest."""
     busy: Floats
     """Seconds for which functions are billed."""
-    served: Floats
-    """Seconds for which the parameter server is billed; by region."""
     result: Floats
     """Seconds after all functions have ended."""
     seconds: Floats
@@ -168,21 +166,23 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     first_model = exchanges.contact + made + np.zeros_like(between)
     first_step = _slowest(staffs.first_step) + np.zeros_like(between)
     work = first_model + first_step + training + between + round_ends
-    room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)[:, None, None, :]
-    ends = np.maximum(0.0, np.ceil(work[..., None] / room - 1e-9) - 1)
-    lost = (ends * staffs.slice_end[:, None, None, :]).max(-1)
+    room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)
+    slice_end, call_usd = staffs.slice_end, staffs.call_usd
+    if (room == room[:, :1]).all():
+        # All regions' invocations end at once, as mostly: their axis would make most of the arithmetic.
+        room, slice_end, call_usd = room[:, :1], slice_end.max(-1, keepdims=True), call_usd.sum(-1, keepdims=True)
+    ends = np.maximum(0.0, np.ceil(work[..., None] / room[:, None, None, :] - 1e-9) - 1)
+    lost = (ends * slice_end[:, None, None, :]).max(-1)
     busy = work + lost
     result = _slowest(staffs.result) + np.zeros_like(between)
     seconds = occasion.start + occasion.copying + busy + result
-    served = seconds[..., None] - occasion.copying * occasion.served_late
-    usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
-    usd = usd + (served * staffs.server_usd[:, None, None, :]).sum(-1)
-    usd = usd + ((1 + ends) * staffs.call_usd[:, None, None, :]).sum(-1)
-    usd = usd + many * (steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None]
-    usd = usd + many * exchanges.usd
+    usd = busy * staffs.worker_usd.sum(-1)[:, None, None] + seconds * staffs.server_usd.sum(-1)[:, None, None]
+    usd = usd - occasion.copying * (staffs.server_usd * occasion.served_late).sum(-1)[:, None, None]
+    usd = usd + ((1 + ends) * call_usd[:, None, None, :]).sum(-1)
+    usd = usd + many * ((steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] + exchanges.usd)
     return Course(
-        first_model, first_step, training + np.zeros_like(between), round_ends, between, ends, lost, busy, served,
-        result, seconds, usd,
+        first_model, first_step, training + np.zeros_like(between), round_ends, between, ends, lost, busy, result,
+        seconds, usd,
     )  # fmt: skip
 
 

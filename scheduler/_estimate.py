@@ -278,11 +278,12 @@ def _prices(region: Region) -> Prices:
 def _bill(place: int, plan: Plan, region: Region, took: Course, sent_to: Mapping[str, int]) -> list[Cost]:
     """Return the bill of the plan's partition at a place."""
     part, prices, busy = plan.partitions[place], _prices(region), float(took.busy[0, 0, 0])
-    calls = part.workers * (1 + float(took.ends[0, 0, 0, place]))
+    calls = part.workers * (1 + float(took.ends[0, 0, 0, min(place, took.ends.shape[-1] - 1)]))
+    served = float(took.seconds[0, 0, 0]) - (0.0 if part.shards else max((c.seconds for c in plan.copies), default=0.0))
     costs = [
         ("function-seconds", part.workers * part.memory_mb / 1024 * busy, "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", calls, "1", prices.function_usd_per_request),
-        ("parameter-server", float(took.served[0, 0, 0, place]) / 3600, "h", prices.server_usd_per_hour),
+        ("parameter-server", served / 3600, "h", prices.server_usd_per_hour),
     ]
     if part.merge_usd > 0.0:
         costs.append(("channel-requests", float(plan.rounds * part.steps_per_round), "merges", part.merge_usd))

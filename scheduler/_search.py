@@ -16,17 +16,19 @@ Objective: money, or time, for the same progress: times `samples_factor`. Where 
 give up of the metric decides (`POINT_WORTH`), then the other measure (`OTHER_WORTH`).
 
 Method: if the staffings are few, all are evaluated. Else for every pace of a pass over the data each region takes its
-cheapest configuration that keeps it, and every interval and exchange is evaluated with these. From the best, one
-region's configuration at a time is changed while that helps. Whether limits can be kept is searched for in the same
-way, so that a plan is refused only if none is found by any objective.
+cheapest configuration that keeps it, at several prices of a sample in the global batch, and every interval and exchange
+is evaluated with these. From the best of them, one region's configuration at a time is changed while that helps, then
+those of two regions. Whether limits can be kept is searched for in the same way, so that a plan is refused only if none
+is found by any objective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +66,15 @@ MOST_ENUMERATED = 1_000_000
 _INTERVALS = (*range(13, 41), 50, 60, 80, 120, 160, 320)
 """Intervals that are tried, in steps: around the usual one all, so that whole steps fit the shards; longer ones to save
 egress in long jobs."""
+MOST_TRIED = 400_000
+"""Numbers up to which changes of a plan are evaluated at once."""
+_MOST_LOOKED_AT = 12
+"""Changes of which all intervals and exchanges are evaluated: those that are best with the present ones."""
+_SAMPLE_PRICES = (0.0, 0.03, 0.3)
+"""Shares of the price of samples in the global batch, when a region's configuration is chosen for a pace: the more they
+count, the smaller the batch."""
+_MOST_STARTS = 3
+"""Plans from which the search begins."""
 _MOST_CHANGES = 30
 """Changes of single regions after which a search ends, at most; few searches make more than ten."""
 
@@ -156,22 +167,21 @@ class Search:
 
     @cached_property
     def paces(self) -> Evaluated:
-        """Every pace that was tried, the fastest first; last the staffing with every free worker."""
+        """Every pace that was tried; all staffings if they are few."""
         return self._evaluate(self._choices())
 
     def best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
-        starts = [self.paces, self._soonest[0], self._least[0]]
-        if all(self._picked(evaluated, limits) is None for evaluated in starts):
-            starts = self._limited(limits)
-        found = [
-            self._climbed(evaluated, at, limits)
-            for evaluated in starts
-            if (at := self._picked(evaluated, limits)) is not None
-        ]
-        if not found:
-            return None
-        return min(found, key=lambda one: self._score(one[0], one[1], limits))
+        if self._all_tried:
+            place = self._picked(self.paces, limits)
+            return None if place is None else (self.paces, place)
+        starts = self._starts(limits)
+        if not limits.possible and (math.isfinite(limits.deadline_seconds) or math.isfinite(limits.budget_usd)):
+            starts += [(found, at) for found, _ in (self._soonest, self._least) if (at := self._picked(found, limits))]
+        if not starts:
+            starts = [(found, at) for found in self._limited(limits) if (at := self._picked(found, limits))]
+        found = [self._climbed(evaluated, place, limits) for evaluated, place in starts]
+        return min(found, key=lambda one: self._score(one[0], one[1], limits), default=None)
 
     def least(self, limits: Limits) -> tuple[float, float]:
         """Return the upper bounds of seconds and USD of the plan that needs least, by what the limits minimise."""
@@ -230,9 +240,19 @@ class Search:
 
     def _unlimited(self, minimise: str) -> tuple[Evaluated, Place]:
         limits = Limits(minimise, possible=True)
-        place = self._picked(self.paces, limits)
-        assert place is not None, "the most careful exchange gives up nothing"
-        return self._climbed(self.paces, place, limits)
+        climbed = [self._climbed(evaluated, place, limits) for evaluated, place in self._starts(limits)]
+        return min(climbed, key=lambda one: self._score(one[0], one[1], limits))
+
+    def _starts(self, limits: Limits) -> list[tuple[Evaluated, Place]]:
+        """Return the best plans of the paces that were tried, each with another staffing."""
+        score = np.where(self._allowed(self.paces, limits), self.score(self.paces, limits), np.inf)
+        by_staff = score.reshape(len(score), -1)
+        order = by_staff.min(axis=1).argsort(kind="stable")[:_MOST_STARTS]
+        return [
+            (self.paces, Place(int(n), *(int(k) for k in np.unravel_index(by_staff[n].argmin(), score.shape[1:]))))
+            for n in order
+            if np.isfinite(by_staff[n].min())
+        ]
 
     def _limited(self, limits: Limits) -> list[Evaluated]:
         """Return the plans by which limits can be kept if any plan keeps them: the fastest and, of those within the
@@ -245,88 +265,137 @@ class Search:
         return [found[0] for other in tried if (found := self.best(other)) is not None]
 
     def _climbed(self, evaluated: Evaluated, place: Place, limits: Limits) -> tuple[Evaluated, Place]:
-        """Change one region at a time while that helps."""
+        """Change one region at a time while that helps, then two."""
         for _ in range(_MOST_CHANGES):
-            others = self._changed(evaluated.choice[place.staff])
-            if not len(others) or others.size * self._table.shape[2] > MOST_FIGURES:
+            choice = evaluated.choice[place.staff]
+            best = self._score(evaluated, place, limits) - 1e-9
+            for others in (self._changed(choice), self._changed_twice(choice)):
+                found = self._improved(others, evaluated, place, limits)
+                if found is not None and self._score(*found, limits) < best:
+                    evaluated, place = found
+                    break
+            else:
                 break
-            tried = self._evaluate(others, int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],))
-            at = self._picked(tried, limits)
-            rows = [evaluated.choice[place.staff], *([] if at is None else [tried.choice[at.staff]])]
-            whole = self._evaluate(np.array(rows))
-            found = self._picked(whole, limits)
-            if found is None or self._score(whole, found, limits) >= self._score(evaluated, place, limits) - 1e-9:
-                break
-            evaluated, place = whole, found
         return evaluated, place
+
+    def _improved(
+        self, others: Ints, evaluated: Evaluated, place: Place, limits: Limits
+    ) -> tuple[Evaluated, Place] | None:
+        """Return the best of other staffings, with the best of all intervals and ways for it.
+
+        Those are looked at that are best with the present interval and way.
+        """
+        if not len(others) or others.size > MOST_TRIED:
+            return None
+        present = int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],)
+        rough = self._evaluate(others, *present, roughly=True)
+        score = np.where(self._allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
+        best = score.argsort(kind="stable")[:_MOST_LOOKED_AT]
+        whole = self._evaluate(others[best])
+        found = self._picked(whole, limits)
+        return None if found is None else (whole, found)
 
     def _score(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
         return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
 
     def _picked(self, evaluated: Evaluated, limits: Limits) -> Place | None:
         """Return the best of some plans; None: none keeps the limits."""
-        allowed = (evaluated.points <= self._demand.tolerance + 1e-9) & evaluated.exact[..., None]
-        allowed = allowed & self.kept(evaluated, limits)
+        allowed = self._allowed(evaluated, limits)
         if not allowed.any():
             return None
         score = np.where(allowed, self.score(evaluated, limits), np.inf)
         return Place(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
 
+    def _allowed(self, evaluated: Evaluated, limits: Limits) -> Bools:
+        tolerated = (evaluated.points <= self._demand.tolerance + 1e-9) & evaluated.exact[..., None]
+        return np.asarray(tolerated & self.kept(evaluated, limits))
+
     # Staffings
 
-    def _choices(self) -> Ints:
-        """Return all staffings if they are few; else for every pace the cheapest configurations that keep it, the
-        fastest first, and last the fastest of every region."""
+    @cached_property
+    def _all_tried(self) -> bool:
+        """Whether the staffings are so few that all are evaluated."""
         count = math.prod(int(size) for size in self._sizes)
-        if count * len(self._intervals) * len(self._useful_ways) * len(self._sizes) <= MOST_ENUMERATED:
-            return np.stack(np.meshgrid(*(np.arange(n) for n in self._sizes), indexing="ij"), -1).reshape(count, -1)
+        return count * len(self._intervals) * len(self._useful_ways) * len(self._sizes) <= MOST_ENUMERATED
+
+    def _choices(self) -> Ints:
+        """Return all staffings if they are few; else for every pace the cheapest configurations that keep it, and the
+        fastest of every region."""
+        if self._all_tried:
+            return np.stack(np.meshgrid(*(np.arange(n) for n in self._sizes), indexing="ij"), -1).reshape(
+                -1, len(self._sizes)
+            )
         staffs = Staffs.of(self._table)
         loads = self._samples[:, None] / staffs.step_samples
         passes = loads * staffs.step_seconds
         slowest = passes.min(axis=1).max()
         paces = np.unique(passes[passes >= slowest])
-        most = max(4, min(MOST_PACES, MOST_FIGURES // (passes.size * max(1, len(self._intervals)))))
+        each = passes.size * max(1, len(self._intervals)) * len(self._useful_ways) * len(_SAMPLE_PRICES)
+        most = max(4, min(MOST_PACES, MOST_FIGURES // each * passes.shape[1]))
         if len(paces) > most:
             paces = paces[np.unique(np.linspace(0, len(paces) - 1, most).round().astype(int))]
         found = []
         for pace in paces:
             usd = (staffs.worker_usd + staffs.server_usd) * pace + staffs.merge_usd * loads
-            # A hair more, so that a pace which comes from the region itself is kept.
-            found.append(np.where(passes <= pace * (1 + 1e-9), usd, np.inf).argmin(axis=1))
-        return np.array([*found, passes.argmin(axis=1)])
+            for price in _SAMPLE_PRICES:
+                priced = usd * (1 - price) + usd.min(axis=1).sum() * price * staffs.step_samples / self._least_samples
+                # A hair more, so that a pace which comes from the region itself is kept.
+                found.append(np.where(passes <= pace * (1 + 1e-9), priced, np.inf).argmin(axis=1))
+        return np.unique(np.array([*found, passes.argmin(axis=1)]), axis=0)
 
     def _changed(self, choice: Ints) -> Ints:
-        """Return a staffing with the configuration of one region changed, in every way."""
-        rows = []
-        for region, size in enumerate(self._sizes):
-            row = np.repeat(choice[None, :], size, axis=0)
-            row[:, region] = np.arange(size)
-            rows.append(row[np.arange(size) != choice[region]])
+        """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
+        if int(self._sizes.sum()) * len(choice) > MOST_FIGURES:
+            return np.empty((0, len(choice)), np.int64)
+        rows = [
+            _with(choice, {region: np.delete(np.arange(size), choice[region])})
+            for region, size in enumerate(self._sizes)
+        ]
+        return np.concatenate(rows)
+
+    def _changed_twice(self, choice: Ints) -> Ints:
+        """Return a staffing with the configurations of two regions changed, in every way; none if they are many."""
+        pairs = list(combinations(range(len(self._sizes)), 2))
+        if sum(int(self._sizes[a] * self._sizes[b]) for a, b in pairs) * len(choice) > MOST_TRIED:
+            return np.empty((0, len(choice)), np.int64)
+        rows = [np.empty((0, len(choice)), np.int64)]
+        for a, b in pairs:
+            first, second = np.meshgrid(np.arange(self._sizes[a]), np.arange(self._sizes[b]), indexing="ij")
+            rows.append(_with(choice, {a: first.ravel(), b: second.ravel()}))
         return np.concatenate(rows)
 
     # Evaluation
 
-    def _evaluate(self, choice: Ints, interval: int | None = None, ways: tuple[int, ...] = ()) -> Evaluated:
-        """Evaluate staffings with all intervals, or with one, and with the given ways or all that may be best."""
+    def _evaluate(
+        self, choice: Ints, interval: int | None = None, ways: tuple[int, ...] = (), *, roughly: bool = False
+    ) -> Evaluated:
+        """Evaluate staffings with all intervals, or with one, and with the given ways or all that may be best.
+
+        Roughly: whether another interval would fit the shards better does not count.
+        """
         ways = ways or self._useful_ways
         staffs = Staffs.of(self._table[np.arange(len(self._sizes)), choice])
         total, shares = self._loads(staffs)
-        steps_of, rounds = self._rounds(total, self._intervals)
+        numbers = np.arange(len(self._intervals)) if interval is None or not roughly else np.array([interval])
+        steps_of, rounds = self._rounds(total, self._intervals[numbers])
         steps = np.maximum(1.0, np.round(steps_of[..., None] * shares[:, None, :]))
-        asked = total[:, None, None] * shares[:, None, :]
-        off = (np.maximum(0.0, np.abs(rounds[..., None] * steps - asked) - 1.0) / asked).max(axis=-1)
         points = self._points(staffs, rounds, steps, total, ways)
-        careful = (points <= self._demand.tolerance + 1e-9).any(axis=-1)
-        least = np.where(careful, off, np.inf).min(axis=1, keepdims=True)
-        exact = off <= np.maximum(MOST_OFF, least + 1e-9)
-        if interval is not None:
-            only = slice(interval, interval + 1)
+        exact = np.ones(rounds.shape, bool) if roughly else self._exact(rounds, steps, total, shares, points)
+        if interval is not None and not roughly:
+            numbers, only = numbers[[interval]], slice(interval, interval + 1)
             steps_of, rounds, steps = steps_of[:, only], rounds[:, only], steps[:, only]
             points, exact = points[:, only], exact[:, only]
         seconds, usd = self._courses(staffs, rounds, steps, ways)
         factor = samples_factor(staffs.step_samples.sum(axis=1), self._least_samples, self._noise)
-        numbers = np.arange(len(self._intervals)) if interval is None else np.array([interval])
         return Evaluated(choice, ways, numbers, steps_of, rounds, steps, seconds, usd, points, factor, exact)
+
+    def _exact(self, rounds: Floats, steps: Floats, total: Floats, shares: Floats, points: Floats) -> Bools:
+        """Return whether passes over the shards are as asked, or as near to that as any tolerable interval makes."""
+        asked = total[:, None, None] * shares[:, None, :]
+        off = (np.maximum(0.0, np.abs(rounds[..., None] * steps - asked) - 1.0) / asked).max(axis=-1)
+        careful = (points <= self._demand.tolerance + 1e-9).any(axis=-1)
+        least = np.where(careful, off, np.inf).min(axis=1, keepdims=True)
+        return np.asarray(off <= np.maximum(MOST_OFF, least + 1e-9))
 
     def _courses(self, staffs: Staffs, rounds: Floats, steps: Floats, ways: tuple[int, ...]) -> tuple[Floats, Floats]:
         """Return seconds and USD; in parts, so that no array gets too large."""
@@ -372,6 +441,14 @@ class Search:
             return interval, np.maximum(1.0, np.round(total[:, None] / interval))
         rounds = np.ceil(total[:, None] / interval)
         return np.ceil(total[:, None] / rounds), rounds
+
+
+def _with(choice: Ints, changes: Mapping[int, Ints]) -> Ints:
+    """Return a staffing with other configurations of some regions, as many rows as these have."""
+    rows = np.repeat(choice[None, :], len(next(iter(changes.values()))), axis=0)
+    for region, configurations in changes.items():
+        rows[:, region] = configurations
+    return rows
 
 
 def _log(figures: Floats) -> Floats:
