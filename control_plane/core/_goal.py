@@ -55,7 +55,7 @@ def metrics_lacking_goal(state: JobState) -> list[str] | None:
 
 
 def _budget_spent(state: JobState, reports: list[Report]) -> EndReason | None:
-    """Return whether the budget does not last for another round: a job ends with a round of all regions.
+    """Return why the job ends if the budget does not last for another round: it ends with a round of all regions.
 
     So it costs at most one round more than the budget, if each round is reported.
     """
