@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -49,8 +49,9 @@ class Hops:
         """The fields of the paces in their order, each of shape (n, n)."""
         import numpy as np
 
-        stacked = np.asarray([[astuple(link) for link in row] for row in self.paces])
-        return tuple(np.ascontiguousarray(figure) for figure in np.moveaxis(stacked, -1, 0))
+        return tuple(
+            np.array([[getattr(link, field.name) for link in row] for row in self.paces]) for field in fields(LinkPace)
+        )
 
     @cached_property
     def missing(self) -> npt.NDArray[np.bool_]:
