@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -80,23 +81,24 @@ def _others(
     demand: Demand,
     limits: Limits,
 ) -> Iterator[Alternative]:
-    """Return the best plans that decide otherwise: those that are possible first."""
-    score, kept = search.score(among, limits), search.kept(among, limits)
-    allowed = kept & (among.points <= demand.tolerance + 1e-9) & among.exact[..., None]
-    taken = f"{decision} {name(*chosen)}"
+    """Return the best plan that decides otherwise, and the best that would save more but is not allowed; in place of
+    either another one."""
+    score, allowed = search.score(among, limits), search.allowed(among, limits)
+    best, own = chosen
+    saves, present = (search.score(some, replace(limits, possible=True)) for some in (among, best))
+    tempting = ~allowed & (saves < present[own.staff, own.interval, own.way])
     seen = {name(*chosen)}
-    order = np.lexsort((score.ravel(), ~allowed.ravel()))
-    for flat in order:
-        at = Place(*(int(n) for n in np.unravel_index(flat, score.shape)))
-        value = name(among, at)
-        if value in seen:
-            continue
-        seen.add(value)
-        seconds, usd = (float(figures[at.staff, at.interval, at.way]) for figures in (among.seconds, among.usd))
-        why = _why_not(search, among, at, chosen, demand, limits)
-        yield Alternative(f"{value}: {seconds:.0f} s and ${_usd(usd)}", why, taken)
-        if len(seen) > _MOST_ALTERNATIVES:
-            return
+    order = [Place(*(int(n) for n in np.unravel_index(flat, score.shape))) for flat in score.argsort(None, "stable")]
+    for wanted in (allowed, tempting, allowed, ~allowed):
+        for at in order:
+            value = name(among, at) if wanted[at.staff, at.interval, at.way] else ""
+            if not value or value in seen or len(seen) > _MOST_ALTERNATIVES:
+                continue
+            seen.add(value)
+            seconds, usd = (float(figures[at.staff, at.interval, at.way]) for figures in (among.seconds, among.usd))
+            why = _why_not(search, among, at, chosen, demand, limits)
+            yield Alternative(f"{value}: {seconds:.0f} s and ${_usd(usd)}", why, f"{decision} {name(*chosen)}")
+            break
 
 
 def _why_not(
@@ -110,10 +112,10 @@ def _why_not(
         return f"may take {high[0][where]:.0f} s, the deadline leaves {limits.deadline_seconds:.0f} s"
     if high[1][where] > limits.budget_usd:
         return f"may cost ${_usd(float(high[1][where]))}, the budget is ${_usd(limits.budget_usd)}"
-    points = float(among.points[where])
-    if points > demand.tolerance + 1e-9:
+    points = search.given_up(among, at, limits)
+    if not search.allowed(among, limits)[where] and points > demand.tolerance:
         return f"may give up {points:.2g} points, objective.tolerance is {demand.tolerance:g}"
-    if not among.exact[at.staff, at.interval]:
+    if not among.tolerated[where]:
         return "rounds of whole steps would change the passes over some shard"
     mine = own.staff, own.interval, own.way
     pairs = (
@@ -122,7 +124,7 @@ def _why_not(
         (among.factor[at.staff], best.factor[own.staff], "more samples for the same progress"),
     )
     words = [f"{a / b - 1:.1%} {what}" for a, b, what in pairs if b and a / b - 1 > _VISIBLE]
-    given = points - float(best.points[mine])
+    given = points - search.given_up(best, own, limits)
     words += [f"may give up {given:.2g} points more"] if given > 0.005 else []
     return " and ".join(words) or "saves nothing that counts"
 

@@ -126,7 +126,7 @@ class _Problem:
             isolation={region.name: region.isolation for region in snapshot.regions if region.name in named},
             learning=Learning(
                 samples_factor=float(evaluated.factor[place.staff]),
-                points=float(evaluated.points[place.staff, place.interval, place.way]),
+                points=self.search.given_up(evaluated, place, replace(limits, progress=True)),
                 noise_samples=measured or PRIOR_NOISE_SAMPLES,
                 basis="measured" if measured else "prior",
             ),

@@ -9,8 +9,9 @@ continues during the exchange (`ways_of`).
 Cost: `course`, with everything that the meter bills.
 
 Constraints: upper bounds of time and money within deadline and budget; points given up by the exchange within the
-tolerance (`exchange_points`); passes over each shard as asked, to within a step or `MOST_OFF`, where an interval allows
-that.
+tolerance (`exchange_points`), or the least that an interval allows; passes over each shard that differ by more than a
+step and `MOST_OFF` count as points. Money is saved by a larger global batch only within the tolerance too
+(`batch_points`), unless the limits cannot be kept otherwise.
 
 Objective: money, or time, for the same progress: times `samples_factor`. Where plans hardly differ in it, what they
 give up of the metric decides (`POINT_WORTH`), then the other measure (`OTHER_WORTH`).
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -37,7 +38,12 @@ from scheduler._configurations import Configured
 from scheduler._course import Bools, Course, Floats, Occasion, Staffs, course
 from scheduler._exchange import Ways, policy_of
 from scheduler._model import Demand
-from scheduler.tuning._learning import DRIFT, PRIOR_NOISE_SAMPLES, exchange_points, samples_factor
+from scheduler.tuning._learning import (
+    PRIOR_NOISE_SAMPLES,
+    batch_points,
+    exchange_points,
+    samples_factor,
+)
 
 __all__ = ["Evaluated", "Limits", "Place", "Search", "Spread"]
 
@@ -45,9 +51,16 @@ Ints = npt.NDArray[np.int64]
 
 USUAL_INTERVAL = 20
 """Local steps between WAN exchanges that count as giving up nothing: H = 20, as in measurements of WAN policies."""
+FEWEST_ROUNDS = 20.0
+"""Rounds below which a job gives up something however short it is: in so many, local steps cost easy tasks a quarter of
+a point, and the hardest measured five (`exchange_points`)."""
 POINT_WORTH = 0.1
 """Share of the objective that a point of the metric is worth: within the tolerance a plan gives up 0.1 points only to
 save 1 %, since what it gives up is predicted less accurately than what it saves."""
+BEYOND_WORTH = 1.0
+"""The same for a point beyond the tolerance, where no interval keeps it: other staffings that do are preferred."""
+CAREFUL_WORTH = 0.005
+"""The same for a point that a plan gives up less than the usual exchange does: a twentieth, as easy tasks lose."""
 OTHER_WORTH = 0.005
 """The same for the other measure, time or money: half of it is worth 0.35 % of the objective."""
 LOSSY_WORTH = 0.001
@@ -55,8 +68,10 @@ LOSSY_WORTH = 0.001
 _LEAST = 1e-12
 """Seconds or USD below which a plan counts as free; the objective is compared by logarithms."""
 MOST_OFF = 0.02
-"""Share by which the passes over a shard may differ from what is asked, beyond one step, as long as some interval
-allows that: rounds have whole steps."""
+"""Share by which the passes over a shard may differ from what is asked, beyond one step: rounds have whole steps."""
+OFF_POINTS = 10.0
+"""Points that count as given up where a shard gets twice the passes that are asked for, or none. A choice: other passes
+are made only where a job would merge far less often otherwise."""
 MOST_PACES = 48
 """Paces that are tried; of more they are thinned out evenly, and the search from the best ones fills the gaps."""
 MOST_FIGURES = 4_000_000
@@ -66,6 +81,8 @@ MOST_ENUMERATED = 1_000_000
 _INTERVALS = (*range(13, 41), 50, 60, 80, 120, 160, 320)
 """Intervals that are tried, in steps: around the usual one all, so that whole steps fit the shards; longer ones to save
 egress in long jobs."""
+_SHORT_INTERVALS = range(1, 13)
+"""Intervals that are tried, too, where a job has less than `FEWEST_ROUNDS` of the usual one."""
 MOST_TRIED = 400_000
 """Numbers up to which changes of a plan are evaluated at once."""
 _MOST_LOOKED_AT = 12
@@ -90,6 +107,8 @@ class Limits:
     """Whether plans are compared for the same progress; False: for the samples that are asked for."""
     possible: bool = False
     """Whether the measure alone counts, to find out what is possible."""
+    careful: bool = False
+    """Whether a larger global batch may give up no more points than the tolerance."""
 
 
 @dataclass(frozen=True)
@@ -130,10 +149,15 @@ class Evaluated:
     seconds: Floats
     usd: Floats
     points: Floats
+    """Points that the exchange gives up against the usual one; below 0 where it is more careful."""
+    off_points: Floats
+    """Points that count as given up by other passes over the shards than asked, by staffing and interval."""
+    tolerated: Bools
+    """Whether both are within the tolerance, or the least that any interval allows."""
     factor: Floats
     """`samples_factor`, by staffing."""
-    exact: Bools
-    """Whether passes over the shards are as asked, by staffing and interval; with all ways if no interval allows it."""
+    batch_points: Floats
+    """Points that the global batch gives up, by staffing."""
 
 
 class Search:
@@ -161,7 +185,7 @@ class Search:
         wanted = policy_of(demand).interval_steps
         self._usual = demand.interval or wanted or USUAL_INTERVAL
         free = demand.interval is None and wanted is None
-        self._intervals = np.array(_INTERVALS if free else (self._usual,), float)
+        self._intervals = np.array(self._tried_intervals() if free else (self._usual,), float)
 
     # What can be asked
 
@@ -172,6 +196,10 @@ class Search:
 
     def best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
+        careful = limits.progress and not limits.possible
+        return (careful and self._best(replace(limits, careful=True))) or self._best(limits)
+
+    def _best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
         if self._all_tried:
             place = self._picked(self.paces, limits)
             return None if place is None else (self.paces, place)
@@ -208,12 +236,15 @@ class Search:
         main, other = (seconds, usd) if limits.minimise == "time" else (usd, seconds)
         if limits.possible:
             return _log(main)
-        factor = _log(evaluated.factor)[:, None, None] if limits.progress else 0.0
+        progress = _log(evaluated.factor) + POINT_WORTH * evaluated.batch_points if limits.progress else np.zeros(1)
+        lost = np.maximum(0.0, evaluated.points) + evaluated.off_points[..., None]
         return (
             _log(main)
-            + factor
+            + progress[:, None, None]
             + OTHER_WORTH * _log(other)
-            + POINT_WORTH * evaluated.points
+            + POINT_WORTH * lost
+            + BEYOND_WORTH * np.maximum(0.0, evaluated.points - self._demand.tolerance)
+            + CAREFUL_WORTH * np.minimum(0.0, evaluated.points)
             + LOSSY_WORTH * self._ways.lossy[list(evaluated.ways)]
         )
 
@@ -221,6 +252,12 @@ class Search:
         """Return whether plans keep deadline and budget."""
         seconds, usd = self.highest(evaluated)
         return np.asarray((seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd))
+
+    def given_up(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
+        """Return the points that a plan may give up, by its exchange and, where progress counts, its global batch."""
+        exchange = max(0.0, float(evaluated.points[place.staff, place.interval, place.way]))
+        batch = float(evaluated.batch_points[place.staff]) if limits.progress else 0.0
+        return min(100.0, exchange + batch)
 
     def highest(self, evaluated: Evaluated) -> tuple[Floats, Floats]:
         """Return the upper bounds of seconds and USD."""
@@ -245,7 +282,7 @@ class Search:
 
     def _starts(self, limits: Limits) -> list[tuple[Evaluated, Place]]:
         """Return the best plans of the paces that were tried, each with another staffing."""
-        score = np.where(self._allowed(self.paces, limits), self.score(self.paces, limits), np.inf)
+        score = np.where(self.allowed(self.paces, limits), self.score(self.paces, limits), np.inf)
         by_staff = score.reshape(len(score), -1)
         order = by_staff.min(axis=1).argsort(kind="stable")[:_MOST_STARTS]
         return [
@@ -289,7 +326,7 @@ class Search:
             return None
         present = int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],)
         rough = self._evaluate(others, *present, roughly=True)
-        score = np.where(self._allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
+        score = np.where(self.allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
         best = score.argsort(kind="stable")[:_MOST_LOOKED_AT]
         whole = self._evaluate(others[best])
         found = self._picked(whole, limits)
@@ -300,15 +337,20 @@ class Search:
 
     def _picked(self, evaluated: Evaluated, limits: Limits) -> Place | None:
         """Return the best of some plans; None: none keeps the limits."""
-        allowed = self._allowed(evaluated, limits)
+        allowed = self.allowed(evaluated, limits)
         if not allowed.any():
             return None
         score = np.where(allowed, self.score(evaluated, limits), np.inf)
         return Place(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
 
-    def _allowed(self, evaluated: Evaluated, limits: Limits) -> Bools:
-        tolerated = (evaluated.points <= self._demand.tolerance + 1e-9) & evaluated.exact[..., None]
-        return np.asarray(tolerated & self.kept(evaluated, limits))
+    def allowed(self, evaluated: Evaluated, limits: Limits) -> Bools:
+        """Return whether plans keep the limits and the tolerance."""
+        allowed = evaluated.tolerated & self.kept(evaluated, limits)
+        if limits.careful:
+            batch = evaluated.batch_points[:, None, None]
+            given = batch + np.maximum(0.0, evaluated.points)
+            allowed &= (batch <= 0.0) | (given <= self._demand.tolerance + 1e-9)
+        return np.asarray(allowed)
 
     # Staffings
 
@@ -341,7 +383,9 @@ class Search:
                 priced = usd * (1 - price) + usd.min(axis=1).sum() * price * staffs.step_samples / self._least_samples
                 # A hair more, so that a pace which comes from the region itself is kept.
                 found.append(np.where(passes <= pace * (1 + 1e-9), priced, np.inf).argmin(axis=1))
-        return np.unique(np.array([*found, passes.argmin(axis=1)]), axis=0)
+        few = np.where(staffs.step_samples <= staffs.step_samples.min(axis=1, keepdims=True), 0.0, np.inf)
+        cheap = (few + (staffs.worker_usd + staffs.server_usd) * passes + staffs.merge_usd * loads).argmin(axis=1)
+        return np.unique(np.array([*found, cheap, passes.argmin(axis=1)]), axis=0)
 
     def _changed(self, choice: Ints) -> Ints:
         """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
@@ -380,22 +424,38 @@ class Search:
         steps_of, rounds = self._rounds(total, self._intervals[numbers])
         steps = np.maximum(1.0, np.round(steps_of[..., None] * shares[:, None, :]))
         points = self._points(staffs, rounds, steps, total, ways)
-        exact = np.ones(rounds.shape, bool) if roughly else self._exact(rounds, steps, total, shares, points)
+        off = np.zeros(rounds.shape) if roughly else _off_points(rounds, steps, total, shares)
+        tolerated = np.ones(points.shape, bool) if roughly else self._tolerated(points, off, rounds, total)
         if interval is not None and not roughly:
             numbers, only = numbers[[interval]], slice(interval, interval + 1)
-            steps_of, rounds, steps = steps_of[:, only], rounds[:, only], steps[:, only]
-            points, exact = points[:, only], exact[:, only]
+            steps_of, rounds, steps, off = steps_of[:, only], rounds[:, only], steps[:, only], off[:, only]
+            points, tolerated = points[:, only], tolerated[:, only]
         seconds, usd = self._courses(staffs, rounds, steps, ways)
         factor = samples_factor(staffs.step_samples.sum(axis=1), self._least_samples, self._noise)
-        return Evaluated(choice, ways, numbers, steps_of, rounds, steps, seconds, usd, points, factor, exact)
+        return Evaluated(
+            choice, ways, numbers, steps_of, rounds, steps, seconds, usd, points, off, tolerated, factor,
+            self._batch_points(factor),
+        )  # fmt: skip
 
-    def _exact(self, rounds: Floats, steps: Floats, total: Floats, shares: Floats, points: Floats) -> Bools:
-        """Return whether passes over the shards are as asked, or as near to that as any tolerable interval makes."""
-        asked = total[:, None, None] * shares[:, None, :]
-        off = (np.maximum(0.0, np.abs(rounds[..., None] * steps - asked) - 1.0) / asked).max(axis=-1)
-        careful = (points <= self._demand.tolerance + 1e-9).any(axis=-1)
-        least = np.where(careful, off, np.inf).min(axis=1, keepdims=True)
-        return np.asarray(off <= np.maximum(MOST_OFF, least + 1e-9))
+    def _batch_points(self, factor: Floats) -> Floats:
+        """Return what larger batches give up where the number of samples is fixed."""
+        demand = self._demand
+        if demand.epochs is None or demand.to_goal:
+            return np.zeros_like(factor)
+        return batch_points(factor, self._least_samples, demand.epochs * float(self._samples.sum()))
+
+    def _tolerated(self, points: Floats, off: Floats, rounds: Floats, total: Floats) -> Bools:
+        """Return whether points are within the tolerance, or no more than what the most careful way has to give up."""
+        careful = (exchange_points(rounds, self._ways.coding.min(), np.zeros(1)) - self._careful(total)).clip(0.0) + off
+        most = np.maximum(self._demand.tolerance, careful.min(axis=1))
+        return np.asarray(points.clip(0.0) + off[..., None] <= most[:, None, None] + 1e-9)
+
+    def _careful(self, total: Floats) -> Floats:
+        """Return the points that the usual exchange costs, shape (staffings, 1)."""
+        _, usual = self._rounds(total, np.array([float(self._usual)]))
+        if self._demand.interval is None:
+            usual = np.maximum(usual, np.minimum(FEWEST_ROUNDS, np.maximum(1.0, np.round(total))[:, None]))
+        return exchange_points(usual, self._ways.coding.min(), np.zeros(1))
 
     def _courses(self, staffs: Staffs, rounds: Floats, steps: Floats, ways: tuple[int, ...]) -> tuple[Floats, Floats]:
         """Return seconds and USD; in parts, so that no array gets too large."""
@@ -408,13 +468,12 @@ class Search:
         return np.concatenate([part.seconds for part in parts]), np.concatenate([part.usd for part in parts])
 
     def _points(self, staffs: Staffs, rounds: Floats, steps: Floats, total: Floats, ways: tuple[int, ...]) -> Floats:
-        """Return the points given up against the most careful exchange of the same staffing."""
+        """Return the points given up against the usual exchange of the same staffing."""
         figures = self._ways.figures.at(ways)
         compute = (steps * staffs.step_seconds[:, None, :]).max(-1)[..., None]
         late = figures.background * figures.seconds / compute if self._ways.optional_background else np.zeros((1, 1, 1))
         found = exchange_points(rounds[..., None], self._ways.coding[list(ways)], late)
-        _, usual = self._rounds(total, np.array([float(self._usual)]))
-        return np.asarray(np.maximum(0.0, found - (DRIFT + self._ways.coding.min()) / usual[..., None]))
+        return np.asarray(found - self._careful(total)[..., None])
 
     def _loads(self, staffs: Staffs) -> tuple[Floats, Floats]:
         """Return the steps of the region that makes the most, and each region's as a part of them."""
@@ -434,13 +493,31 @@ class Search:
         return total, shares
 
     def _rounds(self, total: Floats, intervals: Floats) -> tuple[Floats, Floats]:
-        """Return interval and number of rounds, by staffing and interval; an interval that the demand states stays."""
-        total = np.asarray(np.round(np.maximum(total, 1.0)), float)
-        interval = np.minimum(intervals[None, :], total[:, None])
-        if self._demand.interval is not None:
-            return interval, np.maximum(1.0, np.round(total[:, None] / interval))
-        rounds = np.ceil(total[:, None] / interval)
-        return np.ceil(total[:, None] / rounds), rounds
+        """Return interval and number of rounds, by staffing and interval.
+
+        An interval that the demand states stays, unless it would change the number of steps by more than `MOST_OFF`.
+        """
+        total = np.asarray(np.round(np.maximum(total, 1.0)), float)[:, None]
+        interval = np.minimum(intervals[None, :], total)
+        rounds = np.ceil(total / interval)
+        shorter = np.ceil(total / rounds)
+        if self._demand.interval is None:
+            return shorter, rounds
+        whole = np.maximum(1.0, np.round(total / interval))
+        stays = np.abs(whole * interval - total) <= MOST_OFF * total
+        return np.where(stays, interval, shorter), np.where(stays, whole, rounds)
+
+    def _tried_intervals(self) -> tuple[int, ...]:
+        table = Staffs.of(self._table.swapaxes(0, 1))
+        fewest = float(self._loads(table)[0].min()) if self._demand.steps is None else float(self._demand.steps)
+        return (*_SHORT_INTERVALS, *_INTERVALS) if fewest < FEWEST_ROUNDS * USUAL_INTERVAL else _INTERVALS
+
+
+def _off_points(rounds: Floats, steps: Floats, total: Floats, shares: Floats) -> Floats:
+    """Return the points that count as given up by other passes over the shards than asked."""
+    asked = total[:, None, None] * shares[:, None, :]
+    off = (np.maximum(0.0, np.abs(rounds[..., None] * steps - asked) - 1.0) / asked).max(axis=-1)
+    return np.asarray(OFF_POINTS * np.maximum(0.0, off - MOST_OFF))
 
 
 def _with(choice: Ints, changes: Mapping[int, Ints]) -> Ints:

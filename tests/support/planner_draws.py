@@ -120,7 +120,10 @@ def regret(snapshot: Snapshot, demand: Demand) -> float | None:
     problem = problem_of(snapshot, demand)
     assert isinstance(problem, _Problem)
     limits = limits_of(demand)
-    best, found = best_score(problem.search, limits), problem.search.best(limits)
+    # With a larger batch only where the tolerance or the limits allow no other.
+    tried = [replace(limits, careful=True), limits] if limits.progress else [limits]
+    best = next((score for one in tried if math.isfinite(score := best_score(problem.search, one))), math.inf)
+    found = problem.search.best(limits)
     if found is None:
         return math.inf if math.isfinite(best) else None
     return math.expm1(problem.search._score(*found, limits) - best)

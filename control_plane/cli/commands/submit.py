@@ -83,7 +83,7 @@ def _profile_unless_measured(
     from control_plane.cli.commands.profile import run_profile
 
     plan = json.loads(ask_control_plane(context, lambda client: client.plan(loaded.json, loaded.code_digest)).plan_json)
-    if plan.get("estimate", {}).get("basis") == "measured":
+    if plan.get("estimate", {}).get("basis") in ("measured", "profiled"):
         return
     profile_id = f"{request_id or random_id()}-profile"
     try:
