@@ -279,7 +279,18 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
                 f"the requests of channel {channels[part.region]} in {part.region} are not part of the cost, since no "
                 "profile tells their number: run `geofed profile`"
             )
-    return (*told, *_uneven(chosen, demand))
+    return (*told, *_shorter(chosen, demand), *_uneven(chosen, demand))
+
+
+def _shorter(chosen: Plan, demand: Demand) -> list[str]:
+    """Return that rounds are shorter than the job file's, since whole ones would make other passes over the data."""
+    if demand.interval is None or chosen.rounds == 1 or chosen.interval >= demand.interval:
+        return []
+    return [
+        f"a round has {chosen.interval} steps where wan.interval is {demand.interval}: the job makes "
+        f"{chosen.rounds * chosen.interval}, and whole rounds of {demand.interval} would change that by more than "
+        f"{MOST_OFF:.0%}"
+    ]
 
 
 def _uneven(chosen: Plan, demand: Demand) -> list[str]:

@@ -136,7 +136,9 @@ def _throttled(name: str) -> tuple[tuple[str, ...], str]:
 
 def test_a_region_that_is_slower_than_planned_has_the_others_give_up_workers_that_wait(running: Running) -> None:
     settings, task = _throttled("slower")
-    job = running.submit(*settings, "train.end.epochs=60", "wan.interval=10", task=task)
+    # To a goal larger batches may be cheapest; for a number of epochs they would cost some of the accuracy.
+    goal = ("train.end.goal.metric=accuracy", "train.end.goal.atLeast=1", "train.evaluateEvery=1000")
+    job = running.submit(*settings, *goal, "train.end.epochs=60", "wan.interval=10", task=task)
     planned = {part["region"]: part["workers"] for part in running.describe(job)["plan"]["partitions"]}
     assert planned["virginia"] > 1
 

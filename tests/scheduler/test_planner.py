@@ -153,6 +153,45 @@ def test_an_interval_that_the_job_file_fixes_stays() -> None:
         assert abs(chosen.rounds * chosen.interval - steps) <= 10
 
 
+def test_an_interval_that_changes_the_steps_by_much_is_shortened_and_the_plan_says_so() -> None:
+    snapshot = Snapshot((region("a"), region("b")))
+    for steps, rounds, interval in ((29, 2, 15), (50, 3, 17), (150, 8, 19)):
+        chosen = planned(snapshot, demand(interval=20, epochs=None, steps=steps))
+        assert (chosen.rounds, chosen.interval) == (rounds, interval)
+        assert chosen.warnings[0].startswith(f"a round has {interval} steps where wan.interval is 20")
+    assert planned(snapshot, demand(interval=20, epochs=None, steps=7)).warnings == ()
+
+
+def test_a_short_job_merges_often_enough() -> None:
+    """Twenty times, or nearly so if only then the shards get their passes; once in 20 steps where it is long."""
+    pair = Snapshot((region("a", 915, 3), region("b", 523, 3)))
+    for objective in ("cost", "time"):
+        short = planned(pair, demand(epochs=3.0, workers=3, minimise=objective))
+        assert short.rounds >= 14
+        assert short.interval <= 2
+        rather_short = planned(pair, demand(epochs=20.0, workers=3, minimise=objective))
+        assert rather_short.rounds >= 18
+    long = planned(pair, demand(epochs=2000.0, workers=3, minimise="time"))
+    assert long.interval >= 20
+
+
+def test_a_larger_batch_saves_money_only_where_the_steps_that_are_left_suffice() -> None:
+    """By the prior: 3,000 points x steps, within the tolerance; a goal, a limit or `minimise: time` allow more."""
+    snapshot = replace(federation(), speeds=dict.fromkeys("abc", 400.0))
+
+    def workers(**more: object) -> int:
+        return sum(part.workers for part in planned(snapshot, demand(**more)).partitions)
+
+    short = planned(snapshot, demand(epochs=2.0))
+    assert (short.learning.samples_factor, short.learning.points) == (1.0, pytest.approx(0.0, abs=0.3))
+    assert workers(epochs=2.0) == 3 < workers(epochs=60.0, tolerance=5.0)
+    assert workers(epochs=2.0, minimise="time") == 12
+    alone = planned(snapshot, demand(epochs=2.0)).estimate.seconds.high
+    soon = planned(snapshot, demand(epochs=2.0, deadline_seconds=0.6 * alone))
+    assert sum(part.workers for part in soon.partitions) > 3
+    assert soon.learning.points > 0.3, "what keeping the deadline may cost is told"
+
+
 def test_all_regions_make_the_epochs_that_are_asked_for() -> None:
     """Rounds have whole steps, so the interval is chosen by what they leave."""
     for shards in ((500, 590, 707), (10_000, 9_000, 4_100), (800, 333, 412)):
