@@ -195,7 +195,7 @@ class Demand:
     to_goal: bool = False
     """Whether the job ends when it reaches a goal, at `epochs` or `steps` at the latest."""
     tolerance: float = 0.3
-    """Points of the metric that the plan may give up by its exchange, against the most careful one."""
+    """Points of the metric that the plan may give up by its exchange and, for money, by its global batch."""
     deadline_seconds: float | None = None
     """Seconds from now."""
     budget_usd: float | None = None
@@ -310,7 +310,7 @@ class Estimate:
     link_bytes: dict[str, int]
     """Expected bytes by directed link, "source>destination"."""
     basis: str
-    """Least reliable basis of the time. "measured": earlier runs of the task; "profiled": `control-plane profile`;
+    """Least reliable basis of the time. "measured": earlier runs of the task; "profiled": `geofed profile`;
     "other batch": such runs with another batch; "probed": a few steps of the task; "likened": such steps in another
     region; "stated": the operators' figures; "prior": a guess."""
     model_bytes: int = 0
@@ -354,7 +354,7 @@ class Learning:
     samples_factor: float = 1.0
     """Samples for the same progress with the plan's global batch, as a multiple of those with the smallest one."""
     points: float = 0.0
-    """Points of the metric that the exchange gives up; rather too many."""
+    """Points of the metric that exchange and global batch give up; rather too many."""
     noise_samples: float = 0.0
     """Gradient noise scale."""
     basis: str = "prior"

@@ -230,7 +230,7 @@ def _learning(plan: Data) -> str:
     of = "as profiled" if learning["basis"] == "measured" else "assumed: no profile"
     return (
         f"{learning['samples_factor']:.2f} times the samples of the smallest batch for the same progress (noise scale "
-        f"{learning['noise_samples']:.0f} samples, {of}); the exchange may give up {learning['points']:.2g} points"
+        f"{learning['noise_samples']:.0f} samples, {of}); may give up {learning['points']:.2g} points of the metric"
     )
 
 

@@ -304,8 +304,9 @@ class Objective(_Section):
     minimise: Literal["cost", "time"] = "cost"
     """What the plan minimises: money for the same progress, or the time of the samples that are asked for."""
     tolerance: float = Field(default=0.3, ge=0, le=100)
-    """Points of the metric that the exchange between regions may give up to save money or time, against float32 every
-    20 steps; what the plan expects to give up is part of it."""
+    """Points of the metric that the plan may give up: by the exchange between regions, against float32 every 20 steps
+    (in a short job 20 times); and, to save money, by a larger global batch, if the number of epochs is fixed. What the
+    plan expects to give up is part of it."""
     deadline: Deadline | None = None
     """Duration from the submission, `3650d` at most, or time with a time zone. The job is declined if it cannot be
     promised."""
@@ -368,8 +369,9 @@ class Wan(_Section):
     the exchange. `auto`: what `objective` is better with; always background with `quorum`, `grace` or `staleness`,
     which have no effect otherwise."""
     interval: AutoOrCount = "auto"
-    """Number of local steps in a round, of the region with the most steps. `auto`: what `objective` is best with, from
-    13 up; longer than 20 only within `objective.tolerance`."""
+    """Number of local steps in a round, of the region with the most steps. A plan has shorter rounds, and says so, if
+    this one would change the number of steps by more than 2 %. `auto`: what `objective` is best with; longer than 20,
+    or in a short job a twentieth of it, only within `objective.tolerance`."""
     codec: Annotated[str, OneOf("auto", *codecs())] = "auto"
     """Codec of updates (docs/wan.md#codecs-wancodec); the residual of a lossy one is added to the next update. `auto`:
     what `objective` is best with among `fp32`, `int8`, `ternary` and `topk`, within `objective.tolerance`; in the

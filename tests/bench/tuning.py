@@ -58,7 +58,7 @@ INSTANCES, QUICK_INSTANCES = 500, 60
 USD_PER_GB_SECOND = 0.0000166667
 """AWS Lambda, us-east-1."""
 NOISE_SAMPLES = 313.0
-"""Of the image template's task, as `control-plane profile` has measured it."""
+"""Of the image template's task, as `geofed profile` has measured it."""
 LEAST_STEPS = 60.0
 HEAVY = 0.03
 """Seconds a sample, of what is chosen for: with less, one worker would be best."""

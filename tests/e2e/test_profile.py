@@ -1,4 +1,4 @@
-"""`control-plane profile` through the real daemons, and the plan that follows it."""
+"""`geofed profile` through the real daemons, and the plan that follows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`control-plane simulate`: a trace in, a row for each policy out."""
+"""`geofed simulate`: a trace in, a row for each policy out."""
 
 from __future__ import annotations
 
