@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from scheduler._configurations import Configured
-from scheduler._exchange import Ways
+from scheduler._exchange import Way, Ways
 from scheduler._model import Alternative, Demand, Reason
-from scheduler._search import Evaluated, Limits, Place, Search
+from scheduler._search import Evaluated, Ints, Limits, Place, Search
 
 __all__ = ["alternatives", "beyond_limits"]
 
@@ -20,6 +20,27 @@ _MOST_ALTERNATIVES = 2
 _VISIBLE = 0.0005
 """Relative difference below which two figures are told as equal: both are printed with three digits."""
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """What plans decide in one respect."""
+
+    codes: Callable[[Evaluated], Ints]
+    """Numbers of the values, with the three axes of plans and one more."""
+    name: Callable[[Evaluated, Place], str]
+
+    def code(self, evaluated: Evaluated, place: Place) -> Ints:
+        """Return one plan's."""
+        codes = self.codes(evaluated)
+        rows = np.broadcast_to(codes, (*evaluated.seconds.shape, codes.shape[-1]))
+        return np.asarray(rows[place.staff, place.interval, place.way])
+
+
+_INTERVAL = _Decided(
+    lambda found: found.interval[:, :, None, None].astype(np.int64),
+    lambda found, at: f"{found.interval[at.staff, at.interval]:.0f}",
+)
 
 
 def alternatives(
@@ -32,30 +53,43 @@ def alternatives(
     limits: Limits,
 ) -> tuple[Alternative, ...]:
     """Return for each decision that was open the two best others, with time and money, and what decided."""
-    exchanges, staffs = search.around(evaluated, place), search.neighbours(evaluated, place)
-    chosen = evaluated, place
+    chosen, exchanges, staffs = (evaluated, place), search.around(evaluated, place), search.neighbours(evaluated, place)
 
-    def named(names: Callable[[Configured], object]) -> Callable[[Evaluated, Place], str]:
-        return lambda found, at: _listed(
-            [names(front[n]) for front, n in zip(fronts, found.choice[at.staff], strict=True)]
+    def of_regions(name: Callable[[Configured], object]) -> _Decided:
+        numbers: dict[object, int] = {}
+        most = max(len(front) for front in fronts)
+        table = np.zeros((len(fronts), most), np.int64)
+        for region, front in enumerate(fronts):
+            table[region, : len(front)] = [numbers.setdefault(name(one), len(numbers)) for one in front]
+        places = np.arange(len(fronts))
+        return _Decided(
+            lambda found: table[places, found.choice][:, None, None, :],
+            lambda found, at: _listed(
+                [name(front[n]) for front, n in zip(fronts, found.choice[at.staff], strict=True)]
+            ),
         )
 
-    def of_way(name: str) -> Callable[[Evaluated, Place], str]:
-        return lambda found, at: str(getattr(ways.each[found.ways[at.way]], name))
+    def of_way(name: Callable[[Way], str]) -> _Decided:
+        numbers: dict[str, int] = {}
+        codes = np.array([numbers.setdefault(name(way), len(numbers)) for way in ways.each])
+        return _Decided(
+            lambda found: codes[list(found.ways)][None, None, :, None],
+            lambda found, at: name(ways.each[found.ways[at.way]]),
+        )
 
     told: list[Alternative] = []
-    decisions: list[tuple[str, object, Evaluated, Callable[[Evaluated, Place], str]]] = [
-        ("workers", demand.workers, staffs, named(lambda one: one.part.workers)),
-        ("memory", demand.memory_mb, staffs, named(lambda one: one.part.memory_mb)),
-        ("merge", demand.collective, staffs, named(lambda one: _merge(one))),
-        ("interval", demand.interval, exchanges, lambda found, at: f"{found.interval[at.staff, at.interval]:.0f}"),
-        ("codec", demand.codec, exchanges, of_way("codec")),
-        ("exchange", demand.exchange, exchanges, of_way("exchange")),
-        ("topology", demand.topology, exchanges, lambda found, at: ways.each[found.ways[at.way]].topology.name),
+    decisions: list[tuple[str, object, Evaluated, _Decided]] = [
+        ("workers", demand.workers, staffs, of_regions(lambda one: one.part.workers)),
+        ("memory", demand.memory_mb, staffs, of_regions(lambda one: one.part.memory_mb)),
+        ("merge", demand.collective, staffs, of_regions(_merge)),
+        ("interval", demand.interval, exchanges, _INTERVAL),
+        ("codec", demand.codec, exchanges, of_way(lambda way: way.codec)),
+        ("exchange", demand.exchange, exchanges, of_way(lambda way: way.exchange)),
+        ("topology", demand.topology, exchanges, of_way(lambda way: way.topology.name)),
     ]
-    for decision, fixed, among, name in decisions:
+    for decision, fixed, among, decided in decisions:
         if fixed is None:
-            told += _others(search, decision, among, name, chosen, demand, limits)
+            told += _others(search, decision, among, decided, chosen, demand, limits)
     if demand.topology is None:
         taken = f"topology {ways.each[evaluated.ways[place.way]].topology.name}"
         told += [Alternative(kind, why, taken) for kind, why in ways.impossible.items()]
@@ -76,7 +110,7 @@ def _others(
     search: Search,
     decision: str,
     among: Evaluated,
-    name: Callable[[Evaluated, Place], str],
+    decided: _Decided,
     chosen: tuple[Evaluated, Place],
     demand: Demand,
     limits: Limits,
@@ -87,18 +121,19 @@ def _others(
     best, own = chosen
     saves, present = (search.score(some, replace(limits, possible=True)) for some in (among, best))
     tempting = ~allowed & (saves < present[own.staff, own.interval, own.way])
-    seen = {name(*chosen)}
-    order = [Place(*(int(n) for n in np.unravel_index(flat, score.shape))) for flat in score.argsort(None, "stable")]
+    codes, open_ = decided.codes(among), np.ones(score.shape, bool)
+    last, told = decided.code(best, own), 0
     for wanted in (allowed, tempting, allowed, ~allowed):
-        for at in order:
-            value = name(among, at) if wanted[at.staff, at.interval, at.way] else ""
-            if not value or value in seen or len(seen) > _MOST_ALTERNATIVES:
-                continue
-            seen.add(value)
-            seconds, usd = (float(figures[at.staff, at.interval, at.way]) for figures in (among.seconds, among.usd))
-            why = _why_not(search, among, at, chosen, demand, limits)
-            yield Alternative(f"{value}: {seconds:.0f} s and ${_usd(usd)}", why, f"{decision} {name(*chosen)}")
-            break
+        open_ &= (codes != last).any(axis=-1)
+        if told == _MOST_ALTERNATIVES or not (wanted & open_).any():
+            continue
+        flat = np.where(wanted & open_, score, np.inf).argmin()
+        at = Place(*(int(n) for n in np.unravel_index(flat, score.shape)))
+        seconds, usd = (float(figures[at.staff, at.interval, at.way]) for figures in (among.seconds, among.usd))
+        why = _why_not(search, among, at, chosen, demand, limits)
+        text = f"{decided.name(among, at)}: {seconds:.0f} s and ${_usd(usd)}"
+        yield Alternative(text, why, f"{decision} {decided.name(best, own)}")
+        last, told = decided.code(among, at), told + 1
 
 
 def _why_not(

@@ -41,9 +41,9 @@ def plan(snapshot: Snapshot, demand: Demand) -> Plan | Declined:
 
 
 class Planner:
-    """Plans over one snapshot; what depends on neither deadline nor budget is computed once for a demand.
+    """Plans over one snapshot; what depends on neither objective, deadline nor budget is computed once for a demand.
 
-    So other deadlines can be tried at little cost. The results are the same as those of `plan`.
+    So others can be tried at little cost. The results are the same as those of `plan`.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -56,7 +56,7 @@ class Planner:
 
     def plan(self, demand: Demand) -> Plan | Declined:
         """Return a plan, as the function `plan`."""
-        unbounded = replace(demand, deadline_seconds=None, budget_usd=None)
+        unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None)
         if unbounded != self._demand:
             self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed)

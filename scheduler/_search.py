@@ -45,7 +45,7 @@ from scheduler.tuning._learning import (
     samples_factor,
 )
 
-__all__ = ["Evaluated", "Limits", "Place", "Search", "Spread"]
+__all__ = ["Evaluated", "Ints", "Limits", "Place", "Search", "Spread"]
 
 Ints = npt.NDArray[np.int64]
 

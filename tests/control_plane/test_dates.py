@@ -204,8 +204,8 @@ def test_an_answer_holds_as_long_as_what_it_rests_on_does(job_file: Path) -> Non
     stand.regions["r1"] = replace(entry, catalogue=replace(entry.catalogue, capacity=Capacity(1, 2048, 900.0)))
     assert asked().confirm(answer, before) is None
     stand.regions.update(whole)
-    stand.takes(job_file, f"objective.deadline={seconds}s")
-    stand.takes(job_file, f"objective.deadline={seconds}s")
+    for _ in range(3):
+        stand.takes(job_file, f"objective.deadline={seconds}s", "train.workers=4")
     assert asked().confirm(answer, before) is None, "what it needs is promised to others by now"
     stand.jobs.clear()
     assert asked().confirm(answer, before) is not None

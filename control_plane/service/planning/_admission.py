@@ -153,7 +153,17 @@ class PendingAdmission:
         return Planner(replace(snapshot, busy_workers=busy))
 
     def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
-        """Return the plan, the job's gang, and the workers reserved for all promises with it."""
+        """Return the plan, the job's gang, and the workers reserved for all promises with it.
+
+        If the cheapest plan's deadline cannot be promised, the fastest one's is tried.
+        """
+        found = self._planned(planner, demand)
+        if not isinstance(found, Declined) or demand.minimise == "time" or demand.deadline_seconds is None:
+            return found
+        faster = self._planned(planner, replace(demand, minimise="time"))
+        return found if isinstance(faster, Declined) else faster
+
+    def _planned(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
         chosen = planner.plan(demand)
         if isinstance(chosen, Declined):
             return chosen
