@@ -99,5 +99,5 @@ def test_the_training_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixtu
     names: dict[str, Any] = {}
     exec(BLOCKS[0], names)
     assert names["training"].result["metrics"]["accuracy"] > 0.7
-    assert capsys.readouterr().out.startswith("{'accuracy'")
+    assert "'accuracy': 0." in capsys.readouterr().out
     assert names["weights"]["0.weight"].shape == (8, 1, 3, 3)
