@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -70,22 +70,29 @@ class ErrorFeedback:
         begin, stop, _ = part.indices(end.size)
         for around in (slice(0, begin), slice(stop, end.size)):
             self._add(end, since, around, fresh=fresh)
-        size, parts, read = stop - begin, [], 0
+        size = stop - begin
         sent = _fitting(buffer, size) if decoded else np.empty(0, np.float32)
         slabs = slabs_of(self.codec, size) if keep is None else [(slice(0, size), self.codec)]
-        for slab, codec in slabs:
-            # A slab is processed completely while it is in the CPU's cache.
-            whole = self._add(end, since, slice(begin + slab.start, begin + slab.stop), fresh=fresh)
-            chosen = whole.astype(np.float32)
-            if keep is not None:
-                chosen[~keep(chosen)] = 0.0
-            out = sent[slab] if decoded else np.empty_like(chosen)
-            parts.append(codec.encode_into(chosen, out))
-            whole -= out
-            if slab.stop - read >= _RELEASED:
-                release(end)
-                read = slab.stop
-        return join_slabs(self.codec, parts) if keep is None else parts[0], sent
+
+        def encoded() -> Iterator[Tensors]:
+            read = 0
+            for slab, codec in slabs:
+                # A slab is processed completely while it is in the CPU's cache.
+                whole = self._add(end, since, slice(begin + slab.start, begin + slab.stop), fresh=fresh)
+                chosen = whole.astype(np.float32)
+                if keep is not None:
+                    chosen[~keep(chosen)] = 0.0
+                out = sent[slab] if decoded else np.empty_like(chosen)
+                yield codec.encode_into(chosen, out)
+                whole -= out
+                if slab.stop - read >= _RELEASED:
+                    release(end)
+                    read = slab.stop
+
+        if keep is None:
+            return join_slabs(self.codec, encoded()), sent
+        (only,) = encoded()
+        return only, sent
 
     def _add(self, end: Vector, since: Vector | None, part: slice, *, fresh: bool) -> npt.NDArray[np.float64]:
         """Add part of a change to the residual, or store it there if ``fresh``; return a view of that part of the

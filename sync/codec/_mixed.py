@@ -8,7 +8,7 @@ below zero. GeoMX (MPQ, docs/source/accelerator.rst) also sends small tensors un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -45,10 +45,19 @@ class Mixed(Codec):
         yield from slabs_of(self._bulk, min(self._trained, size))
         yield slice(min(self._trained, size), size), self._state
 
-    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Iterable[Tensors]) -> Tensors:
         """Join the bulk's slabs, and add the last one's values as "state"."""
-        *bulk, state = parts
-        return {**join_slabs(self._bulk, bulk), "state": state["delta"]}
+        rest = iter(parts)
+        last = next(rest)
+
+        def bulk() -> Iterator[Tensors]:
+            nonlocal last
+            for part in rest:
+                before, last = last, part
+                yield before
+
+        joined = join_slabs(self._bulk, bulk())
+        return {**joined, "state": last["delta"]}
 
     def check(self, tensors: Tensors, size: int) -> None:
         """Check both parts."""

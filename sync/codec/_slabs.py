@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +15,8 @@ __all__ = ["SLAB", "Slab", "Slabwise", "concatenated", "decoded", "equal_slabs",
 
 SLAB = 1 << 15
 """Coordinates that are encoded together: a multiple of the usual block sizes."""
+_GROWTH = 1.125
+"""Factor by which a growing array's memory is enlarged: few enlargements, and little that is not used in the end."""
 Slab = tuple[slice, Codec]
 """A range of coordinates, and the codec that encodes it."""
 
@@ -26,7 +28,7 @@ class Sliceable(Protocol):
     def slabs_of(self, size: int) -> Iterator[Slab]:
         """Return the slabs of a vector of ``size``, in order."""
 
-    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Iterable[Tensors]) -> Tensors:
         """Combine the arrays of a vector's slabs into those of the vector."""
 
 
@@ -35,7 +37,7 @@ def slabs_of(codec: Codec, size: int) -> Iterator[Slab]:
     return codec.slabs_of(size) if isinstance(codec, Sliceable) else iter([(slice(0, size), codec)])
 
 
-def join_slabs(codec: Codec, parts: Sequence[Tensors]) -> Tensors:
+def join_slabs(codec: Codec, parts: Iterable[Tensors]) -> Tensors:
     """Combine the arrays of all slabs of `slabs_of` into those of the vector."""
     if isinstance(codec, Sliceable):
         return codec.join_slabs(parts)
@@ -54,7 +56,7 @@ class Slabwise(Codec, Protocol):
         """Return slices of `slab` coordinates of a vector of `size`, each with this codec."""
         return equal_slabs(self, size, self.slab)
 
-    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Iterable[Tensors]) -> Tensors:
         """Concatenate the tensors of all slabs, in order."""
         return concatenated(parts)
 
@@ -86,8 +88,24 @@ def equal_slabs(codec: Codec, size: int, slab: int) -> Iterator[Slab]:
         yield slice(at, min(at + slab, size)), codec
 
 
-def concatenated(parts: Sequence[Tensors]) -> Tensors:
-    """Concatenate the slabs' arrays of each name."""
-    if len(parts) == 1:
-        return parts[0]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def concatenated(parts: Iterable[Tensors]) -> Tensors:
+    """Concatenate the slabs' arrays of each name. Each part is copied as it comes, so that those of an iterator are
+    never held all at once."""
+    rest = iter(parts)
+    first = next(rest)
+    whole, used = dict(first), {name: array.size for name, array in first.items()}
+    for part in rest:
+        for name, array in part.items():
+            begin, used[name] = used[name], used[name] + array.size
+            if whole[name] is first[name]:
+                whole[name] = np.array(array[:0])
+                whole[name].resize(used[name], refcheck=False)
+                whole[name][:begin] = first[name]
+            elif used[name] > whole[name].size:
+                # The C library moves a large array's pages instead of copying it.
+                whole[name].resize(max(used[name], int(_GROWTH * whole[name].size)), refcheck=False)
+            whole[name][begin : used[name]] = array
+    for name, array in whole.items():
+        if array.size > used[name]:
+            array.resize(used[name], refcheck=False)
+    return whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class Float32(Codec):
         """Return slices of `SLAB` coordinates, each with this codec."""
         return equal_slabs(self, size, SLAB)
 
-    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Iterable[Tensors]) -> Tensors:
         """Concatenate the tensors of all slabs, in order."""
         return concatenated(parts)
 

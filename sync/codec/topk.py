@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,7 @@ class ChunkedTopK(Slabwise):
         unpacked."""
         return _UNPACKED.slabs_of(size)
 
-    def join_slabs(self, parts: Sequence[Tensors]) -> Tensors:
+    def join_slabs(self, parts: Iterable[Tensors]) -> Tensors:
         """Concatenate the tensors of all slabs, in order, and pack indices in 12 bits and levels in 2."""
         loose = concatenated(parts)
         indices, levels = np.asarray(loose["places"], np.uint16), np.asarray(loose["levels"], np.uint8)
