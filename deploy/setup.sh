@@ -68,4 +68,6 @@ install "the WAN is then not shaped" iproute2
 install "job code then runs without a sandbox, or not at all" bubblewrap libseccomp2
 if [ "$kind" = dev ]; then
     install "some tests are then skipped" iputils-ping postgresql redis-server util-linux user-mode-linux
+    # Not on a developer's machine, where it could take the place of another Docker.
+    [ -z "${CI:-}" ] || install "the images are then not tested" docker.io debootstrap iptables
 fi

@@ -51,11 +51,7 @@ def join(
     """Join a federation with the one-time invitation of `geofed region invite NAME`."""
     from region_agent.link.enrolment import join_federation
 
-    try:
-        text = sys.stdin.read() if str(token_file) == "-" else token_file.read_text()
-    except OSError as error:
-        raise GeofedError("TOKEN_INVALID", f"cannot read {token_file}: {error.strerror}") from None
-    federation = asyncio.run(join_federation(text, state_dir, control_plane))
+    federation = asyncio.run(join_federation(_invitation(token_file), state_dir, control_plane))
     _say(f"region {federation.region} has joined {federation.federation} at {federation.address}")
     _say(f"next: geofed agent run --config REGION.yaml --state-dir {state_dir}")
 
@@ -68,6 +64,14 @@ def run(
     log_format: Annotated[
         str, typer.Option("--log-format", help="Format of the log, and of the child processes' logs: text or json.")
     ] = "text",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file",
+            envvar="GEOFED_TOKEN_FILE",
+            help="File with an invitation: where the agent has not joined yet, it joins first.",
+        ),
+    ] = None,
 ) -> None:
     """Run the agent until SIGTERM."""
     from geofed_pb.logs import configure_logs
@@ -75,14 +79,18 @@ def run(
     configure_logs(log_format, log_level)
     from region_agent.config import load_config
     from region_agent.daemon import run as run_daemon
-    from region_agent.link.identity import Identity
+    from region_agent.link.identity import Identity, read_invitation
 
     settings = load_config(config)
     identity = Identity(state_dir, settings)
+    if token_file is not None and not identity.joined:
+        from region_agent.link.enrolment import join_federation
+
+        text = _invitation(token_file)
+        _check_name("invitation", read_invitation(text).region, settings.name)
+        asyncio.run(join_federation(text, state_dir))
     identity.check()
-    if identity.federation.region != settings.name:
-        text = f"the certificate is for region {identity.federation.region}, the configuration for {settings.name}"
-        raise GeofedError("CONFIG_INVALID", text)
+    _check_name("certificate", identity.federation.region, settings.name)
     with _StateLock(state_dir):
         asyncio.run(run_daemon(settings, state_dir, log_format, config))
 
@@ -277,6 +285,19 @@ class _StateLock:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def _check_name(what: str, region: str, configured: str) -> None:
+    if region != configured:
+        raise GeofedError("CONFIG_INVALID", f"the {what} is for region {region}, the configuration for {configured}")
+
+
+def _invitation(token_file: Path) -> str:
+    """Read an invitation. Raises ``GeofedError("TOKEN_INVALID")``."""
+    try:
+        return sys.stdin.read() if str(token_file) == "-" else token_file.read_text()
+    except OSError as error:
+        raise GeofedError("TOKEN_INVALID", f"cannot read {token_file}: {error.strerror}") from None
 
 
 def _say(text: str) -> None:

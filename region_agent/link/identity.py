@@ -106,6 +106,11 @@ class Identity:
         self.revoked = RevokedSerials(self.revoked_file)
         self._federation_file = self.folder / "federation.json"
 
+    @property
+    def joined(self) -> bool:
+        """Whether the agent has joined a federation, or has the identity of the operator's own CA."""
+        return self._given is not None or self._federation_file.exists()
+
     def store(self, federation: JoinedFederation, key_pem: bytes, certificate_pem: bytes, ca_pem: bytes) -> None:
         """Write the result of joining to the files."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

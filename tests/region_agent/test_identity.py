@@ -16,8 +16,10 @@ from cryptography.hazmat.primitives import serialization
 from hypothesis import given
 from hypothesis import strategies as st
 from support.pki import Authority, write
+from typer.testing import CliRunner
 
 from geofed_pb.errors import GeofedError
+from region_agent import cli
 from region_agent.config import RegionConfig
 from region_agent.link.identity import Identity, JoinedFederation, make_request, read_invitation
 
@@ -71,9 +73,25 @@ def _joined(folder: Path, authority: Authority, **life: timedelta) -> Identity:
     return identity
 
 
+def test_an_agent_joins_with_no_invitation_of_another_region(tmp_path: Path, authority: Authority) -> None:
+    (token := tmp_path / "token").write_text(_token(authority, region="west"))
+    (config := tmp_path / "region.yaml").write_text(
+        "apiVersion: geofed/v1\nkind: Region\nmetadata: {name: east}\ncloud: local\ncapacity: {workers: 1}\n"
+        "prices: {source: mine, asOf: 2026-11, functionUsdPerGbSecond: 0, functionUsdPerRequest: 0,"
+        " serverUsdPerHour: 0, egressUsdPerGb: 0}\n"
+    )
+    options = ["run", "--config", str(config), "--state-dir", str(tmp_path / "state"), "--token-file", str(token)]
+    ran = CliRunner().invoke(cli.app, options)
+    assert isinstance(ran.exception, GeofedError)
+    assert ran.exception.code == "CONFIG_INVALID"
+    assert "the invitation is for region west" in ran.exception.message
+    assert not Identity(tmp_path / "state").joined
+
+
 def test_what_joining_gave_is_kept_for_this_user_only(tmp_path: Path, authority: Authority) -> None:
     identity = _joined(tmp_path, authority)
     identity.check()
+    assert Identity(tmp_path).joined
     assert Identity(tmp_path).federation == JoinedFederation("east", "cp:7001", "test")
     assert stat.S_IMODE(identity.folder.stat().st_mode) == 0o700
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in identity.folder.iterdir())

@@ -55,7 +55,8 @@ def test_init_asks_until_five_answers_are_valid(run: Run, tmp_path: Path, monkey
         assert Path(region.datasets["letters"].splits["train"].uri).is_file()
     assert run("init", str(tmp_path / "mine"), "--no-input").status == 8
     bounded = ("init", str(tmp_path / "other"), "--template", "sparse-logistic-regression", "--budget", "1.50")
-    assert run(*bounded, "--workers", "1", "--minimise", "cost", "--regions", "a").status == 0
+    assert run(*bounded, "--workers", "1", "--minimise", "cost", "--regions", "a", "--own-machines").status == 0
+    assert load_config(tmp_path / "other" / "a.yaml").advertise == "a"
     assert "budget: 1.5\n" in (tmp_path / "other" / "job" / "job.yaml").read_text()
     assert run("validate", str(tmp_path / "other" / "job" / "job.yaml")).status == 0
 

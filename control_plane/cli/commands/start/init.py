@@ -39,6 +39,9 @@ def init(
     workers: Annotated[str | None, typer.Option(help="Most workers in each region [2].")] = None,
     minimise: Annotated[str | None, typer.Option(help="What plans minimise: cost or time [cost].")] = None,
     budget: Annotated[str | None, typer.Option(help="Most USD that a job may cost, or none [none].")] = None,
+    own_machines: Annotated[
+        bool, typer.Option("--own-machines", help="Each region is on a machine or container with the region's name.")
+    ] = False,
     no_input: NoInput = False,
     output: Output = Format.TABLE,
 ) -> None:
@@ -53,7 +56,9 @@ def init(
             raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="choose another folder")
         write_template(chosen, folder / "job", None)
         shards = _example_data(chosen, folder, names)
-        files = [_write_region(folder, name, chosen, most, shards[name]) for name in names]
+        files = [
+            _write_region(folder, name, chosen, most, shards[name], name if own_machines else "") for name in names
+        ]
         _set_objective(folder / "job" / "job.yaml", aim, usd)
     except OSError as error:
         raise unwritable(Path(error.filename or folder), error) from None
@@ -126,13 +131,15 @@ def _example_data(template: str, folder: Path, regions: list[str]) -> Data:
     return found
 
 
-def _write_region(folder: Path, name: str, template: str, workers: int, shards: Data) -> str:
+def _write_region(folder: Path, name: str, template: str, workers: int, shards: Data, host: str) -> str:
+    """``host``: at which other regions reach it; empty: all are on this machine."""
     splits = "".join(
         f"      {split}: {{uri: shards/{name}/{Path(part['path']).name}, samples: {part['samples']}}}\n"
         for split, part in shards.items()
     )
     file = folder / f"{name}.yaml"
-    file.write_text(_REGION_FILE.format(name=name, workers=workers, dataset=_DATASETS[template], splits=splits))
+    text = _REGION_FILE.format(name=name, workers=workers, dataset=_DATASETS[template], splits=splits)
+    file.write_text(text.replace("\ncapacity:", f"\nadvertise: {host}\ncapacity:", 1) if host else text)
     return str(file)
 
 
