@@ -66,6 +66,11 @@ def docker_engine(folder: Path) -> Iterator[Engine]:
     finally:
         daemon.terminate()
         daemon.wait(30)
+        for mount in reversed([line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]):
+            if Path(mount).is_relative_to(folder):
+                subprocess.run(["umount", "--lazy", mount], check=True)
+        # Gigabytes, of which pytest would keep those of three runs.
+        shutil.rmtree(folder)
 
 
 def debian_with_our_packages(engine: Engine, name: str, folder: Path) -> None:
