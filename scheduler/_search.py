@@ -424,7 +424,8 @@ class Search:
         steps_of, rounds = self._rounds(total, self._intervals[numbers])
         steps = np.maximum(1.0, np.round(steps_of[..., None] * shares[:, None, :]))
         points = self._points(staffs, rounds, steps, total, ways)
-        off = np.zeros(rounds.shape) if roughly else _off_points(rounds, steps, total, shares)
+        another = roughly and len(self._intervals) > 1
+        off = np.zeros(rounds.shape) if another else _off_points(rounds, steps, total, shares)
         tolerated = np.ones(points.shape, bool) if roughly else self._tolerated(points, off, rounds, total)
         if interval is not None and not roughly:
             numbers, only = numbers[[interval]], slice(interval, interval + 1)
