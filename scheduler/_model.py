@@ -95,6 +95,8 @@ class Region:
     """Name of the channel through which its workers exchange tensors."""
     channel_plaintext: bool = False
     """Whether that channel is reached over a network without encryption."""
+    loopback: bool = False
+    """Whether other regions reach its parameter servers on its own machine only."""
     takes_shards: bool = False
     """Whether it processes shards of other regions."""
     isolation: str = ""

@@ -486,6 +486,7 @@ class RegionConfig(Section):
             "capacity": capacity,
             "channel": self.channel.kind,
             "channel_plaintext": self.channel.plaintext,
+            "loopback": _is_loopback(f"//{self.advertise}"),
             "prices": prices,
             "takes_shards": self.takes_shards,
             "isolation": isolation,

@@ -66,3 +66,21 @@ def test_an_unencrypted_channel_is_told_where_workers_share_it() -> None:
         assert isinstance(chosen, Plan)
         told = warnings_of(chosen, job(), {"a": replace(region("a", "live"), catalogue=known)}, NOW)
         assert any("unencrypted" in text for text in told) == (workers > 1)
+
+
+def test_a_region_that_others_cannot_reach_is_told() -> None:
+    known = {name: replace(catalogue(name), loopback=name == "a") for name in ("a", "b")}
+    chosen = plan(Snapshot(tuple(known.values())), Demand("j", "digits", 10, 1.0, None, 1))
+    assert isinstance(chosen, Plan)
+    for addresses, wanted in ((("10.0.0.1", "10.0.0.2"), 1), (("127.0.0.1", "127.0.0.1"), 0), (("10.0.0.1", ""), 0)):
+        entries = {
+            name: replace(
+                region(name, "live"),
+                catalogue=known[name],
+                state=replace(region(name, "live").state, address=address),
+            )
+            for name, address in zip("ab", addresses, strict=True)
+        }
+        told = [text for text in warnings_of(chosen, job(), entries, NOW) if "cannot reach" in text]
+        assert len(told) == wanted
+        assert all("b cannot reach the parameter servers of a" in text for text in told)

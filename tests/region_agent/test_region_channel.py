@@ -192,3 +192,15 @@ def test_tensors_cross_a_network_unencrypted_only_where_the_file_says_so(
     config = load_config(path)
     assert config.catalogue()["channel_plaintext"] is plaintext
     assert ("unencrypted" in channel_text(config)) is plaintext
+
+
+@pytest.mark.parametrize(
+    ("advertise", "loopback"),
+    [("", True), ("127.0.0.2", True), ("'[::1]'", True), ("localhost", True), ("203.0.113.7", False), ("east", False)],
+)
+def test_the_catalogue_says_whether_other_machines_reach_the_region(
+    tmp_path: Path, advertise: str, loopback: bool
+) -> None:
+    path = tmp_path / "region.yaml"
+    path.write_text(REGION + (f"advertise: {advertise}\n" if advertise else ""))
+    assert load_config(path).catalogue()["loopback"] is loopback

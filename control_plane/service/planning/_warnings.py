@@ -18,10 +18,28 @@ STALE_DAYS = 90
 
 
 def warnings_of(chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
-    """Return warnings about regions that are unreachable, lost or closed to new jobs, about unencrypted channels, and
-    about outdated prices."""
+    """Return warnings about regions that are unreachable, lost, closed to new jobs or unreachable for each other, about
+    unencrypted channels, and about outdated prices."""
     taken = [*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)]
-    return (*_away(taken, spec, regions), *_stale(taken, regions, at), *_plaintext(chosen, regions))
+    return (
+        *_away(taken, spec, regions),
+        *_apart(chosen, regions),
+        *_stale(taken, regions, at),
+        *_plaintext(chosen, regions),
+    )
+
+
+def _apart(chosen: Plan, regions: Mapping[str, RegionEntry]) -> Iterator[str]:
+    """Regions that others cannot reach: they state an address of their own machine, where not all others are."""
+    known = {part.region: regions[part.region] for part in chosen.partitions if part.region in regions}
+    hosts = {name: entry.state.address for name, entry in known.items() if entry.state.address}
+    for name, entry in known.items():
+        others = [other for other, host in hosts.items() if host != hosts.get(name, host)]
+        if entry.catalogue is not None and entry.catalogue.loopback and others:
+            yield (
+                f"{others[0]} cannot reach the parameter servers of {name}, whose region file states no `advertise`, "
+                "or an address of its own machine"
+            )
 
 
 def _plaintext(chosen: Plan, regions: Mapping[str, RegionEntry]) -> Iterator[str]:
