@@ -17,7 +17,7 @@ from control_plane.cli._follow import raise_unless_succeeded, wait_for_job
 from control_plane.cli._job_file import read_job
 from control_plane.cli.commands.export import chosen, download
 from control_plane.cli.commands.submit import Submission, declined, planned, random_id
-from control_plane.cli.commands.track import track_job
+from control_plane.cli.commands.views.track import track_job
 from control_plane.client import Context, ControlClient
 from geofed_pb.errors import GeofedError
 

@@ -13,22 +13,19 @@ from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from control_plane.cli.commands import (
     catalogue,
-    compare,
     context,
     export,
-    history,
     jobs,
     profile,
     region,
     simulate,
     storage,
     submit,
-    top,
-    track,
     user,
 )
 from control_plane.cli.commands.server import authority, backup, serve
 from control_plane.cli.commands.start import init, meta, template
+from control_plane.cli.commands.views import compare, history, support, top, track
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.output import written_out
 
@@ -68,6 +65,7 @@ COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "simulate": (simulate.simulate, "trace.csv --cluster 16x4"),
         "completion": (meta.completion, "bash"),
         "version": (meta.version, "-o json"),
+        "support-bundle": (support.support_bundle, "report.tar.gz digits"),
     },
     "The federation": {
         "serve": (serve.serve, "--state-dir state"),

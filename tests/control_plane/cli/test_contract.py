@@ -104,6 +104,7 @@ CONTRACTS = {
     "schema": Contract("job", remote=False),
     "version": Contract(remote=False),
     "completion": Contract(remote=False, formats=NONE),
+    "support-bundle": Contract("{fresh}.tar.gz {job}"),
     "serve": Contract(remote=False, formats=NONE),
     "backup": Contract("{fresh}.backup --state-dir {state}", remote=False),
     "restore": Contract("{backup} --state-dir s-{fresh} --yes", remote=False),

@@ -13,6 +13,7 @@ import select
 import signal
 import stat
 import subprocess
+import tarfile
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,24 @@ def test_a_watched_job_ends_with_its_account(live: Federation, run: Run, job_fil
     for part in ("succeeded", "accuracy  0.9000", "a > b", "egress", "$0.50", "PREDICTED", "MEASURED", "sha256:"):
         assert part in ran.out
     assert "planned over" not in ran.out
+
+
+def test_a_support_bundle_has_what_a_report_needs_and_no_secret(
+    live: Federation, run: Run, job_file: str, tmp_path: Path
+) -> None:
+    secret = "task.env.HF_TOKEN=hf-abcdefgh12345678"
+    job = run("submit", job_file, "--wait", "--set", secret, "-o", "json").data["id"]
+    file = tmp_path / "report.tar.gz"
+    shown = run("support-bundle", str(file), job, "-o", "json").data
+    assert file.stat().st_mode & 0o077 == 0
+    with tarfile.open(file) as archive:
+        held = {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+    assert sorted(held) == shown["documents"]
+    assert {f"{job}/job.json", f"{job}/events.json", f"{job}/log.json", "regions.json", "versions.json"} <= set(held)
+    assert json.loads(held[f"{job}/events.json"])[-1]["kind"] == "job.succeeded"
+    assert json.loads(held["versions.json"])["packages"]["grpcio"]
+    assert "HF_TOKEN" in held[f"{job}/job.json"]
+    assert not [name for name, text in held.items() if "hf-abcdefgh12345678" in text]
 
 
 def test_a_watched_job_is_a_stream_of_events_in_jsonl(live: Federation, run: Run, job_file: str) -> None:

@@ -1,0 +1,1 @@
+"""Commands that show what jobs have done, or write it into files."""
