@@ -16,7 +16,7 @@ from scheduler._estimate import (
 )
 from scheduler._link import link_table, update_bytes
 from scheduler._model import Declined, Demand, PlannedPartition, Reason, Region, Snapshot
-from scheduler.topology import Topologies, Topology, evaluate_topologies
+from scheduler.topology import Topologies, Topology, links_among, topologies_over
 from scheduler.tuning._learning import coding_points
 from sync.codec import Automatic, codec_named, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
@@ -76,10 +76,11 @@ def ways_of(
     """
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     table, clouds = link_table(regions), {region.name: region.cloud for region in regions}
+    links = links_among(sorted(clouds), table, clouds)
     found: list[tuple[Way, float]] = []
     impossible: dict[str, str] = {}
     for codec in (demand.codec,) if demand.codec else _codecs(demand, snapshot):
-        evaluated = evaluate_topologies(sorted(clouds), table, update_bytes(model_bytes, codec), clouds)
+        evaluated = topologies_over(links, update_bytes(model_bytes, codec))
         wanted = _of_kind(evaluated, demand.topology if len(regions) > 1 else None)
         if not wanted:
             return _impossible(evaluated, demand.topology)

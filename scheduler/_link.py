@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from scheduler._model import Region
 from sync.codec import codec_named
@@ -20,8 +23,12 @@ __all__ = [
     "line_bytes",
     "link_table",
     "pace",
+    "paces",
     "update_bytes",
 ]
+
+Floats = npt.NDArray[np.float64]
+Figure = TypeVar("Figure", float, Floats)
 
 PRIOR_RTT_MS = 150.0
 """Round-trip time, in ms, of a link that nobody has stated or measured: about that of two continents.
@@ -95,49 +102,59 @@ def line_bytes(update_bytes: int) -> float:
 
 
 @dataclass(frozen=True)
-class LinkPace:
-    """The times of a link that carries updates of one size, one after another."""
+class LinkPace(Generic[Figure]):
+    """The times of a link that carries updates of one size, one after another; or of many links, as arrays."""
 
-    offer_seconds: float
+    offer_seconds: Figure
     """Seconds before the link can begin with an update; they overlap with the update before."""
-    first_seconds: float
+    first_seconds: Figure
     """Seconds for which the first update occupies the link; its congestion window has shrunk since the round before."""
-    second_seconds: float
+    second_seconds: Figure
     """Seconds for which the second update occupies the link: the window may still have to grow."""
-    next_seconds: float
+    next_seconds: Figure
     """Seconds for which each later update occupies the link."""
-    way_seconds: float
+    way_seconds: Figure
     """Seconds from the last byte sent to its arrival."""
-    idle_seconds: float
+    idle_seconds: Figure
     """Seconds without traffic after which an update counts as the first one again (RFC 5681, 4.1)."""
 
     @property
-    def total_seconds(self) -> float:
+    def total_seconds(self) -> Figure:
         """Seconds from the begin of a first update until the other side has it."""
         return self.offer_seconds + self.first_seconds + self.way_seconds
 
+    @property
+    def figures(self) -> tuple[Figure, ...]:
+        """All of them in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
-def pace(path: Path, update_bytes: int) -> LinkPace:
-    """Return the times of TCP with slow start, over a link of its own.
+
+def pace(path: Path, update_bytes: int) -> LinkPace[float]:
+    """Return the times of one link (`paces`)."""
+    found = paces(np.array(path.rtt_seconds), np.array(path.bytes_per_second), update_bytes)
+    return LinkPace(*(float(figure) for figure in found.figures))
+
+
+def paces(rtt: Floats, rate: Floats, update_bytes: int) -> LinkPace[Floats]:
+    """Return the times of TCP with slow start, over links of their own with given round trips, in s, and bytes/s.
 
     The congestion window w doubles with each of k round trips, until it fills the link (rate x RTT) or the rest of the
     update fits in it. k round trips carry w (2^k - 1) bytes; the rest is sent at the link's rate. A large update is
     offered first, and sent after the answer.
     """
-    rtt, rate, line = path.rtt_seconds, path.bytes_per_second, line_bytes(update_bytes)
-    busy, window = [], float(FIRST_WINDOW_BYTES)
+    line, busy, window = line_bytes(update_bytes), [], np.full(rtt.shape, float(FIRST_WINDOW_BYTES))
     for _ in range(3):
-        full, fits = math.log2(max(1.0, rate * rtt / window)), math.log2(1 + line / window) - 1
-        trips = max(0, math.ceil(min(full, fits)))
-        busy.append(trips * rtt + max(0.0, line - window * (2**trips - 1)) / rate)
-        window *= 2**trips
+        full, fits = np.log2(np.maximum(1.0, rate * rtt / window)), np.log2(1 + line / window) - 1
+        trips = np.maximum(0.0, np.ceil(np.minimum(full, fits)))
+        busy.append(trips * rtt + np.maximum(0.0, line - window * (2.0**trips - 1)) / rate)
+        window = window * 2.0**trips
     return LinkPace(
-        offer_seconds=rtt if update_bytes > UNASKED_BYTES else 0.0,
+        offer_seconds=rtt if update_bytes > UNASKED_BYTES else np.zeros_like(rtt),
         first_seconds=busy[0],
         second_seconds=busy[1],
         next_seconds=busy[2],
         way_seconds=rtt / 2,
-        idle_seconds=max(MIN_IDLE_SECONDS, 2 * rtt),
+        idle_seconds=np.maximum(MIN_IDLE_SECONDS, 2 * rtt),
     )
 
 

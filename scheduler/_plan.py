@@ -95,7 +95,7 @@ class _Problem:
         merging = merging_of(chosen)
         if merging is None and demand.collective is None:
             chosen = [_fastest_merging(one, front) for one, front in zip(chosen, self.fronts, strict=True)]
-        steps = evaluated.steps[place.staff, place.interval]
+        steps = self.search.steps(evaluated, place)
         partitions = tuple(
             replace(one.part, steps_per_round=int(count), shards=self.placed.shards.get(one.part.region, ()))
             for one, count in zip(chosen, steps, strict=True)

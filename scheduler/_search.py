@@ -27,15 +27,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler._configurations import Configured
-from scheduler._course import Bools, Course, Floats, Occasion, Staffs, course
+from scheduler._course import Bools, Floats, Occasion, Staffs, course
 from scheduler._exchange import Ways, policy_of
 from scheduler._model import Demand
 from scheduler.tuning._learning import (
@@ -76,6 +77,8 @@ MOST_PACES = 48
 """Paces that are tried; of more they are thinned out evenly, and the search from the best ones fills the gaps."""
 MOST_FIGURES = 4_000_000
 """Numbers in an array of the search: 32 MB, so that planning over a thousand regions takes seconds."""
+MOST_AT_ONCE = 100_000
+"""Numbers in an array of an evaluation: 800 kB, so that it stays in a processor's cache."""
 MOST_ENUMERATED = 1_000_000
 """Numbers up to which all staffings are evaluated with all intervals and exchanges: that takes a tenth of a second."""
 _INTERVALS = (*range(13, 41), 50, 60, 80, 120, 160, 320)
@@ -144,8 +147,6 @@ class Evaluated:
     interval: Floats
     rounds: Floats
     """By staffing and interval."""
-    steps: Floats
-    """Of a round, by staffing, interval and region."""
     seconds: Floats
     usd: Floats
     points: Floats
@@ -158,6 +159,9 @@ class Evaluated:
     """`samples_factor`, by staffing."""
     batch_points: Floats
     """Points that the global batch gives up, by staffing."""
+
+
+_BY_STAFFING = tuple(field.name for field in fields(Evaluated) if field.name not in ("ways", "intervals"))
 
 
 class Search:
@@ -418,11 +422,25 @@ class Search:
         Roughly: whether another interval would fit the shards better does not count.
         """
         ways = ways or self._useful_ways
-        staffs = Staffs.of(self._table[np.arange(len(self._sizes)), choice])
+        intervals = 1 if roughly and interval is not None else len(self._intervals)
+        size = max(1, MOST_AT_ONCE // (intervals * max(len(self._sizes), len(ways))))
+        parts = [
+            self._evaluated(choice[at : at + size], interval, ways, roughly=roughly)
+            for at in range(0, len(choice), size)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        joined: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in _BY_STAFFING
+        }
+        return replace(parts[0], **joined)
+
+    def _evaluated(self, choice: Ints, interval: int | None, ways: tuple[int, ...], *, roughly: bool) -> Evaluated:
+        staffs = self._staffs(choice)
         total, shares = self._loads(staffs)
         numbers = np.arange(len(self._intervals)) if interval is None or not roughly else np.array([interval])
         steps_of, rounds = self._rounds(total, self._intervals[numbers])
-        steps = np.maximum(1.0, np.round(steps_of[..., None] * shares[:, None, :]))
+        steps = _steps(steps_of, shares)
         points = self._points(staffs, rounds, steps, total, ways)
         another = roughly and len(self._intervals) > 1
         off = np.zeros(rounds.shape) if another else _off_points(rounds, steps, total, shares)
@@ -431,12 +449,20 @@ class Search:
             numbers, only = numbers[[interval]], slice(interval, interval + 1)
             steps_of, rounds, steps, off = steps_of[:, only], rounds[:, only], steps[:, only], off[:, only]
             points, tolerated = points[:, only], tolerated[:, only]
-        seconds, usd = self._courses(staffs, rounds, steps, ways)
+        took = course(staffs, self._occasion, rounds, steps, self._ways.figures.at(ways))
         factor = samples_factor(staffs.step_samples.sum(axis=1), self._least_samples, self._noise)
         return Evaluated(
-            choice, ways, numbers, steps_of, rounds, steps, seconds, usd, points, off, tolerated, factor,
+            choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, tolerated, factor,
             self._batch_points(factor),
         )  # fmt: skip
+
+    def steps(self, evaluated: Evaluated, place: Place) -> Floats:
+        """Return the steps of a plan's rounds, by region."""
+        shares = self._loads(self._staffs(evaluated.choice[place.staff][None, :]))[1]
+        return np.asarray(_steps(evaluated.interval[place.staff][None, [place.interval]], shares)[0, 0])
+
+    def _staffs(self, choice: Ints) -> Staffs:
+        return Staffs.of(self._table[np.arange(len(self._sizes)), choice])
 
     def _batch_points(self, factor: Floats) -> Floats:
         """Return what larger batches give up where the number of samples is fixed."""
@@ -457,16 +483,6 @@ class Search:
         if self._demand.interval is None:
             usual = np.maximum(usual, np.minimum(FEWEST_ROUNDS, np.maximum(1.0, np.round(total))[:, None]))
         return exchange_points(usual, self._ways.coding.min(), np.zeros(1))
-
-    def _courses(self, staffs: Staffs, rounds: Floats, steps: Floats, ways: tuple[int, ...]) -> tuple[Floats, Floats]:
-        """Return seconds and USD; in parts, so that no array gets too large."""
-        figures = self._ways.figures.at(ways)
-        size = max(1, MOST_FIGURES // (steps[0].size * len(ways)))
-        parts: list[Course] = [
-            course(staffs.rows(at, at + size), self._occasion, rounds[at : at + size], steps[at : at + size], figures)
-            for at in range(0, len(rounds), size)
-        ]
-        return np.concatenate([part.seconds for part in parts]), np.concatenate([part.usd for part in parts])
 
     def _points(self, staffs: Staffs, rounds: Floats, steps: Floats, total: Floats, ways: tuple[int, ...]) -> Floats:
         """Return the points given up against the usual exchange of the same staffing."""
@@ -514,6 +530,11 @@ class Search:
         return (*_SHORT_INTERVALS, *_INTERVALS) if fewest < FEWEST_ROUNDS * USUAL_INTERVAL else _INTERVALS
 
 
+def _steps(interval: Floats, shares: Floats) -> Floats:
+    """Return the whole steps of a round, by staffing, interval and region."""
+    return np.maximum(1.0, np.round(interval[..., None] * shares[:, None, :]))
+
+
 def _off_points(rounds: Floats, steps: Floats, total: Floats, shares: Floats) -> Floats:
     """Return the points that count as given up by other passes over the shards than asked."""
     asked = total[:, None, None] * shares[:, None, :]
@@ -537,9 +558,9 @@ def _undominated(ways: Ways) -> tuple[int, ...]:
     """Return the ways that no other equals or beats in every figure; of equal ones the first."""
     its = ways.figures
     rows = np.stack([its.seconds, its.usd, its.contact, ways.coding, 1.0 * ways.lossy, 1.0 * its.background], axis=1)
-    kept: list[int] = []
-    for at in np.lexsort(rows.T[::-1]):
-        others = rows[kept]
-        if not kept or not ((others <= rows[at]).all(axis=1) & (others[:, -1] == rows[at, -1])).any():
-            kept.append(int(at))
+    left, kept = np.lexsort(rows.T[::-1]), list[int]()
+    while len(left):
+        first = rows[left[0]]
+        kept.append(int(left[0]))
+        left = left[(rows[left] < first).any(axis=1) | (rows[left, -1] != first[-1])]
     return tuple(sorted(kept))

@@ -8,9 +8,11 @@ from scheduler.topology._evaluate import (
     evaluate_topologies,
     evaluate_topology,
     rechosen,
+    topologies_over,
     topology_kind,
     topology_kinds,
 )
+from scheduler.topology._flood import links_among
 from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, rerouted
 
 __all__ = [
@@ -23,8 +25,10 @@ __all__ = [
     "choose_topology",
     "evaluate_topologies",
     "evaluate_topology",
+    "links_among",
     "rechosen",
     "rerouted",
+    "topologies_over",
     "topology_kind",
     "topology_kinds",
 ]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING
 
-from scheduler._link import LinkTable
-from scheduler.topology._flood import Hops, tree_seconds
+import numpy as np
 
-if TYPE_CHECKING:
-    import networkx as nx
+from scheduler.topology._flood import Bools, Floats, Hops, Links, tree_seconds
 
-__all__ = ["Candidate", "Network", "TopologyKind", "links_seconds"]
+__all__ = ["Candidate", "Network", "TopologyKind", "components", "spanning_edges"]
 
 
 @dataclass(frozen=True)
@@ -28,11 +25,13 @@ class Candidate:
 class Network:
     """Regions and the links between them; two regions at least, all connected."""
 
-    names: Sequence[str]
-    table: LinkTable
+    links: Links
     hops: Hops
-    clouds: Mapping[str, str]
-    """Cloud of each region, by name; may lack regions."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the regions."""
+        return self.links.names
 
     @property
     def size(self) -> int:
@@ -42,18 +41,9 @@ class Network:
     @property
     def missing(self) -> list[tuple[int, int]]:
         """Pairs of regions without a direct path."""
-        return [(p, q) for p, q in combinations(range(self.size), 2) if not self.hops.there[p][q]]
-
-    def graph(self) -> nx.Graph:
-        """Return all direct paths, weighted by the time of one update."""
-        import networkx as nx
-
-        net, graph = self.hops, nx.Graph()
-        graph.add_nodes_from(range(self.size))
-        graph.add_weighted_edges_from(
-            (p, q, net.weight(p, q)) for p, q in combinations(range(self.size), 2) if net.there[p][q]
-        )
-        return graph
+        if self.links.there.sum() == self.size * (self.size - 1):
+            return []
+        return [(p, q) for p, q in combinations(range(self.size), 2) if not self.links.there[p, q]]
 
 
 @dataclass(frozen=True)
@@ -69,10 +59,29 @@ class TopologyKind:
     """Whether job files may name it, and get a reason if it is impossible."""
 
 
-def links_seconds(net: Hops, links: Sequence[tuple[int, int]]) -> float:
-    """Return the seconds of an exchange over a tree of links."""
-    neighbours: list[list[int]] = [[] for _ in range(len(net))]
-    for p, q in links:
-        neighbours[p].append(q)
-        neighbours[q].append(p)
-    return tree_seconds(net, neighbours)
+def components(there: Bools) -> list[list[int]]:
+    """Return the connected parts of a symmetric graph, each in order."""
+    parts, left = [], np.ones(len(there), np.bool_)
+    while left.any():
+        part, new = np.zeros(len(there), np.bool_), np.arange(len(there)) == left.argmax()
+        while new.any():
+            part |= new
+            new = there[new].any(axis=0) & ~part
+        parts.append([int(place) for place in np.nonzero(part)[0]])
+        left &= ~part
+    return parts
+
+
+def spanning_edges(weights: Floats, there: Bools) -> list[tuple[float, int, int]]:
+    """Return the edges of the minimum spanning tree of a connected graph, with their weights (Prim)."""
+    weights = np.where(there, weights, np.inf)
+    nearest, via, outside = weights[0].copy(), np.zeros(len(weights), np.intp), np.ones(len(weights), np.bool_)
+    outside[0] = False
+    found = []
+    for _ in range(len(weights) - 1):
+        new = int(np.where(outside, nearest, np.inf).argmin())
+        outside[new] = False
+        found.append((float(nearest[new]), min(new, int(via[new])), max(new, int(via[new]))))
+        nearer = weights[new] < nearest
+        nearest, via = np.where(nearer, weights[new], nearest), np.where(nearer, new, via)
+    return found

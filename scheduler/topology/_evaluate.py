@@ -12,8 +12,8 @@ from itertools import chain
 
 from scheduler._link import LinkTable
 from scheduler.topology import mesh, partial_mesh, ring, star, tree, two_level
-from scheduler.topology._contract import Candidate, Network, TopologyKind
-from scheduler.topology._flood import Hops, hops, mesh_seconds, originals
+from scheduler.topology._contract import Candidate, Network, TopologyKind, components
+from scheduler.topology._flood import Hops, Links, links_among, mesh_seconds, originals
 
 __all__ = [
     "Topologies",
@@ -22,6 +22,7 @@ __all__ = [
     "evaluate_topologies",
     "evaluate_topology",
     "rechosen",
+    "topologies_over",
     "topology_kind",
     "topology_kinds",
 ]
@@ -82,27 +83,31 @@ class Topologies:
 def evaluate_topologies(
     regions: Sequence[str], table: LinkTable, update_bytes: int, clouds: Mapping[str, str] | None = None
 ) -> Topologies:
+    """Return the fastest topology of each kind (`topologies_over`). Raises ValueError for no regions."""
+    if not regions:
+        raise ValueError("a topology needs a region")
+    return topologies_over(links_among(sorted(regions), table, clouds), update_bytes)
+
+
+def topologies_over(links: Links, update_bytes: int) -> Topologies:
     """Return the fastest topology of each kind.
 
     `update_bytes` is the size of one region's encoded update. Regions are neighbours only where the table has both
     directions; where pairs are missing, all existing ones make a partial mesh, if it reaches every region in two hops.
     The best star is found among all hubs, the best ring of up to nine regions among all orders, beyond that by search.
     The tree is the minimum spanning tree by the time of one update. Two levels are searched over a few clusterings
-    (`clouds`, by region, is one of them) and their hubs. Raises ValueError for no regions.
+    (that by cloud is one of them) and their hubs.
     """
-    if not regions:
-        raise ValueError("a topology needs a region")
-    names = sorted(regions)
-    if len(names) == 1:
+    if len(links.names) == 1:
         return Topologies((Topology("mesh", (), (), 0.0, 0.0),), {})
-    network = Network(names, table, hops(names, table, update_bytes), clouds or {})
-    if apart := _why_apart(network):
+    network = Network(links, links.hops(update_bytes))
+    if apart := _why_apart(links):
         return Topologies((), dict.fromkeys(topology_kinds(), apart))
     possible, impossible = [], {}
     for kind in _KINDS.values():
         found = kind.find(network)
         if isinstance(found, Candidate):
-            possible.append(_topology(kind.name, found, names, table, network.hops, update_bytes))
+            possible.append(_topology(kind.name, found, network, update_bytes))
         elif kind.offered:
             impossible[kind.name] = found
     return Topologies(tuple(possible), impossible)
@@ -131,7 +136,8 @@ def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) ->
     number = {name: i for i, name in enumerate(names)}
     links = tuple((number[a], number[b]) for a, b in current.links)
     candidate = Candidate(tuple(number[hub] for hub in current.hubs), links)
-    return _topology(current.kind, candidate, names, table, hops(names, table, update_bytes), update_bytes)
+    among = links_among(names, table)
+    return _topology(current.kind, candidate, Network(among, among.hops(update_bytes)), update_bytes)
 
 
 def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
@@ -156,9 +162,8 @@ def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int
     return best
 
 
-def _topology(
-    kind: str, candidate: Candidate, names: Sequence[str], table: LinkTable, net: Hops, update_bytes: int
-) -> Topology:
+def _topology(kind: str, candidate: Candidate, network: Network, update_bytes: int) -> Topology:
+    names, usd_per_gb = network.names, network.links.usd_per_gb.tolist()
     neighbours: list[list[int]] = [[] for _ in names]
     for p, q in candidate.links:
         neighbours[p].append(q)
@@ -168,12 +173,12 @@ def _topology(
         # As it is metered: what the line adds below that, no meter of ours sees.
         carried = len(carried_from) * update_bytes
         sent[f"{names[p]}>{names[q]}"] = carried
-        usd += carried / 1e9 * table[names[p], names[q]].usd_per_gb
+        usd += carried / 1e9 * usd_per_gb[p][q]
     return Topology(
         kind=kind,
         hubs=tuple(names[hub] for hub in candidate.hubs),
         links=tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links)),
-        seconds=_seconds(kind, net, neighbours),
+        seconds=_seconds(kind, network.hops, neighbours),
         usd_per_round=usd,
         bytes_per_round_by_link=sent,
     )
@@ -184,12 +189,10 @@ def _seconds(kind: str, net: Hops, neighbours: Sequence[Sequence[int]]) -> float
     return (mesh_seconds if complete else topology_kind(kind).seconds)(net, neighbours)
 
 
-def _why_apart(network: Network) -> str:
+def _why_apart(links: Links) -> str:
     """Return why the regions are not connected; empty if they are."""
-    import networkx as nx
-
-    parts = sorted(sorted(part) for part in nx.connected_components(network.graph()))
+    parts = components(links.there)
     if len(parts) == 1:
         return ""
-    one, other = (", ".join(network.names[i] for i in part) for part in (parts[0], sorted(chain(*parts[1:]))))
+    one, other = (", ".join(links.names[i] for i in part) for part in (parts[0], sorted(chain(*parts[1:]))))
     return f"no path joins {one} with {other}"

@@ -12,70 +12,94 @@ updates (the alpha-beta model, Hockney 1994, with store and forward, and a cold 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-from scheduler._link import LinkPace, LinkTable, pace
+import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from scheduler._link import LinkPace, LinkTable, paces
 
-__all__ = ["MISSING_SECONDS", "Hops", "hops", "mesh_seconds", "originals", "ring_times", "tree_seconds"]
+__all__ = [
+    "MISSING_SECONDS", "Bools", "Floats", "Hops", "Ints", "Links", "links_among", "mesh_seconds", "originals",
+    "ring_times", "tree_seconds", "trees_seconds",
+]  # fmt: skip
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.intp]
 
 MISSING_SECONDS = 1e12
 """Seconds of a missing link: finite, so that a search can move away from it."""
 BLOCK = 1024
 """Orders of a ring that are evaluated at a time: small enough for the cache."""
-_MISSING = LinkPace(0.0, MISSING_SECONDS, MISSING_SECONDS, MISSING_SECONDS, 0.0, MISSING_SECONDS)
+_MOST_FIGURES = 2_000_000
+"""Numbers in an array of times, by tree, region and origin: 16 MB."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links among regions, whatever the size of an update; arrays of shape (n, n) by the regions' numbers."""
+
+    names: Sequence[str]
+    clouds: Mapping[str, str]
+    """Cloud of each region, by name; may lack regions."""
+    there: Bools
+    """Symmetric: neighbours need both directions."""
+    rtt: Floats
+    """Round-trip times in seconds."""
+    rate: Floats
+    """Bytes per second."""
+    usd_per_gb: Floats
+
+    def hops(self, update_bytes: int) -> Hops:
+        """Return the links for updates of a size."""
+        found = paces(self.rtt, self.rate, update_bytes)
+        lacking = (0.0, *[MISSING_SECONDS] * 3, 0.0, MISSING_SECONDS)
+        return Hops(
+            LinkPace(*(np.where(self.there, own, none) for own, none in zip(found.figures, lacking, strict=True))),
+            self.there,
+        )
+
+
+def links_among(names: Sequence[str], table: LinkTable, clouds: Mapping[str, str] | None = None) -> Links:
+    """Return the links among regions."""
+    size = len(names)
+    there = np.zeros((size, size), np.bool_)
+    rtt, rate, usd = np.ones((size, size)), np.ones((size, size)), np.zeros((size, size))
+    for p, source in enumerate(names):
+        for q, other in enumerate(names):
+            path = table.get((source, other))
+            if path is not None:
+                there[p, q] = True
+                rtt[p, q], rate[p, q], usd[p, q] = path.rtt_seconds, path.bytes_per_second, path.usd_per_gb
+    return Links(names, clouds or {}, there & there.T, rtt, rate, usd)
 
 
 @dataclass(frozen=True)
 class Hops:
-    """The times of all links for one size of update, by the regions' numbers."""
+    """The times of all links for one size of update, by the regions' numbers: arrays of shape (n, n)."""
 
-    paces: tuple[tuple[LinkPace, ...], ...]
-    there: tuple[tuple[bool, ...], ...]
-    """Symmetric: neighbours need both directions."""
+    pace: LinkPace[Floats]
+    there: Bools
 
     def __len__(self) -> int:
-        return len(self.paces)
+        return len(self.there)
 
     @cached_property
-    def figures(self) -> tuple[npt.NDArray[np.float64], ...]:
-        """The fields of the paces in their order, each of shape (n, n)."""
-        import numpy as np
-
-        return tuple(
-            np.array([[getattr(link, field.name) for link in row] for row in self.paces]) for field in fields(LinkPace)
-        )
-
-    @cached_property
-    def missing(self) -> npt.NDArray[np.bool_]:
-        """Whether each link is missing, shape (n, n)."""
-        import numpy as np
-
-        return ~np.asarray(self.there)
-
-    def weight(self, p: int, q: int) -> float:
-        """Seconds of one update over a pair of links, in the slower direction."""
-        if not self.there[p][q]:
-            return MISSING_SECONDS
-        return max(self.paces[p][q].total_seconds, self.paces[q][p].total_seconds)
-
-
-def hops(regions: Sequence[str], table: LinkTable, update_bytes: int) -> Hops:
-    """Return the links among regions, for updates of a size."""
-    paths = [[table.get((p, q)) for q in regions] for p in regions]
-    paces = tuple(tuple(pace(path, update_bytes) if path else _MISSING for path in row) for row in paths)
-    return Hops(paces, tuple(tuple((p, q) in table and (q, p) in table for q in regions) for p in regions))
+    def weights(self) -> Floats:
+        """Seconds of one update over a pair of links, in the slower direction; 0 of a region with itself."""
+        total = self.pace.total_seconds
+        weights = np.where(self.there, np.maximum(total, total.T), MISSING_SECONDS)
+        np.fill_diagonal(weights, 0.0)
+        return weights
 
 
 def originals(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[int]]:
     """Return the regions whose updates each directed link carries: breadth first from each, neighbours in order."""
+    if all(len(there) == len(neighbours) - 1 for there in neighbours):
+        return {(p, q): [p] for p, others in enumerate(neighbours) for q in others}
     carried: dict[tuple[int, int], list[int]] = {(p, q): [] for p, others in enumerate(neighbours) for q in others}
     for origin in range(len(neighbours)):
         queue, seen = [origin], {origin}
@@ -94,55 +118,88 @@ def mesh_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
     Link (p, q) carries p's own update first; then, where q has no path from some regions r, theirs, which are at p
     after o(r, p) + c(r, p) + p(r, p). Raises ValueError where two hops do not suffice.
     """
-    slowest = 0.0
-    for (p, q), carried in originals(neighbours).items():
-        if any(r != p and r not in neighbours[p] for r in carried):
-            raise ValueError("more than two hops")
-        ready = [0.0 if r == p else net.paces[r][p].total_seconds for r in carried]
-        slowest = max(slowest, _arrivals(ready, net.paces[p][q])[-1])
-    return slowest
+    total = net.pace.total_seconds
+    if all(len(there) == len(neighbours) - 1 for there in neighbours):
+        return float(total[net.there].max(initial=0.0))
+    carried = originals(neighbours)
+    if any(r != p and r not in neighbours[p] for (p, _), sources in carried.items() for r in sources):
+        raise ValueError("more than two hops")
+    ready = np.full((len(carried), max(map(len, carried.values()))), np.inf)
+    for row, ((p, _), sources) in enumerate(carried.items()):
+        ready[row, : len(sources)] = sorted(0.0 if r == p else total[r, p] for r in sources)
+    source, target = np.array(list(carried)).T
+    arrived = _arrivals(net, source, target, ready)
+    return float(arrived[np.isfinite(arrived)].max())
 
 
-def _arrivals(ready: Sequence[float], link: LinkPace) -> list[float]:
-    """Return when updates that are ready at given times have passed a link, in order."""
-    offer, idle, way = link.offer_seconds, link.idle_seconds, link.way_seconds
-    free, sent, out = -math.inf, 0, []
-    for at in sorted(ready):
-        begin = at + offer
-        if begin - free > idle:
-            free, sent = begin + link.first_seconds, 1
-        else:
-            free, sent = max(free, begin) + (link.second_seconds if sent == 1 else link.next_seconds), sent + 1
-        out.append(free + way)
-    return out
+def _arrivals(net: Hops, source: Ints, target: Ints, ready: Floats) -> Floats:
+    """Return when updates have passed a link each row, in order; shape (links, updates).
+
+    ``ready``: when they are at the source, sorted; infinite: there are no more.
+    """
+    offer, first, second, later, way, idle = (figure[source, target] for figure in net.pace.figures)
+    arrived, free, fresh = np.empty_like(ready), np.full(len(ready), -np.inf), np.zeros(len(ready), np.bool_)
+    with np.errstate(invalid="ignore"):  # differences of two infinite times
+        for place in range(ready.shape[1]):
+            begin = ready[:, place] + offer
+            cold = begin - free > idle
+            free = np.where(cold, begin + first, np.maximum(free, begin) + np.where(fresh, second, later))
+            fresh = cold
+            arrived[:, place] = free + way
+    return arrived
 
 
 def tree_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
-    """Return the seconds of an exchange over a tree, in which link (p, q) carries the updates of all regions on p's
-    side.
+    """Return the seconds of an exchange over a tree (`trees_seconds`)."""
+    parents, queue = np.full((1, len(neighbours)), -1), [0]
+    for here in queue:
+        for there in neighbours[here]:
+            if there != parents[0, here]:
+                parents[0, there] = here
+                queue.append(there)
+    return float(trees_seconds(net, parents)[0])
+
+
+def trees_seconds(net: Hops, parents: Ints) -> Floats:
+    """Return the seconds of exchanges over trees, in which link (p, q) carries the updates of all regions on p's side.
 
     Let r(1) <= r(2) <= ... be when they are at p: 0 for p's own, the others as the links into p deliver them. The link
     has sent the k-th at f(k) = max(f(k - 1), r(k) + o) + b, with c for b where it was idle, and q has it at f(k) + p.
+
+    Args:
+        parents: of each region in each tree, shape (trees, n); of the root, any one, -1.
     """
-    arrivals: dict[tuple[int, int], list[float]] = {}
-
-    def carried(p: int, q: int) -> list[float]:
-        """Return when q receives the updates that are sent over (p, q), in order."""
-        if (p, q) not in arrivals:
-            ready = [0.0]
-            for r in neighbours[p]:
-                if r != q:
-                    ready += carried(r, p)
-            arrivals[p, q] = _arrivals(ready, net.paces[p][q])
-        return arrivals[p, q]
-
-    for p, others in enumerate(neighbours):
-        for q in others:
-            carried(p, q)
-    return max((out[-1] for out in arrivals.values()), default=0.0)
+    size = max(1, _MOST_FIGURES // len(net) ** 2)
+    return np.concatenate([_trees_seconds(net, parents[at : at + size]) for at in range(0, len(parents), size)])
 
 
-def ring_times(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
+def _trees_seconds(net: Hops, parents: Ints) -> Floats:
+    rows, own = np.arange(len(parents))[:, None], np.arange(len(net))
+    depth, above = np.zeros_like(parents), parents
+    while (above >= 0).any():
+        depth += above >= 0
+        above = np.where(above >= 0, parents[rows, above], -1)
+    levels = [np.nonzero(depth == level) for level in range(1, int(depth.max()) + 1)]
+    # When each region has each other one's update, by tree, region and origin.
+    at = np.full((len(parents), len(net), len(net)), np.inf)
+    at[:, own, own] = 0.0
+
+    def carry(tree: Ints, source: Ints, target: Ints, ready: Floats) -> None:
+        order = ready.argsort(axis=1)[:, : int(np.isfinite(ready).sum(axis=1).max())]
+        arrived = _arrivals(net, source, target, np.take_along_axis(ready, order, axis=1))
+        link, place = np.nonzero(np.isfinite(arrived))
+        at[tree[link], target[link], order[link, place]] = arrived[link, place]
+
+    for tree, child in reversed(levels):
+        carry(tree, child, parents[tree, child], at[tree, child])
+    below = np.isfinite(at)
+    for tree, child in levels:
+        parent = parents[tree, child]
+        carry(tree, parent, child, np.where(below[tree, child], np.inf, at[tree, parent]))
+    return np.asarray(at.max(axis=(1, 2)))
+
+
+def ring_times(net: Hops, orders: Ints) -> Floats:
     """Return the seconds for each order of a ring of three and more; orders has shape (m, n), the result (m,).
 
     A link sends its source's own update first and then those from behind, nearest first. So the k-th leaves link i at
@@ -150,20 +207,16 @@ def ring_times(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.float6
     of the two directions, and travels up to half of the ring. With an even number the last of these hops is made only
     in the direction of the origin's first neighbour.
     """
-    import numpy as np
-
     return np.concatenate([_block_times(net, orders[i : i + BLOCK]) for i in range(0, len(orders), BLOCK)])
 
 
-def _block_times(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.float64]:
-    import numpy as np
-
+def _block_times(net: Hops, orders: Ints) -> Floats:
     n = orders.shape[1]
     following, before = np.roll(orders, -1, axis=1), np.roll(orders, 1, axis=1)
     latest = np.zeros(orders.shape)
     for step, ahead, behind in ((1, following, before), (-1, before, following)):
         pairs = orders * n + ahead
-        offer, first, second, later, way, idle = (figure.take(pairs) for figure in net.figures)
+        offer, first, second, later, way, idle = (figure.take(pairs) for figure in net.pace.figures)
         done, fresh = offer + first, np.ones(orders.shape, np.bool_)
         for hop in range(1, n // 2 + 1):
             arrived = np.roll(done + way, step, axis=1)
@@ -177,5 +230,5 @@ def _block_times(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.floa
                 # At each place, that of the origin on the other side of the ring, half the way back.
                 this_way = np.roll(ahead < behind, step * hop, axis=1)
                 np.maximum(latest, np.where(this_way, arrived, 0.0), out=latest)
-    missing = net.missing[orders, following]
+    missing = ~net.there[orders, following]
     return np.asarray(latest.max(axis=1) + MISSING_SECONDS * missing.sum(axis=1))

@@ -11,7 +11,7 @@ __all__ = ["KIND"]
 
 
 def _find(network: Network) -> Candidate | str:
-    there, every = network.hops.there, range(network.size)
+    there, every = network.hops.there.tolist(), range(network.size)
     missing = network.missing
     if not missing:
         return "every pair has a direct path"

@@ -6,14 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations, permutations
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind
-from scheduler.topology._flood import Hops, ring_times
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+from scheduler.topology._flood import Hops, Ints, ring_times
 
 __all__ = ["KIND"]
 
@@ -41,40 +38,32 @@ def _find(network: Network) -> Candidate | str:
     times = ring_times(net, orders)
     order = [int(place) for place in orders[times.argmin()]]
     links = tuple((order[i], order[(i + 1) % n]) for i in range(n))
-    if not all(net.there[p][q] for p, q in links):
+    if not all(net.there[p, q] for p, q in links):
         return "no way around with direct paths was found"
     return Candidate((), links)
 
 
 @lru_cache(maxsize=_EXACT_RING)
-def _all_orders(n: int) -> npt.NDArray[np.intp]:
+def _all_orders(n: int) -> Ints:
     """Return every ring once: from region 0, in one of the two directions."""
-    import numpy as np
-
     rings = [(0, *rest) for rest in permutations(range(1, n)) if n < 3 or rest[0] < rest[-1]]
     return np.asarray(rings)
 
 
-def _greedy_orders(net: Hops, starts: int) -> npt.NDArray[np.intp]:
+def _greedy_orders(net: Hops, starts: int) -> Ints:
     """Return, from so many of the regions, the ring that always continues to the nearest region left."""
-    import numpy as np
-
     n = len(net)
-    orders = []
-    for first in range(0, n, max(1, n // starts)):
-        order, left = [first], set(range(n)) - {first}
-        while left:
-            nearest = min(left, key=lambda other: (net.weight(order[-1], other), other))
-            order.append(nearest)
-            left.remove(nearest)
-        orders.append(order)
-    return np.asarray(orders)
+    orders = np.arange(0, n, max(1, n // starts))[:, None]
+    rows, left = np.arange(len(orders)), np.ones((len(orders), n), np.bool_)
+    for _ in range(n - 1):
+        left[rows, orders[:, -1]] = False
+        nearest = np.where(left, net.weights[orders[:, -1]], np.inf).argmin(axis=1)
+        orders = np.hstack([orders, nearest[:, None]])
+    return orders
 
 
-def _improved(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+def _improved(net: Hops, orders: Ints) -> Ints:
     """Return the best two orders improved by 2-opt: the best reversal of a stretch, until none helps (Croes 1958)."""
-    import numpy as np
-
     n = orders.shape[1]
     places = np.arange(n)
     # Row (i, j) lists the places of a ring after the stretch i..j is reversed.
@@ -82,22 +71,20 @@ def _improved(net: Hops, orders: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
         [np.where((places < i) | (places > j), places, i + j - places) for i, j in combinations(range(1, n), 2)]
     )
     times = ring_times(net, orders)
-    improved = []
-    for start in np.argsort(times)[:2]:
-        order, seconds = orders[start], float(times[start])
-        for _ in range(_MOST_SWEEPS):
-            tried = order[moves]
-            after = ring_times(net, tried)
-            if after.min() >= seconds:
-                break
-            order, seconds = tried[after.argmin()], float(after.min())
-        improved.append(order)
-    return np.asarray(improved, np.intp)
+    best = np.argsort(times)[:2]
+    orders, times, rows = orders[best], times[best], np.arange(2)
+    for _ in range(_MOST_SWEEPS):
+        tried = orders[:, moves]
+        after = ring_times(net, tried.reshape(-1, n)).reshape(len(orders), -1)
+        helped = after.min(axis=1) < times
+        if not helped.any():
+            break
+        orders = np.where(helped[:, None], tried[rows, after.argmin(axis=1)], orders)
+        times = np.where(helped, after.min(axis=1), times)
+    return orders
 
 
 def _seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
-    import numpy as np
-
     return float(ring_times(net, np.asarray([_around(neighbours)]))[0])
 
 

@@ -3,7 +3,10 @@ others."""
 
 from __future__ import annotations
 
-from scheduler.topology._contract import Candidate, Network, TopologyKind, links_seconds
+import numpy as np
+
+from scheduler.topology._contract import Candidate, Network, TopologyKind
+from scheduler.topology._flood import trees_seconds
 
 __all__ = ["KIND"]
 
@@ -13,18 +16,15 @@ all others."""
 
 
 def _find(network: Network) -> Candidate | str:
-    net, n = network.hops, network.size
-    best: tuple[float, Candidate] | None = None
-    hubs = [hub for hub in range(n) if sum(net.there[hub]) >= n - 1]
+    net, every = network.hops, np.arange(network.size)
+    hubs = np.nonzero(net.there.sum(axis=1) >= network.size - 1)[0]
+    if not len(hubs):
+        return "no region has a direct path to all others"
     if len(hubs) > _MOST_HUBS:
-        near = {hub: sum(net.weight(hub, other) for other in range(n) if other != hub) for hub in hubs}
-        hubs = sorted(hubs, key=lambda hub: (near[hub], hub))[:_MOST_HUBS]
-    for hub in hubs:
-        links = tuple((hub, other) for other in range(n) if other != hub)
-        seconds = links_seconds(net, links)
-        if best is None or seconds < best[0]:
-            best = seconds, Candidate((hub,), links)
-    return best[1] if best else "no region has a direct path to all others"
+        hubs = np.sort(hubs[net.weights[hubs].sum(axis=1).argsort(kind="stable")[:_MOST_HUBS]])
+    parents = np.where(every == hubs[:, None], -1, hubs[:, None])
+    hub = int(hubs[trees_seconds(net, parents).argmin()])
+    return Candidate((hub,), tuple((hub, other) for other in range(network.size) if other != hub))
 
 
 KIND = TopologyKind("star", _find)

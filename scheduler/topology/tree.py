@@ -1,17 +1,15 @@
-"""The topology ``tree``: the minimum spanning tree by the time of one update (Kruskal)."""
+"""The topology ``tree``: the minimum spanning tree by the time of one update."""
 
 from __future__ import annotations
 
-from scheduler.topology._contract import Candidate, Network, TopologyKind
+from scheduler.topology._contract import Candidate, Network, TopologyKind, spanning_edges
 
 __all__ = ["KIND"]
 
 
 def _find(network: Network) -> Candidate | str:
-    import networkx as nx
-
-    edges = nx.minimum_spanning_edges(network.graph(), algorithm="kruskal", data=False)
-    return Candidate((), tuple(sorted((min(p, q), max(p, q)) for p, q in edges)))
+    edges = spanning_edges(network.hops.weights, network.hops.there)
+    return Candidate((), tuple(sorted((p, q) for _, p, q in edges)))
 
 
 KIND = TopologyKind("tree", _find)

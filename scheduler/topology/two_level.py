@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from dataclasses import dataclass, replace
 
-from scheduler.topology._contract import Candidate, Network, TopologyKind, links_seconds
-from scheduler.topology._flood import Hops
+import numpy as np
+
+from scheduler.topology._contract import Candidate, Network, TopologyKind, components, spanning_edges
+from scheduler.topology._flood import MISSING_SECONDS, Floats, Hops, Ints, Links, trees_seconds
 
 __all__ = ["KIND"]
 
@@ -18,77 +20,88 @@ _RIVAL_HUBS = 2
 
 def _find(network: Network) -> Candidate | str:
     """Return the fastest graph of a small search: a hub for each cluster, one of the hubs in the middle."""
-    best: tuple[float, Candidate] | None = None
-    net = network.hops
-    for clusters in _clusterings(network):
+    net, found = network.hops, []
+    for clusters in _clusterings(network.links):
         rivals = [_central(net, cluster) for cluster in clusters]
-        hubs = [choice[0] for choice in rivals]
-        for middle in range(len(clusters)):
-            chosen = list(hubs)
-            found = _two_level(net, clusters, chosen, middle)
-            for place, others in enumerate(rivals):
-                for other in others[1:]:
-                    tried = [*chosen[:place], other, *chosen[place + 1 :]]
-                    again = _two_level(net, clusters, tried, middle)
-                    if again is not None and (found is None or again[0] < found[0]):
-                        found, chosen = again, tried
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
-    if best is None:
+        found += [_Attempt(clusters, rivals, [own[0] for own in rivals], middle) for middle in range(len(clusters))]
+    if not found:
         return "no clusters with a hub each were found" if network.size > 3 else "needs four regions or more"
-    return best[1]
+    seconds = _seconds(net, found)
+    for place in range(max(len(attempt.hubs) for attempt in found)):
+        for rank in range(1, _RIVAL_HUBS):
+            some = [n for n, one in enumerate(found) if place < len(one.hubs) and rank < len(one.rivals[place])]
+            if not some:
+                continue
+            tried = [found[n].with_hub(place, found[n].rivals[place][rank]) for n in some]
+            for n, other, after in zip(some, tried, _seconds(net, tried), strict=True):
+                if after < seconds[n]:
+                    found[n], seconds[n] = other, after
+    best = int(seconds.argmin())
+    if seconds[best] >= MISSING_SECONDS:
+        return "no clusters with a hub each were found"
+    return found[best].candidate()
 
 
-def _two_level(
-    net: Hops, clusters: Sequence[Sequence[int]], hubs: Sequence[int], middle: int
-) -> tuple[float, Candidate] | None:
-    top = hubs[middle]
-    links = [(top, hub) for hub in hubs if hub != top]
-    links += [(hub, member) for hub, cluster in zip(hubs, clusters, strict=True) for member in cluster if member != hub]
-    if not all(net.there[p][q] for p, q in links):
-        return None
-    others = tuple(hub for hub in hubs if hub != top)
-    return links_seconds(net, links), Candidate((top, *others), tuple(links))
+@dataclass(frozen=True)
+class _Attempt:
+    clusters: Sequence[Sequence[int]]
+    rivals: Sequence[Sequence[int]]
+    """Regions that may be hubs, by cluster."""
+    hubs: Sequence[int]
+    middle: int
+    """Number of the cluster whose hub is in the middle."""
+
+    def with_hub(self, place: int, hub: int) -> _Attempt:
+        """Return it with another hub of one cluster."""
+        return replace(self, hubs=[*self.hubs[:place], hub, *self.hubs[place + 1 :]])
+
+    def parents(self) -> Ints:
+        """Return the hub of each region, -1 of the one in the middle."""
+        found = np.full(sum(map(len, self.clusters)), -1)
+        for hub, cluster in zip(self.hubs, self.clusters, strict=True):
+            found[list(cluster)] = hub
+        top = self.hubs[self.middle]
+        found[list(self.hubs)] = top
+        found[top] = -1
+        return found
+
+    def candidate(self) -> Candidate:
+        """Return the graph."""
+        top = self.hubs[self.middle]
+        links = tuple((int(hub), region) for region, hub in enumerate(self.parents()) if hub >= 0)
+        return Candidate((top, *(hub for hub in self.hubs if hub != top)), links)
+
+
+def _seconds(net: Hops, attempts: Sequence[_Attempt]) -> Floats:
+    return trees_seconds(net, np.array([attempt.parents() for attempt in attempts]))
 
 
 def _central(net: Hops, cluster: Sequence[int]) -> list[int]:
     """Return members by their distance: to the others of the cluster, then to all regions."""
-
-    def reach(member: int) -> tuple[float, float]:
-        inside = max((net.weight(member, other) for other in cluster if other != member), default=0.0)
-        outside = sum(net.weight(member, other) for other in range(len(net)))
-        return inside, outside
-
-    return sorted(cluster, key=reach)[:_RIVAL_HUBS]
+    inside, outside = net.weights[np.ix_(cluster, cluster)].max(axis=1), net.weights[cluster].sum(axis=1)
+    return [cluster[place] for place in np.lexsort((outside, inside))[:_RIVAL_HUBS]]
 
 
-def _clusterings(network: Network) -> Iterator[list[list[int]]]:
+def _clusterings(links: Links) -> Iterator[list[list[int]]]:
     """Yield clusterings of the regions: by cloud, and by round-trip time in two to four clusters (single linkage).
 
     Single linkage is the minimum spanning tree by round trip without its longest edges (Gower and Ross 1969).
     """
-    import networkx as nx
-
-    names, net, n = network.names, network.hops, network.size
+    n = len(links.names)
     if n < 4:
         return
     seen = set()
     by_cloud: dict[str, list[int]] = {}
-    for i, name in enumerate(names):
-        by_cloud.setdefault(network.clouds.get(name, ""), []).append(i)
-    graph = nx.Graph()
-    graph.add_nodes_from(range(n))
-    for p, q in combinations(range(n), 2):
-        if net.there[p][q]:
-            graph.add_edge(p, q, weight=network.table[names[p], names[q]].rtt_ms)
-    spanning = nx.minimum_spanning_edges(graph, data=True)
-    edges = sorted((link["weight"], p, q) for p, q, link in spanning)
+    for i, name in enumerate(links.names):
+        by_cloud.setdefault(links.clouds.get(name, ""), []).append(i)
+    trips = np.triu(links.rtt)
+    edges = sorted(spanning_edges(trips + trips.T, links.there))
     found = [sorted(by_cloud.values())]
     for count in range(2, _MOST_CLUSTERS + 1):
-        forest = nx.Graph()
-        forest.add_nodes_from(range(n))
-        forest.add_edges_from((p, q) for _, p, q in edges[: n - count])
-        found.append(sorted(sorted(part) for part in nx.connected_components(forest)))
+        kept = np.zeros((n, n), np.bool_)
+        for _, p, q in edges[: n - count]:
+            kept[p, q] = kept[q, p] = True
+        found.append(components(kept))
     for clusters in found:
         key = tuple(map(tuple, clusters))
         if 2 <= len(clusters) < n and len(clusters) <= 2 * _MOST_CLUSTERS and key not in seen:

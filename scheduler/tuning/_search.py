@@ -9,7 +9,7 @@ in arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ class _Evaluated:
     told: Outcomes
     at: npt.NDArray[np.int64]
     """Places of the grid that fit."""
+    names: tuple[str, ...] = field(default_factory=collectives)
+    """Collectives by number."""
 
 
 def configurations(task: TaskModel, space: Space) -> Iterator[Configuration]:
@@ -74,24 +76,21 @@ def step_front(task: TaskModel, space: Space) -> tuple[Prediction, ...]:
     found: list[Prediction] = []
     for evaluated in _evaluate(task, space):
         told, grid = evaluated.told, evaluated.grid
-        figures = np.stack(
-            [told.compute_seconds + told.merge_seconds, grid.memories_mb, told.requests_usd / told.iterations], axis=1
-        )
+        told = replace(told, requests_usd=told.requests_usd / told.iterations)
+        figures = np.stack([told.compute_seconds + told.merge_seconds, grid.memories_mb, told.requests_usd], axis=1)
         for workers in np.unique(grid.merges.workers[evaluated.at]):
             places = evaluated.at[grid.merges.workers[evaluated.at] == workers]
-            for at in places[_unbeaten(figures[places])]:
-                one = prediction(_named(evaluated, at), told, at)
-                found.append(replace(one, requests_usd=float(figures[at, 2])))
+            found += [prediction(_named(evaluated, at), told, at) for at in places[_unbeaten(figures[places])]]
     return tuple(sorted(found, key=lambda one: one.configuration.workers))
 
 
 def _unbeaten(figures: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
     """Places of rows that no other row equals or beats in every figure; of equal rows the first."""
-    order = np.lexsort(figures.T[::-1])
+    left = np.lexsort(figures.T[::-1])
     kept: list[int] = []
-    for at in order:
-        if not kept or not (figures[kept] <= figures[at]).all(axis=1).any():
-            kept.append(int(at))
+    while len(left):
+        kept.append(int(left[0]))
+        left = left[(figures[left] < figures[left[0]]).any(axis=1)]
     return np.array(kept, np.int64)
 
 
@@ -173,7 +172,7 @@ def _named(evaluated: _Evaluated, at: int) -> Configuration:
         memory_mb=int(grid.memories_mb[at]),
         workers=int(merges.workers[at]),
         batch=int(grid.batches[at]),
-        collective=collectives()[merges.collective[at]],
+        collective=evaluated.names[merges.collective[at]],
         chunks=int(merges.chunks[at]),
         channel=grid.channel,
     )

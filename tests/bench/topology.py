@@ -43,7 +43,7 @@ def main() -> int:
     grid = _read(given.grid) if given.grid.exists() else _generated()
     print(f"grid: {given.grid if given.grid.exists() else 'generated'}, {len(grid)} links")
     draw = random.Random(20260101)
-    evaluate_topologies(["a", "b"], {("a", "b"): Path(1, 1, 0), ("b", "a"): Path(1, 1, 0)}, 1)  # loads networkx
+    evaluate_topologies(["a", "b"], {("a", "b"): Path(1, 1, 0), ("b", "a"): Path(1, 1, 0)}, 1)
     for number in range(QUICK_DRAWS if given.quick else DRAWS):
         report.runs.append(_run(number, draw, grid))
     near = sum(run["ratio"] <= NEAR for run in report.runs) / len(report.runs)

@@ -56,7 +56,7 @@ federations = st.lists(
 )
 
 
-@settings(deadline=None)  # the first plan of a process loads networkx
+@settings(deadline=None)  # the first plan of a process takes longer
 @given(federations, st.integers(1, 256), st.floats(0.1, 20), st.one_of(st.none(), st.integers(1, 100)))
 def test_a_plan_uses_each_shard_where_it_is_and_no_more_than_is_free(
     shape: list[tuple[int, int, float]], batch: int, epochs: float, interval: int | None
@@ -82,7 +82,7 @@ def test_a_plan_uses_each_shard_where_it_is_and_no_more_than_is_free(
     assert interval is None or chosen.interval <= interval
 
 
-@settings(deadline=None)  # the first plan of a process loads networkx
+@settings(deadline=None)  # the first plan of a process takes longer
 @given(federations)
 def test_estimates_are_ranges_around_what_is_expected(shape: list[tuple[int, int, float]]) -> None:
     regions = tuple(region(f"r{i}", samples, workers) for i, (samples, workers, _) in enumerate(shape))
@@ -99,7 +99,7 @@ def test_workers_are_in_proportion_to_the_data_within_what_is_free() -> None:
     assert [part.workers for part in chosen.partitions] == [6, 2]
 
 
-@settings(deadline=None)  # the first plan of a process loads networkx
+@settings(deadline=None)  # the first plan of a process takes longer
 @given(federations, st.integers(1, 256), st.floats(1, 20), st.integers(50, 500))
 def test_by_speed_all_rounds_take_equally_long_and_the_epochs_are_made_together(
     shape: list[tuple[int, int, float]], batch: int, epochs: float, interval: int
