@@ -90,6 +90,8 @@ MOST_TRIED = 400_000
 """Numbers up to which changes of a plan are evaluated at once."""
 _MOST_LOOKED_AT = 12
 """Changes of which all intervals and exchanges are evaluated: those that are best with the present ones."""
+_MOST_JOINED = 256
+"""Changes that are looked at for those that help together."""
 _SAMPLE_PRICES = (0.0, 0.03, 0.3)
 """Shares of the price of samples in the global batch, when a region's configuration is chosen for a pace: the more they
 count, the smaller the batch."""
@@ -324,15 +326,17 @@ class Search:
     ) -> tuple[Evaluated, Place] | None:
         """Return the best of other staffings, with the best of all intervals and ways for it.
 
-        Those are looked at that are best with the present interval and way.
+        Those are looked at that are best with the present interval and way, and those that help there together.
         """
         if not len(others) or others.size > MOST_TRIED:
             return None
         present = int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],)
         rough = self._evaluate(others, *present, roughly=True)
         score = np.where(self.allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
-        best = score.argsort(kind="stable")[:_MOST_LOOKED_AT]
-        whole = self._evaluate(others[best])
+        order = score.argsort(kind="stable")
+        helps = order[: np.count_nonzero(score < self._score(evaluated, place, limits))][:_MOST_JOINED]
+        joined = _joined(evaluated.choice[place.staff], others[helps])
+        whole = self._evaluate(np.concatenate([others[order[:_MOST_LOOKED_AT]], *joined]))
         found = self._picked(whole, limits)
         return None if found is None else (whole, found)
 
@@ -548,6 +552,17 @@ def _with(choice: Ints, changes: Mapping[int, Ints]) -> Ints:
     for region, configurations in changes.items():
         rows[:, region] = configurations
     return rows
+
+
+def _joined(choice: Ints, rows: Ints) -> list[Ints]:
+    """Return changes of a staffing together: the first two of different regions, the first three, and so on."""
+    together, found = choice, list[Ints]()
+    for row in rows:
+        changed = row != choice
+        if (together[changed] == choice[changed]).all():
+            together = np.where(changed, row, together)
+            found.append(together[None, :])
+    return found[1:]
 
 
 def _log(figures: Floats) -> Floats:
