@@ -26,10 +26,9 @@ is found by any objective.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -185,6 +184,9 @@ class Search:
         # Regions with fewer configurations repeat their last one.
         self._table = np.array([[*own, *[own[-1]] * (most - len(own))] for own in figures])
         self._sizes = np.array([len(front) for front in fronts])
+        # All configurations of all regions: whose, and its number there.
+        self._regions = np.repeat(np.arange(len(fronts)), self._sizes)
+        self._numbers = np.concatenate([np.arange(size) for size in self._sizes])
         self._samples = np.array([float(front[0].part.samples) for front in fronts])
         self._least_samples = float(self._table[:, :, 0].min(axis=1).sum())
         self._useful_ways = _undominated(ways)
@@ -214,8 +216,7 @@ class Search:
             starts += [(found, at) for found, _ in (self._soonest, self._least) if (at := self._picked(found, limits))]
         if not starts:
             starts = [(found, at) for found in self._limited(limits) if (at := self._picked(found, limits))]
-        found = [self._climbed(evaluated, place, limits) for evaluated, place in starts]
-        return min(found, key=lambda one: self._score(one[0], one[1], limits), default=None)
+        return self._best_climbed(starts, limits)
 
     def least(self, limits: Limits) -> tuple[float, float]:
         """Return the upper bounds of seconds and USD of the plan that needs least, by what the limits minimise."""
@@ -283,8 +284,9 @@ class Search:
 
     def _unlimited(self, minimise: str) -> tuple[Evaluated, Place]:
         limits = Limits(minimise, possible=True)
-        climbed = [self._climbed(evaluated, place, limits) for evaluated, place in self._starts(limits)]
-        return min(climbed, key=lambda one: self._score(one[0], one[1], limits))
+        best = self._best_climbed(self._starts(limits), limits)
+        assert best is not None
+        return best
 
     def _starts(self, limits: Limits) -> list[tuple[Evaluated, Place]]:
         """Return the best plans of the paces that were tried, each with another staffing."""
@@ -307,13 +309,27 @@ class Search:
             tried.append(Limits("cost", limits.deadline_seconds, possible=True))
         return [found[0] for other in tried if (found := self.best(other)) is not None]
 
-    def _climbed(self, evaluated: Evaluated, place: Place, limits: Limits) -> tuple[Evaluated, Place]:
-        """Change one region at a time while that helps, then two."""
+    def _best_climbed(
+        self, starts: Sequence[tuple[Evaluated, Place]], limits: Limits
+    ) -> tuple[Evaluated, Place] | None:
+        """Return the best plan that is reached from the starts; None: there are none."""
+        seen: set[tuple[bytes, int, int]] = set()
+        found = [self._climbed(evaluated, place, limits, seen) for evaluated, place in starts]
+        return min(found, key=lambda one: self._score(one[0], one[1], limits), default=None)
+
+    def _climbed(
+        self, evaluated: Evaluated, place: Place, limits: Limits, seen: set[tuple[bytes, int, int]]
+    ) -> tuple[Evaluated, Place]:
+        """Change one region at a time while that helps, then two; until a plan that was seen from another start."""
         for _ in range(_MOST_CHANGES):
             choice = evaluated.choice[place.staff]
+            own = choice.tobytes(), int(evaluated.intervals[place.interval]), evaluated.ways[place.way]
+            if own in seen:
+                break
+            seen.add(own)
             best = self._score(evaluated, place, limits) - 1e-9
-            for others in (self._changed(choice), self._changed_twice(choice)):
-                found = self._improved(others, evaluated, place, limits)
+            for change in (self._changed, self._changed_twice):
+                found = self._improved(change(choice), evaluated, place, limits)
                 if found is not None and self._score(*found, limits) < best:
                     evaluated, place = found
                     break
@@ -397,24 +413,19 @@ class Search:
 
     def _changed(self, choice: Ints) -> Ints:
         """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
-        if int(self._sizes.sum()) * len(choice) > MOST_FIGURES:
+        if len(self._regions) * len(choice) > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
-        rows = [
-            _with(choice, {region: np.delete(np.arange(size), choice[region])})
-            for region, size in enumerate(self._sizes)
-        ]
-        return np.concatenate(rows)
+        other = self._numbers != choice[self._regions]
+        return _with(choice, (self._regions[other], self._numbers[other]))
 
     def _changed_twice(self, choice: Ints) -> Ints:
         """Return a staffing with the configurations of two regions changed, in every way; none if they are many."""
-        pairs = list(combinations(range(len(self._sizes)), 2))
-        if sum(int(self._sizes[a] * self._sizes[b]) for a, b in pairs) * len(choice) > MOST_TRIED:
+        sizes = self._sizes
+        if int(sizes.sum() ** 2 - (sizes**2).sum()) // 2 * len(choice) > MOST_TRIED:
             return np.empty((0, len(choice)), np.int64)
-        rows = [np.empty((0, len(choice)), np.int64)]
-        for a, b in pairs:
-            first, second = np.meshgrid(np.arange(self._sizes[a]), np.arange(self._sizes[b]), indexing="ij")
-            rows.append(_with(choice, {a: first.ravel(), b: second.ravel()}))
-        return np.concatenate(rows)
+        first, second = np.triu_indices(len(self._regions), 1)
+        two = self._regions[first] != self._regions[second]
+        return _with(choice, *((self._regions[at[two]], self._numbers[at[two]]) for at in (first, second)))
 
     # Evaluation
 
@@ -546,11 +557,11 @@ def _off_points(rounds: Floats, steps: Floats, total: Floats, shares: Floats) ->
     return np.asarray(OFF_POINTS * np.maximum(0.0, off - MOST_OFF))
 
 
-def _with(choice: Ints, changes: Mapping[int, Ints]) -> Ints:
-    """Return a staffing with other configurations of some regions, as many rows as these have."""
-    rows = np.repeat(choice[None, :], len(next(iter(changes.values()))), axis=0)
-    for region, configurations in changes.items():
-        rows[:, region] = configurations
+def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:
+    """Return a staffing with other configurations, each change a row of regions and their configurations."""
+    rows = np.repeat(choice[None, :], len(changes[0][0]), axis=0)
+    for regions, configurations in changes:
+        rows[np.arange(len(rows)), regions] = configurations
     return rows
 
 

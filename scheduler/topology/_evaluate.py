@@ -13,7 +13,7 @@ from itertools import chain
 from scheduler._link import LinkTable
 from scheduler.topology import mesh, partial_mesh, ring, star, tree, two_level
 from scheduler.topology._contract import Candidate, Network, TopologyKind, components
-from scheduler.topology._flood import Hops, Links, links_among, mesh_seconds, originals
+from scheduler.topology._flood import Hops, Links, carried_updates, links_among, mesh_seconds
 
 __all__ = [
     "Topologies",
@@ -169,9 +169,9 @@ def _topology(kind: str, candidate: Candidate, network: Network, update_bytes: i
         neighbours[p].append(q)
         neighbours[q].append(p)
     sent, usd = {}, 0.0
-    for (p, q), carried_from in sorted(originals(neighbours).items()):
+    for (p, q), updates in sorted(carried_updates(neighbours).items()):
         # As it is metered: what the line adds below that, no meter of ours sees.
-        carried = len(carried_from) * update_bytes
+        carried = updates * update_bytes
         sent[f"{names[p]}>{names[q]}"] = carried
         usd += carried / 1e9 * usd_per_gb[p][q]
     return Topology(

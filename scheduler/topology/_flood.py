@@ -22,7 +22,7 @@ import numpy.typing as npt
 from scheduler._link import LinkPace, LinkTable, paces
 
 __all__ = [
-    "MISSING_SECONDS", "Bools", "Floats", "Hops", "Ints", "Links", "links_among", "mesh_seconds", "originals",
+    "MISSING_SECONDS", "Bools", "Floats", "Hops", "Ints", "Links", "carried_updates", "links_among", "mesh_seconds",
     "ring_times", "tree_seconds", "trees_seconds",
 ]  # fmt: skip
 
@@ -98,8 +98,6 @@ class Hops:
 
 def originals(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[int]]:
     """Return the regions whose updates each directed link carries: breadth first from each, neighbours in order."""
-    if all(len(there) == len(neighbours) - 1 for there in neighbours):
-        return {(p, q): [p] for p, others in enumerate(neighbours) for q in others}
     carried: dict[tuple[int, int], list[int]] = {(p, q): [] for p, others in enumerate(neighbours) for q in others}
     for origin in range(len(neighbours)):
         queue, seen = [origin], {origin}
@@ -110,6 +108,32 @@ def originals(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int], list
                     queue.append(there)
                     carried[here, there].append(origin)
     return carried
+
+
+def carried_updates(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int], int]:
+    """Return the number of updates that each directed link carries."""
+    size, ends = len(neighbours), sum(map(len, neighbours))
+    if ends == size * (size - 1):
+        return {(p, q): 1 for p, others in enumerate(neighbours) for q in others}
+    if ends != 2 * (size - 1):
+        return {link: len(sources) for link, sources in originals(neighbours).items()}
+    parents, order = _rooted(neighbours)
+    below = [1] * size
+    for here in reversed(order[1:]):
+        below[parents[here]] += below[here]
+    up = {(here, parents[here]): below[here] for here in order[1:]}
+    return up | {(p, q): size - count for (q, p), count in up.items()}
+
+
+def _rooted(neighbours: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Return the parent of each region in a tree, -1 of region 0, and the regions in an order with parents first."""
+    parents, queue = [-1] * len(neighbours), [0]
+    for here in queue:
+        for there in neighbours[here]:
+            if there != parents[here]:
+                parents[there] = here
+                queue.append(there)
+    return parents, queue
 
 
 def mesh_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
@@ -151,13 +175,7 @@ def _arrivals(net: Hops, source: Ints, target: Ints, ready: Floats) -> Floats:
 
 def tree_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
     """Return the seconds of an exchange over a tree (`trees_seconds`)."""
-    parents, queue = np.full((1, len(neighbours)), -1), [0]
-    for here in queue:
-        for there in neighbours[here]:
-            if there != parents[0, here]:
-                parents[0, there] = here
-                queue.append(there)
-    return float(trees_seconds(net, parents)[0])
+    return float(trees_seconds(net, np.array([_rooted(neighbours)[0]]))[0])
 
 
 def trees_seconds(net: Hops, parents: Ints) -> Floats:
