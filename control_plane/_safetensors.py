@@ -1,4 +1,4 @@
-"""Read what the header of a safetensors file says of a model, without its tensors."""
+"""Read what the header of a safetensors file says of a model, and check it, without its tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from typing import Any
 
 _MAX_HEADER_BYTES = 16 << 20
 """Limit of the header's size."""
+_MAX_NAME = 200
+"""Characters of a name that an error shows."""
+_TYPE_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""Bytes of an element, by the type's name in a file. A model may have these types."""
 _INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors of a file that is missing, or no safetensors file."""
 
@@ -34,6 +43,39 @@ def facts_of(path: Path) -> dict[str, Any]:
         return dict(_header(path).get("__metadata__", {}))
     except _INVALID:
         return {}
+
+
+def check_weights(path: Path) -> None:
+    """Check that a file is whole and has tensors of known types only.
+
+    Raises ``ValueError`` with what is wrong, for users, and ``OSError`` if it cannot be read.
+    """
+    size = path.stat().st_size
+    try:
+        header = _header(path)
+        with path.open("rb") as file:
+            begin = at = 8 + int.from_bytes(file.read(8), "little")
+        tensors = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        if not tensors:
+            raise ValueError("it has no tensors")
+        for name, entry in sorted(tensors, key=lambda tensor: tuple(tensor[1]["data_offsets"])):
+            at += _bytes_of(name, entry, at - begin)
+    except (KeyError, TypeError, AttributeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError):
+        raise ValueError("its header is damaged") from None
+    if at != size:
+        raise ValueError(f"it has {size} bytes, and by its header {at}")
+
+
+def _bytes_of(name: str, entry: dict[str, Any], begin: int) -> int:
+    """Return the bytes of a tensor, which must begin at ``begin``. Raises ``ValueError``."""
+    dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype not in _TYPE_BYTES:
+        raise ValueError(f"{name[:_MAX_NAME]} has the type {str(dtype)[:_MAX_NAME]}, which no model here can have")
+    if any(type(number) is not int or number < 0 for number in (*shape, start, stop)):
+        raise ValueError(f"{name[:_MAX_NAME]} has no valid shape and place")
+    if (start, stop) != (begin, begin + prod(shape) * _TYPE_BYTES[dtype]):
+        raise ValueError(f"{name[:_MAX_NAME]} is not where its shape and the tensors before it say")
+    return int(stop - start)
 
 
 def _header(path: Path) -> dict[str, Any]:

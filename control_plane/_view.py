@@ -106,7 +106,14 @@ def job_summary(view: Data) -> Data:
 
 
 def _initial_model_view(model: control_pb2.InitialModel) -> Data:
-    return {"job": model.job, "digest": model.digest, "bytes": model.bytes, "round": model.round or None}
+    return {
+        "job": model.job,
+        "digest": model.digest,
+        "bytes": model.bytes,
+        "round": model.round or None,
+        "file": model.file,
+        "partial": model.partial,
+    }
 
 
 def _kept_view(model: control_pb2.KeptModel) -> Data:

@@ -43,7 +43,7 @@ class BlobStore:
         self._held = Counter[str]()
         """Digests of blobs that requests under way need, with the number of these requests."""
         self._received: dict[str, tuple[float, int]] = {}
-        """Of each uploader with a daily limit: when its day began, on the monotonic clock, and the bytes since then."""
+        """By uploader and kind of blob: when its day began, on the monotonic clock, and the bytes since then."""
 
     def path(self, digest: str) -> Path:
         """Return the path of a complete blob, which need not exist. Raises ``GeofedError("FRAME_INVALID")``."""
@@ -83,12 +83,14 @@ class BlobStore:
         limit_bytes: int,
         uploader: str,
         daily_bytes: int | None = None,
+        counted: str = "",
     ) -> common_pb2.BlobAck:
         """Receive an upload. Received bytes are kept for its uploader if the stream is interrupted.
 
         Args:
             limit_bytes: limit of one blob.
-            daily_bytes: limit of what the uploader sends within a day; None: none.
+            daily_bytes: limit of what the uploader sends of this kind within a day; None: none.
+            counted: kind of the blob, each with a limit of its own.
 
         Raises ``GeofedError``: LIMIT_EXCEEDED; DISK_FULL; FRAME_INVALID for a gap; and, with the partial file dropped,
         FRAME_INVALID for more bytes than announced and DIGEST_MISMATCH.
@@ -103,29 +105,30 @@ class BlobStore:
         async with self._locks.setdefault(partial, asyncio.Lock()):
             if self.size(digest) is None:
                 have = _size(partial) or 0
-                self._check_space(total - have, uploader, daily_bytes)
+                account = f"{uploader} {counted}"
+                self._check_space(total - have, account, daily_bytes)
                 try:
                     await self._append_all(first, chunks, partial)
                 finally:
-                    began, sent = self._day(uploader)
-                    self._received[uploader] = began, sent + max(0, (_size(partial) or total) - have)
+                    began, sent = self._day(account)
+                    self._received[account] = began, sent + max(0, (_size(partial) or total) - have)
         return self.stat(digest, uploader)
 
-    def _day(self, uploader: str) -> tuple[float, int]:
-        """Return when an uploader's day began, and the bytes that it has sent since then."""
-        began, sent = self._received.get(uploader, (-math.inf, 0))
+    def _day(self, account: str) -> tuple[float, int]:
+        """Return when the day of an uploader and kind began, and the bytes that were sent since then."""
+        began, sent = self._received.get(account, (-math.inf, 0))
         now = time.monotonic()
         return (began, sent) if now < began + _DAY_SECONDS else (now, 0)
 
-    def _check_space(self, more_bytes: int, uploader: str, daily_bytes: int | None) -> None:
-        began, sent = self._day(uploader)
+    def _check_space(self, more_bytes: int, account: str, daily_bytes: int | None) -> None:
+        began, sent = self._day(account)
         if daily_bytes is not None and sent + more_bytes > daily_bytes:
             hours = (began + _DAY_SECONDS - time.monotonic()) / 3600
             raise GeofedError(
                 "LIMIT_EXCEEDED",
                 f"{sent >> 20} MiB were uploaded within a day and {more_bytes} bytes more exceed the limit of "
                 f"{daily_bytes >> 20} MiB",
-                hint=f"upload it in {hours:.0f} h, or submit jobs with code that is uploaded already",
+                hint=f"upload it in {hours:.0f} h, or submit jobs with what is uploaded already",
             )
         if is_nearly_full(self.folder, more_bytes):
             raise GeofedError(

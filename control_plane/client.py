@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -142,6 +143,29 @@ class ControlClient:
         have: common_pb2.BlobAck = await self._answer(lambda stub: stub.StatBlob, common_pb2.BlobRequest(digest=digest))
         if not have.complete:
             await self._answer(lambda stub: stub.PutBlob, _chunks(content, digest, have.have_bytes))
+
+    async def put_weights(self, path: Path, digest: str, begun: Callable[[int], None] = lambda bytes_: None) -> None:
+        """Upload a file of weights unless it is uploaded already; ``begun`` is called with the bytes to be sent.
+
+        An interrupted upload is resumed for as long as each attempt brings bytes.
+        """
+        asked = common_pb2.BlobRequest(digest=digest)
+        have: common_pb2.BlobAck = await self._answer(lambda stub: stub.StatBlob, asked)
+        if not have.complete:
+            begun(path.stat().st_size - have.have_bytes)
+        while not have.complete:
+            try:
+                chunks = _file_chunks(path, digest, have.have_bytes)
+                async with aclosing(chunks), self._calling():
+                    have = await self._stub.PutBlob(chunks, metadata=self._metadata)
+            except GeofedError as error:
+                if error.code not in OUTAGE:
+                    raise
+                await asyncio.sleep(RETRY_WAIT.total_seconds())
+                now: common_pb2.BlobAck = await self._answer(lambda stub: stub.StatBlob, asked)
+                if not now.complete and now.have_bytes <= have.have_bytes:
+                    raise
+                have = now
 
     async def plan(self, spec_json: str, code_digest: str = "", bundle_digest: str = "") -> control_pb2.PlanReply:
         """Plan a job without submitting it.
@@ -388,6 +412,18 @@ class ControlClient:
         async with self._calling():
             call = method(self._stub)
             return await call(request, metadata=self._metadata, timeout=(TIMEOUT + more).total_seconds())
+
+
+async def _file_chunks(path: Path, digest: str, offset: int) -> AsyncGenerator[common_pb2.BlobChunk, None]:
+    with path.open("rb") as file:
+        total = os.fstat(file.fileno()).st_size
+        file.seek(offset)
+        while True:
+            data = await asyncio.to_thread(file.read, CHUNK_BYTES)
+            yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=data, model=True)
+            offset += len(data)
+            if not data or offset >= total:
+                return
 
 
 async def _chunks(content: bytes, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:

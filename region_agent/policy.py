@@ -70,8 +70,12 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
     if submission.user not in allowed:
         text = f"region {config.name} runs no code of user {submission.user or 'unknown'}"
         raise GeofedError("FORBIDDEN", text, hint="its policy.allowUsers lists whose code it runs")
+    if task.initial_holds and submission.initial_model != task.initial_model:
+        raise GeofedError(
+            "FORBIDDEN", f"user {submission.user} has signed no job that starts from {task.initial_model}"
+        )
     facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
-    require_signature(submission, allowed[submission.user], statement(*facts))
+    require_signature(submission, allowed[submission.user], statement(*facts, submission.initial_model))
 
 
 def over_quota(region: str, used_mb: float, most_mb: int) -> GeofedError:

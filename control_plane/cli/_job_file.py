@@ -23,4 +23,4 @@ def read_job(
     name_override = [f"metadata.name={json.dumps(name)}"] if name is not None else []
     loaded = load(job_file, [*(overrides or ()), *name_override])
     check_task(loaded.folder, loaded.spec.task.module)
-    return loaded, pack(loaded.folder, loaded.spec.task.module)
+    return loaded, pack(loaded.folder, loaded.spec.task.module, loaded.weights)

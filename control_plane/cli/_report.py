@@ -54,8 +54,13 @@ def initial_model_text(model: Data | None) -> str:
     """Format the model that a job starts from; empty if it starts from the task's own."""
     if not model:
         return ""
+    size = f" ({bytes_text(model['bytes'])})" if model["bytes"] else ""
+    if model.get("file"):
+        return f"the file {model['file']}{size}" + (
+            ", as far as it has the model's tensors" if model["partial"] else ""
+        )
     of_round = f", round {model['round']}" if model.get("round") else ""
-    return f"the model of {model['job']}{of_round} ({bytes_text(model['bytes'])})"
+    return f"the model of {model['job']}{of_round}{size}"
 
 
 PARTITION_LEAVES = ("SAMPLES/S", "STEP", "WORKERS", "WAN SENT", "CONDITION", "METRICS", "USD")

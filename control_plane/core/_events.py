@@ -281,6 +281,8 @@ class SendStart:
     """Whether tensors that never change are left out of the exchange."""
     initial_job: str = ""
     """Job that the initial model is of."""
+    initial_holds: str = ""
+    """See `InitialModel.holds`."""
 
 
 @dataclass(frozen=True)

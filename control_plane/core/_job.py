@@ -157,8 +157,8 @@ class JobMachine:
         self._update_partition(part)
         # What is not trained is not exchanged, so that every region needs the file.
         model = self.state.initial_model
-        digest, job = (model.digest, model.job) if model is not None else ("", "")
-        self._out.append(SendStart(part.region, part.epoch, part.ran, digest, self.state.keeps_base, job))
+        digest, job, holds = (model.digest, model.job, model.holds) if model is not None else ("", "", "")
+        self._out.append(SendStart(part.region, part.epoch, part.ran, digest, self.state.keeps_base, job, holds))
         if part.workers is not None:
             self._command_workers(part, part.workers, "")
 

@@ -296,14 +296,29 @@ class Models:
 
 @dataclass(frozen=True)
 class InitialModel:
-    """The model of another job that a job starts from."""
+    """What a job starts from: the model of another job, or a file that the user has uploaded."""
 
     job: str
+    """Empty: it is a file."""
     digest: str
     """Digest of the safetensors file."""
     bytes: int
     round: int = 0
-    """Round of that job; 0: submitted under an older version."""
+    """Round of that job; 0: a file, or submitted under an older version."""
+    file: str = ""
+    """Name of the user's file."""
+    partial: bool = False
+    """Whether the file may hold some of the model's tensors only, and others."""
+
+    @property
+    def holds(self) -> str:
+        """What the file must hold of the model's tensors: "all" or "some"; "" for a job's model."""
+        return "" if not self.file else "some" if self.partial else "all"
+
+    @property
+    def text(self) -> str:
+        """The model for users."""
+        return f"the file {self.file}" if self.file else f"the model of {self.job}"
 
 
 @dataclass(frozen=True)

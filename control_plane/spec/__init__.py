@@ -6,7 +6,7 @@ from typing import Any
 from control_plane._durations import format_duration
 from control_plane.spec._demand import to_demand
 from control_plane.spec._load import LoadedSpec, load, parse_json, parse_request
-from control_plane.spec._model import MOST_KEPT, JobSpec
+from control_plane.spec._model import MOST_KEPT, JobSpec, StartsFrom
 from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack, packed_code_digest
 from control_plane.spec._task import check_task
 from geofed_pb import file_schema
@@ -16,6 +16,7 @@ __all__ = [
     "MOST_KEPT",
     "JobSpec",
     "LoadedSpec",
+    "StartsFrom",
     "check_task",
     "json_schema",
     "load",

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from control_plane._safetensors import check_weights
 from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import code_digest
 from geofed_pb import strict_yaml
@@ -33,6 +34,8 @@ class LoadedSpec:
     """Folder of the job file, which is packed with the task module."""
     digest: str
     """"sha256:<hex>" of `json`."""
+    weights: Path | None = None
+    """File of `train.initialModel`, which `json` names by its digest."""
 
     @property
     def code_digest(self) -> str:
@@ -54,8 +57,36 @@ def load(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
         spec = strict_yaml.validate(JobSpec, document, origins)
     except strict_yaml.InvalidYaml as error:
         raise _invalid(error) from None
+    folder = path.resolve().parent
+    spec, weights = _with_weights(spec, folder)
     text = spec.to_json()
-    return LoadedSpec(spec, text, path.resolve().parent, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}")
+    return LoadedSpec(spec, text, folder, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}", weights)
+
+
+def _with_weights(spec: JobSpec, folder: Path) -> tuple[JobSpec, Path | None]:
+    """Check the file that a job starts from, if there is one, and put its name and digest into the spec; return its
+    path, too. Reads the whole file. Raises ``GeofedError("SPEC_INVALID")``."""
+    initial = spec.train.initial_model
+    if initial is None or initial.file is None:
+        return spec, None
+    path = folder / initial.file
+    try:
+        check_weights(path)
+        with path.open("rb") as file:
+            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    except OSError as error:
+        raise _wrong_weights(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise _wrong_weights(f"{path} is no file of safetensors: {error}") from None
+    if initial.digest not in (None, digest):
+        raise _wrong_weights(f"{path} has the digest {digest}, not {initial.digest}")
+    named = initial.model_copy(update={"file": path.name, "digest": digest})
+    train = spec.train.model_copy(update={"initial_model": named})
+    return spec.model_copy(update={"train": train}), path.resolve()
+
+
+def _wrong_weights(text: str) -> GeofedError:
+    return GeofedError("SPEC_INVALID", f"train.initialModel.file: {text}", hint="name a whole .safetensors file")
 
 
 def parse_json(text: str) -> JobSpec:

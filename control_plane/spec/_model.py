@@ -181,15 +181,33 @@ class Best(_Section):
     """Whether the lowest or the highest value is the best."""
 
 
-class InitialModel(_Section):
-    """An earlier job whose model a job starts from."""
+class StartsFrom(_Section):
+    """What a job starts from: the model of an earlier job, or a file with weights."""
 
-    job: str = Field(min_length=1)
+    job: str | None = Field(default=None, min_length=1)
     """ID of an ended job that the user may read, or its name if it is unique. Of replanned jobs the last successor
-    counts."""
+    counts. Either `job` or `file` is given."""
     round: Annotated[int, Field(ge=1, lt=BELOW)] | Literal["best"] | None = None
     """Which of its models: that of a kept round (`train.keep`), or the best one by its `train.best`. Default: the final
     one or, of a job that has not succeeded, that of its last kept round."""
+    file: str | None = Field(default=None, min_length=1)
+    """Path of a safetensors file with pretrained weights, relative to the job file, of 64 GiB at most. It is uploaded
+    once, and is not sent as code. What is submitted has only its name and digest."""
+    digest: str | None = Field(default=None, pattern=r"^sha256:[0-9a-f]{64}$")
+    """Digest that the file must have. Default: that of the file as it is."""
+    partial: bool = False
+    """Whether the file may lack tensors of the model, which keep the task's own first values, and have others, which
+    are ignored. Otherwise both are refused."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> StartsFrom:
+        if (self.job is None) == (self.file is None):
+            raise ValueError("give exactly one of `job` and `file`")
+        if self.file is None and (self.digest is not None or self.partial):
+            raise ValueError("`digest` and `partial` are for a `file`; a job's model is whole")
+        if self.file is not None and self.round is not None:
+            raise ValueError("`round` is for a `job`; a file holds one model")
+        return self
 
 
 class Train(_Section):
@@ -216,9 +234,9 @@ class Train(_Section):
     """Tensors of the model that stay in their region, such as `["*.bn.*", "head.*"]`: patterns of the names in its
     `state_dict()`. Each region trains its own, and `geofed export --region` writes a region's own model. Not
     with pipelines (docs/personal.md)."""
-    initial_model: InitialModel | None = None
-    """Earlier job whose model all regions start from. Its tensors must have the names, shapes and types of the task's
-    (docs/planning.md#starting-from-a-model). Default: the task's own model."""
+    initial_model: StartsFrom | None = None
+    """Model that all regions start from: an earlier job's, or a file's. Its tensors must have the names and shapes of
+    the task's (docs/planning.md#starting-from-a-model). Default: the task's own model."""
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the model, of the order of samples, and of all randomness in steps."""
     workers: Workers = "auto"

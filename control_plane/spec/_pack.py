@@ -24,15 +24,16 @@ _EXCLUDED_FOLDERS = {"__pycache__", "node_modules", "venv"}
 """Folders that are not packed, in addition to hidden ones."""
 
 
-def pack(folder: Path, module: str) -> tuple[bytes, str]:
+def pack(folder: Path, module: str, weights: Path | None = None) -> tuple[bytes, str]:
     """Pack `folder`, which must contain `module`, into a tar.gz; return its bytes and their "sha256:<hex>".
 
-    Hidden files, caches, virtual environments and links that leave the folder are excluded.
+    Hidden files, caches, virtual environments and links that leave the folder are excluded, and ``weights``, which are
+    uploaded by themselves.
     Raises ``GeofedError``: TASK_INVALID, LIMIT_EXCEEDED.
     """
     if not (folder / module).is_file():
         raise GeofedError("TASK_INVALID", f"task module {module} not found in {folder}")
-    files = _files(folder)
+    files = {name: path for name, path in _files(folder).items() if path.resolve() != weights}
     if module not in files:
         raise GeofedError("TASK_INVALID", f"the task module {module} is in a folder that is not packed")
     total = sum(path.stat().st_size for path in files.values())

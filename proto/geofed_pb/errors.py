@@ -67,7 +67,9 @@ CATALOGUE: dict[str, Entry] = {
         Exit.JOB_ENDED_BADLY, False, "correct the split's samples in the region's file, and start its agent again"
     ),
     "MODEL_MISMATCH": Entry(
-        Exit.JOB_ENDED_BADLY, False, "name a job whose task makes the same model, or leave train.initialModel out"
+        Exit.JOB_ENDED_BADLY,
+        False,
+        "name a job or file that has the tensors of the task's model, or leave train.initialModel out",
     ),
     "ISOLATION_UNAVAILABLE": Entry(
         Exit.INADMISSIBLE,

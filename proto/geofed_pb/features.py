@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["ACCUMULATE", "BASE", "FEATURES", "LOCAL", "PRECISION"]
+__all__ = ["ACCUMULATE", "BASE", "FEATURES", "INITIAL_FILE", "LOCAL", "PRECISION"]
 
 BASE = "base"
 """Tensors that never change are not exchanged."""
 PRECISION = "train.precision"
 ACCUMULATE = "train.accumulate"
 LOCAL = "train.local"
-FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL)
+INITIAL_FILE = "train.initialModel.file"
+FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE)
 """All features of this version."""

@@ -32,15 +32,21 @@ def statement(
     config_json: str,
     dataset: str,
     env: Mapping[str, str] | None = None,
+    initial_model: str = "",
 ) -> bytes:
-    """Return the bytes that a user signs: the job file's digest, and all that decides which code runs on which data."""
+    """Return the bytes that a user signs: the job file's digest, and all that decides which code runs on which data.
+
+    ``initial_model``: digest of the user's file that the job starts from.
+    """
     facts: dict[str, object] = {
         "bundle": bundle_digest, "config": json.loads(config_json or "{}"), "dataset": dataset, "module": module,
         "spec": spec_digest,
     }  # fmt: skip
+    # Left out where there is none, so that it is the same statement as in older versions.
     if env:
-        # Left out otherwise, so that what has none is the same statement as in older versions.
         facts["env"] = dict(env)
+    if initial_model:
+        facts["initial_model"] = initial_model
     return b"geofed submission 1\n" + json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -82,8 +88,11 @@ class Signer:
         digest, task = spec_digest_of(spec_json), spec["task"]
         config_json = json.dumps(task.get("config", {}))
         dataset, env = spec["data"]["dataset"], task.get("env", {})
-        signed = statement(digest, bundle_digest, task["module"], config_json, dataset, env)
-        return common_pb2.Submission(public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest)
+        initial = ((spec.get("train") or {}).get("initialModel") or {}).get("digest") or ""
+        signed = statement(digest, bundle_digest, task["module"], config_json, dataset, env, initial)
+        return common_pb2.Submission(
+            public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest, initial_model=initial
+        )
 
 
 def public_key_text(key: bytes) -> str:

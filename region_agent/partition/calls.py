@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -183,8 +183,13 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
         activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
         keeps_base=task.keeps_base,
-        base_given=bool(task.initial_model),
+        base_given=bool(task.initial_model) and _holds(task) != "some",
     )
+
+
+def _holds(task: agent_pb2.TaskRef) -> Literal["", "all", "some"]:
+    """Return what a user's file has of the model; "": the job begins with another job's model, or the task's own."""
+    return "some" if task.initial_holds == "some" else "all" if task.initial_holds else ""
 
 
 def _round_samples(plan: agent_pb2.PartitionPlan, region: str) -> dict[str, float]:
@@ -233,6 +238,7 @@ def server_config_of(
         channel_address=inputs.channel_address,
         state_dir=folder / "ps",
         initial_model=initial_model_file(start, folder),
+        initial_holds=_holds(start.task),
         initial_own_model=initial_own_model(folder) if start.task.local else None,
         begun=begun or start.resumed,
         worker_listen=f"{server.worker_host}:{worker_port}",

@@ -108,6 +108,7 @@ def _engine(config: PsConfig) -> Engine:
         config.part_elements,
         config.initial_model,
         config.initial_own_model,
+        config.initial_holds,
     )
     engine = Engine(executor, settings)
     engine.patience_seconds = config.patience_seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -56,6 +57,9 @@ class PsConfig(BaseModel):
     initial_model: Path | None = None
     """A safetensors file with the model that the job begins with, for the region that provides the initial model; None:
     the workers initialise it."""
+    initial_holds: Literal["", "all", "some"] = ""
+    """What `initial_model` has of the model if it is a user's file: all tensors and no others, or some and perhaps
+    others; "": it is a job's model."""
     begun: bool = False
     """Whether the partition has run before: if so, a state folder without a model means that the state was lost."""
     worker_listen: str

@@ -6,7 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from control_plane.server import ServeConfig
 from control_plane.spec import load
@@ -42,10 +44,20 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
     run(scenario())
 
 
-@pytest.mark.parametrize("setting", ["train.precision=bf16", "train.accumulate=2", "train.local=['head.*']"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.precision=bf16",
+        "train.accumulate=2",
+        "train.local=['head.*']",
+        "train.initialModel.file=w.safetensors",
+    ],
+)
 def test_what_an_agent_cannot_do_is_declined_with_its_region(
     serve_config: ServeConfig, job_file: Path, setting: str
 ) -> None:
+    (job_file.parent / "w.safetensors").write_bytes(save({"w": np.zeros(3, np.float32)}))
+
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             old, new = await stage.agent("a"), await stage.agent("b")

@@ -11,8 +11,11 @@ import sys
 from functools import lru_cache, partial
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 from ruamel.yaml import YAML
+from safetensors.numpy import save_file
 from support.commands import PROGRAMS, run_here
 from support.failures import command
 
@@ -172,6 +175,18 @@ def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file.write_text(_yaml("job-file.md"))
     (tmp_path / "task.py").write_text(TASK)
     assert load(file, []).spec.metadata.name == "digits"
+
+
+def test_the_pretrained_weights_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    whole, example = _yamls("job-file.md")
+    file.write_text(re.sub(r"^train:\n(?: .*\n)+", example, whole, flags=re.MULTILINE))
+    (tmp_path / "task.py").write_text(TASK)
+    save_file({"w": np.zeros(2, ml_dtypes.bfloat16)}, tmp_path / "weights.safetensors")
+    loaded = load(file)
+    assert loaded.spec.train.initial_model is not None
+    assert loaded.spec.train.initial_model.partial
+    assert loaded.weights == (tmp_path / "weights.safetensors").resolve()
 
 
 def test_the_kept_models_of_the_documentation_are_valid(tmp_path: Path) -> None:

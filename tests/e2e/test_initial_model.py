@@ -1,4 +1,4 @@
-"""A job that starts from another's model, and one that is replanned because a region has come."""
+"""A job that starts from another's model or a file, and one that is replanned because a region has come."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually
 
 from deploy.local import LocalFederation, RegionSite
@@ -65,6 +67,31 @@ def test_a_job_starts_where_another_has_ended(running: Running, trained: dict[st
     check_succeeded(running.wait_end(job), accuracy=trained["result"]["metrics"]["accuracy"] - 0.03)
     before, after = losses(running, trained["id"]), losses(running, job)
     assert after[0] < before[-1] + 0.1 * (before[0] - before[-1]), (before, after)
+
+
+def test_a_job_starts_from_a_file_as_far_as_it_goes(running: Running, trained: dict[str, Any], tmp_path: Path) -> None:
+    """In bf16, without a bias, and with a tensor that the model lacks."""
+    exported, path = tmp_path / "trained", tmp_path / "weights.safetensors"
+    running.federation.control_plane("export", trained["id"], "--output-file", str(exported), "--yes")
+    tensors = safetensors.torch.load_file(exported)
+    narrow = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    lacking = [name for name in tensors if name.endswith("bias")][-1]
+    safetensors.torch.save_file({n: t for n, t in narrow.items() if n != lacking} | {"x": torch.zeros(2)}, path)
+    start, settings = f"train.initialModel.file={path}", ("wan.interval=5", "wan.exchange=synchronous")
+    ended = running.wait_end(running.submit(start, "train.initialModel.partial=true", "train.end.epochs=3", *settings))
+    check_succeeded(ended, accuracy=trained["result"]["metrics"]["accuracy"] - 0.05)
+    assert ended["result"]["initial_model"]["file"] == "weights.safetensors"
+    before, after = losses(running, trained["id"]), losses(running, ended["id"])
+    assert after[0] < before[-1] + 0.2 * (before[0] - before[-1]), (before, after)
+    refused = running.wait_end(running.submit(start))
+    says = f"the model to start from has no {lacking} and has x, which the task's lacks"
+    assert (refused["error"]["code"], losses(running, refused["id"])) == ("MODEL_MISMATCH", [])
+    assert says in refused["error"]["message"]
+    assert "partial" in refused["error"]["hint"]
+    safetensors.torch.save_file(tensors | {lacking: torch.zeros(3)}, path)
+    refused = running.wait_end(running.submit(start))
+    assert (refused["error"]["code"], losses(running, refused["id"])) == ("MODEL_MISMATCH", [])
+    assert f"{lacking} of the model to start from is F32 [3], the task's F32 [" in refused["error"]["message"]
 
 
 def test_a_model_of_another_shape_is_refused_by_name(running: Running, trained: dict[str, Any]) -> None:

@@ -36,9 +36,16 @@ def config(folder: Path, **policy: Any) -> RegionConfig:
     )  # fmt: skip
 
 
-def start(job: str = "job-1", user: str = "ann", signer: Signer | None = None, **task: Any) -> agent_pb2.StartPartition:
+def start(
+    job: str = "job-1", user: str = "ann", signer: Signer | None = None, signed: str = "", **task: Any
+) -> agent_pb2.StartPartition:
     facts = {"bundle_digest": DIGEST, "module": "task.py", "config_json": '{"width": 8}', "dataset": "digits"}
-    spec = json.dumps({"task": {"module": "task.py", "config": {"width": 8}}, "data": {"dataset": "digits"}})
+    spec = json.dumps(
+        {
+            "task": {"module": "task.py", "config": {"width": 8}}, "data": {"dataset": "digits"},
+            "train": {"initialModel": {"file": "w", "digest": signed} if signed else None},
+        }
+    )  # fmt: skip
     ref = agent_pb2.TaskRef(**{**facts, **task})
     if signer is not None:
         ref.submission.CopyFrom(signer.sign(spec, DIGEST))
@@ -74,6 +81,15 @@ def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path,
         with pytest.raises(GeofedError, match=text) as caught:
             check_partition(strict, command)
         assert caught.value.code == "FORBIDDEN"
+    # Of a file, and of jobs that continue the job that has started from it.
+    check_partition(strict, start(signer=ann, signed=DIGEST, initial_model=DIGEST, initial_holds="all"))
+    check_partition(strict, start(signer=ann, signed=DIGEST, initial_model=f"sha256:{'cd' * 32}", initial_job="job-0"))
+    swapped = start(signer=ann, signed=DIGEST, initial_model=f"sha256:{'cd' * 32}", initial_holds="some")
+    with pytest.raises(GeofedError, match="has signed no job that starts from"):
+        check_partition(strict, swapped)
+    swapped.task.submission.initial_model = swapped.task.initial_model
+    with pytest.raises(GeofedError, match="or was changed"):
+        check_partition(strict, swapped)
     with pytest.raises(ValueError, match="allowUsers"):
         config(tmp_path, allowUsers={"ann": "no key"})
     with pytest.raises(GeofedError, match="runs no code"):

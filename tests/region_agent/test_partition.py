@@ -340,17 +340,22 @@ def test_job_code_that_is_wrong_ends_the_partition_with_its_sentence(tmp_path: P
     _play(act, tmp_path)
 
 
-def test_a_model_to_start_from_is_there_before_a_worker_is_called(tmp_path: Path) -> None:
+@pytest.mark.parametrize("holds", ["", "all", "some"])
+def test_a_model_to_start_from_is_there_before_a_worker_is_called(tmp_path: Path, holds: str) -> None:
     async def act(scene: Scene) -> None:
         model = b"safetensors"
         scene.start.task.initial_model = digest_of([model])
+        scene.start.task.initial_holds = holds
         scene.partition.begin()
         await scene.until(lambda: scene.partition.machine.condition)
         assert "no such model" in scene.partition.machine.condition
         assert scene.gateway.calls == []
         scene.blobs[digest_of([model])] = model
         await scene.until(lambda: scene.gateway.calls)
-        told = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())["initial_model"]
+        config = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())
+        told = config["initial_model"]
+        assert config["initial_holds"] == holds
+        assert scene.gateway.calls[0].base_given is (holds != "some")
         assert Path(told).read_bytes() == model
         scene.partition.feed(Stopped("enough", discard=True))
         await scene.partition.drained()

@@ -186,3 +186,28 @@ def test_a_server_keeps_what_workers_make_and_gives_what_a_file_holds(tmp_path: 
     assert stored is not None
     flat.base.load(framing.decode(stored).tensors)
     assert flat.base.digests() == layout.base_digests
+
+
+def test_a_part_of_the_base_is_given_and_the_rest_is_what_workers_make(tmp_path: Path) -> None:
+    (tmp_path / "channel").mkdir()
+    channel, flat = FileChannel(tmp_path / "channel"), _flat()
+    path = tmp_path / "weights.safetensors"
+    given = {"other.weight": torch.full((64, 64), 2.0, dtype=torch.bfloat16), "elsewhere": torch.zeros(3)}
+    safetensors.torch.save_file(given, path)
+    base = BaseFiles(tmp_path, channel, path, holds="some")
+    own = flat.base.digests()
+    layout = base.completed(flat.layout.with_digests(own))
+    channel.put("init/1/base-0", framing.encode(flat.base.contents()))
+    base.take("init/1/base-0")
+    stored = channel.get(base.publish(layout))
+    assert stored is not None
+    flat.base.load(framing.decode(stored).tensors)
+    assert torch.equal(flat.module.state_dict()["whole.weight"], torch.full((64, 64), 2.0))
+    assert flat.base.digests() == layout.base_digests
+    assert {name for name, digest in own.items() if digest == layout.base_digests[name]} == {"mask", "exact"}
+    again = BaseFiles(tmp_path, channel, path, holds="some").contents(layout)
+    assert {name: bytes(held.data) for name, held in again.items()} == {
+        name: bytes(held.data) for name, held in flat.base.contents().items()
+    }
+    with pytest.raises(GeofedError, match=r"has no count, down\.weight"):
+        BaseFiles(tmp_path, channel, path, holds="all").completed(flat.layout)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from control_plane._view import Data, job_summary, job_view
+from control_plane._view import Data, bytes_text, job_summary, job_view
 from control_plane.cli._completion import complete_job
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._job_file import JobFile, read_job
@@ -34,12 +34,12 @@ def submit(
         str | None,
         typer.Option(help="Repeat the ID to retry safely: submissions with one ID make one job. Default: random."),
     ] = None,
-    from_job: Annotated[
+    start: Annotated[
         str | None,
         typer.Option(
             "--from",
-            metavar="JOB",
-            help="Start from the model of an ended job, as with `train.initialModel`.",
+            metavar="JOB|FILE",
+            help="Start from the model of an ended job, or from a .safetensors file, as with `train.initialModel`.",
             show_default=False,
             autocompletion=complete_job,
         ),
@@ -56,8 +56,8 @@ def submit(
     output: Output = Format.TABLE,
 ) -> None:
     """Submit a job, or with --dry-run show its plan. On a terminal the plan is shown first, and confirmed by you."""
-    if from_job is not None:
-        overrides = [*(overrides or []), f"train.initialModel.job={json.dumps(from_job)}"]
+    if start is not None:
+        overrides = [_starting_from(start), *(overrides or [])]
     loaded, bundle = read_job(job_file, overrides, name)
     if profile:
         _profile_unless_measured(context, loaded, bundle, request_id)
@@ -75,6 +75,22 @@ def submit(
     from control_plane.cli.commands.jobs import finish_with_job
 
     finish_with_job(context, view["id"], shown=watch)
+
+
+def _starting_from(start: str) -> str:
+    """Return the override of `submit --from`: an existing file with this ending is a file, and anything else a job."""
+    path = Path(start)
+    is_file = path.suffix == ".safetensors" and path.is_file()
+    return f"train.initialModel={json.dumps({'file': str(path.absolute())} if is_file else {'job': start})}"
+
+
+async def _put_weights(client: ControlClient, loaded: LoadedSpec) -> None:
+    """Upload the file that a job starts from, if there is one."""
+    initial, path = loaded.spec.train.initial_model, loaded.weights
+    if path is None or initial is None or initial.digest is None:
+        return
+    name = path.name
+    await client.put_weights(path, initial.digest, lambda left: say(f"uploading {bytes_text(left)} of {name}"))
 
 
 def _profile_unless_measured(
@@ -168,6 +184,7 @@ class Submission:
         content, digest = self.bundle
         try:
             await client.put_bundle(content, digest)
+            await _put_weights(client, self.loaded)
             reply = await client.submit(self.loaded.json, digest, self.request_id)
         except GeofedError as error:
             if error.code not in OUTAGE:

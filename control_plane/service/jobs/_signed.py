@@ -40,8 +40,12 @@ async def require_signed(
         return submission
     if submission.spec_digest != spec_digest_of(spec_json):
         raise GeofedError("FORBIDDEN", f"the signature of user {submission.user} is for another job file")
-    task, config = spec.task, json.dumps(spec.task.config)
-    signed = statement(submission.spec_digest, bundle_digest, task.module, config, spec.data.dataset, task.env)
+    task, config, initial = spec.task, json.dumps(spec.task.config), spec.train.initial_model
+    submission.initial_model = (initial.digest or "") if initial is not None else ""
+    signed = statement(
+        submission.spec_digest, bundle_digest, task.module, config, spec.data.dataset, task.env,
+        submission.initial_model,
+    )  # fmt: skip
     require_signature(submission, submission.public_key, signed)
     if user and not known:
         async with federation.change() as draft:

@@ -130,7 +130,8 @@ async def submit(
         if user and user not in draft.users:
             raise GeofedError("UNAUTHENTICATED", f"user {user} was removed")
         if initial_model is not None and federation.blobs.size(initial_model.digest) is None:
-            raise GeofedError("MODEL_NOT_FOUND", f"the model of {initial_model.job} was removed a moment ago")
+            text = f"{initial_model.text}, {initial_model.digest}, is not at the control plane"
+            raise GeofedError("MODEL_NOT_FOUND", text, hint="submit the job again, which uploads a file again")
         return await _earlier(federation, row)
 
     return await admit(federation, new, check)
@@ -223,7 +224,7 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
     entry = JobEntry(row, state, spec, decided.plan)
     draft.add_job(entry)
     by = f" by {row.user}" if row.user else ""
-    start = f", to start from the model of {model.job}" if model is not None else ""
+    start = f", to start from {model.text}" if model is not None else ""
     data = {"user": row.user or OPERATOR, "initial_model": asdict(model) if model is not None else None}
     draft.record("job.submitted", f"job {row.id} was submitted{by}{start}", job=row.id, data=data)
     if decided.waits_for:

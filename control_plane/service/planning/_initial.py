@@ -1,13 +1,16 @@
-"""Resolve `train.initialModel`: the model of another job that a job starts from."""
+"""Resolve `train.initialModel`: what a job starts from, the model of another job or a user's file."""
 
 from __future__ import annotations
 
+import asyncio
+
+from control_plane._safetensors import check_weights
 from control_plane._view import standing_text
 from control_plane.core import InitialModel, KeptModel, best_model, last_model, models_of
 from control_plane.service.rpc._users import Caller
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
-from control_plane.spec import JobSpec
+from control_plane.spec import JobSpec, StartsFrom
 from geofed_pb.errors import GeofedError
 
 __all__ = ["initial_model_of", "kept_model", "starting_from"]
@@ -17,11 +20,15 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
     """Return the model that a job of a user (empty: the operator) starts from; None: the task's own.
 
     Raises ``GeofedError``: JOB_NOT_FOUND; FORBIDDEN for a job that the user may not read; MODEL_NOT_FOUND if the job
-    has not ended, or has no such model.
+    has not ended, or has no such model; SPEC_INVALID for a file that is none. A file need not have arrived yet: it has
+    0 bytes then.
     """
     wanted = spec.train.initial_model
     if wanted is None:
         return None
+    if wanted.file is not None:
+        return await _uploaded(federation, wanted)
+    assert wanted.job is not None
     entry = await federation.find_job(wanted.job, Caller(user).may_read)
     job, state = entry.row.id, entry.state
     Caller(user).require("read", entry.row)
@@ -29,6 +36,18 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
         text = f"job {job} {standing_text(state.phase)}; a job can start from its model once it has ended"
         raise GeofedError("MODEL_NOT_FOUND", text, hint="wait for it, or finish it")
     return starting_from(federation, entry, kept_model(entry, wanted.round))
+
+
+async def _uploaded(federation: Federation, wanted: StartsFrom) -> InitialModel:
+    if wanted.digest is None:
+        raise GeofedError("SPEC_INVALID", "train.initialModel.file: the digest is missing", hint="submit by `geofed`")
+    size = federation.blobs.size(wanted.digest)
+    if size is not None:
+        try:
+            await asyncio.to_thread(check_weights, federation.blobs.path(wanted.digest))
+        except (OSError, ValueError) as error:
+            raise GeofedError("SPEC_INVALID", f"{wanted.digest} is no file of safetensors: {error}") from None
+    return InitialModel("", wanted.digest, size or 0, 0, wanted.file or "", wanted.partial)
 
 
 def starting_from(federation: Federation, entry: JobEntry, model: KeptModel) -> InitialModel:

@@ -34,6 +34,7 @@ from control_plane.service.measuring._probing import Probing
 from control_plane.service.measuring._profiling import Profiling
 from control_plane.service.planning._initial import kept_model
 from control_plane.service.rpc._access import caller_now
+from control_plane.service.rpc._agents import MAX_MODEL_BYTES
 from control_plane.service.rpc._authority import rotate_authority
 from control_plane.service.rpc._regions import change_region
 from control_plane.service.rpc._users import Caller, add_user, change_user, list_users, remove_user
@@ -62,6 +63,8 @@ _SINGLE_PAGE_BYTES = 3 << 20
 _Message = TypeVar("_Message", control_pb2.Job, control_pb2.Region)
 _DAILY_CODE_BYTES = 1 << 30
 """Limit of the code that a user uploads within a day: hundreds of bundles of the largest size."""
+_DAILY_WEIGHTS_BYTES = 128 << 30
+"""Limit of the weights that a user uploads within a day: two files of the largest size. The same file is sent once."""
 INVITATION_SECONDS = 24 * 3600
 """Default validity of an invitation."""
 _JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -108,14 +111,19 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     @answering
     async def StatBlob(self, request: common_pb2.BlobRequest, context: Context) -> common_pb2.BlobAck:
-        """Return how many bytes of a bundle are uploaded."""
+        """Return how many bytes of a blob are uploaded."""
         return self._federation.blobs.stat(request.digest, _uploader())
 
     @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
-        """Upload a code bundle."""
+        """Upload a code bundle, or weights to start from."""
+        first = await anext(aiter(requests), None)
+        most, daily, kind = MAX_BUNDLE_BYTES, _DAILY_CODE_BYTES, ""
+        if first is not None and first.model:
+            most, daily, kind = MAX_MODEL_BYTES, _DAILY_WEIGHTS_BYTES, "weights"
+        chunks = _with_first(first, requests)
         return await self._federation.blobs.receive(
-            requests, limit_bytes=MAX_BUNDLE_BYTES, uploader=_uploader(), daily_bytes=_DAILY_CODE_BYTES
+            chunks, limit_bytes=most, uploader=_uploader(), daily_bytes=daily, counted=kind
         )
 
     @answering
@@ -421,6 +429,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def _find(self, name: str) -> JobEntry:
         """Return a job that the caller may know by the name."""
         return await self._federation.find_job(name, caller_now().may_read)
+
+
+async def _with_first(
+    first: common_pb2.BlobChunk | None, others: AsyncIterator[common_pb2.BlobChunk]
+) -> AsyncIterator[common_pb2.BlobChunk]:
+    """Yield a chunk that was taken from a stream, and then the stream."""
+    if first is not None:
+        yield first
+    async for chunk in others:
+        yield chunk
 
 
 def _who() -> str:

@@ -226,6 +226,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             learning_rate=_learning_rate(spec),
             initial_model=action.initial_model,
             initial_job=action.initial_job,
+            initial_holds=action.initial_holds,
             keeps_base=action.keeps_base,
             clip_norm=spec.train.clip_norm or 0.0,
             precision=spec.train.precision,

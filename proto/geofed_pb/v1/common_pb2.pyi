@@ -5,16 +5,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BlobChunk(_message.Message):
-    __slots__ = ("digest", "total_bytes", "offset", "data")
+    __slots__ = ("digest", "total_bytes", "offset", "data", "model")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     digest: str
     total_bytes: int
     offset: int
     data: bytes
-    def __init__(self, digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    model: bool
+    def __init__(self, digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., model: bool = ...) -> None: ...
 
 class BlobRequest(_message.Message):
     __slots__ = ("digest", "offset")
@@ -61,13 +63,15 @@ class Money(_message.Message):
     def __init__(self, item: _Optional[str] = ..., quantity: _Optional[float] = ..., unit: _Optional[str] = ..., usd: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("user", "public_key", "signature", "spec_digest")
+    __slots__ = ("user", "public_key", "signature", "spec_digest", "initial_model")
     USER_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_MODEL_FIELD_NUMBER: _ClassVar[int]
     user: str
     public_key: str
     signature: bytes
     spec_digest: str
-    def __init__(self, user: _Optional[str] = ..., public_key: _Optional[str] = ..., signature: _Optional[bytes] = ..., spec_digest: _Optional[str] = ...) -> None: ...
+    initial_model: str
+    def __init__(self, user: _Optional[str] = ..., public_key: _Optional[str] = ..., signature: _Optional[bytes] = ..., spec_digest: _Optional[str] = ..., initial_model: _Optional[str] = ...) -> None: ...

@@ -30,12 +30,15 @@ class BaseFiles:
         base-GROUP.frame   the bytes of each tensor that the workers of a group have made
     """
 
-    def __init__(self, folder: Path, channel: Channel, given: Path | None, own: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, channel: Channel, given: Path | None, own: Path | None = None, holds: str = ""
+    ) -> None:
         """``given``: safetensors file that may hold the base; None: the workers make it.
+        ``holds``: what it has of the model: see `PsConfig.initial_holds`.
         ``own``: file with first values of the tensors that stay in the region, instead of ``given``; it need not exist.
         """
         self._own = own if own is not None and own.exists() else given
-        self._folder, self._channel, self._given = folder, channel, given
+        self._folder, self._channel, self._given, self._holds = folder, channel, given, holds
         self._digests: dict[str, str] | None = None
         """Digests of the tensors in the file; None: not computed yet."""
 
@@ -47,8 +50,7 @@ class BaseFiles:
         if self._digests is None:
             found = self._given_to_workers(layout)
             self._digests = {name: hashlib.sha256(content.data).hexdigest() for name, content in found.items()}
-        given = any(slot.name in self._digests for slot in layout.base)
-        return layout.without_digests.with_digests(self._digests) if given else layout
+        return layout.without_digests.with_digests(layout.base_digests | self._digests)
 
     def publish(self, layout: Layout) -> str:
         """Put the file's tensors into the channel and return their key; "": the workers keep their own."""
@@ -70,13 +72,16 @@ class BaseFiles:
     def contents(self, layout: Layout) -> dict[str, Array]:
         """Return the bytes of each tensor of the base, as far as they are known here."""
         found = self._in_file(layout)
-        for path in sorted(self._folder.glob("base-*.frame")) if not found else ():
-            found |= framing.decode(np.memmap(path, np.uint8, "r").data).tensors
-        return found
+        if len(found) == len(layout.base):
+            return found
+        made: dict[str, Array] = {}
+        for path in sorted(self._folder.glob("base-*.frame")):
+            made |= framing.decode(np.memmap(path, np.uint8, "r").data).tensors
+        return made | found
 
     def _given_to_workers(self, layout: Layout) -> dict[str, Array]:
         local = {} if self._own is None or not layout.local else local_in(layout, self._own)
         return self._in_file(layout) | local
 
     def _in_file(self, layout: Layout) -> dict[str, Array]:
-        return {} if self._given is None or not layout.base else base_in(layout, self._given)
+        return {} if self._given is None or not layout.base else base_in(layout, self._given, self._holds)

@@ -94,17 +94,19 @@ class ActionExecutor:
         part_elements: int = 0,
         initial_model: Path | None = None,
         initial_own_model: Path | None = None,
+        initial_holds: str = "",
     ) -> None:
         """
         ``shares``: each region's weight in a merge, with background exchange; None: all the same.
         ``part_elements``: see `ChannelStore`.
         ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
         ``initial_own_model``: the same for the tensors that stay in the region.
+        ``initial_holds``: what ``initial_model`` has of the model: see `PsConfig`.
         """
         self.setup, self.storage, self.channel = setup, storage, channel
         self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
-        self._initial_model = initial_model
-        self.base = BaseFiles(storage.folder, channel, initial_model, initial_own_model)
+        self._initial_model, self._initial_holds = initial_model, initial_holds
+        self.base = BaseFiles(storage.folder, channel, initial_model, initial_own_model, initial_holds)
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A lossy codec saves nothing where only one region takes part, because no update is sent.
         self._codec = codec if len(setup.regions) > 1 else Float32()
@@ -341,14 +343,18 @@ class ActionExecutor:
 
     # Rounds
 
-    def _first_model(self) -> Vector | None:
-        """Return the model of another job that this one begins with, or None if the workers initialise it."""
-        if self._initial_model is None:
-            return None
+    def _first_model(self, model_key: str) -> Vector | None:
+        """Return the model that the job begins with: that of a file, and what it lacks as the workers initialised it
+        (``model_key``); None: theirs is missing."""
+        path, own = self._initial_model, None
+        if path is None or self._initial_holds == "some":
+            own = chunked.read_vector(self.channel, model_key, "model")
+            if path is None or own is None:
+                return own
         layout = self.storage.layout
         if layout is None:
             raise GeofedError("INTERNAL", "no worker has reported the model's layout")
-        return from_safetensors(layout, self._initial_model)
+        return from_safetensors(layout, path, self._initial_holds, own)
 
     def reproduced(self, action: Reproduce) -> FramedUpdate | None:
         """Return the update that sends the initial model, built from the file of it or, without one, from the model
@@ -360,8 +366,7 @@ class ActionExecutor:
         """
         if self.replica is not None:
             return None
-        begin = self._first_model()
-        begin = chunked.read_vector(self.channel, action.model_key, "model") if begin is None else begin
+        begin = self._first_model(action.model_key)
         if begin is None or not _finite(begin):
             return None
         codec = Float32()
@@ -375,7 +380,7 @@ class ActionExecutor:
 
     def _made_update(self, action: StoreOwnUpdate, storing: Future[None]) -> OwnUpdateStored:
         begun = time.monotonic()
-        end = self._first_model() if action.sequence == 0 else None
+        end = self._first_model(action.model_key) if action.sequence == 0 else None
         end = self._vector(action.model_key, "model") if end is None else end
         self._check_finite(end, action.sequence)
         facts = {"sequence": action.sequence, "weight": action.weight}

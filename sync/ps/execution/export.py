@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,12 @@ _FILE_TYPES = {
     "complex64": "C64",
 }  # fmt: skip
 """Name of a torch dtype in a safetensors file, where it is not a letter followed by the number of bits."""
+_FLOATS = {
+    "F64": "float64", "F32": "float32", "F16": "float16",
+    **{_FILE_TYPES[name]: name for name in _FILE_TYPES if name not in ("bool", "complex64")},
+}  # fmt: skip
+"""Torch's names of the floating-point types, which are converted into each other, by their names in a file."""
+_PARTIAL = "with `train.initialModel.partial: true` the file may lack tensors of the model, and have others"
 
 
 def to_safetensors(
@@ -94,45 +101,53 @@ def _serialised(tensors: Mapping[str, Array], types: Mapping[str, str], facts: M
     return b"".join((len(text).to_bytes(8, "little"), text, *contents))
 
 
-def from_safetensors(layout: Layout, path: Path) -> Vector:
-    """Read a file of `to_safetensors` as a flat model of this layout, shape (n,). Reads one tensor at a time.
+def from_safetensors(layout: Layout, path: Path, holds: str = "", own: Vector | None = None) -> Vector:
+    """Read a file as a flat model of this layout, shape (n,). Reads one tensor at a time.
 
-    The file may order its tensors differently and may come from a job that trained other parameters, for instance
-    because this job freezes some. float32 is accepted for any narrower floating-point type. The file may hold the base
-    (`base_in`), which is not part of the result.
+    The file may order its tensors differently, and may have other floating-point types, which are converted. It may
+    hold the base (`base_in`), which is not part of the result.
+
+    Args:
+        holds: "": it is a file of `to_safetensors`, of a job that may have trained other parameters, for instance
+            because this job freezes some. Of a user: "all" tensors and no others, or "some" and perhaps others; of
+            tied tensors each needs one name only.
+        own: the model that tensors come from which the file lacks, with "some".
+
     Raises ``GeofedError("MODEL_MISMATCH")`` if names, shapes, types or finiteness don't fit, and
     ``GeofedError("FRAME_INVALID")`` if the file cannot be read.
     """
-    out = np.empty(layout.size, np.float32)
+    out = np.empty(layout.size, np.float32) if own is None else own.copy()
     with _reading(path) as file:
-        _check_names(layout, set(file.names))
+        file.check_names(layout, holds)
         for slot, span in layout.places():
-            values = file.values(slot, _accepted(slot))
+            if (name := file.name_of(layout, slot)) is None:
+                continue
+            values = file.values(slot, name)
             if not slot.coding.marked and not np.isfinite(values).all():
                 raise GeofedError("MODEL_MISMATCH", f"{slot.name} of the model to start from is not finite")
             out[span] = slot.encode(values)
     return out
 
 
-def base_in(layout: Layout, path: Path) -> dict[str, Array]:
-    """Return the bytes of the base's tensors in a safetensors file, by name, as views of the file; empty: it has none.
+def base_in(layout: Layout, path: Path, holds: str = "") -> dict[str, Array]:
+    """Return the bytes of the base's tensors in a safetensors file, by name, where the type is the task's as views of
+    the file; empty: it has none. ``holds``: see `from_safetensors`; with "some" it may hold a part.
 
     Raises ``GeofedError("MODEL_MISMATCH")`` if only some are there, or with other shapes or types, and
     ``GeofedError("FRAME_INVALID")`` if the file cannot be read.
     """
     with _reading(path) as file:
-        if not any(slot.name in file.names for slot in layout.base):
-            return {}
-        if missing := {slot.name for slot in layout.base} - set(file.names):
+        file.check_names(layout, holds)
+        found = file.contents(layout, layout.base)
+        if not holds and found and (missing := {slot.name for slot in layout.base} - set(found)):
             raise GeofedError("MODEL_MISMATCH", f"the model to start from has no {_listed(missing)}")
-        return {slot.name: file.content(slot, (_type_of(slot.dtype),))[1] for slot in layout.base}
+        return found
 
 
 def local_in(layout: Layout, path: Path) -> dict[str, Array]:
     """Return the bytes of the tensors that stay in their region as far as a file has them, as `base_in`."""
     with _reading(path) as file:
-        known = [slot for slot in layout.local if slot.name in file.names]
-        return {slot.name: file.content(slot, (_type_of(slot.dtype),))[1] for slot in known}
+        return file.contents(layout, layout.local)
 
 
 class _File:
@@ -146,22 +161,76 @@ class _File:
             self._head = json.loads(raw.read(length))
         self._data = np.memmap(path, np.uint8, "r", offset=8 + length)
 
-    def content(self, slot: Slot, types: tuple[str, ...]) -> tuple[str, Array]:
-        """Return type and bytes of a tensor, which must have the slot's shape and one of these types."""
-        entry = self._head[slot.name]
+    def check_names(self, layout: Layout, holds: str) -> None:
+        """Raise ``GeofedError("MODEL_MISMATCH")`` unless the file has the names that it must have."""
+        if not holds:
+            _check_names_of_job(layout, set(self.names))
+            return
+        slots = (*layout.slots, *layout.base, *layout.local)
+        lacking = {slot.name for slot in slots if not self._names_of(layout, slot)}
+        known = {slot.name for slot in slots} | {alias for alias, _ in layout.aliases}
+        if holds == "all":
+            _refuse(lacking, set(self.names) - known)
+        elif len(lacking) == len(slots):
+            _refuse(lacking, set(self.names), hint="names are those of the model's `state_dict()`")
+
+    def name_of(self, layout: Layout, slot: Slot) -> str | None:
+        """Return the name under which the file has a tensor; None: it lacks it.
+
+        Raises ``GeofedError("MODEL_MISMATCH")`` if it has different ones under names that the model ties.
+        """
+        names = self._names_of(layout, slot)
+        if not names:
+            return None
+        first, *others = names
+        for other in others:
+            if not np.array_equal(self._stored(slot, first)[1], self._stored(slot, other)[1]):
+                text = f"{first} and {other} are one tensor of the task's model, and differ in the model to start from"
+                raise GeofedError("MODEL_MISMATCH", text)
+        return first
+
+    def contents(self, layout: Layout, slots: tuple[Slot, ...]) -> dict[str, Array]:
+        """Return the bytes of tensors in their slots' types, by the slots' names, as far as the file has them."""
+        names = {slot: self.name_of(layout, slot) for slot in slots}
+        return {slot.name: self._content(slot, name) for slot, name in names.items() if name is not None}
+
+    def values(self, slot: Slot, name: str) -> Array:
+        """Return the values of a tensor in one dimension: in its slot's type, or as the file has them in a wider
+        one."""
+        dtype, content = self._stored(slot, name)
+        values = np.array(content).view(array_dtype(slot.dtype if dtype == _type_of(slot.dtype) else _FLOATS[dtype]))
+        if dtype == _type_of(slot.dtype):
+            return values
+        with np.errstate(over="ignore"):
+            held = values.astype(array_dtype(slot.dtype))
+            if not np.array_equal(np.isfinite(values), np.isfinite(held)):
+                text = (
+                    f"{name} of the model to start from has values that the task's {_type_of(slot.dtype)} cannot hold"
+                )
+                raise GeofedError("MODEL_MISMATCH", text)
+            return values if dtype == "F32" else held
+
+    def _content(self, slot: Slot, name: str) -> Array:
+        dtype, content = self._stored(slot, name)
+        if dtype == _type_of(slot.dtype):
+            return content
+        return self.values(slot, name).astype(array_dtype(slot.dtype), copy=False).view(np.uint8)
+
+    def _names_of(self, layout: Layout, slot: Slot) -> list[str]:
+        names = [slot.name, *(alias for alias, name in layout.aliases if name == slot.name)]
+        return [name for name in names if name in self.names]
+
+    def _stored(self, slot: Slot, name: str) -> tuple[str, Array]:
+        """Return type and bytes of a tensor, which must have the slot's shape, and its type unless both are
+        floating-point ones."""
+        entry = self._head[name]
         shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
-        if shape != slot.shape or dtype not in types:
-            own = f"{_type_of(slot.dtype)} {list(slot.shape)}"
-            text = f"{slot.name} of the model to start from is {dtype} {list(shape)}, the task's {own}"
+        own = _type_of(slot.dtype)
+        if shape != slot.shape or (dtype != own and not (dtype in _FLOATS and own in _FLOATS)):
+            text = f"{name} of the model to start from is {dtype} {list(shape)}, the task's {own} {list(slot.shape)}"
             raise GeofedError("MODEL_MISMATCH", text)
         start, stop = entry["data_offsets"]
         return dtype, self._data[start:stop]
-
-    def values(self, slot: Slot, types: tuple[str, ...]) -> Array:
-        """Return the values of a tensor, as `content`, in one dimension."""
-        dtype, content = self.content(slot, types)
-        stored = slot.dtype if dtype == _type_of(slot.dtype) else "float32"
-        return np.array(content).view(array_dtype(stored))
 
 
 @contextmanager
@@ -173,26 +242,36 @@ def _reading(path: Path) -> Iterator[_File]:
         raise GeofedError("FRAME_INVALID", f"the model to start from cannot be read: {error}") from None
 
 
-def _check_names(layout: Layout, found: set[str]) -> None:
+def _check_names_of_job(layout: Layout, found: set[str]) -> None:
     base = {slot.name for slot in (*layout.base, *layout.local)}
     base |= {alias for alias, name in layout.aliases if name in base}
     wanted = {slot.name for slot in layout.slots} | {alias for alias, _ in layout.aliases} - base
-    found = found - base
-    differ = [f"has no {_listed(wanted - found)}"] if wanted - found else []
-    differ += [f"has {_listed(found - wanted)}, which the task's lacks"] if found - wanted else []
-    if differ:
-        raise GeofedError("MODEL_MISMATCH", f"the model to start from {' and '.join(differ)}")
+    _refuse(wanted - found, found - base - wanted, hint=None)
+
+
+def _refuse(lacking: set[str], others: set[str], hint: str | None = _PARTIAL) -> None:
+    """Raise ``GeofedError("MODEL_MISMATCH")`` if a file lacks tensors of the model, or has others."""
+    differ = [f"has no {_listed(lacking)}"] if lacking else []
+    differ += [f"has {_listed(others)}, which the task's lacks"] if others else []
+    if not differ:
+        return
+    text = f"the model to start from {' and '.join(differ)}"
+    near = ((name, _nearest(name, others)) for name in sorted(lacking)[:_MAX_NAMES])
+    if (pair := next(((name, other) for name, other in near if other), None)) is not None:
+        text += f"; did you mean {pair[1]} to be {pair[0]}?"
+    raise GeofedError("MODEL_MISMATCH", text, hint=hint)
+
+
+def _nearest(name: str, others: set[str]) -> str | None:
+    """Return the name that is most like another one: one is the other below a prefix, as of a wrapper, or similar."""
+    below = (other for other in sorted(others) if other.endswith(f".{name}") or name.endswith(f".{other}"))
+    return next(below, None) or next(iter(get_close_matches(name, sorted(others), 1)), None)
 
 
 def _listed(names: set[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _MAX_NAMES} more" if len(ordered) > _MAX_NAMES else ""
     return ", ".join(ordered[:_MAX_NAMES]) + more
-
-
-def _accepted(slot: Slot) -> tuple[str, ...]:
-    narrow = slot.dtype.startswith(("float", "bfloat")) and slot.dtype != "float64"
-    return (_type_of(slot.dtype), "F32") if narrow else (_type_of(slot.dtype),)
 
 
 def _type_of(dtype: str) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from tests.control_plane.cli.conftest import KEEP, Federation, Run
 from tests.control_plane.cli.scripted_agents import kept_model
@@ -62,6 +66,30 @@ def test_a_job_is_resumed_and_another_starts_from_it(live: Federation, run: Run,
     assert (other["initial_model"]["job"], other["initial_model"]["round"]) == (job, 1)
     for one in (after["id"], other["id"]):
         run("cancel", one, "--yes")
+
+
+def test_a_job_starts_from_a_file(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    content = save({"w": np.zeros(3, ml_dtypes.bfloat16)})
+    path.write_bytes(content)
+    asked = ("--set", "task.config.play=hold", "--set", "train.initialModel.partial=true", "-o", "json")
+    for uploads in (True, False):
+        told = run("submit", job_file, "--from", str(path), *asked)
+        assert ("uploading" in told.err) is uploads
+        job = told.data["id"]
+        run("cancel", job, "--yes")
+        initial = {"job": "", "round": None, "file": path.name, "partial": True, "bytes": len(content)}
+        digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        assert run("describe", job, "-o", "json").data["initial_model"] == initial | {"digest": digest}
+        assert "the file weights.safetensors (" in run("status", job).out
+    path.write_bytes(content[:-1])
+    for command in ("validate", "explain"):
+        wrong = run(command, job_file, "--set", f"train.initialModel.file={path}", "-o", "json")
+        assert (wrong.status, wrong.error["code"]) == (3, "SPEC_INVALID")
+        assert f"{path} is no file of safetensors: it has" in wrong.error["message"]
+    path.unlink()
+    # What is no file is a job.
+    assert run("submit", job_file, "--from", str(path), "-o", "json").error["code"] == "JOB_NOT_FOUND"
 
 
 def test_a_job_without_a_kept_model_is_told_how_to_have_one(live: Federation, run: Run, job_file: str) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
@@ -14,8 +17,9 @@ from hypothesis import strategies as st
 from support.server_process import LAYOUT, NumpyWorker, Server
 
 from geofed_pb.errors import GeofedError
+from sync.coordinates import array_dtype
 from sync.layout import Layout, Slot
-from sync.ps.execution.export import from_safetensors, to_safetensors
+from sync.ps.execution.export import base_in, from_safetensors, local_in, to_safetensors
 
 SLOTS = st.lists(
     st.tuples(
@@ -83,6 +87,83 @@ def test_numbers_that_are_none_and_files_that_are_none_are_refused(tmp_path: Pat
             from_safetensors(LAYOUT, path)
 
 
+def _saved(folder: Path, **tensors: npt.NDArray[Any]) -> Path:
+    path = folder / "weights.safetensors"
+    path.write_bytes(safetensors.numpy.save(tensors))
+    return path
+
+
+HALF = np.array([[1.5, -2.0, 3.0], [0.0, 4.0, 5.0]], ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_of_tied_tensors_a_users_file_needs_one_and_types_are_converted(tmp_path: Path, name: str) -> None:
+    path = _saved(tmp_path, n=np.array(7), **{name: HALF})
+    assert from_safetensors(TIED, path, "all").tolist() == [1.5, -2.0, 3.0, 0.0, 4.0, 5.0, 7.0]
+    with pytest.raises(GeofedError, match="MODEL_MISMATCH"):
+        from_safetensors(TIED, path)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.float32, ml_dtypes.float8_e5m2])
+@pytest.mark.parametrize("wanted", ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn"])
+def test_every_floating_point_type_becomes_every_other(tmp_path: Path, dtype: Any, wanted: str) -> None:
+    layout = Layout((Slot("a", (2, 2), wanted),), 1)
+    path = _saved(tmp_path, a=np.array([[1.5, -2.0], [0.25, 4.0]], dtype))
+    assert from_safetensors(layout, path, "all").tolist() == [1.5, -2.0, 0.25, 4.0]
+    base = Layout((), 0, base=layout.slots)
+    found = base_in(base, path, "all")["a"].view(array_dtype(wanted))
+    assert found.astype(np.float64).tolist() == [1.5, -2.0, 0.25, 4.0]
+
+
+def test_what_a_type_cannot_hold_is_refused(tmp_path: Path) -> None:
+    layout = Layout((Slot("a", (2,), "float16"),), 1)
+    for dtype in (np.float64, np.float32):
+        with pytest.raises(GeofedError, match="a of the model to start from has values that the task's F16 cannot"):
+            from_safetensors(layout, _saved(tmp_path, a=np.array([1.0, 1e6], dtype)), "all")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({"a": HALF}, "has no n$"),
+        ({"n": np.array(7)}, "has no a$"),
+        ({"a": HALF, "m": np.array(7)}, "has no n and has m, which the task's lacks$"),
+        ({"model.a": HALF, "n": np.array(7)}, "has no a and has model.a, .*; did you mean model.a to be a\\?"),
+        ({"a": HALF, "n": np.array(7), "x": HALF}, "has x, which the task's lacks$"),
+        ({"a": HALF.T.copy(), "n": np.array(7)}, r"a .* is BF16 \[3, 2\], the task's F32 \[2, 3\]"),
+        ({"a": HALF, "n": np.array(7.0)}, r"n .* is F64 \[\], the task's I64 \[\]"),
+        ({"a": HALF, "b": HALF + HALF, "n": np.array(7)}, "a and b are one tensor of the task's model, and differ"),
+    ],
+)
+def test_a_users_file_that_does_not_fit_is_refused_with_what_differs(
+    tmp_path: Path, tensors: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(GeofedError, match=says) as raised:
+        from_safetensors(TIED, _saved(tmp_path, **tensors), "all")
+    assert raised.value.code == "MODEL_MISMATCH"
+
+
+def test_a_part_of_a_model_leaves_the_rest_as_it_was_initialised(tmp_path: Path) -> None:
+    own = np.full(7, 9.0, np.float32)
+    assert from_safetensors(TIED, _saved(tmp_path, b=HALF, x=HALF), "some", own).tolist()[-2:] == [5.0, 9.0]
+    assert from_safetensors(TIED, _saved(tmp_path, n=np.array(7)), "some", own).tolist() == [9.0] * 6 + [7.0]
+    assert own.tolist() == [9.0] * 7
+    with pytest.raises(GeofedError, match=r"has no a, n and has fc.a, which .*; did you mean fc.a to be a") as raised:
+        from_safetensors(TIED, _saved(tmp_path, **{"fc.a": HALF}), "some", own)
+    assert "state_dict" in raised.value.hint
+    with pytest.raises(GeofedError, match=r"a .* is BF16 \[3, 2\]"):
+        from_safetensors(TIED, _saved(tmp_path, a=HALF.T.copy()), "some", own)
+
+
+def test_tensors_that_stay_in_their_region_may_come_from_a_users_file(tmp_path: Path) -> None:
+    layout = replace(TIED, local=(Slot("head", (2,), "float32"),))
+    path = _saved(tmp_path, a=HALF, n=np.array(7), head=np.array([1.0, 2.0], np.float16))
+    assert local_in(layout, path)["head"].view(np.float32).tolist() == [1.0, 2.0]
+    assert from_safetensors(layout, path, "all")[-1] == 7.0
+    with pytest.raises(GeofedError, match=r"has no head$"):
+        from_safetensors(layout, _saved(tmp_path, a=HALF, n=np.array(7)), "all")
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("background", [False, True])
 def test_all_regions_begin_with_it_wherever_the_server_died(
@@ -104,6 +185,22 @@ def test_all_regions_begin_with_it_wherever_the_server_died(
         worker.join(40)
         assert worker.failure is None, worker.failure
         assert np.array_equal(worker.finals[0], np.full(LAYOUT.size, 7.0, np.float32))
+
+
+@pytest.mark.processes
+def test_a_part_of_a_model_is_what_a_job_begins_with(
+    tmp_path: Path, servers: Callable[..., list[Server]], workers: Callable[..., NumpyWorker]
+) -> None:
+    """The workers' own model is all ones; the file has another tensor only, which is refused, or the model's."""
+    name, shape = LAYOUT.slots[0].name, LAYOUT.slots[0].shape
+    path = _saved(tmp_path, **{name: np.full(shape, 7.0, np.float16), "more": HALF})
+    (server,) = servers("east", rounds=1, initial_model=path, initial_holds="some")
+    worker = workers(server, 0.0)
+    worker.join(40)
+    assert worker.failure is None, worker.failure
+    expected = np.ones(LAYOUT.size, np.float32)
+    expected[: LAYOUT.slots[0].size] = 7.0
+    assert np.array_equal(worker.finals[0], expected)
 
 
 @pytest.mark.processes
