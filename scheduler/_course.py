@@ -76,7 +76,8 @@ class Staffs:
     @classmethod
     def of(cls, table: Floats) -> Staffs:
         """Return staffings from `figures`, shape (staffings, regions, figures)."""
-        return cls(*np.moveaxis(table, -1, 0))
+        # Each region's figures lie together: sums and maxima over few regions are several times as fast.
+        return cls(*(np.asfortranarray(figure) for figure in np.moveaxis(table, -1, 0)))
 
     def rows(self, begin: int, end: int) -> Staffs:
         """Return some of the staffings."""
