@@ -89,8 +89,8 @@ def least_squares(
         coefficients = nonnegative_least_squares(rows, np.concatenate([y * root, np.sqrt(ridge) * drawn]))
         residuals = np.abs(y - x @ coefficients)
         spread = max(_LEAST_SPREAD, 1.4826 * float(np.median(residuals)))
-        weighed, weights = weights, np.minimum(1.0, _HUBER * spread / np.maximum(residuals, 1e-12))
-        if (weights == weighed).all() or np.allclose(before, coefficients, rtol=1e-9, atol=1e-15):
+        earlier, weights = weights, np.minimum(1.0, _HUBER * spread / np.maximum(residuals, 1e-12))
+        if (weights == earlier).all() or np.allclose(before, coefficients, rtol=1e-9, atol=1e-15):
             break
     return coefficients
 
