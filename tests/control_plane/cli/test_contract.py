@@ -68,7 +68,7 @@ CONTRACTS = {
     "resume": Contract("{kept}", mutating=True, streaming=True),
     "delete": Contract("{ended} --yes", mutating=True),
     "storage": Contract(),
-    "rename": Contract("{ended} ended", mutating=True),
+    "rename": Contract("{cancelled} renamed", mutating=True),
     "share": Contract("{job} ann", mutating=True),
     "unshare": Contract("{job} ann", mutating=True),
     "history": Contract("{job}"),
