@@ -47,7 +47,7 @@ def _finished(running: Running, job: str) -> dict[str, Any]:
     running.wait_round(job, at + 3)
     running.federation.control_plane("finish", job, "--reason", "all is seen")
     ended = running.wait_end(job)
-    check_succeeded(ended)
+    check_succeeded(ended, accuracy=0.5)  # it ends early, at a round that depends on the machine
     assert ended["result"]["ended_early"] == "requested by a user: all is seen"
     assert _samples(ended) == _expected(ended)
     return ended

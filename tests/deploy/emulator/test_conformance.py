@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.netns, pytest.mark.usefixtures("emulator_works")]
+pytestmark = [pytest.mark.alone, pytest.mark.netns, pytest.mark.usefixtures("emulator_works")]
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURE = Path(__file__).with_name("measure.py")

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.emulator import Emulator
 
-pytestmark = pytest.mark.netns
+pytestmark = [pytest.mark.alone, pytest.mark.netns]
 
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 SCRIPT = """
