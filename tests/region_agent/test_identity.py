@@ -73,7 +73,11 @@ def _joined(folder: Path, authority: Authority, **life: timedelta) -> Identity:
     return identity
 
 
-def test_an_agent_joins_with_no_invitation_of_another_region(tmp_path: Path, authority: Authority) -> None:
+def test_an_agent_joins_with_no_invitation_of_another_region(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The log would stay with this test's standard error.
+    monkeypatch.setattr("geofed_pb.logs.configure_logs", lambda *_: None)
     (token := tmp_path / "token").write_text(_token(authority, region="west"))
     (config := tmp_path / "region.yaml").write_text(
         "apiVersion: geofed/v1\nkind: Region\nmetadata: {name: east}\ncloud: local\ncapacity: {workers: 1}\n"
