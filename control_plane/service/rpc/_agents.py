@@ -32,6 +32,8 @@ from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 MAX_MODEL_BYTES = 64 << 30
 """Limit of an uploaded model's size."""
+_DAILY_MODELS_BYTES = 1 << 40
+"""Limit of the models that a region uploads within a day: a hundred of 10 GB."""
 _MAX_DATA_CHARACTERS = 64 << 10
 """Limit of an event's JSON data."""
 _HELLO_SECONDS = 10.0
@@ -98,7 +100,10 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
         """Upload a model."""
         return await self._federation.blobs.receive(
-            requests, limit_bytes=MAX_MODEL_BYTES, uploader=self._uploader(context)
+            requests,
+            limit_bytes=MAX_MODEL_BYTES,
+            uploader=self._uploader(context),
+            daily_bytes=_DAILY_MODELS_BYTES,
         )
 
     @streaming
