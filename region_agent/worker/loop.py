@@ -33,8 +33,8 @@ from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.layout import Vector
-from sync.overlap import overlapped_steps
 from sync.tree import dump_tree, load_tree
+from sync.wan import overlapped_steps
 
 __all__ = ["WorkerLoop"]
 

@@ -6,6 +6,7 @@ from sync.policy import Damped, DelayCompensated, Policy, make_policy
 from sync.wan._controller import Bounds, LinkSample, Observation, initial, observe
 from sync.wan._gaia_filter import significant
 from sync.wan._guard import Guard, norm_of
+from sync.wan._overlap import overlapped_steps
 from sync.wan._settings import ExchangeSettings
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "initial",
     "norm_of",
     "observe",
+    "overlapped_steps",
     "policy_of",
     "significant",
 ]

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from sync.overlap import overlapped_steps
 from sync.ps.core.actions import (
     Action,
     Failed,
@@ -50,7 +49,7 @@ from sync.ps.core.events import (
 from sync.ps.core.machine import Setup
 from sync.ps.core.waiting_settings import WaitingSettings
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
-from sync.wan import LinkSample
+from sync.wan import LinkSample, overlapped_steps
 
 __all__ = ["REGIONS", "Fault", "Outcome", "Scenario", "simulated"]
 

@@ -385,6 +385,7 @@ SURFACES = {
         "Guard",
         "LinkSample",
         "Observation",
+        "overlapped_steps",
         "initial",
         "observe",
         "policy_of",

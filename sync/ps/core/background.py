@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 
-from sync.overlap import overlapped_steps
 from sync.ps.core.actions import (
     Action,
     Failed,
@@ -44,6 +43,7 @@ from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.waiting import Continue, WaitingPolicy, WaitView
 from sync.ps.core.worker_group import Evaluation
 from sync.transfer.manifest import Manifest
+from sync.wan import overlapped_steps
 
 __all__ = ["Background"]
 
