@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from control_plane.client import ControlClient
 
 _NEWEST_JOBS = 3
+"""Jobs that are taken if none is named."""
 _LOG_LINES = 2000
 """The last lines of a job's log; what explains a failure is among them."""
 _LISTED_JOBS = 100
+"""Newest jobs whose states are told."""
 
 
 def support_bundle(
