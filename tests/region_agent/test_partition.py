@@ -75,11 +75,6 @@ class Gateway:
         return SimpleNamespace(status=200, body=answer if isinstance(answer, bytes) else answer.model_dump_json())
 
 
-def _servers() -> list[psutil.Process]:
-    """Parameter servers that this process has started."""
-    return running_as("sync.ps", psutil.Process().children())
-
-
 class Scene:
     """A region around one partition."""
 
@@ -154,8 +149,12 @@ class Scene:
         self.partition.begin()
         await self.until(lambda: self.gateway.calls)
 
+    def servers(self) -> list[psutil.Process]:
+        """The parameter servers of this region: other tests' may run in this process, too."""
+        return running_as(f"-m sync.ps --config {self.folder}", psutil.Process().children())
+
     def server(self) -> psutil.Process:
-        (process,) = _servers()
+        (process,) = self.servers()
         return process
 
 
@@ -444,12 +443,12 @@ def test_a_stop_at_any_moment_leaves_no_process_and_no_function(tmp_path: Path, 
     async def act(scene: Scene) -> None:
         scene.partition.begin()
         if moment == "while the server starts":
-            await scene.until(_servers)
+            await scene.until(scene.servers)
         elif moment == "while it trains":
             await scene.until(lambda: scene.gateway.calls)
         scene.partition.feed(Stopped("cancelled", True))
         await scene.partition.drained()
-        assert _servers() == []
+        assert scene.servers() == []
         assert scene.gateway.deleted == 1
         assert not (scene.folder / "jobs" / JOB).exists()
         assert scene.reports[-1].state == "stopped"
@@ -475,7 +474,7 @@ def test_an_event_that_cannot_be_handled_fails_the_partition_and_ends_what_it_ru
         await scene.partition.drained()
         assert (machine.state, scene.reports[-1].error.code) == ("failed", "INTERNAL")
         assert "a bug" in scene.reports[-1].condition
-        assert _servers() == []
+        assert scene.servers() == []
         assert scene.gateway.deleted == 1
 
     _play(act, tmp_path)

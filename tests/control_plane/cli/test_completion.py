@@ -31,7 +31,7 @@ def _completed(run: Run, folder: Path, *words: str, program: str = "geofed", **e
 
 
 def test_commands_and_options(run: Run, tmp_path: Path) -> None:
-    assert _completed(run, tmp_path, "su") == ["submit"]
+    assert _completed(run, tmp_path, "su") == ["submit", "support-bundle"]
     assert _completed(run, tmp_path, "su", program="control-plane") == ["submit"]
     assert _completed(run, tmp_path, "agent", "jo") == ["join"]
     of_regions = ["list", "describe", "invite", "drain", "undrain", "revoke", "remove"]
