@@ -31,8 +31,8 @@ def _completed(run: Run, folder: Path, *words: str, program: str = "geofed", **e
 
 
 def test_commands_and_options(run: Run, tmp_path: Path) -> None:
-    assert _completed(run, tmp_path, "su") == ["submit", "support-bundle"]
-    assert _completed(run, tmp_path, "su", program="control-plane") == ["submit"]
+    for program in ("geofed", "control-plane"):
+        assert _completed(run, tmp_path, "su", program=program) == ["submit", "support-bundle"]
     assert _completed(run, tmp_path, "agent", "jo") == ["join"]
     of_regions = ["list", "describe", "invite", "drain", "undrain", "revoke", "remove"]
     assert _completed(run, tmp_path, "region", "") == of_regions
