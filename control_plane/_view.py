@@ -137,6 +137,8 @@ def _partition_view(part: control_pb2.PartitionStatus) -> Data:
         "samples": part.samples,
         "loss": part.loss if part.step else None,
         "metrics": dict(part.metrics),
+        "logged": dict(part.logged.values),
+        "usage": usage_view(part.usage),
         "workers": part.workers,
         "preemptible": part.preemptible,
         "samples_per_second": part.samples_per_second,
@@ -145,6 +147,15 @@ def _partition_view(part: control_pb2.PartitionStatus) -> Data:
         "usd": sum(charge.usd for charge in part.money),
         "condition": part.condition,
         "last_contact": time_text(part.last_contact),
+    }
+
+
+def usage_view(usage: common_pb2.Usage) -> Data:
+    """Return what a region's workers have used in their last round; the memory is that of the largest worker."""
+    return {
+        "cpu_cores": usage.cpu_cores,
+        "memory_bytes": usage.memory_bytes,
+        "gpu_memory_bytes": usage.gpu_memory_bytes,
     }
 
 
@@ -225,17 +236,26 @@ def event_view(event: control_pb2.Event) -> Data:
     }
 
 
+USAGE = ("cpu_cores", "memory_bytes", "gpu_memory_bytes")
+"""Figures of a round about what the workers have used."""
+
+
 def round_rows(events: Iterable[Data]) -> list[Data]:
     """Return what the regions have reported of their rounds, from the views of a job's events: one row for each region
-    and round, with its step, samples, loss, and the metrics of an evaluated round."""
+    and round, with its step, samples, loss, what its workers have used and the task has logged, and the metrics of an
+    evaluated round."""
     rows: dict[tuple[int, str], Data] = {}
     for event in events:
-        if event["kind"] not in ("partition.round", "partition.evaluated"):
+        if event["kind"] not in ("partition.round", "partition.logged", "partition.evaluated"):
             continue
         data = event["data"]
         row = rows.setdefault((data["round"], event["region"]), {"round": data["round"], "region": event["region"]})
         if event["kind"] == "partition.round":
             row |= {"at": event["at"], "step": data["step"], "samples": data["samples"], "loss": data["loss"]}
+            row |= {name: data[name] for name in USAGE if name in data}
+        elif event["kind"] == "partition.logged":
+            # A metric of the evaluation takes precedence.
+            row |= {name: value for name, value in data["values"].items() if name not in row}
         else:
             row |= {name: value for name, value in data["metrics"].items() if name != "loss"}
             row["test_loss"] = data["metrics"].get("loss")

@@ -1,7 +1,8 @@
 """Train one model on data in several regions, without moving the data: the client, and training on this machine.
 
 ``Client`` is for scripts and notebooks, ``AsyncClient`` for programs with an event loop; ``simulate`` trains over
-several regions on this machine. Errors are ``GeofedError`` with a code, a message and a hint. See docs/python.md.
+several regions on this machine; ``log`` is for task modules. Errors are ``GeofedError`` with a code, a message and a
+hint. See docs/python.md.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from geofed._simulate import Simulation, simulate
     from geofed._sync import Client, Job
     from geofed_pb.errors import GeofedError
+    from geofed_pb.recording import log
 
-__all__ = ["AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "simulate"]
+__all__ = ["AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "log", "simulate"]
 
 _PLACES = {
     "AsyncClient": "geofed._client",
@@ -24,6 +26,7 @@ _PLACES = {
     "GeofedError": "geofed_pb.errors",
     "Job": "geofed._sync",
     "Simulation": "geofed._simulate",
+    "log": "geofed_pb.recording",
     "simulate": "geofed._simulate",
 }
 """Modules of the names, loaded when a name is first used: the command `geofed` needs none of them."""

@@ -19,7 +19,7 @@ from control_plane.cli._report import metrics_text, number_text
 
 _EVENTS_SHOWN = 5
 """Number of latest events below the table."""
-_SHOWN_IN_TABLE = ("partition.round", "partition.evaluated")
+_SHOWN_IN_TABLE = ("partition.round", "partition.logged", "partition.evaluated")
 """Event kinds that the table shows already."""
 _REDRAW_SECONDS = 0.1
 """Least time between two redraws caused by events, so that a long history does not redraw for each of them."""
@@ -92,7 +92,7 @@ def _regions(view: Data, width: int) -> RenderableType:
             str(part["step"]),
             number_text(part["loss"]),
             f"{part['samples_per_second']:.0f}",
-            metrics_text(part["metrics"]),
+            metrics_text(part["logged"] | part["metrics"]),
             bytes_text(sum(part["sent_bytes"].values())),
             usd_text(part["usd"]),
             part["condition"],

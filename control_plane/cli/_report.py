@@ -81,7 +81,7 @@ def partition_table(view: Data) -> str:
                 part["step"],
                 number_text(part["loss"]),
                 f"{part['samples_per_second']:.0f}",
-                metrics_text(part["metrics"]),
+                metrics_text(part["logged"] | part["metrics"]),
                 bytes_text(sum(part["sent_bytes"].values())),
                 usd_text(part["usd"]),
                 part["condition"],

@@ -64,6 +64,7 @@ from control_plane.core._state import (
     Keep,
     KeptModel,
     LinkReport,
+    Logged,
     MeterTotals,
     Models,
     Pairs,
@@ -72,6 +73,7 @@ from control_plane.core._state import (
     Report,
     Speed,
     Uploaded,
+    Usage,
     WanExchange,
 )
 
@@ -103,6 +105,7 @@ __all__ = [
     "Keep",
     "KeptModel",
     "LinkReport",
+    "Logged",
     "MeterTotals",
     "Models",
     "NotifyJobs",
@@ -137,6 +140,7 @@ __all__ = [
     "SuccessorDecided",
     "Tick",
     "Uploaded",
+    "Usage",
     "WanExchange",
     "WanLink",
     "best_model",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from control_plane.core._events import Record
@@ -26,14 +26,15 @@ def records_of(part: Partition, report: Report) -> list[Record]:
     if report.round > last.round:
         loss = loss_of_round(report)
         figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": loss}
+        figures |= {name: value for name, value in asdict(report.usage).items() if value}
         found.append(Record("partition.round", f"{name}: round {report.round}, loss {loss:.4f}", name, figures))
+    if report.logged.round > last.logged.round and report.logged.values:
+        text = f"{name}: logged in round {report.logged.round}: {_values_text(report.logged.values)}"
+        data = {"round": report.logged.round, "values": report.logged.values}
+        found.append(Record("partition.logged", text, name, data))
     now = report.evaluation
     if now.metrics and now.round > last.evaluation.round:
-        shown = sorted(now.metrics.items())[:_SHOWN_METRICS]
-        values = ", ".join(f"{key} {value:.4f}" for key, value in shown)
-        if len(now.metrics) > _SHOWN_METRICS:
-            values += f", and {len(now.metrics) - _SHOWN_METRICS} more"
-        text = f"{name}: after round {now.round}: {values}"
+        text = f"{name}: after round {now.round}: {_values_text(now.metrics)}"
         data = {
             "round": now.round,
             "metrics": now.metrics,
@@ -46,6 +47,11 @@ def records_of(part: Partition, report: Report) -> list[Record]:
         data = {"round": now.round, "error": now.error}
         found.append(Record("partition.unmeasured", text, name, data))
     return found
+
+
+def _values_text(values: dict[str, float]) -> str:
+    shown = ", ".join(f"{key} {value:.4f}" for key, value in sorted(values.items())[:_SHOWN_METRICS])
+    return shown + (f", and {len(values) - _SHOWN_METRICS} more" if len(values) > _SHOWN_METRICS else "")
 
 
 def loss_of_round(report: Report) -> float:
@@ -75,6 +81,8 @@ def fewer_workers(part: Partition, report: Report) -> Record | None:
 
 def never_backwards(report: Report, last: Report | None) -> Report:
     """Keep the last report's progress if a report is behind it, as after a restart of the parameter server."""
+    if last is not None and report.logged.round < last.logged.round:
+        report = replace(report, logged=last.logged)
     if last is None or report.round >= last.round:
         same = last is not None and report.round == last.round and report.round_loss is None
         return replace(report, round_loss=last.round_loss) if last is not None and same else report
@@ -87,6 +95,7 @@ def never_backwards(report: Report, last: Report | None) -> Report:
         loss=last.loss,
         round_loss=last.round_loss,
         evaluation=last.evaluation,
+        usage=last.usage,
         exchange=replace(report.exchange, applied_updates=last.exchange.applied_updates),
         totals=MeterTotals(
             now.money or known.money, now.sent_bytes or known.sent_bytes, now.received_bytes or known.received_bytes

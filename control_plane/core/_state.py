@@ -123,6 +123,28 @@ class Uploaded:
 
 
 @dataclass(frozen=True)
+class Logged:
+    """What the task's code has logged in a region."""
+
+    round: int = 0
+    """Last round whose values are complete; 0: none."""
+    values: dict[str, float] = field(default_factory=dict)
+    """Means over all values of that round, by name."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a region's workers have used of their machines in the last reported round."""
+
+    cpu_cores: float = 0.0
+    """Mean number of busy cores, of all workers together."""
+    memory_bytes: int = 0
+    """Peak of the largest worker; 0: not reported."""
+    gpu_memory_bytes: int = 0
+    """Peak of the largest worker; 0: none computes on a GPU."""
+
+
+@dataclass(frozen=True)
 class Report:
     """An agent's report on its partition; the fields of the protocol's PartitionReport."""
 
@@ -165,6 +187,8 @@ class Report:
     """Whether it uploads models of evaluated rounds; older versions do not."""
     kept: Uploaded = Uploaded()
     """Answer to the last command to upload one."""
+    logged: Logged = Logged()
+    usage: Usage = Usage()
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,16 @@ PARTITION_GAUGES: tuple[tuple[str, str, Callable[[Report], float | None]], ...] 
         lambda report: report.speed.samples_per_second,
     ),
     ("geofed_partition_usd", "Metered cost so far", lambda report: report.totals.usd),
+    (
+        "geofed_partition_cpu_cores",
+        "Busy cores of all workers in the last round",
+        lambda report: report.usage.cpu_cores,
+    ),
+    (
+        "geofed_partition_memory_bytes",
+        "Peak memory of the largest worker",
+        lambda report: report.usage.memory_bytes or None,
+    ),
 )
 """Name, help text and value of the metrics of each partition of an active job, from its last report."""
 

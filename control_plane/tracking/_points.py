@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from control_plane._view import USAGE
+
 
 @dataclass(frozen=True)
 class Point:
@@ -17,7 +19,8 @@ class Point:
     region: str
     round: int
     name: str
-    """`loss`, `step` and `samples` of the training; `test_loss` and the metrics of an evaluation."""
+    """`loss`, `step` and `samples` of the training, names that the task has logged, `system/…` for what the workers
+    have used; `test_loss` and the metrics of an evaluation."""
     value: float
 
 
@@ -26,6 +29,9 @@ def points_of(event: dict[str, Any]) -> list[Point]:
     data = event["data"]
     if event["kind"] == "partition.round":
         figures = {name: data[name] for name in ("loss", "step", "samples") if name in data}
+        figures |= {f"system/{name}": data[name] for name in USAGE if name in data}
+    elif event["kind"] == "partition.logged":
+        figures = data["values"]
     elif event["kind"] == "partition.evaluated":
         figures = {"test_loss" if name == "loss" else name: value for name, value in data["metrics"].items()}
     else:

@@ -13,7 +13,9 @@ from typing import TypeVar
 
 __all__ = [
     "LARGEST_MESSAGE_BYTES",
+    "LOGGED_NAME_BYTES",
     "LOG_LINE_BYTES",
+    "MOST_LOGGED",
     "MOST_METRICS",
     "NAME_BYTES",
     "SESSION_MESSAGE_BYTES",
@@ -37,6 +39,10 @@ NAME_BYTES = 200
 """Longest name of a metric."""
 MOST_METRICS = 1000
 """Most metrics of one evaluation."""
+LOGGED_NAME_BYTES = 100
+"""Longest name of a value that a task logs."""
+MOST_LOGGED = 100
+"""Most names of values that a task logs in a round."""
 TRUNCATED = "… truncated"
 """End of a text that was shortened."""
 

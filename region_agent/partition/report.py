@@ -138,6 +138,8 @@ def report_of(
         samples=status.samples,
         loss=status.loss,
         round_loss=status.round_loss if status.HasField("round_loss") else None,
+        logged=status.logged,
+        usage=status.usage,
         model_digest=status.model_digest,
         meter=meter.identity,
         totals=agent_pb2.MeterTotals(

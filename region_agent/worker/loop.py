@@ -23,12 +23,14 @@ import numpy as np
 from geofed_pb.bounds import bounded_metrics
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import request_low_latency
+from geofed_pb.recording import Recorder, Sums, recording
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import PsClient, SliceOver
 from region_agent.worker.training.optimizer_state import State
 from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
 from region_agent.worker.training.trainer import Trainer
+from region_agent.worker.training.usage import UsageMeter
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
@@ -77,6 +79,7 @@ class WorkerLoop:
         self._settled = 0
         """Last step after which the workers have made sure that they hold the same model."""
         self._round = RoundSums()
+        self._recorder, self._usage = Recorder(), UsageMeter(invocation.worker)
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
         self._merge_seconds = 0.0
         """Time of the steps beyond their compute."""
@@ -93,7 +96,8 @@ class WorkerLoop:
         finished = False
         with PsClient(self._call, self._slice_ends) as server, self._executor, closing(self._trainer):
             try:
-                finished = self._train_slice(server)
+                with recording(self._recorder):
+                    finished = self._train_slice(server)
             except GeofedError as error:
                 if error.code not in _ATTEMPT_OVER or not self._attached or self._background:
                     raise
@@ -153,7 +157,7 @@ class WorkerLoop:
             self._completed, self._round = reply.round, RoundSums()
             if not self._background:
                 self._step = self._completed * self._call.steps_per_round
-            self._trainer.round_ended(self._completed)
+            self._round_ended()
             if reply.evaluate:
                 self._evaluate(server)
             if self._slice_over() and not finished:
@@ -239,10 +243,14 @@ class WorkerLoop:
             self._applied.append(ended)
         self._until = reply.until_step
         self._completed, self._pending = reply.round, None
-        self._trainer.round_ended(self._completed)
+        self._round_ended()
         if reply.evaluate:
             self._evaluate(server)
         return reply.finished
+
+    def _round_ended(self) -> None:
+        self._recorder.round = self._completed
+        self._trainer.round_ended(self._completed)
 
     def _slice_over(self) -> bool:
         # Each invocation makes at least one step, so that the job ends even with very short slices.
@@ -336,6 +344,8 @@ class WorkerLoop:
             samples=sums.samples,
             loss=sums.loss,
             compute_seconds=sums.compute_seconds,
+            logged=_logged(self._recorder.up_to(sequence)),
+            usage=self._usage.of_round(),
         )
 
     def _upload(self, request: worker_pb2.BoundaryRequest, vector: Vector, state: State | None) -> None:
@@ -357,6 +367,7 @@ class WorkerLoop:
     def _make_step(self, server: PsClient, step: int) -> None:
         # Inputs of the next step may be received ahead only if no evaluation comes before it.
         more = step < self._until
+        self._recorder.round = 1 + (self._completed if self._pending is None else self._pending.request.round)
         begun = time.monotonic()
         value, seconds = self._trainer.step(server, step, more)
         duration = time.monotonic() - begun
@@ -384,7 +395,7 @@ class WorkerLoop:
 
     def _evaluate(self, server: PsClient) -> None:
         """Evaluate the model and report the metrics, or the error: a failed evaluation does not fail the job."""
-        self._steady = False
+        self._steady, self._recorder.round = False, self._completed
         samples, metrics, message = 0, dict[str, float](), ""
         try:
             with self._counted_try() as tries:
@@ -395,7 +406,13 @@ class WorkerLoop:
             if code not in _EVALUATION_FAILURES or not self._trainer.evaluation_may_fail:
                 raise
             message = error.message if isinstance(error, GeofedError) else "the evaluation ran out of memory"
-        request = worker_pb2.EvaluatedRequest(round=self._completed, samples=samples, metrics=metrics, error=message)
+        request = worker_pb2.EvaluatedRequest(
+            round=self._completed,
+            samples=samples,
+            metrics=metrics,
+            error=message,
+            logged=_logged(self._recorder.up_to(self._completed)),
+        )
         server.evaluated(request)
 
     @contextmanager
@@ -447,7 +464,7 @@ class WorkerLoop:
         completed = self._completed if self._pending is None else self._pending.request.round - 1
         facts = {"round": completed, "step": self._step, "settled": self._settled, **self._round.facts()}
         facts |= {"attempt": self._call.attempt, "worker": self._call.worker, "batch": self._trainer.share(self._step)}
-        facts |= {"base": self._flat.base.checksum, **self._trainer.facts()}
+        facts |= {"base": self._flat.base.checksum, **self._trainer.facts(), **self._recorder.facts()}
         if self._pending is not None:
             # The slice ends during a wait for an answer; the next invocation repeats the request.
             facts |= {"ended_step": self._pending.request.step, **self._pending.sums.facts("ended_")}
@@ -501,6 +518,7 @@ class WorkerLoop:
             return False
         self._step = int(facts["step"])
         self._round = RoundSums.of(facts)
+        self._recorder.restore(facts)
         if other_attempt:
             # Sums of another worker, which may have had another share of each step.
             self._round.rescale(self._trainer.share(self._step) / facts["batch"])
@@ -540,6 +558,16 @@ class WorkerLoop:
             raise GeofedError("FENCED", f"{key} is no longer in the channel: a newer attempt has taken over")
         request.digest = self._digest_of(vector)
         self._set_pending(request, sums, self._executor.submit(self._exchange, server, request))
+
+
+def _logged(rounds: Mapping[int, Sums]) -> list[worker_pb2.LoggedRound]:
+    return [
+        worker_pb2.LoggedRound(
+            round=one,
+            values={name: worker_pb2.LoggedSum(sum=total, count=count) for name, (total, count) in sums.items()},
+        )
+        for one, sums in rounds.items()
+    ]
 
 
 def _without_prefix(prefix: str, named: Mapping[str, _Value]) -> dict[str, _Value]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+from collections.abc import AsyncIterator, Iterable
 from contextvars import ContextVar
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from geofed_pb.access import Rule
+from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, streaming, to_proto
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -19,7 +22,17 @@ from sync import framing
 from sync.layout import Layout
 from sync.ps.config import PsConfig
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, ReduceAnswer
-from sync.ps.core.events import Attached, BoundaryArrived, Configured, Evaluated, Event, ReduceArrived, Stepped
+from sync.ps.core.events import (
+    Attached,
+    BoundaryArrived,
+    Configured,
+    Evaluated,
+    Event,
+    LoggedSums,
+    ReduceArrived,
+    Stepped,
+    Usage,
+)
 from sync.ps.engine import Engine, merged_key
 from sync.ps.exchange import Links
 from sync.ps.execution.export import to_safetensors
@@ -34,6 +47,10 @@ CALL_TIMEOUT_SECONDS = 15.0
 """How long a worker's call waiting for its answer before it is answered "pending", and the worker calls again."""
 WATCH_INTERVAL_SECONDS = 0.25
 """Shortest interval between two statuses of a Watch call."""
+
+
+_MOST_LOGGED_ROUNDS = 2
+"""Most rounds of which a worker reports logged values at once: the one that ends, and the one before."""
 
 
 WORKER_RULES = {
@@ -144,6 +161,8 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
                 loss=request.loss,
                 compute_seconds=request.compute_seconds,
                 group=request.group,
+                logged=_logged(request.logged),
+                usage=Usage(request.usage.cpu_cores, request.usage.memory_bytes, request.usage.gpu_memory_bytes),
             )
 
         answer = await self._engine.ask(arrived, CALL_TIMEOUT_SECONDS)
@@ -162,11 +181,23 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     @answering
     async def Evaluated(self, request: worker_pb2.EvaluatedRequest, context: _Context) -> worker_pb2.EvaluatedReply:
         who = self._authenticate()
-        values = (request.round, request.samples, dict(request.metrics), request.error)
+        values = (request.round, request.samples, dict(request.metrics), request.error, _logged(request.logged))
         answer = await self._engine.ask(
             lambda call: Evaluated(call, who.worker, who.attempt, *values), CALL_TIMEOUT_SECONDS
         )
         return worker_pb2.EvaluatedReply(pending=answer is None)
+
+
+def _logged(rounds: Iterable[worker_pb2.LoggedRound]) -> LoggedSums:
+    """Return what a worker has logged, bounded: it runs the task's code."""
+    return {
+        one.round: {
+            clean(name, LOGGED_NAME_BYTES): (value.sum, value.count)
+            for name, value in islice(one.values.items(), MOST_LOGGED)
+            if math.isfinite(value.sum)
+        }
+        for one in islice(rounds, _MOST_LOGGED_ROUNDS)
+    }
 
 
 class AdminService(sync_pb2_grpc.PsAdminServicer):
@@ -238,6 +269,8 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             samples=int(progress.samples),
             loss=progress.loss,
             round_loss=progress.round_loss,
+            logged=common_pb2.Logged(round=progress.logged_sequence, values=progress.logged),
+            usage=common_pb2.Usage(**asdict(progress.usage)),
             metrics=progress.metrics,
             metrics_samples=int(progress.metrics_samples),
             metrics_round=progress.metrics_sequence,

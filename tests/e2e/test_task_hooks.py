@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
+
 import pytest
+import torch
 from support.running import Running
 
 from tests.e2e.conftest import NUMBERS, PAIR
@@ -11,6 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 TASK = """\
 import torch
+from geofed import log
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -46,6 +52,10 @@ def loss(model, batch):
     assert out.dtype is torch.bfloat16, "train.precision"
     assert len(out) <= 2 or not model.training, "train.accumulate"
     fit = nn.functional.mse_loss(out.float(), batch["y"])
+    if model.training:
+        log("weight norm", model.weight.detach().norm())
+        log("parts", 1)
+        log("not finite", float("nan"))
     return {"fit": fit, "penalty": 1e-3 * model.weight.square().sum()}
 
 
@@ -55,10 +65,11 @@ def schedule(optimizer, config):
 
 def on_round(model, completed):
     print(f"after round {completed} the bias is {model.bias.tolist()}")
+    log("completed", completed)
 """
 
 
-def test_a_task_with_every_hook_trains(running_pair: Running) -> None:
+def test_a_task_with_every_hook_trains(running_pair: Running, tmp_path: Path) -> None:
     settings = (
         "data.dataset=numbers", "train.end={steps: 120}", "train.batch=4", "train.workers=2", "train.clipNorm=5",
         "train.precision=bf16", "train.accumulate=2",
@@ -78,5 +89,24 @@ def test_a_task_with_every_hook_trains(running_pair: Running) -> None:
         assert region["metrics_samples"] == 14
     logs = running_pair.federation.control_plane("logs", job).stdout
     assert "after round 12 the bias is" in logs
+    assert "log: values of not finite that are not finite are left out" in logs
+    rows = json.loads(running_pair.federation.control_plane("history", job, "-o", "json").stdout)["data"]
+    logged = [row for row in rows if "completed" in row]
+    assert all(row["completed"] == row["round"] and row["parts"] == 1 for row in logged)
+    assert {(row["round"], row["region"]) for row in logged} >= {(12, region) for region in PAIR}
+    assert all(0.1 < row["weight norm"] < 10 for row in logged)
+    assert not any("not finite" in row for row in rows)
+    for part in described["partitions"]:
+        assert set(part["logged"]) == {"completed", "parts", "weight norm"}
+        # Two workers, each of which is busy for part of the time; torch alone takes more than 50 MB.
+        assert 0 < part["usage"]["cpu_cores"] <= os.cpu_count() * 1.1
+        assert 50e6 < part["usage"]["memory_bytes"] < 4e9
+        assert part["usage"]["gpu_memory_bytes"] == 0 or torch.cuda.is_available()
+    largest = max(part["usage"]["memory_bytes"] for part in described["partitions"])
+    assert f" {largest / 1e6:.0f} MB " in running_pair.federation.control_plane("list", "--all").stdout
+    told = running_pair.federation.control_plane("track", job, str(tmp_path / "metrics.csv"))
+    assert told.returncode == 0, told.stderr
+    names = {line.split(",")[5] for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]}
+    assert {"completed", "weight norm", "system/cpu_cores", "system/memory_bytes"} <= names
     assert "samples of this invocation were None, and were left out" in logs
     assert [region["name"] for region in described["result"]["regions"]] == list(PAIR)

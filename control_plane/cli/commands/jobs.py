@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from control_plane._view import Data, job_summary, job_view, region_view, usd_text
+from control_plane._view import Data, bytes_text, job_summary, job_view, region_view, usd_text
 from control_plane.cli._completion import complete_job, complete_region_workers, complete_user
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
@@ -353,7 +353,7 @@ def _jobs_table(views: list[Data]) -> str:
     from control_plane.cli._report import rounds_text
 
     return columns(
-        ["JOB", "USER", "STATE", "ROUND", "REGIONS", "USD", "SUBMITTED", "SLACK", "CONDITION"],
+        ["JOB", "USER", "STATE", "ROUND", "REGIONS", "CPU", "MEMORY", "USD", "SUBMITTED", "SLACK", "CONDITION"],
         [
             [
                 view["id"],
@@ -361,6 +361,7 @@ def _jobs_table(views: list[Data]) -> str:
                 view["state"],
                 f"{rounds_text([part['round'] for part in view['partitions']])}/{view['rounds']}",
                 ",".join(part["region"] for part in view["partitions"]),
+                *_usage_cells([part["usage"] for part in view["partitions"]]),
                 usd_text(view["usd"]),
                 view["created_at"],
                 "-" if view["slack_seconds"] is None else f"{view['slack_seconds']:.0f} s",
@@ -368,8 +369,19 @@ def _jobs_table(views: list[Data]) -> str:
             ]
             for view in views
         ],
-        leave_out=("SUBMITTED", "USER", "SLACK", "CONDITION", "REGIONS", "USD"),
+        leave_out=("SUBMITTED", "CPU", "MEMORY", "USER", "SLACK", "CONDITION", "REGIONS", "USD"),
     )
+
+
+def _usage_cells(usages: list[Data]) -> list[str]:
+    """Return the busy cores of all workers, and the memory of the largest one, also on its GPU; "-": not reported."""
+    cores = sum(usage["cpu_cores"] for usage in usages)
+    memory, on_gpu = (
+        max((usage[name] for usage in usages), default=0) for name in ("memory_bytes", "gpu_memory_bytes")
+    )
+    if not memory:
+        return ["-", "-"]
+    return [f"{cores:.1f}", bytes_text(memory) + (f" (GPU {bytes_text(on_gpu)})" if on_gpu else "")]
 
 
 def _status_text(view: Data) -> str:

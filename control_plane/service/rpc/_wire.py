@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -20,6 +21,7 @@ from control_plane.core import (
     JobAction,
     JobState,
     LinkReport,
+    Logged,
     MeterTotals,
     Partition,
     Record,
@@ -33,6 +35,7 @@ from control_plane.core import (
     SendStart,
     Speed,
     Uploaded,
+    Usage,
     WanExchange,
     best_model,
     condition_of,
@@ -42,8 +45,16 @@ from control_plane.core import (
 from control_plane.service.planning._scaling import batch_with
 from control_plane.spec import JobSpec
 from control_plane.store import EventRow, JobRow, LogRow
-from geofed_pb.bounds import LOG_LINE_BYTES, NAME_BYTES, bounded_metrics, clean
+from geofed_pb.bounds import (
+    LOG_LINE_BYTES,
+    LOGGED_NAME_BYTES,
+    MOST_LOGGED,
+    NAME_BYTES,
+    bounded_metrics,
+    clean,
+)
 from geofed_pb.errors import CATALOGUE
+from geofed_pb.recording import RESERVED
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import PipelineShape, Plan, PlannedPartition
 
@@ -90,7 +101,23 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         },
         keeps_models=message.keeps_models,
         kept=Uploaded(message.kept.round, message.kept.blob_digest, clean(message.kept.error)),
+        logged=_logged_of(message.logged),
+        usage=_usage_of(message.usage),
     )
+
+
+def _logged_of(message: common_pb2.Logged) -> Logged:
+    values = {
+        clean(name, LOGGED_NAME_BYTES): value
+        for name, value in islice(message.values.items(), MOST_LOGGED)
+        if math.isfinite(value) and name not in RESERVED
+    }
+    return Logged(message.round, values)
+
+
+def _usage_of(message: common_pb2.Usage) -> Usage:
+    cores = message.cpu_cores if math.isfinite(message.cpu_cores) else 0.0
+    return Usage(cores, message.memory_bytes, message.gpu_memory_bytes)
 
 
 def _totals_of(message: agent_pb2.MeterTotals) -> MeterTotals:
@@ -387,6 +414,8 @@ def _partition(
         last_contact=last_contact,
         samples_per_second=report.speed.samples_per_second,
         preemptible=part.preemptible,
+        usage=common_pb2.Usage(**asdict(report.usage)),
+        logged=common_pb2.Logged(round=report.logged.round, values=report.logged.values),
     )
 
 

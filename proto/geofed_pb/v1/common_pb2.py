@@ -24,13 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/common.proto\x12\tgeofed.v1\"]\n\tBlobChunk\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\x08\"-\n\x0b\x42lobRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"?\n\x07\x42lobAck\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"G\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04hint\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"R\n\x05Money\x12\x0c\n\x04item\x18\x01 \x01(\t\x12\x10\n\x08quantity\x18\x02 \x01(\x01\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0b\n\x03usd\x18\x04 \x01(\x01\x12\x0e\n\x06source\x18\x05 \x01(\t\"m\n\nSubmission\x12\x0c\n\x04user\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\t\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x12\x13\n\x0bspec_digest\x18\x04 \x01(\t\x12\x15\n\rinitial_model\x18\x05 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/common.proto\x12\tgeofed.v1\"]\n\tBlobChunk\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\x08\"-\n\x0b\x42lobRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"?\n\x07\x42lobAck\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"G\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04hint\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"J\n\x05Usage\x12\x11\n\tcpu_cores\x18\x01 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x04\x12\x18\n\x10gpu_memory_bytes\x18\x03 \x01(\x04\"u\n\x06Logged\x12\r\n\x05round\x18\x01 \x01(\x04\x12-\n\x06values\x18\x02 \x03(\x0b\x32\x1d.geofed.v1.Logged.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"R\n\x05Money\x12\x0c\n\x04item\x18\x01 \x01(\t\x12\x10\n\x08quantity\x18\x02 \x01(\x01\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0b\n\x03usd\x18\x04 \x01(\x01\x12\x0e\n\x06source\x18\x05 \x01(\t\"m\n\nSubmission\x12\x0c\n\x04user\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\t\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x12\x13\n\x0bspec_digest\x18\x04 \x01(\t\x12\x15\n\rinitial_model\x18\x05 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'geofed_pb.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_LOGGED_VALUESENTRY']._loaded_options = None
+  _globals['_LOGGED_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_BLOBCHUNK']._serialized_start=40
   _globals['_BLOBCHUNK']._serialized_end=133
   _globals['_BLOBREQUEST']._serialized_start=135
@@ -39,8 +41,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOBACK']._serialized_end=245
   _globals['_ERROR']._serialized_start=247
   _globals['_ERROR']._serialized_end=318
-  _globals['_MONEY']._serialized_start=320
-  _globals['_MONEY']._serialized_end=402
-  _globals['_SUBMISSION']._serialized_start=404
-  _globals['_SUBMISSION']._serialized_end=513
+  _globals['_USAGE']._serialized_start=320
+  _globals['_USAGE']._serialized_end=394
+  _globals['_LOGGED']._serialized_start=396
+  _globals['_LOGGED']._serialized_end=513
+  _globals['_LOGGED_VALUESENTRY']._serialized_start=468
+  _globals['_LOGGED_VALUESENTRY']._serialized_end=513
+  _globals['_MONEY']._serialized_start=515
+  _globals['_MONEY']._serialized_end=597
+  _globals['_SUBMISSION']._serialized_start=599
+  _globals['_SUBMISSION']._serialized_end=708
 # @@protoc_insertion_point(module_scope)

@@ -1,8 +1,9 @@
+from geofed_pb.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -79,7 +80,7 @@ class SteppedReply(_message.Message):
     def __init__(self) -> None: ...
 
 class BoundaryRequest(_message.Message):
-    __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds", "group")
+    __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds", "group", "logged", "usage")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +90,8 @@ class BoundaryRequest(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    LOGGED_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     digest: str
@@ -98,7 +101,32 @@ class BoundaryRequest(_message.Message):
     loss: float
     compute_seconds: float
     group: int
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., group: _Optional[int] = ...) -> None: ...
+    logged: _containers.RepeatedCompositeFieldContainer[LoggedRound]
+    usage: _common_pb2.Usage
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., group: _Optional[int] = ..., logged: _Optional[_Iterable[_Union[LoggedRound, _Mapping]]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ...) -> None: ...
+
+class LoggedRound(_message.Message):
+    __slots__ = ("round", "values")
+    class ValuesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: LoggedSum
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[LoggedSum, _Mapping]] = ...) -> None: ...
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    values: _containers.MessageMap[str, LoggedSum]
+    def __init__(self, round: _Optional[int] = ..., values: _Optional[_Mapping[str, LoggedSum]] = ...) -> None: ...
+
+class LoggedSum(_message.Message):
+    __slots__ = ("sum", "count")
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    sum: float
+    count: int
+    def __init__(self, sum: _Optional[float] = ..., count: _Optional[int] = ...) -> None: ...
 
 class BoundaryReply(_message.Message):
     __slots__ = ("pending", "round", "model_key", "evaluate", "finished", "state_key", "until_step", "correction_key")
@@ -121,7 +149,7 @@ class BoundaryReply(_message.Message):
     def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ..., state_key: _Optional[str] = ..., until_step: _Optional[int] = ..., correction_key: _Optional[str] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
-    __slots__ = ("round", "samples", "metrics", "error")
+    __slots__ = ("round", "samples", "metrics", "error", "logged")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -133,11 +161,13 @@ class EvaluatedRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    LOGGED_FIELD_NUMBER: _ClassVar[int]
     round: int
     samples: float
     metrics: _containers.ScalarMap[str, float]
     error: str
-    def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ...) -> None: ...
+    logged: _containers.RepeatedCompositeFieldContainer[LoggedRound]
+    def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., logged: _Optional[_Iterable[_Union[LoggedRound, _Mapping]]] = ...) -> None: ...
 
 class EvaluatedReply(_message.Message):
     __slots__ = ("pending",)

@@ -18,6 +18,7 @@ __all__ = [
     "Evaluated",
     "Event",
     "GradientsMerged",
+    "LoggedSums",
     "Measured",
     "MetricsStored",
     "Misbehaved",
@@ -36,6 +37,7 @@ __all__ = [
     "Tried",
     "Unreached",
     "UpdatesMerged",
+    "Usage",
 ]
 
 
@@ -94,6 +96,23 @@ class GradientsMerged:
     samples: float
 
 
+LoggedSums = Mapping[int, Mapping[str, tuple[float, int]]]
+"""Sum and number of the values that the task's code has logged in a worker, by round and name. What a worker reports
+of a round replaces what it has reported of it before."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What workers have used of their machines in a round."""
+
+    cpu_cores: float = 0.0
+    """Mean number of busy cores."""
+    memory_bytes: int = 0
+    """Peak."""
+    gpu_memory_bytes: int = 0
+    """Peak; 0: nothing is computed on a GPU."""
+
+
 @dataclass(frozen=True)
 class BoundaryArrived:
     """A worker has ended a round."""
@@ -112,6 +131,8 @@ class BoundaryArrived:
     compute_seconds: float = 0.0
     group: int = 0
     """Workers of one group have the same values: those of one stage of the model, or of the whole model (group 0)."""
+    logged: LoggedSums = field(default_factory=dict)
+    usage: Usage = Usage()
 
 
 @dataclass(frozen=True)
@@ -235,6 +256,7 @@ class Evaluated:
     metrics: dict[str, float]
     error: str = ""
     """The task's error if it could not evaluate."""
+    logged: LoggedSums = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -334,3 +356,8 @@ class Progress:
     """Size of our last update; 0: none yet."""
     round_loss: float | None = None
     """Mean loss of the last completed round; None: not known, as after a restart."""
+    logged_sequence: int = 0
+    """Last round whose logged values are complete; 0: none."""
+    logged: dict[str, float] = field(default_factory=dict)
+    usage: Usage = Usage()
+    """Of the last completed round."""

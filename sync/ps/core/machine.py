@@ -57,10 +57,11 @@ from sync.ps.core.events import (
     Tried,
     Unreached,
     UpdatesMerged,
+    Usage,
 )
 from sync.ps.core.ledger import NO_MODEL, Ledger
 from sync.ps.core.waiting_settings import WaitingSettings
-from sync.ps.core.worker_group import Evaluation, StepMerge, mean_loss
+from sync.ps.core.worker_group import Evaluation, LoggedValues, StepMerge, mean_loss, usage_of
 from sync.transfer.manifest import Manifest, Verdict
 
 __all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
@@ -201,6 +202,7 @@ class Machine(abc.ABC):
         self._loss, self._speed = 0.0, 0.0
         self._round_losses: dict[int, float | None] = {}
         """Mean losses of the last two rounds that the workers have ended, by sequence."""
+        self._logged, self._usage = LoggedValues(), Usage()
         self.step_seconds = 0.0
         """Computing time of one step in the last round; 0: not known."""
         self._live_step = recovered.step
@@ -264,6 +266,9 @@ class Machine(abc.ABC):
             routes=self.ledger.routes,
             update_bytes=self._update_bytes,
             round_loss=self._round_losses.get(self._reached),
+            logged_sequence=self._logged.sequence,
+            logged=self._logged.means,
+            usage=self._usage,
         )
 
     def verdict(self, manifest: Manifest, via: str = "") -> Verdict:
@@ -525,6 +530,11 @@ class Machine(abc.ABC):
         self._loss, sequence = mean_loss(ends), ends[0].sequence
         self._round_losses = {sequence - 1: self._round_losses.get(sequence - 1), sequence: self._loss}
         self._live_step = ends[0].step
+        for end in ends:
+            self._logged.add(end.worker, sequence, end.logged)
+        # By now all workers have called `on_round` for the round before.
+        self._logged.complete(sequence - 1)
+        self._usage = usage_of(ends)
         weight = sum(end.samples for end in ends)
         computing = sum(end.compute_seconds for end in ends)
         self._speed = weight / computing if computing > 0 else 0.0
@@ -594,11 +604,13 @@ class Machine(abc.ABC):
             return [*actions, Refuse(event.call, "FENCED", f"round {event.sequence} is not over")]
         if event.sequence < self._reached or self._has_metrics(event.sequence):
             return [*actions, Reply(event.call, EvaluatedAnswer())]
+        self._logged.add(event.worker, event.sequence, event.logged)
         return [*actions, *self._evaluation.arrived(event)]
 
     def _was_kept(self, keep: StoreMetrics) -> list[Action]:
         if not self._has_metrics(keep.sequence):
             self._metrics = keep
+            self._logged.complete(keep.sequence)
         if keep.sequence != self._reached:
             return []
         done, self._evaluation = self._evaluation, Evaluation(self.setup.workers)

@@ -3,14 +3,15 @@ round."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from geofed_pb.bounds import bounded_metrics, clean
+from geofed_pb.bounds import MOST_LOGGED, bounded_metrics, clean
 from sync.ps.core.actions import Action, MergeGradients, Refuse, Reply, StoreMetrics
 from sync.ps.core.answers import EvaluatedAnswer, ReduceAnswer
-from sync.ps.core.events import BoundaryArrived, Evaluated, GradientsMerged, ReduceArrived
+from sync.ps.core.events import BoundaryArrived, Evaluated, GradientsMerged, LoggedSums, ReduceArrived, Usage
 
-__all__ = ["Evaluation", "StepMerge", "mean_loss"]
+__all__ = ["Evaluation", "LoggedValues", "StepMerge", "mean_loss", "usage_of"]
 
 
 @dataclass
@@ -84,6 +85,48 @@ class Evaluation:
     def done(self) -> list[Action]:
         """Answer the workers, because the metrics are durable."""
         return [Reply(call, EvaluatedAnswer()) for call in sorted(self.waiting)]
+
+
+@dataclass
+class LoggedValues:
+    """What the task's code has logged in the workers, by round."""
+
+    sequence: int = 0
+    """Last round whose values are complete; 0: none."""
+    means: dict[str, float] = field(default_factory=dict)
+    """Means of that round over all values that its workers have logged, by name."""
+    parts: dict[int, dict[int, Mapping[str, tuple[float, int]]]] = field(default_factory=dict)
+    """Sums and numbers of values in later rounds, by round and worker."""
+
+    def add(self, worker: int, last: int, logged: LoggedSums) -> None:
+        """Add what a worker has reported of rounds up to ``last``, in place of what it has reported of them before."""
+        for sequence, sums in logged.items():
+            if self.sequence < sequence <= last:
+                self.parts.setdefault(sequence, {})[worker] = sums
+
+    def complete(self, sequence: int) -> None:
+        """Compute the means of a round, and forget those before."""
+        if sequence <= self.sequence:
+            return
+        sums: dict[str, tuple[float, int]] = {}
+        for _, of_worker in sorted(self.parts.get(sequence, {}).items()):
+            for name, (total, count) in of_worker.items():
+                if name in sums or len(sums) < MOST_LOGGED:
+                    before, counted = sums.get(name, (0.0, 0))
+                    sums[name] = before + total, counted + count
+        self.sequence = sequence
+        self.means = {name: total / count for name, (total, count) in sums.items() if count}
+        self.parts = {one: part for one, part in self.parts.items() if one > sequence}
+
+
+def usage_of(parts: list[BoundaryArrived]) -> Usage:
+    """Return what the workers have used together: the sum of their cores, and the memory of the largest."""
+    used = [part.usage for part in parts]
+    return Usage(
+        sum(one.cpu_cores for one in used),
+        max(one.memory_bytes for one in used),
+        max(one.gpu_memory_bytes for one in used),
+    )
 
 
 def _answer(event: GradientsMerged) -> ReduceAnswer:

@@ -27,6 +27,7 @@ from sync.ps.core.events import (
     RoundEndLogged,
     Stored,
     UpdatesMerged,
+    Usage,
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
@@ -276,6 +277,38 @@ def test_what_workers_measure_is_bounded_together_and_it_is_said() -> None:
     assert len(machine.progress.metrics) == MOST_METRICS
     assert machine.progress.metrics_samples == 20.0
     assert "more than 1,000 metrics" in machine.progress.metrics_error
+
+
+def test_logged_values_are_means_over_all_values_of_all_workers_once_the_round_is_over() -> None:
+    machine = _alone(rounds=4, sequence=0, model_key="model/0")
+
+    def ended(sequence: int, *logged: dict[int, dict[str, tuple[float, int]]]) -> tuple[int, dict[str, float]]:
+        for worker, values in enumerate(logged):
+            usage = Usage(0.5, (worker + 1) << 20)
+            place = "" if worker else f"b/1/{sequence}/model"
+            end = BoundaryArrived(
+                worker + 1, worker, 1, sequence, sequence, "d", place, "", 1.0, 0.0, logged=values, usage=usage
+            )
+            todo = machine.handle(end)
+            while todo:
+                answer = _done(todo.pop(0))
+                todo += machine.handle(answer) if answer is not None else []
+        return machine.progress.logged_sequence, machine.progress.logged
+
+    # What a worker says of a round again counts once, and no round is taken that has not begun.
+    first = {1: {"norm": (6.0, 3)}}
+    assert ended(1, first, {1: {"norm": (2.0, 1), "other": (5.0, 1)}, 9: {"norm": (1.0, 1)}}) == (0, {})
+    assert machine.progress.usage == Usage(1.0, 2 << 20)
+    after = {**first, 2: {"norm": (1.0, 1)}}
+    expected = {"norm": pytest.approx(2.0), "other": 5.0}
+    assert ended(2, after, {2: {"norm": (3.0, 1)}}) == (1, expected)
+    # An evaluation is the last that its round has.
+    machine.handle(Evaluated(3, 0, 1, 2, 1.0, {}, logged={2: {"norm": (1.0, 1), "completed": (2.0, 1)}}))
+    (keep,) = machine.handle(Evaluated(4, 1, 1, 2, 1.0, {}))
+    machine.handle(MetricsStored(keep))  # type: ignore[arg-type]
+    assert (machine.progress.logged_sequence, machine.progress.logged) == (2, {"norm": 2.0, "completed": 2.0})
+    assert ended(3, {}, {}) == (2, {"norm": 2.0, "completed": 2.0})
+    assert ended(4, {}, {}) == (3, {})
 
 
 def test_old_updates_go_out_under_the_new_epoch() -> None:

@@ -1,0 +1,106 @@
+"""Values that a task's code logs while it trains: `geofed.log`.
+
+A worker's process has one recorder while an invocation runs. Without one, as in a plain process, nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import SupportsFloat
+
+from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED, clean
+
+__all__ = ["RESERVED", "Recorder", "Sums", "log", "recording"]
+
+Sums = dict[str, tuple[float, int]]
+"""Sum and number of the values, by name."""
+RESERVED = frozenset({"region", "round", "at", "step", "samples", "loss", "test_loss"})
+"""Names of figures that every round has."""
+_KEPT_ROUNDS = 2
+"""With background exchange values of the open round and of the one before it are recorded at the same time."""
+
+
+class Recorder:
+    """Sums of the values that were logged in the last rounds."""
+
+    def __init__(self) -> None:
+        self.round = 0
+        """Round that values are of from now on; 0: they are left out."""
+        self._rounds: dict[int, Sums] = {}
+        self._told: set[str] = set()
+
+    def add(self, name: str, value: SupportsFloat) -> None:
+        """Add a value. Raises ``ValueError`` for a name that cannot be used, ``TypeError`` for what is no number."""
+        if not isinstance(name, str) or not name or clean(name, LOGGED_NAME_BYTES) != name or "\n" in name:
+            text = f"log: {name!r} is no name: up to {LOGGED_NAME_BYTES} bytes on one line"
+            raise ValueError(text)
+        if name in RESERVED or name.startswith("system/"):
+            raise ValueError(f"log: {name!r} is the name of a figure that every round has; choose another one")
+        number = float(value)
+        if not self.round:
+            return
+        sums = self._rounds.setdefault(self.round, {})
+        for old in [one for one in self._rounds if one <= max(self._rounds) - _KEPT_ROUNDS]:
+            del self._rounds[old]
+        if not math.isfinite(number):
+            self._tell(name, f"log: values of {name} that are not finite are left out")
+        elif name not in sums and len(sums) >= MOST_LOGGED:
+            self._tell("", f"log: of more than {MOST_LOGGED} names in a round the first are kept, not {name}")
+        else:
+            total, count = sums.get(name, (0.0, 0))
+            sums[name] = total + number, count + 1
+
+    def _tell(self, about: str, text: str) -> None:
+        if about not in self._told and len(self._told) < MOST_LOGGED:
+            self._told.add(about)
+            print(text, file=sys.stderr, flush=True)
+
+    def up_to(self, last: int) -> dict[int, Sums]:
+        """Return the sums of rounds up to ``last``, by round."""
+        return {one: dict(sums) for one, sums in self._rounds.items() if one <= last and sums}
+
+    def facts(self) -> dict[str, float]:
+        """Return the sums as named numbers of a frame."""
+        return {
+            f"l/{kind}/{one}/{name}": float(value)
+            for one, sums in self._rounds.items()
+            for name, pair in sums.items()
+            for kind, value in zip(("s", "n"), pair, strict=True)
+        }
+
+    def restore(self, facts: Mapping[str, float]) -> None:
+        """Restore the result of `facts`; other numbers are ignored."""
+        self._rounds = {}
+        for key, total in facts.items():
+            if key.startswith("l/s/"):
+                one, _, name = key.removeprefix("l/s/").partition("/")
+                self._rounds.setdefault(int(one), {})[name] = total, int(facts[f"l/n/{one}/{name}"])
+
+
+_current: Recorder | None = None
+
+
+def log(name: str, value: SupportsFloat) -> None:
+    """Log a value of the present round under a name; outside of a worker nothing happens.
+
+    A region shows, for each round and name, the mean of all values that its workers have logged. Names: 100 in a round
+    at most, of 100 bytes at most. Values: numbers, or tensors of one element; those that are not finite are left out.
+
+    Raises ``ValueError``, in a worker, for a name that cannot be used.
+    """
+    if _current is not None:
+        _current.add(name, value)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Let `log` add to a recorder."""
+    global _current
+    _current = recorder
+    try:
+        yield
+    finally:
+        _current = None

@@ -1,0 +1,33 @@
+"""What a worker uses of its machine: CPU and memory."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+
+from geofed_pb.v1 import common_pb2
+from sync.device import device
+
+__all__ = ["UsageMeter"]
+
+
+class UsageMeter:
+    """Measures the worker's process between the ends of two rounds, or from its start."""
+
+    def __init__(self, worker: int) -> None:
+        self._device = device(worker)
+        self._since, self._cpu_seconds = time.monotonic(), time.process_time()
+
+    def of_round(self) -> common_pb2.Usage:
+        """Return what was used since the last call. The memory is the peak of the process so far."""
+        now, cpu_seconds = time.monotonic(), time.process_time()
+        cores = (cpu_seconds - self._cpu_seconds) / max(now - self._since, 1e-9)
+        self._since, self._cpu_seconds = now, cpu_seconds
+        on_gpu = self._device.type == "cuda"
+        return common_pb2.Usage(
+            cpu_cores=cores,
+            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            gpu_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
+        )
