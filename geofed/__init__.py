@@ -1,8 +1,8 @@
 """Train one model on data in several regions, without moving the data: the client, and training on this machine.
 
 ``Client`` is for scripts and notebooks, ``AsyncClient`` for programs with an event loop; ``simulate`` trains over
-several regions on this machine; ``log`` is for task modules. Errors are ``GeofedError`` with a code, a message and a
-hint. See docs/python.md.
+several regions on this machine; ``log`` and ``secret`` are for task modules. Errors are ``GeofedError`` with a code, a
+message and a hint. See docs/python.md.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from geofed._sync import Client, Job
     from geofed_pb.errors import GeofedError
     from geofed_pb.recording import log
+    from geofed_pb.task_secrets import secret
 
-__all__ = ["AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "log", "simulate"]
+__all__ = ["AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "log", "secret", "simulate"]
 
 _PLACES = {
     "AsyncClient": "geofed._client",
@@ -27,6 +28,7 @@ _PLACES = {
     "Job": "geofed._sync",
     "Simulation": "geofed._simulate",
     "log": "geofed_pb.recording",
+    "secret": "geofed_pb.task_secrets",
     "simulate": "geofed._simulate",
 }
 """Modules of the names, loaded when a name is first used: the command `geofed` needs none of them."""

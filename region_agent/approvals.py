@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from geofed_pb.bounds import clean
+from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
@@ -33,9 +33,11 @@ class Pending:
     """Digest of the code."""
     dataset: str
     mark: str
-    """Identifies user, key, code, its environment variables and dataset together."""
+    """Identifies user, key, code, its environment variables, secrets and dataset together."""
     since: float
     """Unix seconds."""
+    secrets: tuple[str, ...] = ()
+    """Names of the region's secrets that the code may read."""
 
 
 class Approvals:
@@ -116,8 +118,11 @@ def _pending(job: str, task: agent_pb2.TaskRef) -> Pending:
     facts = [submission.user, submission.public_key, task.bundle_digest, task.module, task.dataset]
     if task.env:
         facts.append(json.dumps(dict(task.env), sort_keys=True))
+    secrets = tuple(sorted(clean(name, NAME_BYTES) for name in task.secrets))
+    if secrets:
+        facts.append(json.dumps(["secrets", *secrets]))
     mark = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    return Pending(job, clean(submission.user), task.bundle_digest, clean(task.dataset), mark, time.time())
+    return Pending(job, clean(submission.user), task.bundle_digest, clean(task.dataset), mark, time.time(), secrets)
 
 
 def _name(text: str) -> str:

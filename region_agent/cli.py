@@ -145,7 +145,8 @@ def pending(
         return
     for one in found:
         since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(one.since))
-        print(f"{one.job}  user {one.user}, code {one.code[:19]}, dataset {one.dataset}, since {since}")
+        secrets = f", secrets {' '.join(one.secrets)}" if one.secrets else ""
+        print(f"{one.job}  user {one.user}, code {one.code[:19]}, dataset {one.dataset}{secrets}, since {since}")
     if not found:
         _say("nothing waits for approval")
 

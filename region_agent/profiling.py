@@ -22,6 +22,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
 from region_agent.gateway.functions import Grants
+from region_agent.gateway.redaction import Redaction
 from region_agent.isolation import grants_of
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
@@ -30,6 +31,7 @@ from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
 from region_agent.shards.reading import shard_files
+from region_agent.tasks.secrets import give_secrets
 from region_agent.worker.invocation import ShardFile
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.channel import Usage
@@ -78,6 +80,8 @@ class Profiler:
         self._context, self._report = context, report
         self._functions = f"{_FUNCTION}-{context.config.name}-"
         self._turn = asyncio.Lock()
+        self._redact = Redaction()
+        """Takes the values of the present task's secrets out of texts."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answers: dict[str, agent_pb2.ProfileReport] = {}
         """The last report on each command, for repeated commands."""
@@ -263,6 +267,7 @@ class Profiler:
         context, name = self._context, f"{self._functions}{memory_mb}"
         self._report_condition(command, f"starting a function with {memory_mb} MB")
         grants = await asyncio.to_thread(self._grants, command)
+        self._redact = await give_secrets(context.config, context.gateway, command.task.secrets)
         await context.gateway.deploy(
             FunctionSpec(
                 service=name,
@@ -270,6 +275,7 @@ class Profiler:
                 labels=fixed_scale_labels(1),
                 annotations=grants.annotations() if context.isolation.kind != "container" else {},
                 env_vars={**timeout_env(limit), **context.channel.worker_env()},
+                secrets=tuple(command.task.secrets),
                 limits={"memory": f"{memory_mb}Mi"},
             )
         )
@@ -300,10 +306,12 @@ class Profiler:
         try:
             profiled = Profiled.model_validate_json(answer.body)
         except ValidationError:
-            raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
+            text = self._redact(answer.body.decode(errors="replace"))[:200]
+            raise GeofedError("FUNCTION_FAILED", f"the function answered {text!r}") from None
         meters.add_usage(profiled.channel)
         if profiled.status == "failed":
-            raise GeofedError(profiled.code or "FUNCTION_FAILED", profiled.message, hint=profiled.hint or None)
+            text = self._redact(profiled.message)
+            raise GeofedError(profiled.code or "FUNCTION_FAILED", text, hint=profiled.hint or None)
         return profiled, seconds
 
     def _numbers(

@@ -101,6 +101,8 @@ class Region:
     """Whether it processes shards of other regions."""
     isolation: str = ""
     """How it isolates job code, from what it has tried: "bubblewrap", "container" or "none"; empty: unknown."""
+    secrets: tuple[str, ...] = ()
+    """Names of the secrets that it holds for tasks."""
 
 
 @dataclass(frozen=True)

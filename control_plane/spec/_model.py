@@ -18,6 +18,7 @@ from pydantic.alias_generators import to_camel
 
 from control_plane._durations import format_duration
 from control_plane.spec._types import BELOW, AutoOrCount, Deadline, Duration, Name, OneOf, Workers
+from geofed_pb.bounds import MOST_SECRETS, SECRET_NAME
 from geofed_pb.errors import GeofedError
 from scheduler.topology import topology_kinds
 from sync.channel import channel_kinds
@@ -75,6 +76,9 @@ class Task(_Section):
     env: dict[str, str] = {}
     """Environment variables of the workers, such as `{TOKENIZERS_PARALLELISM: "false"}`; set before the module is
     loaded, in every region. Everybody who may read the job sees them: nothing secret belongs there."""
+    secrets: list[Annotated[str, Field(pattern=SECRET_NAME)]] = Field(default=[], max_length=MOST_SECRETS)
+    """Names of secrets that the regions hold (`secrets` in their files); `geofed.secret(NAME)` reads one. Each region
+    of the job must hold them and let its user read them."""
 
     @field_validator("env")
     @classmethod
@@ -84,6 +88,13 @@ class Task(_Section):
                 raise ValueError(f"{name!r} is no name of an environment variable: letters, digits and _")
             if "\0" in text:
                 raise ValueError(f"the value of {name} holds a null character")
+        return value
+
+    @field_validator("secrets")
+    @classmethod
+    def _are_named_once(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("a name is listed twice")
         return value
 
     @field_validator("module")

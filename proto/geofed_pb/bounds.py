@@ -17,7 +17,9 @@ __all__ = [
     "LOG_LINE_BYTES",
     "MOST_LOGGED",
     "MOST_METRICS",
+    "MOST_SECRETS",
     "NAME_BYTES",
+    "SECRET_NAME",
     "SESSION_MESSAGE_BYTES",
     "TEXT_BYTES",
     "TRUNCATED",
@@ -43,6 +45,10 @@ LOGGED_NAME_BYTES = 100
 """Longest name of a value that a task logs."""
 MOST_LOGGED = 100
 """Most names of values that a task logs in a round."""
+SECRET_NAME = "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+"""Pattern of a secret's name: function platforms take DNS labels."""
+MOST_SECRETS = 20
+"""Most secrets of a job."""
 TRUNCATED = "… truncated"
 """End of a text that was shortened."""
 

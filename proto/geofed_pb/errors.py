@@ -76,6 +76,9 @@ CATALOGUE: dict[str, Entry] = {
         False,
         "the region's operator installs bubblewrap; `geofed agent doctor` there says what is missing",
     ),
+    "SECRET_MISSING": Entry(
+        Exit.INADMISSIBLE, False, "the region's operator adds it to `secrets` of the region file, or avoid the region"
+    ),
     "RESIDENCY_VIOLATION": Entry(
         Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ACCUMULATE", "BASE", "FEATURES", "INITIAL_FILE", "LOCAL", "PRECISION"]
+__all__ = ["ACCUMULATE", "BASE", "FEATURES", "INITIAL_FILE", "LOCAL", "PRECISION", "SECRETS"]
 
 BASE = "base"
 """Tensors that never change are not exchanged."""
@@ -10,5 +10,6 @@ PRECISION = "train.precision"
 ACCUMULATE = "train.accumulate"
 LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
-FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE)
+SECRETS = "task.secrets"
+FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS)
 """All features of this version."""

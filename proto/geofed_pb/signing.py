@@ -11,7 +11,7 @@ import binascii
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
@@ -33,10 +33,12 @@ def statement(
     dataset: str,
     env: Mapping[str, str] | None = None,
     initial_model: str = "",
+    secrets: Sequence[str] = (),
 ) -> bytes:
     """Return the bytes that a user signs: the job file's digest, and all that decides which code runs on which data.
 
-    ``initial_model``: digest of the user's file that the job starts from.
+    ``initial_model``: digest of the user's file that the job starts from. ``secrets``: names of the regions' secrets
+    that the code may read.
     """
     facts: dict[str, object] = {
         "bundle": bundle_digest, "config": json.loads(config_json or "{}"), "dataset": dataset, "module": module,
@@ -47,6 +49,8 @@ def statement(
         facts["env"] = dict(env)
     if initial_model:
         facts["initial_model"] = initial_model
+    if secrets:
+        facts["secrets"] = sorted(secrets)
     return b"geofed submission 1\n" + json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -89,7 +93,8 @@ class Signer:
         config_json = json.dumps(task.get("config", {}))
         dataset, env = spec["data"]["dataset"], task.get("env", {})
         initial = ((spec.get("train") or {}).get("initialModel") or {}).get("digest") or ""
-        signed = statement(digest, bundle_digest, task["module"], config_json, dataset, env, initial)
+        secrets = task.get("secrets", [])
+        signed = statement(digest, bundle_digest, task["module"], config_json, dataset, env, initial, secrets)
         return common_pb2.Submission(
             public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest, initial_model=initial
         )

@@ -48,7 +48,10 @@ def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
     gateway = _files_resolved(config.gateway, ("user_file", "password_file", "ca_file"), folder)
     files = ("ca_file", "certificate_file", "key_file")
     identity = _files_resolved(config.identity, files, folder) if config.identity is not None else None
-    changed = {"datasets": datasets, "channel": channel, "gateway": gateway, "identity": identity}
+    secrets = {name: _files_resolved(secret, ("file",), folder) for name, secret in config.secrets.items()}
+    changed = {
+        "datasets": datasets, "channel": channel, "gateway": gateway, "identity": identity, "secrets": secrets,
+    }  # fmt: skip
     return config.model_copy(update=changed)
 
 

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from pydantic.alias_generators import to_camel
 
 from geofed_pb.address import bracketed
+from geofed_pb.bounds import SECRET_NAME
 from sync.channel import channel_kind
 
 Positive = Annotated[float, Field(gt=0)]
@@ -318,6 +319,25 @@ class PolicyConfig(Section):
     run in its containers in any case."""
 
 
+def _secret_name(text: str) -> str:
+    if not re.fullmatch(SECRET_NAME, text):
+        raise ValueError(f"{text!r} is no name of a secret: lower-case letters, digits and hyphens, 63 at most")
+    return text
+
+
+SecretName = Annotated[str, AfterValidator(_secret_name)]
+
+
+class SecretConfig(Section):
+    """A secret of the region that tasks may read."""
+
+    file: Path | None = None
+    """File with the value, 64 KiB at most; read when a job's functions are deployed. Default: OpenFaaS has a secret of
+    this name."""
+    users: tuple[str, ...] | None = None
+    """Users whose jobs may read it, of `policy.allowUsers`. Default: all whose code runs in the region."""
+
+
 class RetentionConfig(Section):
     """For how many days the agent keeps, in its state directory, what no job here needs any more. It looks every hour;
     `geofed agent storage` shows what it finds."""
@@ -423,6 +443,9 @@ class RegionConfig(Section):
     """Where the workers of a job exchange tensors (docs/channels.md). Default: `kind: file`."""
     identity: IdentityConfig | None = None
     """The region's identity, if the operator's own CA signs it. Default: `geofed agent join` receives it."""
+    secrets: dict[SecretName, SecretConfig] = {}
+    """Secrets that tasks may read, by the names that jobs state in `task.secrets`. The control plane knows only the
+    names."""
     policy: PolicyConfig = PolicyConfig()
     retention: RetentionConfig = RetentionConfig()
     functions: FunctionsConfig = FunctionsConfig()
@@ -446,6 +469,16 @@ class RegionConfig(Section):
                 raise ValueError(
                     "`gateway.preemptibleConstraints` is missing: it places preemptible workers on their nodes"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_secrets(self) -> RegionConfig:
+        known = self.policy.allow_users
+        for name, secret in self.secrets.items():
+            if secret.file is None and isinstance(self.gateway, EmbeddedGateway):
+                raise ValueError(f"`secrets.{name}.file` is missing: the embedded gateway has no secrets of its own")
+            if secret.users is not None and not set(secret.users) <= set(known or {}):
+                raise ValueError(f"`secrets.{name}.users`: whose keys are not in `policy.allowUsers` is not known here")
         return self
 
     @property
@@ -490,6 +523,7 @@ class RegionConfig(Section):
             "prices": prices,
             "takes_shards": self.takes_shards,
             "isolation": isolation,
+            "secrets": sorted(self.secrets),
             "datasets": [
                 {
                     "name": name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import ipaddress
 import json
@@ -109,6 +110,14 @@ class GatewayClient:
         """Remove the function; one that does not exist is ``FUNCTION_NOT_FOUND``."""
         body = {"functionName": name, "namespace": self._namespace}
         await self._send("DELETE", "/system/functions", json_body=body)
+
+    async def put_secret(self, name: str, value: bytes) -> None:
+        """Create a secret or replace its value; replicas that start afterwards have it."""
+        text = base64.b64encode(value).decode()
+        body = {"name": name, "namespace": self._namespace, "rawValue": text}
+        answer = await self._send("PUT", "/system/secrets", json_body=body, accept=(404,))
+        if answer.status_code == 404:
+            await self._send("POST", "/system/secrets", json_body=body)
 
     async def list(self) -> tuple[FunctionStatus, ...]:
         """All functions of the namespace."""

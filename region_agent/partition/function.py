@@ -14,10 +14,12 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import EmbeddedGateway, OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
 from region_agent.gateway.functions import Grants
+from region_agent.gateway.redaction import Redaction
 from region_agent.isolation import with_server
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import Deployed
 from region_agent.partition.machine import PartitionMachine
+from region_agent.tasks.secrets import give_secrets
 from region_agent.worker.invocation import CALL_GRACE, Outcome
 
 __all__ = ["WorkerFunction", "function_name"]
@@ -51,12 +53,18 @@ class WorkerFunction:
         self._start, self._machine = start, machine
         self._gateway, self._config, self._channel, self._image = gateway, config, channel, image
         self._call_seconds = timedelta(seconds=start.plan.slice_seconds) + CALL_GRACE
+        self.redact = Redaction()
+        """Takes the values of the job's secrets out of what its workers say."""
         self.grants: Grants | None = None
         """What its replicas may use outside of their sandboxes, besides the parameter server; None: not known yet."""
         self._server = ""
         """Present address of the parameter server; empty: it has none yet."""
         self._deploying = asyncio.Lock()
         """Orders deployments, so that the last one uses the latest number of workers."""
+
+    async def give_secrets(self) -> None:
+        """Store the job's secrets at the platform. Raises ``GeofedError("SECRET_MISSING")``."""
+        self.redact = await give_secrets(self._config, self._gateway, self._start.task.secrets)
 
     async def deploy(self) -> Deployed:
         """Deploy the function with a replica for each worker."""
@@ -87,6 +95,7 @@ class WorkerFunction:
             annotations=with_server(self.grants or Grants(), self._server).annotations() if self._isolated else {},
             constraints=self._constraints(preemptible=preemptible),
             env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env()},
+            secrets=tuple(self._start.task.secrets),
             limits={"memory": f"{self._start.plan.memory_mb}Mi"},
         )
 
@@ -119,11 +128,16 @@ class WorkerFunction:
                 pause = min(pause * 1.5, 1.0)
                 continue
             if answer.status != 200:
-                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.status}: {answer.body[:200]!r}")
+                raise self._odd_answer(f"{answer.status}: ", answer.body)
             try:
-                return Outcome.model_validate_json(answer.body)
+                outcome = Outcome.model_validate_json(answer.body)
             except ValidationError:
-                raise GeofedError("FUNCTION_FAILED", f"the function answered {answer.body[:200]!r}") from None
+                raise self._odd_answer("", answer.body) from None
+            return outcome.model_copy(update={"message": self.redact(outcome.message)})
+
+    def _odd_answer(self, status: str, body: bytes) -> GeofedError:
+        text = self.redact(body.decode(errors="replace"))[:200]
+        return GeofedError("FUNCTION_FAILED", f"the function answered {status}{text!r}")
 
     async def delete(self) -> None:
         """Delete the function, and retry as long as the gateway is unavailable: a function left behind costs money."""

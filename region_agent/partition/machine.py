@@ -69,6 +69,7 @@ FATAL = frozenset(
         "TASK_FAILED",
         "SHARD_UNREADABLE",
         "SAMPLES_MISMATCH",
+        "SECRET_MISSING",
         "MODEL_MISMATCH",
         "RESIDENCY_VIOLATION",
         "CONFIG_INVALID",

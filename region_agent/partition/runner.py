@@ -167,7 +167,7 @@ class PartitionRunner:
         self._function = WorkerFunction(
             start, self.machine, context.gateway, context.config, context.channel, context.image
         )
-        self._logs = FunctionLogs(context.gateway, self._function.name, partial(context.log, self.job))
+        self._logs = FunctionLogs(context.gateway, self._function.name, self._log_of_worker)
         self._ps: PsProcess | None = None
         self._began = row.attempt > 0
         """A parameter server has run here before; if the next one finds no state, the state was lost."""
@@ -367,6 +367,7 @@ class PartitionRunner:
             self._context.config.channel.prices,
         )
         message.condition = message.condition or self._shards.condition
+        message.evaluation.error = self._function.redact(message.evaluation.error)
         message.shard_address, message.shards_here = self._shards.address, self._shards.complete
         message.workers, message.preempted = self.machine.workers, self.machine.preempted
         message.scale_order = self.machine.order
@@ -392,6 +393,7 @@ class PartitionRunner:
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._invocations.prepare_channel, bundle)
         self._function.grants = await asyncio.to_thread(self._invocations.grants)
+        await self._function.give_secrets()
         await self._function.deploy()
         await self._function.wait_ready()
         if context.config.policy.ship_logs:
@@ -430,6 +432,9 @@ class PartitionRunner:
                 await ps.stop()
             self._ps_runs = False
         self.feed(PsEnded(reason))
+
+    def _log_of_worker(self, source: str, line: str) -> None:
+        self._context.log(self.job, source, self._function.redact(line))
 
     def _log_of_server(self, line: str) -> None:
         """Take a line of the parameter server's log. What answers at another region's address is not for users."""

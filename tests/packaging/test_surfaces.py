@@ -28,7 +28,7 @@ SURFACES = {
         "open_price_file",
         "region_prices",
     },
-    "geofed": {"AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "log", "simulate"},
+    "geofed": {"AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "log", "secret", "simulate"},
     "deploy.emulator": {"CONTROL", "Emulator", "EmulatedLink", "WanProfile", "load_profile", "profile_names"},
     "region_agent.gateway": {
         "BasicAuth",

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
-from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION
+from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION, SECRETS
 from scheduler import Declined, Plan, Reason
 
-__all__ = ["keeps_base", "refused_by_age"]
+__all__ = ["keeps_base", "refused_by_age", "refused_by_lack"]
 
 
 def keeps_base(plan: Plan, regions: Mapping[str, RegionEntry]) -> bool:
@@ -27,6 +27,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (ACCUMULATE, train.accumulate > 1),
             (LOCAL, bool(train.local)),
             (INITIAL_FILE, train.initial_model is not None and train.initial_model.file is not None),
+            (SECRETS, bool(spec.task.secrets)),
         )
         if used
     ]
@@ -39,5 +40,20 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
         for part in plan.partitions
         for feature in needed
         if feature not in regions[part.region].state.features
+    )
+    return Declined(reasons) if reasons else None
+
+
+def refused_by_lack(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> Declined | None:
+    """Return the refusal of a job that needs what a region of its plan does not offer; None: all do."""
+    reasons = tuple(
+        Reason(
+            "SECRET_MISSING",
+            f"region {part.region} holds no secret {name}",
+            f"its operator adds it to `secrets` of the region file, or avoid {part.region}",
+        )
+        for part in plan.partitions
+        for name in spec.task.secrets
+        if (catalogue := regions[part.region].catalogue) is not None and name not in catalogue.secrets
     )
     return Declined(reasons) if reasons else None

@@ -13,7 +13,7 @@ from datetime import date
 
 from pydantic import TypeAdapter, ValidationError
 
-from geofed_pb.bounds import clean
+from geofed_pb.bounds import SECRET_NAME, clean
 from geofed_pb.errors import GeofedError
 from scheduler import Region as Catalogue
 from sync.channel import channel_kinds
@@ -82,6 +82,7 @@ def _faults(region: str, catalogue: Catalogue) -> Iterator[str]:
     yield from _capacity_faults(catalogue)
     yield from _price_faults(catalogue)
     yield from _dataset_faults(catalogue)
+    yield from _secret_faults(catalogue)
     if len(catalogue.links) > _MOST_ENTRIES:
         yield f"links: more than {_MOST_ENTRIES}"
     for link in catalogue.links:
@@ -90,6 +91,13 @@ def _faults(region: str, catalogue: Catalogue) -> Iterator[str]:
             yield f"{where}: not a link from {region} to another region"
         yield from _outside(f"{where}.rtt_ms", link.rtt_ms, 0, _MOST_RTT_MS)
         yield from _outside(f"{where}.mbps", link.mbps, 0, _MOST_MBPS)
+
+
+def _secret_faults(catalogue: Catalogue) -> Iterator[str]:
+    if len(catalogue.secrets) > _MOST_ENTRIES:
+        yield f"secrets: more than {_MOST_ENTRIES}"
+    if not all(re.fullmatch(SECRET_NAME, name) for name in catalogue.secrets):
+        yield "secrets: a name is not of lower-case letters, digits and hyphens"
 
 
 def _capacity_faults(catalogue: Catalogue) -> Iterator[str]:

@@ -51,6 +51,7 @@ from region_agent.gateway.embedded.table import (
     StopReplica,
 )
 from region_agent.gateway.functions import FunctionSpec, FunctionStatus, Grants
+from region_agent.gateway.redaction import Redaction
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
 
 __all__ = ["Isolation", "Provider"]
@@ -227,6 +228,7 @@ class Provider:
         running = Running.create(name, spec, self.config, self._temporary)
         self._running[name] = running
         try:
+            redact = Redaction.of({secret: self.secrets.read(secret) for secret in spec.secrets})
             self.secrets.copy(spec.secrets, running.directory / "secrets")
         except Refused as refusal:
             running.kill_text = refusal.text
@@ -236,7 +238,7 @@ class Provider:
         if name not in self._running:
             return
         try:
-            control = await self._fork(running, lambda line: self.logs.append(spec.service, name, line))
+            control = await self._fork(running, lambda line: self.logs.append(spec.service, name, redact(line)))
         except OSError as error:
             running.kill_text = f"replica {name} could not be forked: {error}"
             self._exited(name, None)

@@ -1,0 +1,1 @@
+"""What the region holds for tasks, besides data."""
