@@ -19,8 +19,8 @@ give up of the metric decides (`POINT_WORTH`), then the other measure (`OTHER_WO
 Method: if the staffings are few, all are evaluated. Else for every pace of a pass over the data each region takes its
 cheapest configuration that keeps it, at several prices of a sample in the global batch, and every interval and exchange
 is evaluated with these. From the best of them, one region's configuration at a time is changed while that helps, then
-those of two regions. Whether limits can be kept is searched for in the same way, so that a plan is refused only if none
-is found by any objective.
+those of two regions; in the end, all regions' together so that their whole steps fit another interval. Whether limits
+can be kept is searched for in the same way, so that a plan is refused only if none is found by any objective.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ MOST_AT_ONCE = 100_000
 """Numbers in an array of an evaluation: 800 kB, so that it stays in a processor's cache."""
 MOST_ENUMERATED = 1_000_000
 """Numbers up to which all staffings are evaluated with all intervals and exchanges: that takes a tenth of a second."""
+MOST_WHOLLY_EVALUATED = 1_000_000
+"""Numbers up to which the changes of a found plan are evaluated with all intervals and exchanges, too."""
 _INTERVALS = (*range(13, 41), 50, 60, 80, 120, 160, 320)
 """Intervals that are tried, in steps: around the usual one all, so that whole steps fit the shards; longer ones to save
 egress in long jobs."""
@@ -89,6 +91,8 @@ MOST_TRIED = 400_000
 """Numbers up to which changes of a plan are evaluated at once."""
 _MOST_LOOKED_AT = 12
 """Changes of which all intervals and exchanges are evaluated: those that are best with the present ones."""
+_LEAST_GAIN = 1e-9
+"""Gain of a change below which it is rounding, as a share of the objective."""
 _MOST_JOINED = 256
 """Changes that are looked at for those that help together."""
 _SAMPLE_PRICES = (0.0, 0.03, 0.3)
@@ -315,7 +319,10 @@ class Search:
         """Return the best plan that is reached from the starts; None: there are none."""
         seen: set[tuple[bytes, int, int]] = set()
         found = [self._climbed(evaluated, place, limits, seen) for evaluated, place in starts]
-        return min(found, key=lambda one: self._score(one[0], one[1], limits), default=None)
+        best = min(found, key=lambda one: self._score(one[0], one[1], limits), default=None)
+        while best is not None and (better := self._improved_wholly(*best, limits)) is not None:
+            best = self._climbed(*better, limits, seen)
+        return best
 
     def _climbed(
         self, evaluated: Evaluated, place: Place, limits: Limits, seen: set[tuple[bytes, int, int]]
@@ -327,10 +334,9 @@ class Search:
             if own in seen:
                 break
             seen.add(own)
-            best = self._score(evaluated, place, limits) - 1e-9
             for change in (self._changed, self._changed_twice):
                 found = self._improved(change(choice), evaluated, place, limits)
-                if found is not None and self._score(*found, limits) < best:
+                if found is not None:
                     evaluated, place = found
                     break
             else:
@@ -340,7 +346,7 @@ class Search:
     def _improved(
         self, others: Ints, evaluated: Evaluated, place: Place, limits: Limits
     ) -> tuple[Evaluated, Place] | None:
-        """Return the best of other staffings, with the best of all intervals and ways for it.
+        """Return a staffing that is better, with the best of all intervals and ways for it; None: none was found.
 
         Those are looked at that are best with the present interval and way, and those that help there together.
         """
@@ -350,11 +356,26 @@ class Search:
         rough = self._evaluate(others, *present, roughly=True)
         score = np.where(self.allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
         order = score.argsort(kind="stable")
-        helps = order[: np.count_nonzero(score < self._score(evaluated, place, limits))][:_MOST_JOINED]
-        joined = _joined(evaluated.choice[place.staff], others[helps])
-        whole = self._evaluate(np.concatenate([others[order[:_MOST_LOOKED_AT]], *joined]))
+        best = self._score(evaluated, place, limits)
+        joined = _joined(evaluated.choice[place.staff], others[order[: np.count_nonzero(score < best)][:_MOST_JOINED]])
+        return self._better(np.concatenate([others[order[:_MOST_LOOKED_AT]], *joined]), best, limits)
+
+    def _improved_wholly(self, evaluated: Evaluated, place: Place, limits: Limits) -> tuple[Evaluated, Place] | None:
+        """Return the best of the changes that suit an interval, of one region or of two, each with all intervals and
+        ways; None: none is better. Where they are too many to be evaluated so, they are not."""
+        choice, best = evaluated.choice[place.staff], self._score(evaluated, place, limits)
+        for change in (self._fitted, self._changed, self._changed_twice):
+            others = change(choice)
+            numbers = others.size * len(self._intervals) * len(self._useful_ways)
+            if 0 < numbers <= MOST_WHOLLY_EVALUATED and (better := self._better(others, best, limits)) is not None:
+                return better
+        return None
+
+    def _better(self, others: Ints, than: float, limits: Limits) -> tuple[Evaluated, Place] | None:
+        """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
+        whole = self._evaluate(others)
         found = self._picked(whole, limits)
-        return None if found is None else (whole, found)
+        return (whole, found) if found is not None and self._score(whole, found, limits) < than - _LEAST_GAIN else None
 
     def _score(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
         return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
@@ -400,16 +421,54 @@ class Search:
         most = max(4, min(MOST_PACES, MOST_FIGURES // each * passes.shape[1]))
         if len(paces) > most:
             paces = paces[np.unique(np.linspace(0, len(paces) - 1, most).round().astype(int))]
-        found = []
-        for pace in paces:
-            usd = (staffs.worker_usd + staffs.server_usd) * pace + staffs.merge_usd * loads
-            for price in _SAMPLE_PRICES:
-                priced = usd * (1 - price) + usd.min(axis=1).sum() * price * staffs.step_samples / self._least_samples
-                # A hair more, so that a pace which comes from the region itself is kept.
-                found.append(np.where(passes <= pace * (1 + 1e-9), priced, np.inf).argmin(axis=1))
+        found = [
+            # A hair more, so that a pace which comes from the region itself is kept.
+            np.where(passes <= pace * (1 + 1e-9), priced, np.inf).argmin(axis=1)
+            for pace in paces
+            for priced in self._priced(staffs, pace)
+        ]
         few = np.where(staffs.step_samples <= staffs.step_samples.min(axis=1, keepdims=True), 0.0, np.inf)
         cheap = (few + (staffs.worker_usd + staffs.server_usd) * passes + staffs.merge_usd * loads).argmin(axis=1)
         return np.unique(np.array([*found, cheap, passes.argmin(axis=1)]), axis=0)
+
+    def _priced(self, staffs: Staffs, pace: float) -> list[Floats]:
+        """Return the USD of a pass over the data at a pace, by region and configuration, at each price of samples."""
+        usd = (staffs.worker_usd + staffs.server_usd) * pace
+        usd = usd + staffs.merge_usd * self._samples[:, None] / staffs.step_samples
+        samples = usd.min(axis=1).sum() * staffs.step_samples / self._least_samples
+        return [usd * (1 - price) + samples * price for price in _SAMPLE_PRICES]
+
+    def _fitted(self, choice: Ints) -> Ints:
+        """Return a staffing changed so that rounds of whole steps fit the shards, for every interval; none if they are
+        many: each region takes the cheapest configuration that keeps the pace, where other passes than asked count."""
+        staffs, (total, _) = Staffs.of(self._table), self._loads(self._staffs(choice[None, :]))
+        regions = np.arange(len(choice))
+        seconds = self._samples[:, None] / staffs.step_samples * staffs.step_seconds
+        pace = float(seconds[regions, choice].max())
+        each = (
+            1.0 / staffs.step_seconds
+            if self._demand.balance == "speed"
+            else self._samples[:, None] / staffs.step_samples
+        )
+        # The region that makes the most steps, by which they are counted.
+        first = int(each[regions, choice].argmax())
+        counts = np.unique(each[first])
+        if len(counts) * len(self._intervals) * each.size > MOST_FIGURES:
+            return np.empty((0, len(choice)), np.int64)
+        found, prices = [choice], self._priced(staffs, pace)
+        for most in counts:
+            keeps = (seconds <= pace * (1 + 1e-9)) & (each <= most * (1 + 1e-9))
+            keeps[first] &= each[first] == most
+            if not keeps.any(axis=1).all():
+                continue
+            of_most = total if self._demand.steps is not None else total * most / each[first, choice[first]]
+            intervals, rounds = self._rounds(of_most, self._intervals)
+            for interval, count in zip(intervals[0], rounds[0], strict=True):
+                steps = np.maximum(1.0, np.round(interval * each / most))
+                off = _off(count, steps, of_most * each / most)
+                worse = np.where(keeps, BEYOND_WORTH * OFF_POINTS * np.maximum(0.0, off - MOST_OFF), np.inf)
+                found += [(_log(usd) + worse).argmin(axis=1) for usd in prices]
+        return np.unique(np.array(found), axis=0)
 
     def _changed(self, choice: Ints) -> Ints:
         """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
@@ -552,9 +611,13 @@ def _steps(interval: Floats, shares: Floats) -> Floats:
 
 def _off_points(rounds: Floats, steps: Floats, total: Floats, shares: Floats) -> Floats:
     """Return the points that count as given up by other passes over the shards than asked."""
-    asked = total[:, None, None] * shares[:, None, :]
-    off = (np.maximum(0.0, np.abs(rounds[..., None] * steps - asked) - 1.0) / asked).max(axis=-1)
+    off = _off(rounds[..., None], steps, total[:, None, None] * shares[:, None, :]).max(axis=-1)
     return np.asarray(OFF_POINTS * np.maximum(0.0, off - MOST_OFF))
+
+
+def _off(rounds: Floats, steps: Floats, asked: Floats) -> Floats:
+    """Return the share by which steps differ from what is asked, beyond one step."""
+    return np.asarray(np.maximum(0.0, np.abs(rounds * steps - asked) - 1.0) / asked)
 
 
 def _with(choice: Ints, *changes: tuple[Ints, Ints]) -> Ints:

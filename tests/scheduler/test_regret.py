@@ -10,13 +10,16 @@ from support.planner_draws import drawn_demand, drawn_federation, regret
 
 from scheduler import _search
 
+HARD = (64, 72, 102, 397, 468)
+"""Draws where regions must be changed together, for whole steps that fit their shards at another interval."""
+
 
 def test_the_search_finds_what_trying_everything_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """In federations whose staffings are few, and which are searched here as if they were many."""
     found = []
-    for seed in range(24):
+    for seed in (*range(20), *HARD):
         rng = random.Random(seed)
-        snapshot = drawn_federation(rng, regions=2 + seed % 3)
+        snapshot = drawn_federation(rng, regions=2 + seed % 4)
         demand = drawn_demand(rng, snapshot)
         with monkeypatch.context() as patched:
             patched.setattr(_search, "MOST_ENUMERATED", 0)
