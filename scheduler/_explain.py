@@ -11,7 +11,7 @@ import numpy as np
 from scheduler._configurations import Configured
 from scheduler._exchange import Way, Ways
 from scheduler._model import Alternative, Demand, Reason
-from scheduler._search import Evaluated, Ints, Limits, Place, Search
+from scheduler.search import Evaluated, Ints, Limits, Place, Search
 
 __all__ = ["alternatives", "beyond_limits"]
 

@@ -24,7 +24,7 @@ from scheduler._model import (
 )
 from scheduler._moves import PlacedShards, best_moves, train_samples
 from scheduler._pipelined import unstaged
-from scheduler._search import MOST_OFF, Evaluated, Limits, Place, Search, Spread
+from scheduler.search import MOST_OFF, Evaluated, Evaluation, Limits, Place, Search, Spread
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
 from sync.channel import channel_kinds
 from sync.policy import DEFAULT
@@ -95,7 +95,7 @@ class _Problem:
         merging = merging_of(chosen)
         if merging is None and demand.collective is None:
             chosen = [_fastest_merging(one, front) for one, front in zip(chosen, self.fronts, strict=True)]
-        steps = self.search.steps(evaluated, place)
+        steps = self.search.evaluation.steps(evaluated, place)
         partitions = tuple(
             replace(one.part, steps_per_round=int(count), shards=self.placed.shards.get(one.part.region, ()))
             for one, count in zip(chosen, steps, strict=True)
@@ -170,16 +170,16 @@ def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
     if isinstance(ways, Declined):
         return ways
     shards = [replace(part, shards=placed.shards.get(part.region, ())) for part in parts]
-    search = Search(
-        fronts,
+    evaluation = Evaluation(
         [[figures_of(one.part, r, snapshot) for one in own] for r, own in zip(regions, fronts, strict=True)],
+        [part.samples for part in parts],
         ways,
         occasion_of(shards, placed.copies, demand.slice_seconds, snapshot),
-        Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.regions)),
         demand,
         noise_samples(snapshot.profiles.values()),
     )
-    return _Problem(placed, fronts, ways, search)
+    spread = Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.regions))
+    return _Problem(placed, fronts, ways, Search(evaluation, spread))
 
 
 def _fastest_merging(chosen: Configured, front: Sequence[Configured]) -> Configured:

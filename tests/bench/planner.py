@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from report import Bar, Report, options
 from support.planner_draws import drawn_demand, drawn_federation, regret
 
-from scheduler import Demand, _search, plan
+from scheduler import Demand, plan
+from scheduler.search import _staffings
 
 FEDERATIONS, QUICK_FEDERATIONS = 500, 48
 PLANS = {3: (100, 0.2), 20: (20, 0.5)}
@@ -35,16 +36,16 @@ QUICK_PLANS = {3: 20, 20: 4}
 
 def regrets(count: int, report: Report) -> None:
     """Plan random federations as shipped, and by search alone."""
-    shipped = _search.MOST_ENUMERATED
+    shipped = _staffings.MOST_ENUMERATED
     for name, enumerated in (("as shipped", shipped), ("by search alone", 0)):
         found: list[float | None] = []
         for seed in range(count):
             rng = random.Random(seed)
             snapshot = drawn_federation(rng, regions=2 + seed % 4)
             demand = drawn_demand(rng, snapshot)
-            _search.MOST_ENUMERATED = enumerated
+            _staffings.MOST_ENUMERATED = enumerated
             found.append(regret(snapshot, demand))
-            _search.MOST_ENUMERATED = shipped
+            _staffings.MOST_ENUMERATED = shipped
             report.runs.append({"part": "regret", "how": name, "seed": seed, "regret": found[-1]})
         told = [one for one in found if one is not None and math.isfinite(one)]
         refused = sum(one == math.inf for one in found)

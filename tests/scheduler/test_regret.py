@@ -8,7 +8,7 @@ import statistics
 import pytest
 from support.planner_draws import drawn_demand, drawn_federation, regret
 
-from scheduler import _search
+from scheduler.search import _staffings
 
 HARD = (64, 72, 102, 397, 468)
 """Draws where regions must be changed together, for whole steps that fit their shards at another interval."""
@@ -22,7 +22,7 @@ def test_the_search_finds_what_trying_everything_finds(monkeypatch: pytest.Monke
         snapshot = drawn_federation(rng, regions=2 + seed % 4)
         demand = drawn_demand(rng, snapshot)
         with monkeypatch.context() as patched:
-            patched.setattr(_search, "MOST_ENUMERATED", 0)
+            patched.setattr(_staffings, "MOST_ENUMERATED", 0)
             found.append(regret(snapshot, demand))
     told = [one for one in found if one is not None]
     assert len(told) > 12

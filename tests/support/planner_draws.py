@@ -12,7 +12,7 @@ import numpy as np
 from scheduler import Capacity, Dataset, Declined, Demand, Link, Prices, Region, Snapshot, Split
 from scheduler._moves import PlacedShards
 from scheduler._plan import _Problem, _problem, limits_of
-from scheduler._search import Limits, Search
+from scheduler.search import Limits, Search
 from scheduler.tuning import ChannelProfile, NormPair, StepPoint, TaskProfile
 
 MOST_STAFFINGS = 1500
@@ -104,10 +104,10 @@ def problem_of(snapshot: Snapshot, demand: Demand) -> _Problem | Declined:
 
 def best_score(search: Search, limits: Limits) -> float:
     """Return the score of the best plan of all staffings, intervals and ways; infinite: none keeps the limits."""
-    ways, best = tuple(range(len(search._ways.each))), math.inf
-    every = np.array(list(product(*(range(size) for size in search._sizes))))
+    ways, best = tuple(range(len(search.evaluation.ways.each))), math.inf
+    every = np.array(list(product(*(range(size) for size in search.evaluation.sizes))))
     for begin in range(0, len(every), _CHUNK):
-        evaluated = search._evaluate(every[begin : begin + _CHUNK], ways=ways)
+        evaluated = search.evaluation.evaluate(every[begin : begin + _CHUNK], ways=ways)
         place = search._picked(evaluated, limits)
         if place is not None:
             best = min(best, search._score(evaluated, place, limits))

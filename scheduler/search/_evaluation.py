@@ -1,0 +1,253 @@
+"""Evaluates plans of one demand over given regions, many at once: seconds, money, and points that are given up.
+
+A staffing is one configuration for each region, by its number there. Every staffing is evaluated with several intervals
+and ways to exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler._course import Bools, Floats, Occasion, Staffs, course
+from scheduler._exchange import Ways, policy_of
+from scheduler._model import Demand
+from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, batch_points, exchange_points, samples_factor
+
+__all__ = ["MOST_OFF", "Evaluated", "Evaluation", "Ints", "Place", "off_points", "off_share", "whole_steps"]
+
+Ints = npt.NDArray[np.int64]
+
+USUAL_INTERVAL = 20
+"""Local steps between WAN exchanges that count as giving up nothing: H = 20, as in measurements of WAN policies."""
+FEWEST_ROUNDS = 20.0
+"""Rounds below which a job gives up something however short it is: in so many, local steps cost easy tasks a quarter of
+a point, and the hardest measured five (`exchange_points`)."""
+MOST_OFF = 0.02
+"""Share by which the passes over a shard may differ from what is asked, beyond one step: rounds have whole steps."""
+OFF_POINTS = 10.0
+"""Points that count as given up where a shard gets twice the passes that are asked for, or none. A choice: other passes
+are made only where a job would merge far less often otherwise."""
+MOST_AT_ONCE = 100_000
+"""Numbers in an array of an evaluation: 800 kB, so that it stays in a processor's cache."""
+_INTERVALS = (*range(13, 41), 50, 60, 80, 120, 160, 320)
+"""Intervals that are tried, in steps: around the usual one all, so that whole steps fit the shards; longer ones to save
+egress in long jobs."""
+_SHORT_INTERVALS = range(1, 13)
+"""Intervals that are tried, too, where a job has less than `FEWEST_ROUNDS` of the usual one."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One evaluated plan, by its place on the axes."""
+
+    staff: int
+    interval: int
+    way: int
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Staffings with all intervals and ways to exchange that were tried: arrays with these three axes."""
+
+    choice: Ints
+    """By staffing and region: number of the configuration."""
+    ways: tuple[int, ...]
+    """Numbers of the ways on the last axis."""
+    intervals: Ints
+    """Numbers of the intervals on the middle axis."""
+    interval: Floats
+    rounds: Floats
+    """By staffing and interval."""
+    seconds: Floats
+    usd: Floats
+    points: Floats
+    """Points that the exchange gives up against the usual one; below 0 where it is more careful."""
+    off_points: Floats
+    """Points that count as given up by other passes over the shards than asked, by staffing and interval."""
+    tolerated: Bools
+    """Whether both are within the tolerance, or the least that any interval allows."""
+    factor: Floats
+    """`samples_factor`, by staffing."""
+    batch_points: Floats
+    """Points that the global batch gives up, by staffing."""
+
+
+_BY_STAFFING = tuple(field.name for field in fields(Evaluated) if field.name not in ("ways", "intervals"))
+
+
+class Evaluation:
+    """The plans of one demand over given regions."""
+
+    def __init__(
+        self,
+        figures: Sequence[Sequence[tuple[float, ...]]],
+        samples: Sequence[int],
+        ways: Ways,
+        occasion: Occasion,
+        demand: Demand,
+        noise: float | None,
+    ) -> None:
+        """``figures``: by region, `Staffs.figures` of each of its configurations. ``samples``: of each region's shards.
+        ``noise``: the measured noise scale in samples."""
+        self.ways, self.demand = ways, demand
+        self._occasion, self._noise = occasion, noise or PRIOR_NOISE_SAMPLES
+        self.sizes = np.array([len(own) for own in figures])
+        # Regions with fewer configurations repeat their last one.
+        most = int(self.sizes.max())
+        self.table = np.array([[*own, *[own[-1]] * (most - len(own))] for own in figures])
+        self.samples = np.array(samples, float)
+        self.least_samples = float(self.table[:, :, 0].min(axis=1).sum())
+        self.useful_ways = _undominated(ways)
+        wanted = policy_of(demand).interval_steps
+        self._usual = demand.interval or wanted or USUAL_INTERVAL
+        free = demand.interval is None and wanted is None
+        self.intervals = np.array(self._tried_intervals() if free else (self._usual,), float)
+
+    def evaluate(
+        self, choice: Ints, interval: int | None = None, ways: tuple[int, ...] = (), *, roughly: bool = False
+    ) -> Evaluated:
+        """Evaluate staffings with all intervals, or with one, and with the given ways or all that may be best.
+
+        Roughly: whether another interval would fit the shards better does not count.
+        """
+        ways = ways or self.useful_ways
+        intervals = 1 if roughly and interval is not None else len(self.intervals)
+        size = max(1, MOST_AT_ONCE // (intervals * max(len(self.sizes), len(ways))))
+        parts = [
+            self._evaluated(choice[at : at + size], interval, ways, roughly=roughly)
+            for at in range(0, len(choice), size)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        joined: dict[str, Any] = {
+            name: np.concatenate([getattr(part, name) for part in parts]) for name in _BY_STAFFING
+        }
+        return replace(parts[0], **joined)
+
+    def _evaluated(self, choice: Ints, interval: int | None, ways: tuple[int, ...], *, roughly: bool) -> Evaluated:
+        staffs = self.staffs(choice)
+        total, shares = self.loads(staffs)
+        numbers = np.arange(len(self.intervals)) if interval is None or not roughly else np.array([interval])
+        steps_of, rounds = self.rounds(total, self.intervals[numbers])
+        steps = whole_steps(steps_of, shares)
+        points = self._points(staffs, rounds, steps, total, ways)
+        another = roughly and len(self.intervals) > 1
+        off = np.zeros(rounds.shape) if another else off_points(rounds, steps, total, shares)
+        tolerated = np.ones(points.shape, bool) if roughly else self._tolerated(points, off, rounds, total)
+        if interval is not None and not roughly:
+            numbers, only = numbers[[interval]], slice(interval, interval + 1)
+            steps_of, rounds, steps, off = steps_of[:, only], rounds[:, only], steps[:, only], off[:, only]
+            points, tolerated = points[:, only], tolerated[:, only]
+        took = course(staffs, self._occasion, rounds, steps, self.ways.figures.at(ways))
+        factor = samples_factor(staffs.step_samples.sum(axis=1), self.least_samples, self._noise)
+        return Evaluated(
+            choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, tolerated, factor,
+            self._batch_points(factor),
+        )  # fmt: skip
+
+    def steps(self, evaluated: Evaluated, place: Place) -> Floats:
+        """Return the steps of a plan's rounds, by region."""
+        shares = self.loads(self.staffs(evaluated.choice[place.staff][None, :]))[1]
+        return np.asarray(whole_steps(evaluated.interval[place.staff][None, [place.interval]], shares)[0, 0])
+
+    def staffs(self, choice: Ints) -> Staffs:
+        """Return the figures of staffings."""
+        return Staffs.of(self.table[np.arange(len(self.sizes)), choice])
+
+    def _batch_points(self, factor: Floats) -> Floats:
+        """Return what larger batches give up where the number of samples is fixed."""
+        demand = self.demand
+        if demand.epochs is None or demand.to_goal:
+            return np.zeros_like(factor)
+        return batch_points(factor, self.least_samples, demand.epochs * float(self.samples.sum()))
+
+    def _tolerated(self, points: Floats, off: Floats, rounds: Floats, total: Floats) -> Bools:
+        """Return whether points are within the tolerance, or no more than what the most careful way has to give up."""
+        careful = (exchange_points(rounds, self.ways.coding.min(), np.zeros(1)) - self._careful(total)).clip(0.0) + off
+        most = np.maximum(self.demand.tolerance, careful.min(axis=1))
+        return np.asarray(points.clip(0.0) + off[..., None] <= most[:, None, None] + 1e-9)
+
+    def _careful(self, total: Floats) -> Floats:
+        """Return the points that the usual exchange costs, shape (staffings, 1)."""
+        _, usual = self.rounds(total, np.array([float(self._usual)]))
+        if self.demand.interval is None:
+            usual = np.maximum(usual, np.minimum(FEWEST_ROUNDS, np.maximum(1.0, np.round(total))[:, None]))
+        return exchange_points(usual, self.ways.coding.min(), np.zeros(1))
+
+    def _points(self, staffs: Staffs, rounds: Floats, steps: Floats, total: Floats, ways: tuple[int, ...]) -> Floats:
+        """Return the points given up against the usual exchange of the same staffing."""
+        figures = self.ways.figures.at(ways)
+        compute = (steps * staffs.step_seconds[:, None, :]).max(-1)[..., None]
+        late = figures.background * figures.seconds / compute if self.ways.optional_background else np.zeros((1, 1, 1))
+        found = exchange_points(rounds[..., None], self.ways.coding[list(ways)], late)
+        return np.asarray(found - self._careful(total)[..., None])
+
+    def loads(self, staffs: Staffs) -> tuple[Floats, Floats]:
+        """Return the steps of the region that makes the most, and each region's as a part of them."""
+        demand, epochs = self.demand, self.demand.epochs or 1.0
+        if demand.balance == "speed":
+            # All rounds take equally long; together the regions make the demanded epochs.
+            rates = 1.0 / staffs.step_seconds
+            fastest = rates.max(axis=1)
+            total = epochs * self.samples.sum() / (rates * staffs.step_samples).sum(axis=1) * fastest
+            shares = rates / fastest[:, None]
+        else:
+            # All regions make the same epochs.
+            passes = self.samples / staffs.step_samples
+            total, shares = epochs * passes.max(axis=1), passes / passes.max(axis=1)[:, None]
+        if demand.steps is not None:
+            total = np.full(len(total), float(demand.steps))
+        return total, shares
+
+    def rounds(self, total: Floats, intervals: Floats) -> tuple[Floats, Floats]:
+        """Return interval and number of rounds, by staffing and interval.
+
+        An interval that the demand states stays, unless it would change the number of steps by more than `MOST_OFF`.
+        """
+        total = np.asarray(np.round(np.maximum(total, 1.0)), float)[:, None]
+        interval = np.minimum(intervals[None, :], total)
+        rounds = np.ceil(total / interval)
+        shorter = np.ceil(total / rounds)
+        if self.demand.interval is None:
+            return shorter, rounds
+        whole = np.maximum(1.0, np.round(total / interval))
+        stays = np.abs(whole * interval - total) <= MOST_OFF * total
+        return np.where(stays, interval, shorter), np.where(stays, whole, rounds)
+
+    def _tried_intervals(self) -> tuple[int, ...]:
+        table = Staffs.of(self.table.swapaxes(0, 1))
+        fewest = float(self.loads(table)[0].min()) if self.demand.steps is None else float(self.demand.steps)
+        return (*_SHORT_INTERVALS, *_INTERVALS) if fewest < FEWEST_ROUNDS * USUAL_INTERVAL else _INTERVALS
+
+
+def whole_steps(interval: Floats, shares: Floats) -> Floats:
+    """Return the whole steps of a round, by staffing, interval and region."""
+    return np.maximum(1.0, np.round(interval[..., None] * shares[:, None, :]))
+
+
+def off_points(rounds: Floats, steps: Floats, total: Floats, shares: Floats) -> Floats:
+    """Return the points that count as given up by other passes over the shards than asked."""
+    off = off_share(rounds[..., None], steps, total[:, None, None] * shares[:, None, :]).max(axis=-1)
+    return np.asarray(OFF_POINTS * np.maximum(0.0, off - MOST_OFF))
+
+
+def off_share(rounds: Floats, steps: Floats, asked: Floats) -> Floats:
+    """Return the share by which steps differ from what is asked, beyond one step."""
+    return np.asarray(np.maximum(0.0, np.abs(rounds * steps - asked) - 1.0) / asked)
+
+
+def _undominated(ways: Ways) -> tuple[int, ...]:
+    """Return the ways that no other equals or beats in every figure; of equal ones the first."""
+    its = ways.figures
+    rows = np.stack([its.seconds, its.usd, its.contact, ways.coding, 1.0 * ways.lossy, 1.0 * its.background], axis=1)
+    left, kept = np.lexsort(rows.T[::-1]), list[int]()
+    while len(left):
+        first = rows[left[0]]
+        kept.append(int(left[0]))
+        left = left[(rows[left] < first).any(axis=1) | (rows[left, -1] != first[-1])]
+    return tuple(sorted(kept))

@@ -1,0 +1,298 @@
+"""The planner's core: the best plan of one job over shards that lie where they are processed.
+
+Inputs: regions with capacity, prices, links and measurements (`Snapshot`), and what is asked for (`Demand`).
+
+Decisions, each fixed by the demand or searched: for every region its workers, function memory, collective and K, or the
+replicas of its pipeline (`configurations`); for the federation the interval, codec, topology, and whether training
+continues during the exchange (`ways_of`).
+
+Cost: `course`, with everything that the meter bills.
+
+Constraints: upper bounds of time and money within deadline and budget; points given up by the exchange within the
+tolerance (`exchange_points`), or the least that an interval allows; passes over each shard that differ by more than a
+step and `MOST_OFF` count as points. Money is saved by a larger global batch only within the tolerance too
+(`batch_points`), unless the limits cannot be kept otherwise.
+
+Objective: money, or time, for the same progress: times `samples_factor`. Where plans hardly differ in it, what they
+give up of the metric decides (`POINT_WORTH`), then the other measure (`OTHER_WORTH`).
+
+Method: if the staffings are few, all are evaluated. Else for every pace of a pass over the data each region takes its
+cheapest configuration that keeps it, at several prices of a sample in the global batch, and every interval and exchange
+is evaluated with these. From the best of them, one region's configuration at a time is changed while that helps, then
+those of two regions; in the end, all regions' together so that their whole steps fit another interval. Whether limits
+can be kept is searched for in the same way, so that a plan is refused only if none is found by any objective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from scheduler._course import Bools, Floats
+from scheduler.search._evaluation import Evaluated, Evaluation, Ints, Place
+from scheduler.search._staffings import BEYOND_WORTH, MOST_TRIED, Staffings, joined, logarithm
+
+__all__ = ["Limits", "Search", "Spread"]
+
+POINT_WORTH = 0.1
+"""Share of the objective that a point of the metric is worth: within the tolerance a plan gives up 0.1 points only to
+save 1 %, since what it gives up is predicted less accurately than what it saves."""
+CAREFUL_WORTH = 0.005
+"""The same for a point that a plan gives up less than the usual exchange does: a twentieth, as easy tasks lose."""
+OTHER_WORTH = 0.005
+"""The same for the other measure, time or money: half of it is worth 0.35 % of the objective."""
+LOSSY_WORTH = 0.001
+"""Share of the objective that a codec must save to be chosen although it loses bits, even if no metric shows it."""
+MOST_WHOLLY_EVALUATED = 1_000_000
+"""Numbers up to which the changes of a found plan are evaluated with all intervals and exchanges, too."""
+_MOST_LOOKED_AT = 12
+"""Changes of which all intervals and exchanges are evaluated: those that are best with the present ones."""
+_LEAST_GAIN = 1e-9
+"""Gain of a change below which it is rounding, as a share of the objective."""
+_MOST_JOINED = 256
+"""Changes that are looked at for those that help together."""
+_MOST_STARTS = 3
+"""Plans from which the search begins."""
+_MOST_CHANGES = 30
+"""Changes of single regions after which a search ends, at most; few searches make more than ten."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan is chosen by."""
+
+    minimise: str
+    deadline_seconds: float = math.inf
+    budget_usd: float = math.inf
+    progress: bool = True
+    """Whether plans are compared for the same progress; False: for the samples that are asked for."""
+    possible: bool = False
+    """Whether the measure alone counts, to find out what is possible."""
+    careful: bool = False
+    """Whether a larger global batch may give up no more points than the tolerance."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Upper bounds of a plan: what limits must hold for."""
+
+    high: float
+    """Factor of the expected seconds and USD."""
+    copied_usd: float
+    copied_high: float
+    """Factor of the USD of copies."""
+
+
+class Search:
+    """The best of all plans of one demand over given regions."""
+
+    def __init__(self, evaluation: Evaluation, spread: Spread) -> None:
+        """``spread``: the upper bounds of what plans are expected to take."""
+        self.evaluation, self._staffings, self._spread = evaluation, Staffings(evaluation), spread
+
+    # What can be asked
+
+    @cached_property
+    def paces(self) -> Evaluated:
+        """Every pace that was tried; all staffings if they are few."""
+        return self.evaluation.evaluate(self._staffings.by_pace())
+
+    def best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
+        """Return the best plan within the limits; None: no plan keeps them."""
+        careful = limits.progress and not limits.possible
+        return (careful and self._best(replace(limits, careful=True))) or self._best(limits)
+
+    def _best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
+        if self._staffings.all_tried:
+            place = self._picked(self.paces, limits)
+            return None if place is None else (self.paces, place)
+        starts = self._starts(limits)
+        if not limits.possible and (math.isfinite(limits.deadline_seconds) or math.isfinite(limits.budget_usd)):
+            starts += [(found, at) for found, _ in (self._soonest, self._least) if (at := self._picked(found, limits))]
+        if not starts:
+            starts = [(found, at) for found in self._limited(limits) if (at := self._picked(found, limits))]
+        return self._best_climbed(starts, limits)
+
+    def least(self, limits: Limits) -> tuple[float, float]:
+        """Return the upper bounds of seconds and USD of the plan that needs least, by what the limits minimise."""
+        found = self.best(limits)
+        if found is None:
+            return math.inf, math.inf
+        evaluated, place = found
+        at = place.staff, place.interval, place.way
+        seconds, usd = self.highest(evaluated)
+        return float(seconds[at]), float(usd[at])
+
+    def around(self, evaluated: Evaluated, place: Place) -> Evaluated:
+        """Return a plan with all intervals and ways of its staffing."""
+        return self.evaluation.evaluate(
+            evaluated.choice[place.staff][None, :], ways=tuple(range(len(self.evaluation.ways.each)))
+        )
+
+    def neighbours(self, evaluated: Evaluated, place: Place) -> Evaluated:
+        """Return a plan's exchange with other staffings: every pace, and one region changed."""
+        others = np.concatenate([self._staffings.changed(evaluated.choice[place.staff]), self._staffings.by_pace()])
+        return self.evaluation.evaluate(others, int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],))
+
+    def score(self, evaluated: Evaluated, limits: Limits) -> Floats:
+        """Return the objective of every plan, as a logarithm; the smallest is best."""
+        usd, seconds = evaluated.usd + self._spread.copied_usd, evaluated.seconds
+        main, other = (seconds, usd) if limits.minimise == "time" else (usd, seconds)
+        if limits.possible:
+            return logarithm(main)
+        progress = (
+            logarithm(evaluated.factor) + POINT_WORTH * evaluated.batch_points if limits.progress else np.zeros(1)
+        )
+        lost = np.maximum(0.0, evaluated.points) + evaluated.off_points[..., None]
+        return (
+            logarithm(main)
+            + progress[:, None, None]
+            + OTHER_WORTH * logarithm(other)
+            + POINT_WORTH * lost
+            + BEYOND_WORTH * np.maximum(0.0, evaluated.points - self.evaluation.demand.tolerance)
+            + CAREFUL_WORTH * np.minimum(0.0, evaluated.points)
+            + LOSSY_WORTH * self.evaluation.ways.lossy[list(evaluated.ways)]
+        )
+
+    def kept(self, evaluated: Evaluated, limits: Limits) -> Bools:
+        """Return whether plans keep deadline and budget."""
+        seconds, usd = self.highest(evaluated)
+        return np.asarray((seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd))
+
+    def given_up(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
+        """Return the points that a plan may give up, by its exchange and, where progress counts, its global batch."""
+        exchange = max(0.0, float(evaluated.points[place.staff, place.interval, place.way]))
+        batch = float(evaluated.batch_points[place.staff]) if limits.progress else 0.0
+        return min(100.0, exchange + batch)
+
+    def highest(self, evaluated: Evaluated) -> tuple[Floats, Floats]:
+        """Return the upper bounds of seconds and USD."""
+        spread = self._spread
+        copied = spread.copied_usd * spread.copied_high
+        return evaluated.seconds * spread.high, evaluated.usd * spread.high + copied
+
+    # The search
+
+    @cached_property
+    def _soonest(self) -> tuple[Evaluated, Place]:
+        return self._unlimited("time")
+
+    @cached_property
+    def _least(self) -> tuple[Evaluated, Place]:
+        return self._unlimited("cost")
+
+    def _unlimited(self, minimise: str) -> tuple[Evaluated, Place]:
+        limits = Limits(minimise, possible=True)
+        best = self._best_climbed(self._starts(limits), limits)
+        assert best is not None
+        return best
+
+    def _starts(self, limits: Limits) -> list[tuple[Evaluated, Place]]:
+        """Return the best plans of the paces that were tried, each with another staffing."""
+        score = np.where(self.allowed(self.paces, limits), self.score(self.paces, limits), np.inf)
+        by_staff = score.reshape(len(score), -1)
+        order = by_staff.min(axis=1).argsort(kind="stable")[:_MOST_STARTS]
+        return [
+            (self.paces, Place(int(n), *(int(k) for k in np.unravel_index(by_staff[n].argmin(), score.shape[1:]))))
+            for n in order
+            if np.isfinite(by_staff[n].min())
+        ]
+
+    def _limited(self, limits: Limits) -> list[Evaluated]:
+        """Return the plans by which limits can be kept if any plan keeps them: the fastest and, of those within the
+        deadline, the cheapest."""
+        if limits.possible and math.isinf(limits.deadline_seconds):
+            return []
+        tried = [Limits("time", possible=True)]
+        if not (limits.possible and limits.minimise == "cost"):
+            tried.append(Limits("cost", limits.deadline_seconds, possible=True))
+        return [found[0] for other in tried if (found := self.best(other)) is not None]
+
+    def _best_climbed(
+        self, starts: Sequence[tuple[Evaluated, Place]], limits: Limits
+    ) -> tuple[Evaluated, Place] | None:
+        """Return the best plan that is reached from the starts; None: there are none."""
+        seen: set[tuple[bytes, int, int]] = set()
+        found = [self._climbed(evaluated, place, limits, seen) for evaluated, place in starts]
+        best = min(found, key=lambda one: self._score(one[0], one[1], limits), default=None)
+        while best is not None and (better := self._improved_wholly(*best, limits)) is not None:
+            best = self._climbed(*better, limits, seen)
+        return best
+
+    def _climbed(
+        self, evaluated: Evaluated, place: Place, limits: Limits, seen: set[tuple[bytes, int, int]]
+    ) -> tuple[Evaluated, Place]:
+        """Change one region at a time while that helps, then two; until a plan that was seen from another start."""
+        for _ in range(_MOST_CHANGES):
+            choice = evaluated.choice[place.staff]
+            own = choice.tobytes(), int(evaluated.intervals[place.interval]), evaluated.ways[place.way]
+            if own in seen:
+                break
+            seen.add(own)
+            for change in (self._staffings.changed, self._staffings.changed_twice):
+                found = self._improved(change(choice), evaluated, place, limits)
+                if found is not None:
+                    evaluated, place = found
+                    break
+            else:
+                break
+        return evaluated, place
+
+    def _improved(
+        self, others: Ints, evaluated: Evaluated, place: Place, limits: Limits
+    ) -> tuple[Evaluated, Place] | None:
+        """Return a staffing that is better, with the best of all intervals and ways for it; None: none was found.
+
+        Those are looked at that are best with the present interval and way, and those that help there together.
+        """
+        if not len(others) or others.size > MOST_TRIED:
+            return None
+        present = int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],)
+        rough = self.evaluation.evaluate(others, *present, roughly=True)
+        score = np.where(self.allowed(rough, limits), self.score(rough, limits), np.inf)[:, 0, 0]
+        order = score.argsort(kind="stable")
+        best = self._score(evaluated, place, limits)
+        helps = others[order[: np.count_nonzero(score < best)][:_MOST_JOINED]]
+        together = joined(evaluated.choice[place.staff], helps)
+        return self._better(np.concatenate([others[order[:_MOST_LOOKED_AT]], *together]), best, limits)
+
+    def _improved_wholly(self, evaluated: Evaluated, place: Place, limits: Limits) -> tuple[Evaluated, Place] | None:
+        """Return the best of the changes that suit an interval, of one region or of two, each with all intervals and
+        ways; None: none is better. Where they are too many to be evaluated so, they are not."""
+        choice, best = evaluated.choice[place.staff], self._score(evaluated, place, limits)
+        for change in (self._staffings.fitted, self._staffings.changed, self._staffings.changed_twice):
+            others = change(choice)
+            numbers = others.size * len(self.evaluation.intervals) * len(self.evaluation.useful_ways)
+            if 0 < numbers <= MOST_WHOLLY_EVALUATED and (better := self._better(others, best, limits)) is not None:
+                return better
+        return None
+
+    def _better(self, others: Ints, than: float, limits: Limits) -> tuple[Evaluated, Place] | None:
+        """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
+        whole = self.evaluation.evaluate(others)
+        found = self._picked(whole, limits)
+        return (whole, found) if found is not None and self._score(whole, found, limits) < than - _LEAST_GAIN else None
+
+    def _score(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
+        return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
+
+    def _picked(self, evaluated: Evaluated, limits: Limits) -> Place | None:
+        """Return the best of some plans; None: none keeps the limits."""
+        allowed = self.allowed(evaluated, limits)
+        if not allowed.any():
+            return None
+        score = np.where(allowed, self.score(evaluated, limits), np.inf)
+        return Place(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
+
+    def allowed(self, evaluated: Evaluated, limits: Limits) -> Bools:
+        """Return whether plans keep the limits and the tolerance."""
+        allowed = evaluated.tolerated & self.kept(evaluated, limits)
+        if limits.careful:
+            batch = evaluated.batch_points[:, None, None]
+            given = batch + np.maximum(0.0, evaluated.points)
+            allowed &= (batch <= 0.0) | (given <= self.evaluation.demand.tolerance + 1e-9)
+        return np.asarray(allowed)
