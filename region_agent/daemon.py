@@ -26,8 +26,9 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.capacity import preemptible_workers
 from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
-from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
-from region_agent.gateway import BasicAuth, GatewayClient
+from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, openfaas_client
+from region_agent.gateway import GatewayClient
+from region_agent.gateway.owner import Owner
 from region_agent.isolation import Isolation, isolation_of
 from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity
@@ -166,6 +167,7 @@ class Agent:
         file = self._config_file
         return [
             self._tick(), self._keep_certificate(), self._flush_logs(), self._keep_session(), self._sweep(),
+            *([self._delete_orphans(context)] if (context := self._context) and context.owner.mark else []),
             self._offered_datasets.keep_checking(), *([self._offered_datasets.follow(file)] if file else []),
             *([self._watch_disk(most)] if (most := self._config.policy.max_disk_mb_per_job) is not None else []),
         ]  # fmt: skip
@@ -195,7 +197,16 @@ class Agent:
             log=self._logs.add,
             log_format=self._log_format,
             isolation=self._isolation,
+            owner=self._owner(),
         )
+
+    def _owner(self) -> Owner:
+        """Return the owner of the region's functions; those of the agent's own platform need no mark."""
+        if not isinstance(self._config.gateway, OpenFaasGateway):
+            return Owner()
+        made = Owner.of(self._config.name, self._identity.authority)
+        # The authority's key may change later.
+        return Owner(made.region, self._store.owner_mark(made.mark))
 
     def _channel_folder(self) -> Path:
         """Return the folder of a file channel: in shared memory, one for each agent, or in the state directory."""
@@ -216,12 +227,7 @@ class Agent:
     async def _open_gateway(self) -> GatewayClient:
         gateway = self._config.gateway
         if isinstance(gateway, OpenFaasGateway):
-            auth = (
-                BasicAuth.from_files(gateway.user_file, gateway.password_file)
-                if gateway.user_file and gateway.password_file
-                else None
-            )
-            return GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace)
+            return openfaas_client(gateway)
         capacity = self._config.capacity
         if isinstance(self._config.channel, FileChannelConfig):
             self._channel_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -238,6 +244,21 @@ class Agent:
         """Remove what the retention rules no longer keep: at the start, and at an interval."""
         while True:
             await asyncio.to_thread(self._storage.sweep, time.time())
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+    async def _delete_orphans(self, context: PartitionContext) -> None:
+        """Delete functions of this region that no job and no profile uses: at the start, and at an interval."""
+        while True:
+            try:
+                there = await context.gateway.list()
+                active = {row.job for row in self._store.open_partitions()} | self._partitions.keys()
+                active |= set(self._profiler.running if self._profiler is not None else ())
+                for name in context.owner.orphans(there, active):
+                    _log.warning("a function that no job uses is deleted", function=name)
+                    with suppress(GeofedError):
+                        await context.gateway.delete(name)
+            except GeofedError as error:
+                _log.warning("the platform's functions could not be listed", error=str(error))
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def _watch_disk(self, most_mb: int) -> None:

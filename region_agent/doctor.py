@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import math
 import os
 import shutil
@@ -14,13 +16,12 @@ from pathlib import Path
 
 import grpc.aio
 
-from geofed_pb.address import addresses_of
+from geofed_pb.address import addresses_of, split
 from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
 from geofed_pb.v1 import agent_pb2_grpc, common_pb2
-from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
-from region_agent.embedded_gateway import EmbeddedGatewayProcess
-from region_agent.gateway import BasicAuth, GatewayClient
+from region_agent.config import DatasetConfig, FileChannelConfig, OpenFaasGateway, RedisChannelConfig, RegionConfig
+from region_agent.embedded_gateway import EmbeddedGatewayProcess, openfaas_client
 from region_agent.isolation import CONTAINER, isolation_of
 from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel, channel_text
@@ -54,6 +55,7 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
     identity = Identity(state_dir, config)
 
     async def dataset(name: str) -> str:
+        _check_visible(config, config.datasets[name])
         files = await asyncio.to_thread(shard_files, config.datasets[name], config.stores)
         return ", ".join(f"{split}: {len(found)} file{'s' * (len(found) != 1)}" for split, found in files.items())
 
@@ -145,12 +147,30 @@ async def _gateway(config: RegionConfig) -> str:
     gateway = config.gateway
     if not isinstance(gateway, OpenFaasGateway):
         return "embedded; it starts with the agent"
-    auth = None
-    if gateway.user_file and gateway.password_file:
-        auth = BasicAuth.from_files(gateway.user_file, gateway.password_file)
-    async with GatewayClient(gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace) as client:
-        info = await client.info()
-    return f"{gateway.url}: {info.get('provider', {}).get('orchestration', 'OpenFaaS')}"
+    async with openfaas_client(gateway) as client:
+        info, edition = await client.info(), await client.edition()
+    capacity = config.capacity.workers + config.capacity.preemptible
+    if edition.workers is not None and capacity > edition.workers:
+        raise GeofedError(
+            "LIMIT_EXCEEDED",
+            f"capacity states {capacity} workers; {edition.title} runs {edition.workers} at most: "
+            f"{edition.functions} functions with {edition.replicas} replicas each",
+            hint="lower `capacity`, or set `gateway.edition: pro` if the installation has no such limit",
+        )
+    limit = f", {edition.replicas} replica{'s' * (edition.replicas != 1)} a function" if edition.replicas else ""
+    return f"{gateway.url}: {info.get('provider', {}).get('orchestration', 'OpenFaaS')}, as {edition.title}{limit}"
+
+
+def _check_visible(config: RegionConfig, dataset: DatasetConfig) -> None:
+    """Check that functions can read a dataset where its region file says it is: containers elsewhere see no local file.
+
+    Raises ``GeofedError("SHARD_UNREADABLE")``.
+    """
+    local = [part.uri for part in dataset.splits.values() if not part.uri.startswith("s3://")]
+    if local and isinstance(config.gateway, OpenFaasGateway):
+        text = f"{local[0]} is a path of this machine, which functions of OpenFaaS do not see"
+        hint = "put the shards into an object store of the region, and write s3://BUCKET/PATH"
+        raise GeofedError("SHARD_UNREADABLE", text, hint=hint)
 
 
 async def _isolation(config: RegionConfig) -> str:
@@ -177,15 +197,35 @@ async def _prices(config: RegionConfig) -> str:
 
 async def _channel(config: RegionConfig, state_dir: Path) -> str:
     if isinstance(config.channel, FileChannelConfig):
+        if isinstance(config.gateway, OpenFaasGateway):
+            text = "the channel is a folder of this machine, which functions of OpenFaaS do not see"
+            raise GeofedError("CONFIG_INVALID", text, hint="set `channel` to a Redis server or a bucket of the region")
         return "files on this machine"
     channel = RegionChannel(config.channel, state_dir / "channel", config.name)
+    own = [place for place in channel.endpoints() if _is_own(split(place)[0])]
+    unix = isinstance(config.channel, RedisChannelConfig) and config.channel.url.startswith("unix:")
+    if isinstance(config.gateway, OpenFaasGateway) and (own or unix):
+        text = f"the channel's address {[*own, 'a socket file'][0]} is of this machine only; functions do not reach it"
+        raise GeofedError("CONFIG_INVALID", text, hint="write an address at which other machines reach the channel")
     measured = await asyncio.to_thread(channel.check)
     times = ", ".join(f"{request} {seconds * 1e3:.0f} ms" for request, seconds in measured.items())
     return f"{channel_text(config)}: {times} (as a worker, with connecting)"
 
 
+def _is_own(host: str) -> bool:
+    """Whether an address means this machine, wherever it is used, or nothing."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host.strip("[]"))
+        return address.is_loopback or address.is_unspecified
+    return host in ("localhost", "")
+
+
 async def _ports(config: RegionConfig) -> str:
     server = config.server
+    if isinstance(config.gateway, OpenFaasGateway) and _is_own(server.worker_host):
+        text = f"`server.workerHost` is {server.worker_host}, at which functions do not reach parameter servers"
+        hint = "set it to this machine's address in the network of the functions"
+        raise GeofedError("CONFIG_INVALID", text, hint=hint)
     if server.ports is None:
         return "any free ports"
     # Ports of running jobs count as used, since the next job cannot have them.

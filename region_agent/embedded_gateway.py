@@ -1,4 +1,4 @@
-"""Runs the embedded function gateway as a child process of the agent, for regions without OpenFaaS."""
+"""Opens a region's function gateway, and runs the embedded one as a child process of the agent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,25 @@ from pathlib import Path
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from region_agent.config import OpenFaasGateway
 from region_agent.gateway import BasicAuth, GatewayClient
 
-__all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess"]
+__all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess", "openfaas_client"]
 
 WORKER_IMAGE = "geofed/worker"
 """Image name of the worker function, which the embedded gateway maps to the worker's handler."""
 _READY_SECONDS = 60.0
 """Timeout of the gateway's start."""
+
+
+def openfaas_client(gateway: OpenFaasGateway) -> GatewayClient:
+    """Return a client of a region's OpenFaaS; raises ``GeofedError("CONFIG_INVALID")``."""
+    auth = None
+    if gateway.user_file and gateway.password_file:
+        auth = BasicAuth.from_files(gateway.user_file, gateway.password_file)
+    return GatewayClient(
+        gateway.url, auth=auth, verify=gateway.ca_file, namespace=gateway.namespace, edition=gateway.edition
+    )
 
 
 class EmbeddedGatewayProcess:

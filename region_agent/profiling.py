@@ -40,8 +40,8 @@ __all__ = ["Profiler"]
 
 _log = structlog.get_logger("geofed.profile")
 _FUNCTION = "geofed-profile"
-"""Prefix of functions' names; region and memory follow. Each memory has a name of its own, since a platform that
-replaces a function may route calls to the old one for a while."""
+"""Prefix of functions' names; region, mark of the region and memory follow. Each memory has a name of its own, since a
+platform that replaces a function may route calls to the old one for a while."""
 _READY = timedelta(seconds=60)
 """Timeout of the function's first replica."""
 _GRACE = timedelta(seconds=60)
@@ -78,7 +78,8 @@ class Profiler:
 
     def __init__(self, context: PartitionContext, report: Callable[[agent_pb2.ProfileReport], None]) -> None:
         self._context, self._report = context, report
-        self._functions = f"{_FUNCTION}-{context.config.name}-"
+        mark = f"{context.owner.mark}-" if context.owner.mark else ""
+        self._functions = f"{_FUNCTION}-{context.config.name}-{mark}"
         self._turn = asyncio.Lock()
         self._redact = Redaction()
         """Takes the values of the present task's secrets out of texts."""
@@ -96,6 +97,11 @@ class Profiler:
     def probe(self, command: agent_pb2.ProfileTask) -> None:
         """Start a measurement of what a first plan needs: the size of the model, and the duration of a few steps."""
         self._begin(command, self._probed)
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Commands that run or wait."""
+        return tuple(self._tasks)
 
     async def close(self) -> None:
         """Abort running measurements and clean up."""
@@ -272,7 +278,7 @@ class Profiler:
             FunctionSpec(
                 service=name,
                 image=context.image,
-                labels=fixed_scale_labels(1),
+                labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
                 annotations=grants.annotations() if context.isolation.kind != "container" else {},
                 env_vars={**timeout_env(limit), **context.channel.worker_env()},
                 secrets=tuple(command.task.secrets),
@@ -368,7 +374,8 @@ class Profiler:
                 name = function.spec.service
                 # Only digits may follow, since another region's name may begin with this one's.
                 if name.startswith(self._functions) and name.removeprefix(self._functions).isdigit():
-                    await self._context.gateway.delete(function.spec.service)
+                    with contextlib.suppress(GeofedError):
+                        await self._context.gateway.delete(name)
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._context.channel.discard, job)
 

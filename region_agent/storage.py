@@ -14,7 +14,7 @@ import structlog
 from geofed_pb.storage import Found, Keep, Stored, Total, due, found, left_after, remove, totals, used_bytes
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RetentionConfig
-from region_agent.partition.function import function_name
+from region_agent.gateway.owner import function_name
 from region_agent.partition.shards import SHARDS
 from region_agent.state.store import stored_messages
 
@@ -28,6 +28,8 @@ _LEAST_SECONDS = 60.0
 _log = structlog.get_logger("geofed.storage")
 _FIRST_RUN = re.compile(r"[0-9a-f]{64}\.approved")
 """What `approve: first-run` has approved: user, key, code and dataset."""
+_PART = re.compile(r"-w[0-9]+$")
+"""End of the name of a job's further functions."""
 _WRITTEN = re.compile(r"\..*\.partial|.*\.part(ial)?")
 """Files that are being written."""
 
@@ -79,7 +81,7 @@ class RegionStorage:
             yield self._item(kind, one, in_use=one.path.name in held.bundles)
         functions = {function_name(job) for job in held.jobs}
         for one in found(self._functions / "logs"):
-            yield self._item("logs", one, in_use=one.path.name.partition(".log")[0] in functions)
+            yield self._item("logs", one, in_use=_first(one.path.name.partition(".log")[0]) in functions)
         for one in found(place / "approvals"):
             if not _FIRST_RUN.fullmatch(one.path.name):
                 yield self._item("approvals", one, in_use=one.path.stem in held.jobs)
@@ -108,7 +110,7 @@ class RegionStorage:
 
     def job_bytes(self, job: str) -> int:
         """Return the disk space that a job takes."""
-        replicas = re.compile(rf"{re.escape(function_name(job))}-[0-9]+")
+        replicas = re.compile(rf"{re.escape(function_name(job))}(-w[0-9]+)?-[0-9]+")
         folders = [self._state_dir / "jobs" / job, self._state_dir / SHARDS / job]
         folders += [self._channel / job] if self._channel is not None else []
         with suppress(FileNotFoundError):
@@ -124,4 +126,9 @@ class RegionStorage:
 
 def _names(item: Stored, names: set[str]) -> bool:
     """Whether an item's file has one of the names, but for a suffix."""
-    return Path(item.name).name.split(".")[0] in names
+    return _first(Path(item.name).name.split(".")[0]) in names
+
+
+def _first(function: str) -> str:
+    """Return the name of a job's first function for any of them."""
+    return _PART.sub("", function)

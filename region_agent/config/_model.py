@@ -167,8 +167,8 @@ class EmbeddedGateway(Section):
 
     kind: Literal["embedded"] = "embedded"
     """Kind of the gateway."""
-    profile: Literal["none", "ce"] = "none"
-    """`ce`: the limits of OpenFaaS's community edition."""
+    profile: Literal["none", "ce", "faasd"] = "none"
+    """`ce`: the limits of OpenFaaS's community edition. `faasd`: one replica of a function, and faasd's conduct."""
 
 
 class OpenFaasGateway(Section):
@@ -188,6 +188,9 @@ class OpenFaasGateway(Section):
     """Container image of the worker function."""
     namespace: str = ""
     """Namespace of the functions. Empty: the gateway's own."""
+    edition: Literal["auto", "ce", "pro", "faasd"] = "auto"
+    """Edition, which limits functions and replicas: `faasd` (one replica of a function), `ce` (five, 15 functions), or
+    `pro` (no limit). `auto`: what the gateway says, and on Kubernetes `ce`, which works with all."""
     preemptible_constraints: tuple[str, ...] = ()
     """Placement constraints of functions on preemptible capacity; required with `capacity.preemptible`."""
 

@@ -18,9 +18,12 @@ from urllib.parse import quote, urlsplit
 
 import httpx2
 from tenacity import retry_if_exception, retry_if_result
+from tenacity.retry import retry_base
 
 from geofed_pb.errors import GeofedError
+from region_agent.gateway.editions import EDITIONS, Edition, edition_of
 from region_agent.gateway.functions import (
+    DIGEST_ANNOTATION,
     EXIT_HEADER,
     INTERNAL_HEADER,
     BasicAuth,
@@ -38,14 +41,29 @@ __all__ = ["GatewayClient"]
 
 _SYSTEM_TIMEOUT = timedelta(seconds=30)
 """Timeout of a request to a system route."""
+_DELETE_TIMEOUT = timedelta(seconds=60)
+"""Timeout of a request to delete or replace a function: a platform may wait 30 s for its container."""
+_DELETE_RETRY = RetryPolicy(deadline=timedelta(seconds=90), first=timedelta(milliseconds=500))
+"""When a deletion that failed is repeated: a platform may fail to delete what was still running a moment ago."""
 _CONNECT_TIMEOUT_S = 10.0
 """Timeout of a connection."""
+_PROBE_TIMEOUT = timedelta(seconds=5)
+"""Timeout of the question whether a function is ready."""
 _ANSWER_GRACE = timedelta(seconds=5)
 """Time beyond a call's timeout for the gateway's own 504 to arrive."""
 _MAY_PASS = retry_if_exception(
     lambda error: isinstance(error, GeofedError) and error.code == "GATEWAY_UNAVAILABLE"
 ) | retry_if_result(lambda answer: is_retryable(answer.status_code, answer.headers))
 """Failures of a request that may be temporary."""
+_SERVER_FAILED = retry_if_result(lambda answer: answer.status_code >= 500)
+_UNREACHABLE = "Can't reach service"
+"""Text of OpenFaaS for a function that does not listen yet, or has ended during a call."""
+_UNKNOWN = "error finding function"
+"""Text of OpenFaaS for a function that is not deployed, in an answer without its header."""
+_ENDED_HINT = (
+    "its container does not listen, or has ended during the call, as one does that uses more memory than its limit: "
+    "see its log, and raise function.memoryMb if that is the reason"
+)
 
 
 class GatewayClient:
@@ -67,11 +85,14 @@ class GatewayClient:
         verify: ssl.SSLContext | str | Path | None = None,
         namespace: str = "",
         retry: RetryPolicy | None = None,
+        edition: str = "auto",
     ) -> None:
+        """``edition``: of OpenFaaS, a name in `EDITIONS`; "auto": by what the gateway says."""
         base, uds = _endpoint(url)
         self._url = url
         self._namespace = namespace
         self._retry = retry or RetryPolicy()
+        self._configured_edition, self._edition = edition, None if edition == "auto" else EDITIONS[edition]
         self._auth = httpx2.BasicAuth(auth.user, auth.password) if auth else None
         context: ssl.SSLContext | bool = False
         if base.startswith("https"):
@@ -98,18 +119,34 @@ class GatewayClient:
     # functions
 
     async def deploy(self, spec: FunctionSpec) -> None:
-        """Create the function or bring it to this specification; returns before its replicas are ready."""
+        """Create the function or bring it to this specification; returns before its replicas are ready.
+
+        One that has the specification already is left alone, since a platform may restart it for any request.
+        """
+        spec = spec.marked()
         body = spec.as_json()
         if self._namespace and not spec.namespace:
             body["namespace"] = self._namespace
-        answer = await self._send("PUT", "/system/functions", json_body=body, accept=(404,))
+        answer = await self._send("GET", f"/system/function/{quote(spec.service)}", params=self._query(), accept=(404,))
+        if answer.status_code != 404:
+            there = _status(_json(answer)).spec.annotations.get(DIGEST_ANNOTATION)
+            if there == spec.annotations[DIGEST_ANNOTATION]:
+                return
+            answer = await self._send(
+                "PUT",
+                "/system/functions",
+                json_body=body,
+                accept=(404,),
+                timeout=_DELETE_TIMEOUT,
+                repeat=_SERVER_FAILED,
+            )
         if answer.status_code == 404:
             await self._send("POST", "/system/functions", json_body=body)
 
     async def delete(self, name: str) -> None:
         """Remove the function; one that does not exist is ``FUNCTION_NOT_FOUND``."""
         body = {"functionName": name, "namespace": self._namespace}
-        await self._send("DELETE", "/system/functions", json_body=body)
+        await self._send("DELETE", "/system/functions", json_body=body, timeout=_DELETE_TIMEOUT, repeat=_SERVER_FAILED)
 
     async def put_secret(self, name: str, value: bytes) -> None:
         """Create a secret or replace its value; replicas that start afterwards have it."""
@@ -134,21 +171,47 @@ class GatewayClient:
         await self._send("POST", f"/system/scale-function/{quote(name)}", json_body=body)
 
     async def wait_ready(self, name: str, replicas: int, timeout: timedelta) -> FunctionStatus:
-        """Poll until exactly this number of replicas is ready; raises ``FUNCTION_FAILED`` after the timeout."""
+        """Poll until exactly this number of replicas is available, and the function answers that it is ready.
+
+        Platforms report a container as available before it listens. Raises ``FUNCTION_FAILED`` after the timeout.
+        """
         deadline = time.monotonic() + timeout.total_seconds()
         pause_s = 0.01
         while True:
             status = await self.get(name)
-            if status.replicas == replicas and status.available_replicas == replicas:
+            there = status.replicas == replicas and status.available_replicas == replicas
+            # A function without replicas is started by a call.
+            answers = (there or (replicas > 0 and not status.replicas)) and await self.answers(name)
+            if there and (answers or not replicas):
                 return status
             if time.monotonic() + pause_s > deadline:
                 raise GeofedError(
                     "FUNCTION_FAILED",
-                    f"function {name}: {status.available_replicas} of {replicas} replicas are ready "
-                    f"after {timeout.total_seconds():g} s (the gateway wants {status.replicas})",
+                    f"function {name}: {status.available_replicas} of {replicas} replicas are available "
+                    f"after {timeout.total_seconds():g} s (the gateway wants {status.replicas})"
+                    + (", but it does not answer at /_/ready" if there else ""),
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(0.5, pause_s * 1.5)
+
+    async def wait_answering(self, name: str, timeout: timedelta) -> None:
+        """Poll until a replica answers that it is ready, or that it is busy; raises ``FUNCTION_FAILED``."""
+        deadline, pause_s = time.monotonic() + timeout.total_seconds(), 0.01
+        while not await self.answers(name):
+            if time.monotonic() + pause_s > deadline:
+                text = f"function {name} does not answer at /_/ready after {timeout.total_seconds():g} s"
+                raise GeofedError("FUNCTION_FAILED", text, hint=_ENDED_HINT)
+            await asyncio.sleep(pause_s)
+            pause_s = min(0.5, pause_s * 1.5)
+
+    async def answers(self, name: str) -> bool:
+        """Whether the function itself answers; raises ``FUNCTION_NOT_FOUND`` and ``GATEWAY_UNAVAILABLE``."""
+        url = f"/function/{self._route(name)}/_/ready"
+        with self._transport_errors():
+            answer = await self._http.get(url, timeout=_call_timeout(_PROBE_TIMEOUT))
+        if answer.status_code == 404 and _is_infrastructure(answer):
+            raise self._failure(answer, name)
+        return answer.status_code == 429 or not _is_infrastructure(answer)
 
     # calls
 
@@ -207,6 +270,13 @@ class GatewayClient:
         """Provider, version and architecture."""
         return dict(_json(await self._send("GET", "/system/info")))
 
+    async def edition(self) -> Edition:
+        """The gateway's edition, asked for once."""
+        if self._edition is None:
+            provider = (await self.info()).get("provider")
+            self._edition = edition_of(provider if isinstance(provider, dict) else {}, self._configured_edition)
+        return self._edition
+
     # requests
 
     async def _send(
@@ -217,22 +287,38 @@ class GatewayClient:
         params: Mapping[str, str] | None = None,
         json_body: object = None,
         accept: tuple[int, ...] = (),
+        timeout: timedelta = _SYSTEM_TIMEOUT,
+        repeat: retry_base | None = None,
     ) -> httpx2.Response:
-        """Send a request to a system route, with retries, since all of them are idempotent."""
-        request = self._http.build_request(method, path, params=params, json=json_body)
-        answer = await self._attempts(request, idempotent=True, auth=self._auth)
+        """Send a request to a system route, with retries, since all of them are idempotent.
+
+        ``repeat``: answers that are worth repeated requests for a while longer.
+        """
+        request = self._http.build_request(
+            method, path, params=params, json=json_body,
+            timeout=httpx2.Timeout(timeout.total_seconds(), connect=_CONNECT_TIMEOUT_S, pool=None),
+        )  # fmt: skip
+        answer = await self._attempts(request, idempotent=True, auth=self._auth, repeat=repeat)
         if answer.is_success or answer.status_code in accept:
             return answer
-        raise self._failure(answer, str((json_body or {}).get("name", path)) if isinstance(json_body, dict) else path)
+        raise self._failure(answer, _subject(json_body) or path)
 
     async def _attempts(
-        self, request: httpx2.Request, *, idempotent: bool, auth: httpx2.BasicAuth | None = None
+        self,
+        request: httpx2.Request,
+        *,
+        idempotent: bool,
+        auth: httpx2.BasicAuth | None = None,
+        repeat: retry_base | None = None,
     ) -> httpx2.Response:
         async def once() -> httpx2.Response:
             with self._transport_errors():
                 return await self._http.send(request, auth=auth)
 
-        return await (self._retry.retrying(_MAY_PASS)(once) if idempotent else once())
+        if not idempotent:
+            return await once()
+        retrying = self._retry.retrying(_MAY_PASS)
+        return await (retrying(once) if repeat is None else _DELETE_RETRY.retrying(repeat)(retrying, once))
 
     @contextlib.contextmanager
     def _transport_errors(self) -> Any:
@@ -256,6 +342,8 @@ class GatewayClient:
         codes = {404: "FUNCTION_NOT_FOUND", 429: "FUNCTION_BUSY", 504: "FUNCTION_TIMEOUT"}
         if status in codes:
             return GeofedError(codes[status], text)
+        if status == 500 and _UNREACHABLE in text:
+            return GeofedError("FUNCTION_FAILED", f"{subject}: {text}", hint=_ENDED_HINT)
         if status in (502, 503):
             return GeofedError("GATEWAY_UNAVAILABLE", f"{subject}: {text}")
         return GeofedError("FUNCTION_FAILED", f"{subject}: {text}")
@@ -295,7 +383,11 @@ def _call_timeout(timeout: timedelta) -> httpx2.Timeout:
 
 def _is_infrastructure(answer: httpx2.Response) -> bool:
     status = answer.status_code
-    return status == 401 or (status >= 400 and (INTERNAL_HEADER in answer.headers or status in (429, 502, 503, 504)))
+    if status == 401 or status in (429, 502, 503, 504):
+        return True
+    if status == 404 and answer.text.startswith(_UNKNOWN):
+        return True
+    return status >= 400 and (INTERNAL_HEADER in answer.headers or EXIT_HEADER in answer.headers)
 
 
 def _json(answer: httpx2.Response) -> Any:
@@ -315,3 +407,9 @@ def _status(body: Mapping[str, Any]) -> FunctionStatus:
 def _log_line(text: str) -> LogLine:
     body = json.loads(text)
     return LogLine(body["name"], body.get("instance", ""), parse_timestamp(body["timestamp"]), body.get("text", ""))
+
+
+def _subject(body: object) -> str:
+    """Return the function or secret that a request names."""
+    names = ("service", "functionName", "serviceName", "name")
+    return next((str(body[name]) for name in names if name in body), "") if isinstance(body, dict) else ""

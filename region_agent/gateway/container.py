@@ -1,23 +1,30 @@
 """``python -m region_agent.gateway.container``: serves a function in a container for OpenFaaS, without a watchdog.
 
-It serves the handler on TCP with the watchdog's contract: ``/_/health`` and ``/_/ready``, 429 beyond ``max_inflight``
-calls at the same time, and after SIGTERM no further call, while those that run are answered. Settings come from the
-environment under the watchdog's names: ``port``, ``max_inflight``, ``write_timeout``.
+It serves the handler on TCP with the watchdog's contract: ``/_/health`` as soon as it listens, ``/_/ready`` once the
+handler is loaded, 429 beyond ``max_inflight`` calls at the same time, 504 after ``exec_timeout`` or a shorter
+``X-Timeout``, and after SIGTERM no further call, while those that run are answered. Settings come from the environment
+under the watchdog's names: ``port``, ``max_inflight``, ``write_timeout``, ``exec_timeout``.
+
+The handler runs in a process of its own (`handler_process`), so that this one, the container's first, handles signals
+from its beginning, and can end a call.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+from datetime import timedelta
 from types import FrameType
 
 from geofed_pb.errors import Exit, GeofedError
-from region_agent.gateway.embedded.replicas.calls import CallContext, CallQueue, resolve_handler
-from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
+from region_agent.gateway.embedded.replicas.replica_http import Answer, CallEvent, ReplicaServer
+from region_agent.gateway.handler_process import HandlerProcess
 from region_agent.gateway.quantities import parse_duration
 
 __all__ = ["main"]
@@ -39,46 +46,83 @@ def main(arguments: list[str] | None = None) -> int:
         return int(error.exit)
 
 
-def _serve(host: str, handler: str) -> int:
-    port, inflight = _number("port", 8080), max(1, _number("max_inflight", 1))
-    try:
-        drain_s = parse_duration(_setting("write_timeout", "60s")).total_seconds()
-    except ValueError as error:
-        raise GeofedError("CONFIG_INVALID", f"write_timeout: {error}", hint="write it like 10m") from None
-    try:
-        listener = socket.create_server((host, port), backlog=128)
-    except OSError as error:
-        raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}: {error.strerror}") from None
-    # The handler, and with it torch, is loaded before the first request is read: a healthy container is warm.
-    calls = CallQueue(resolve_handler(handler), CallContext(os.environ.get("HOSTNAME", "container")))
-    server = ReplicaServer(listener, calls.call, inflight)
+class _Container(ReplicaServer):
+    """Passes calls to the handler's process."""
 
-    # Python runs signal handlers in the main thread between two bytecode instructions, which is too late while that
-    # thread sleeps or computes. The wake-up descriptor is written to immediately.
+    def __init__(self, listener: socket.socket, process: HandlerProcess, max_inflight: int, limit: timedelta) -> None:
+        super().__init__(listener, _unused, max_inflight)
+        self._process, self._limit = process, limit
+
+    @property
+    def ready(self) -> bool:
+        return self._process.ready
+
+    def run(self, event: CallEvent, connection: socket.socket) -> Answer:
+        limit = self._limit
+        if asked := event.headers.get("X-Timeout"):
+            try:
+                limit = min(filter(None, (limit, parse_duration(asked))))
+            except ValueError as error:
+                return Answer(400, {"Content-Type": "text/plain"}, f"X-Timeout: {error}".encode())
+        return self._process.call(event, lambda: _is_open(connection), limit.total_seconds() or None)
+
+
+def _unused(event: CallEvent) -> Answer:
+    raise NotImplementedError
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the other side still waits for an answer."""
+    try:
+        readable, _, _ = select.select([connection], [], [], 0)
+        return not readable or bool(connection.recv(1, socket.MSG_PEEK))
+    except (OSError, ValueError):
+        return False
+
+
+def _serve(host: str, handler: str) -> int:
+    # Python runs signal handlers in the main thread between two bytecode instructions. The wake-up descriptor is
+    # written to immediately, and signals that arrive while the rest is set up wait in it.
     signals, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _ignore)
     signal.signal(signal.SIGINT, _ignore)
-    threading.Thread(target=_drain_on_signal, args=(signals, server, calls, drain_s), name="drain", daemon=True).start()
+    port, inflight = _number("port", 8080), max(1, _number("max_inflight", 1))
+    drain, limit = _duration("write_timeout", "60s"), _duration("exec_timeout", "30s")
+    try:
+        listener = socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}: {error.strerror}") from None
+    process = HandlerProcess(handler, inflight, _end)
+    server = _Container(listener, process, inflight, limit)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
+    process.start()
     print(f"serving {handler} on port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
-    calls.work(inflight)
-    return int(Exit.OK)
-
-
-def _ignore(signum: int, frame: FrameType | None) -> None:
-    """Do nothing: the thread that reads the wake-up descriptor handles the signal."""
-
-
-def _drain_on_signal(signals: socket.socket, server: ReplicaServer, calls: CallQueue, timeout_s: float) -> None:
-    """Wait for SIGTERM or SIGINT, then for the calls that run, with a timeout in seconds, and end the process."""
     ending = {bytes([signal.SIGTERM]), bytes([signal.SIGINT])}
     while signals.recv(1) not in ending:
         pass
-    if not server.drain(timeout_s):
-        os._exit(int(Exit.UNAVAILABLE))  # ends calls that have exceeded every time limit
-    calls.stop()
+    drained = server.drain(drain.total_seconds())
+    process.stop()
+    return int(Exit.OK if drained else Exit.UNAVAILABLE)
+
+
+def _end(status: int) -> None:
+    """End with the status of a process that could not load the handler: the platform shows that, and starts again."""
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(status if status > 0 else int(Exit.UNAVAILABLE))
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Do nothing: the wake-up descriptor is read."""
+
+
+def _duration(name: str, default: str) -> timedelta:
+    try:
+        return parse_duration(_setting(name, default))
+    except ValueError as error:
+        raise GeofedError("CONFIG_INVALID", f"{name}: {error}", hint="write it like 10m") from None
 
 
 def _setting(name: str, default: str) -> str:

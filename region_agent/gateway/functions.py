@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -30,7 +31,9 @@ SCALE_MAX_LABEL = "com.openfaas.scale.max"
 INTERNAL_HEADER = "X-OpenFaaS-Internal"
 """Header of answers that come from the gateway itself, not from the function."""
 EXIT_HEADER = "X-Geofed-Exit"
-"""Header with the reason for which a replica ended during a call: "memory", "disk", "timeout" or "crash"."""
+"""Header with the reason for which a replica ended during a call: "memory", "disk", "timeout", "gone" or "crash"."""
+DIGEST_ANNOTATION = "geofed.spec"
+"""Annotation with the digest of a function's specification."""
 GRANTS_ANNOTATION = "geofed.grants"
 """Annotation with the `Grants` of a function, as JSON."""
 MOST_EGRESS = 128
@@ -157,6 +160,14 @@ class FunctionSpec:
     """Placement constraints."""
     read_only_root: bool = False
     """True mounts the root file system read-only."""
+
+    def marked(self) -> FunctionSpec:
+        """Return the specification with its digest as an annotation, by which a later deployment sees that it is the
+        same: gateways report only a part of what they are given."""
+        plain = {key: value for key, value in self.annotations.items() if key != DIGEST_ANNOTATION}
+        body = json.dumps(replace(self, annotations=plain).as_json(), sort_keys=True)
+        digest = hashlib.sha256(body.encode()).hexdigest()[:32]
+        return replace(self, annotations={**plain, DIGEST_ANNOTATION: digest})
 
     def as_json(self) -> dict[str, Any]:
         """The body of a deployment request; empty members are left out."""

@@ -15,7 +15,7 @@ __all__ = ["RetryPolicy"]
 
 _RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
 """HTTP statuses of failures that may be temporary."""
-_PERMANENT_EXITS = frozenset({"memory", "disk", "timeout"})
+_PERMANENT_EXITS = frozenset({"memory", "disk", "timeout", "gone"})
 """Reasons for which a replica was killed that a retry would repeat."""
 
 

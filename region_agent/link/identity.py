@@ -140,6 +140,13 @@ class Identity:
             hint = "get an invitation with `geofed region invite NAME`, then `geofed agent join`"
             raise GeofedError("UNAUTHENTICATED", text, hint=hint) from None
 
+    @property
+    def authority(self) -> bytes:
+        """Public key of the federation's first authority, in DER."""
+        certificate = x509.load_pem_x509_certificate(self.ca_file.read_bytes())
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        return certificate.public_key().public_bytes(serialization.Encoding.DER, form)
+
     def tls(self) -> Tls:
         """Read the present key and certificate; the files change when the certificate is renewed."""
         pems = self.ca_file.read_bytes(), self.certificate_file.read_bytes(), self.key_file.read_bytes()

@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
+from region_agent.gateway.owner import Owner
 from region_agent.isolation import NOT_ISOLATED, Isolation
 from region_agent.link.identity import Identity
 from region_agent.link.networks import resolved
@@ -123,6 +124,8 @@ class PartitionContext:
     """Format of the parameter servers' own logs: "text" or "json"."""
     isolation: Isolation = NOT_ISOLATED
     """How functions are isolated."""
+    owner: Owner = field(default_factory=Owner)
+    """Owner of the region's functions."""
 
 
 def _machine_of(start: agent_pb2.StartPartition, row: PartitionRow) -> PartitionMachine:
@@ -165,9 +168,9 @@ class PartitionRunner:
         self._kept = agent_pb2.UploadedModel()
         """Answer to the control plane's last command to keep the model of a round."""
         self._function = WorkerFunction(
-            start, self.machine, context.gateway, context.config, context.channel, context.image
+            start, self.machine, context.gateway, context.config, context.channel, context.image, context.owner
         )
-        self._logs = FunctionLogs(context.gateway, self._function.name, self._log_of_worker)
+        self._logs = FunctionLogs(context.gateway, lambda: self._function.names, self._log_of_worker)
         self._ps: PsProcess | None = None
         self._began = row.attempt > 0
         """A parameter server has run here before; if the next one finds no state, the state was lost."""
@@ -520,7 +523,7 @@ class PartitionRunner:
         failure: GeofedError | None = None
         outcome: Outcome | None = None
         try:
-            outcome = await self._function.call(body)
+            outcome = await self._function.call(action.worker, body)
         except GeofedError as error:
             failure = error
         finally:

@@ -67,6 +67,12 @@ def stored_messages(path: Path) -> tuple[list[bytes], list[bytes]]:
 class AgentStore(AgentDatabase):
     """The agent's database, with its queries."""
 
+    def owner_mark(self, made: str) -> str:
+        """Return the mark of the region's functions, in hexadecimal digits. The first call keeps the one given."""
+        with self._writing() as db:
+            db.execute("insert or ignore into facts values ('owner', ?)", (str(int(made, 16)),))
+        return f"{self.fact('owner'):0{len(made)}x}"
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         if not self.fact("meter"):

@@ -24,6 +24,7 @@ from support.processes import running_as
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
+from region_agent.gateway.editions import EDITIONS, Edition
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel
@@ -43,16 +44,23 @@ class Gateway:
 
     def __init__(self) -> None:
         self.calls: list[Invocation] = []
+        self.called: list[str] = []
         self.answers: list[Outcome | bytes | GeofedError] = []
         self.deployed: list[str] = []
         self.deleted = 0
         self.delete_fails: list[GeofedError] = []
         self.hold = asyncio.Event()
+        self.of_edition = EDITIONS["none"]
 
     async def deploy(self, spec: Any) -> None:
         self.deployed.append(spec.service)
 
     async def scale(self, name: str, replicas: int) -> None: ...
+
+    async def edition(self) -> Edition:
+        return self.of_edition
+
+    async def wait_answering(self, name: str, timeout: timedelta) -> None: ...
 
     async def wait_ready(self, name: str, replicas: int, timeout: timedelta) -> None: ...
 
@@ -67,6 +75,7 @@ class Gateway:
 
     async def invoke(self, name: str, body: bytes, *, timeout: timedelta) -> Any:
         self.calls.append(Invocation.model_validate_json(body))
+        self.called.append(name)
         if not self.answers:
             await self.hold.wait()
         answer = self.answers.pop(0)
@@ -503,6 +512,44 @@ def test_a_function_is_deleted_once_the_gateway_is_back(tmp_path: Path) -> None:
         await scene.partition.drained()
         assert scene.gateway.deleted == 1
         assert (scene.folder / "jobs" / JOB).exists()
+
+    _play(act, tmp_path)
+
+
+def test_a_function_that_the_platform_has_lost_is_deployed_again(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.gateway.answers = [GeofedError("FUNCTION_NOT_FOUND", "x"), Outcome(status="continue")]
+        await scene.training()
+        await scene.until(lambda: len(scene.gateway.calls) == 3)
+        assert {call.attempt for call in scene.gateway.calls} == {1}
+        assert scene.events == []
+
+    _play(act, tmp_path)
+
+
+def test_each_worker_has_a_function_where_one_has_a_single_replica(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.gateway.of_edition = EDITIONS["faasd"]
+        scene.start.plan.workers = 2
+        scene.store.took_start(1, JOB, scene.start.SerializeToString(), "key")
+        scene.partition = PartitionRunner(scene.around, scene.start)
+        await scene.training()
+        await scene.until(lambda: len(scene.gateway.called) == 2)
+        assert sorted(scene.gateway.called) == [f"geofed-{JOB}", f"geofed-{JOB}-w1"]
+        scene.partition.feed(Stopped("enough", False))
+        await scene.partition.drained()
+        assert scene.gateway.deleted == 2
+
+    _play(act, tmp_path)
+
+
+def test_a_function_that_stays_busy_fails_in_the_end(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        scene.partition._function._call_seconds = timedelta(seconds=0.5)
+        scene.gateway.answers = [GeofedError("FUNCTION_BUSY", "x") for _ in range(30)]
+        await scene.training()
+        await scene.until(lambda: scene.partition.machine.attempt == 2)
+        assert scene.events[0].data["code"] == "FUNCTION_BUSY"
 
     _play(act, tmp_path)
 

@@ -20,9 +20,9 @@ from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider
-from region_agent.gateway.embedded.proxy import ProxiedCall, Proxy
+from region_agent.gateway.embedded.proxy import Answered, ProxiedCall, Proxy
 from region_agent.gateway.embedded.replicas.running import FunctionLimits
-from region_agent.gateway.embedded.system_routes import SystemRoutes, function_name
+from region_agent.gateway.embedded.system_routes import NAMESPACE, SystemRoutes, function_name
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER, BasicAuth
 
@@ -112,19 +112,38 @@ class _CallRoutes:
         """Call a function and answer with its answer."""
         started = time.time_ns()
         call_id = request.headers.get("X-Call-Id") or str(uuid.uuid4())
+        bare = self._config.limits.edition.bare
         identity = {"X-Call-Id": call_id, "X-Start-Time": str(started)}
+        if bare and "X-Call-Id" in request.headers:
+            del identity["X-Call-Id"]
         try:
-            call = await self._read(request, call_id, started)
-            answered = await self._proxy.call(call)
+            answered = await self._answered(request, await self._read(request, call_id, started))
         except Refused as refusal:
             headers = {**identity, INTERNAL_HEADER: "proxy" if refusal.exit_reason else "gateway"}
-            if refusal.exit_reason:
+            if refusal.exit_reason and not (bare and refusal.exit_reason == "crash"):
                 headers[EXIT_HEADER] = refusal.exit_reason
+            if bare and refusal.status == 404:
+                del headers[INTERNAL_HEADER]
+                function = request.path_params["name"]
+                refusal.text = f"error finding function {function}.{NAMESPACE}: service not found"
             return PlainTextResponse(refusal.text, refusal.status, headers)
         headers = {**answered.headers, **identity}
         headers["X-Duration-Seconds"] = f"{answered.duration.total_seconds():.6f}"
         headers["X-Served-By"] = f"geofed-gateway/{answered.replica}"
         return Response(answered.body, answered.status, headers)
+
+    async def _answered(self, request: Request, call: ProxiedCall) -> Answered:
+        """Call a function; the call ends as soon as its caller has gone."""
+        calling = asyncio.ensure_future(self._proxy.call(call))
+        leaving = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait((calling, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not calling.done():
+                raise Refused(499, "the caller has gone")
+            return calling.result()
+        finally:
+            calling.cancel()
+            leaving.cancel()
 
     async def invoke_async(self, request: Request) -> Response:
         """Queue a call and answer 202."""
@@ -160,3 +179,9 @@ class _CallRoutes:
         headers = {**request.headers, "x-call-id": call_id, "x-start-time": str(started_ns)}
         target = f"{path}?{request.url.query}" if request.url.query else path
         return ProxiedCall(name, request.method, target, headers, bytes(body), call_id)
+
+
+async def _left(request: Request) -> None:
+    """Wait until the caller of a request whose body has been read has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

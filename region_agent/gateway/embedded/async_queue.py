@@ -23,7 +23,7 @@ from tenacity import (
 
 from geofed_pb.tasks import background, log_only
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.embedded.config import Edition
+from region_agent.gateway.embedded.config import Profile
 from region_agent.gateway.embedded.proxy import Answered, ProxiedCall, Proxy
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import EXIT_HEADER, INTERNAL_HEADER
@@ -55,7 +55,7 @@ class QueuedCall:
 class AsyncQueue:
     """Runs queued calls, a bounded number at a time."""
 
-    def __init__(self, proxy: Proxy, profile: Edition, callback_ca: Path | None) -> None:
+    def __init__(self, proxy: Proxy, profile: Profile, callback_ca: Path | None) -> None:
         self._proxy = proxy
         self._profile = profile
         self._callback_ca = callback_ca

@@ -14,18 +14,18 @@ from typing import Any
 from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.embedded.table import EditionLimits
+from region_agent.gateway.editions import EDITIONS, Edition
 from region_agent.gateway.functions import BasicAuth
 from region_agent.gateway.quantities import parse_duration
 
-__all__ = ["Config", "Edition", "load"]
+__all__ = ["Config", "Profile", "load"]
 
 
 @dataclass(frozen=True)
-class Edition:
-    """The limits of an edition."""
+class Profile:
+    """The limits of an edition, and of its queue."""
 
-    limits: EditionLimits
+    edition: Edition
     """Functions and replicas."""
     queue_items: int
     """Asynchronous calls that may wait."""
@@ -36,13 +36,9 @@ class Edition:
 
 
 PROFILES = {
-    "none": Edition(EditionLimits(), queue_items=1000, queue_body_bytes=2**20, queue_inflight=64),
-    "ce": Edition(
-        EditionLimits(max_functions=15, min_replicas=1, max_replicas=5, scale_from_zero=False),
-        queue_items=10,
-        queue_body_bytes=256 * 1024,
-        queue_inflight=1,
-    ),
+    "none": Profile(EDITIONS["none"], queue_items=1000, queue_body_bytes=2**20, queue_inflight=64),
+    "ce": Profile(EDITIONS["ce"], queue_items=10, queue_body_bytes=256 * 1024, queue_inflight=1),
+    "faasd": Profile(EDITIONS["faasd"], queue_items=10, queue_body_bytes=256 * 1024, queue_inflight=1),
 }
 
 
@@ -70,7 +66,8 @@ class Config:
     callback_ca: Path | None = None
     """Authority that certificates of https callback receivers are checked against."""
     profile: str = "none"
-    """``ce`` for the limits of the community edition, ``none`` for no limits."""
+    """``ce`` for the limits of the community edition, ``faasd`` for those of faasd and for its conduct, ``none`` for no
+    limits."""
     images: Mapping[str, str] = field(default_factory=lambda: {"geofed/worker": "region_agent.worker.handler:handle"})
     """Image prefix to handler; the longest prefix wins."""
     preload: tuple[str, ...] = ("numpy", "torch")
@@ -107,7 +104,7 @@ class Config:
     """Size at which a function's log file is rotated; one old file is kept."""
 
     @property
-    def limits(self) -> Edition:
+    def limits(self) -> Profile:
         """The limits of the configured profile."""
         return PROFILES[self.profile]
 

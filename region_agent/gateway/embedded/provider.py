@@ -54,7 +54,7 @@ from region_agent.gateway.functions import FunctionSpec, FunctionStatus, Grants
 from region_agent.gateway.redaction import Redaction
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
 
-__all__ = ["Isolation", "Provider"]
+__all__ = ["Isolation", "Provider", "unreachable"]
 
 _log = structlog.get_logger("gateway.provider")
 _DISK_PAUSE_SECONDS = 1.0
@@ -75,12 +75,17 @@ class Isolation:
     """Whether a control group limits the processes of each."""
 
 
+def unreachable(function: str) -> str:
+    """Return what OpenFaaS says of a function that does not listen, or has ended during a call."""
+    return f"Can't reach service for: {function}."
+
+
 class Provider:
     """The functions of one gateway, as processes of this machine."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.table = FunctionTable(config.limits.limits)
+        self.table = FunctionTable(config.limits.edition)
         self.secrets = SecretStore(config.state_dir / "secrets")
         self.logs = LogStore(
             config.state_dir / "logs", lines_in_memory=config.log_lines, file_bytes=config.log_file_bytes
@@ -145,7 +150,15 @@ class Provider:
         self._created.setdefault(spec.service, datetime.now(UTC))
 
     def delete(self, name: str) -> None:
-        """Remove a function; its replicas finish their calls within the drain time."""
+        """Remove a function; its replicas finish their calls within the drain time.
+
+        Raises ``Refused`` 404, and 500 for a container that has not begun to handle signals, as faasd does after 30 s.
+        """
+        starting = [one for one in self.table.replicas(name) if one in self._running and not self._running[one].http]
+        if self.table.limits.bare and starting and self.table.spec(name):
+            for replica in starting:
+                self._stop_replica(replica)
+            raise Refused(500, f"error deleting container {name}: cannot delete running task: failed precondition")
         self.apply(DeleteFunction(name))
         self._created.pop(name, None)
         self._last_failure.pop(name, None)
@@ -187,11 +200,16 @@ class Provider:
         limits = FunctionLimits.of(self.table.spec(name), self.config)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.start_timeout.total_seconds()
+        bare = self.table.limits.bare
+        if self.table.is_down(name):
+            self.apply(self.table.restart(name))
         if self.table.wanted(name) == 0:
-            if not self.config.limits.limits.scale_from_zero:
+            if not self.config.limits.edition.scale_from_zero:
                 raise Refused(503, f"function {name} is scaled to zero")
             self.apply(ScaleFunction(name, 1))
         while (replica := self.table.pick(name, limits.max_inflight)) is None:
+            if bare:
+                raise Refused(500, unreachable(name), exit_reason="crash")
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
             except TimeoutError:

@@ -11,7 +11,7 @@ from datetime import timedelta
 import httpx2
 
 from region_agent.gateway.embedded.metrics import Metrics
-from region_agent.gateway.embedded.provider import Provider
+from region_agent.gateway.embedded.provider import Provider, unreachable
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.quantities import format_duration, parse_duration
@@ -114,8 +114,13 @@ class Proxy:
             )
             self._provider.kill(running, "timeout", text)
             raise Refused(504, text, exit_reason="timeout") from None
+        except asyncio.CancelledError:
+            self._provider.kill(running, "gone", f"the caller has gone; replica {running.name} was killed")
+            raise
         except httpx2.HTTPError as error:
             cause = await self._cause(running, error)
+            if self._provider.table.limits.bare:
+                raise Refused(500, unreachable(call.function), exit_reason="crash") from error
             raise Refused(
                 500, f"function {call.function}: {cause}", exit_reason=running.kill_reason or "crash"
             ) from error

@@ -63,14 +63,15 @@ class SystemRoutes:
             release = version("geofed")
         except PackageNotFoundError:
             release = "unknown"
+        bare = self._provider.table.limits.bare
         return JSONResponse(
             {
                 "provider": {
-                    "provider": "geofed-embedded",
-                    "orchestration": "processes",
+                    "provider": "faasd" if bare else "geofed-embedded",
+                    "orchestration": "containerd" if bare else "processes",
                     "version": {"sha": "", "release": release},
                     "isolation": dataclasses.asdict(self._provider.isolation),
-                    "profile": self._provider.config.profile,
+                    **({} if bare else {"profile": self._provider.config.profile}),
                 },
                 "version": {"sha": "", "release": release, "commit_message": ""},
                 "arch": platform.machine(),
@@ -143,6 +144,8 @@ class SystemRoutes:
 
     async def logs(self, request: Request) -> Response:
         """Lines of a function's replicas as NDJSON."""
+        if self._provider.table.limits.bare and not request.query_params.get("name"):
+            return Response(b"", media_type="application/x-ndjson")
         query = _log_query(request)
         self._provider.table.spec(query.name)
         return StreamingResponse(self._ndjson(query), media_type="application/x-ndjson")
@@ -153,7 +156,7 @@ class SystemRoutes:
 
     async def namespace(self, request: Request) -> Response:
         """The one namespace, described."""
-        if request.path_params["name"] != NAMESPACE:
+        if request.path_params["name"] != NAMESPACE or self._provider.table.limits.bare:
             raise Refused(404, f"namespace {request.path_params['name']} does not exist")
         return JSONResponse({"name": NAMESPACE, "annotations": {"openfaas": "1"}, "labels": {}})
 

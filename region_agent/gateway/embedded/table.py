@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 
-from region_agent.gateway.functions import SCALE_MIN_LABEL, FunctionSpec, Grants
+from region_agent.gateway.editions import EDITIONS, Edition
+from region_agent.gateway.functions import DIGEST_ANNOTATION, GRANTS_ANNOTATION, SCALE_MIN_LABEL, FunctionSpec, Grants
 
 __all__ = ["FunctionTable", "Refused"]
 
@@ -30,20 +31,6 @@ class Refused(Exception):
         self.status = status
         self.text = text
         self.exit_reason = exit_reason
-
-
-@dataclass(frozen=True)
-class EditionLimits:
-    """Limits of an edition of the gateway."""
-
-    max_functions: int | None = None
-    """Functions that may exist."""
-    min_replicas: int = 0
-    """Fewest replicas of a function; scaling below it is clamped."""
-    max_replicas: int | None = None
-    """Most replicas of a function; scaling above it is clamped."""
-    scale_from_zero: bool = True
-    """Whether a call starts a replica if there is none."""
 
 
 class ReplicaPhase(Enum):
@@ -205,7 +192,7 @@ class _Function:
 class FunctionTable:
     """The state; ``handle`` is the only way to change it."""
 
-    limits: EditionLimits = field(default_factory=EditionLimits)
+    limits: Edition = field(default_factory=lambda: EDITIONS["none"])
     _functions: dict[str, _Function] = field(default_factory=dict)
     _replicas: dict[str, _Replica] = field(default_factory=dict)
     _counter: int = 0
@@ -221,7 +208,9 @@ class FunctionTable:
                 del self._functions[name]
                 return self._drain(self._of(name))
             case ScaleFunction(name, replicas):
-                self._function(name).wanted = self._clamp(replicas)
+                scaled = self._function(name)
+                scaled.wanted = self._clamp(replicas)
+                scaled.waiting = scaled.waiting and not (self.limits.bare and replicas)
                 return self._reconcile(name)
             case ReplicaReady(name):
                 return self._ready(name)
@@ -256,11 +245,20 @@ class FunctionTable:
 
     def wanted(self, name: str) -> int:
         """How many replicas it should have."""
-        return self._function(name).wanted
+        return 0 if self.is_down(name) else self._function(name).wanted
+
+    def is_down(self, name: str) -> bool:
+        """Whether its container has ended, and the next call starts another."""
+        return self.limits.bare and self._function(name).waiting
+
+    def restart(self, name: str) -> RestartDue:
+        """Return the event that starts a function's replicas again."""
+        return RestartDue(name, self._function(name).generation)
 
     def available(self, name: str) -> int:
-        """How many replicas take calls."""
-        return sum(replica.phase is ReplicaPhase.READY for replica in self._of(name))
+        """How many replicas count as available."""
+        counted = (ReplicaPhase.READY, ReplicaPhase.STARTING) if self.limits.bare else (ReplicaPhase.READY,)
+        return sum(replica.phase in counted for replica in self._of(name))
 
     def invocations(self, name: str) -> int:
         """Calls since it was deployed."""
@@ -291,17 +289,20 @@ class FunctionTable:
     def _deploy(self, spec: FunctionSpec) -> None:
         known = self._functions.get(spec.service)
         if known is None:
-            most = self.limits.max_functions
+            most = self.limits.functions
             if most is not None and len(self._functions) >= most:
                 raise Refused(400, f"the limit of {most} functions in this edition is reached")
             self._counter += 1
             self._functions[spec.service] = _Function(spec, self._counter, self._initial(spec))
-        elif known.spec != spec:
+        elif known.spec != spec or self.limits.bare:
             self._counter += 1
             changed = _Function(spec, self._counter, known.wanted, known.invocations)
             if spec.labels.get(SCALE_MIN_LABEL) != known.spec.labels.get(SCALE_MIN_LABEL):
                 changed.wanted = self._initial(spec)
             only_labels = replace(spec, labels=known.spec.labels, annotations=known.spec.annotations) == known.spec
+            if self.limits.bare:
+                # What it may connect to is no part of what OpenFaaS is told.
+                only_labels = _without_grants(spec) == _without_grants(known.spec) and spec != known.spec
             if only_labels and Grants.of(spec).places == Grants.of(known.spec).places:
                 changed.generation = known.generation
             self._functions[spec.service] = changed
@@ -315,8 +316,8 @@ class FunctionTable:
     def _clamp(self, replicas: int) -> int:
         if replicas < 0:
             raise Refused(400, f"the number of replicas is negative: {replicas}")
-        replicas = max(replicas, self.limits.min_replicas)
-        return replicas if self.limits.max_replicas is None else min(replicas, self.limits.max_replicas)
+        replicas = max(replicas, self.limits.least_replicas)
+        return replicas if self.limits.replicas is None else min(replicas, self.limits.replicas)
 
     def _ready(self, name: str) -> list[Action]:
         replica = self._replicas.get(name)
@@ -333,7 +334,12 @@ class FunctionTable:
         if replica is None:
             return []
         function = self._functions.get(replica.function)
-        if function is None or function.generation != replica.generation or replica.phase is not ReplicaPhase.STARTING:
+        if function is None or function.generation != replica.generation or replica.phase is ReplicaPhase.DRAINING:
+            return self._reconcile(replica.function)
+        if self.limits.bare:
+            function.waiting = True
+            return []
+        if replica.phase is ReplicaPhase.READY:
             return self._reconcile(replica.function)
         function.failed_starts += 1
         if function.waiting:
@@ -370,7 +376,7 @@ class FunctionTable:
         if len(current) > function.wanted:
             current.sort(key=lambda replica: (replica.phase is ReplicaPhase.READY, replica.calls))
             actions += self._drain(current[: len(current) - function.wanted])
-        if sum(replica.phase is ReplicaPhase.READY for replica in current) >= function.wanted:
+        if self.limits.bare or sum(replica.phase is ReplicaPhase.READY for replica in current) >= function.wanted:
             actions += self._drain(replica for replica in alive if replica.generation != function.generation)
         return actions
 
@@ -395,3 +401,8 @@ class FunctionTable:
 
     def _of(self, name: str) -> list[_Replica]:
         return [replica for replica in self._replicas.values() if replica.function == name]
+
+
+def _without_grants(spec: FunctionSpec) -> FunctionSpec:
+    own = (GRANTS_ANNOTATION, DIGEST_ANNOTATION)
+    return replace(spec, annotations={key: value for key, value in spec.annotations.items() if key not in own})

@@ -36,6 +36,7 @@ from support.gateway_client import WholeClient
 from support.processes import are_wanted, running_as
 
 from region_agent.gateway import BasicAuth, FunctionSpec, RetryPolicy, timeout_env
+from region_agent.gateway.embedded.config import PROFILES
 from region_agent.gateway.functions import Response
 from region_agent.gateway.short_folders import remove_short_folder
 
@@ -247,37 +248,42 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def embedded_session(
+def embedded_sessions(
     tmp_path_factory: pytest.TempPathFactory, authority: tuple[Path, Path]
-) -> Iterator[tuple[Embedded, BasicAuth, Path]]:
-    """One embedded gateway with TLS and authentication for all contract tests."""
-    directory = tmp_path_factory.mktemp("gateway")
-    (directory / "user").write_text("admin\n")
-    (directory / "password").write_text("correct horse\n")
+) -> Iterator[dict[str, tuple[Embedded, BasicAuth, Path]]]:
+    """An embedded gateway of each profile, with TLS and authentication, for all contract tests."""
     certificate, key = authority
-    embedded = Embedded(
-        directory,
-        {
-            "auth_user_file": str(directory / "user"),
-            "auth_password_file": str(directory / "password"),
-            "tls_cert": str(certificate),
-            "tls_key": str(key),
-        },
-    )
-    embedded.start()
-    yield embedded, BasicAuth("admin", "correct horse"), certificate
-    embedded.stop()
+    started = {}
+    for profile in PROFILES:
+        directory = tmp_path_factory.mktemp(f"gateway-{profile}")
+        (directory / "user").write_text("admin\n")
+        (directory / "password").write_text("correct horse\n")
+        embedded = Embedded(
+            directory,
+            {
+                "auth_user_file": str(directory / "user"),
+                "auth_password_file": str(directory / "password"),
+                "tls_cert": str(certificate),
+                "tls_key": str(key),
+                "profile": profile,
+            },
+        )
+        embedded.start()
+        started[profile] = embedded, BasicAuth("admin", "correct horse"), certificate
+    yield started
+    for embedded, _, _ in started.values():
+        embedded.stop()
 
 
 def _kinds() -> list[str]:
-    return ["embedded", "real"] if os.environ.get("GEOFED_TEST_GATEWAY_URL") else ["embedded"]
+    return [*PROFILES, *(["real"] if os.environ.get("GEOFED_TEST_GATEWAY_URL") else [])]
 
 
 @pytest.fixture(params=_kinds())
 async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[Target]:
     """The gateway that the contract is checked on."""
-    if request.param == "embedded":
-        embedded, auth, ca = request.getfixturevalue("embedded_session")
+    if request.param in PROFILES:
+        embedded, auth, ca = request.getfixturevalue("embedded_sessions")[request.param]
         async with open_target(embedded, auth, ca) as target:
             yield target
         return
@@ -295,5 +301,5 @@ async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIt
 def _gateways_live_longer_than_a_test(request: pytest.FixtureRequest) -> None:
     """Started before the first test looks at what is there, so that none of them counts as left behind."""
     if are_wanted(request.session, Path(__file__).parent):
-        for name in ("shared", "embedded_session"):
+        for name in ("shared", "embedded_sessions"):
             request.getfixturevalue(name)

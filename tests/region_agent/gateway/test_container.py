@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,10 +29,10 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def _ask(port: int, path: str, do: str = "echo", body: bytes = b"") -> tuple[int, bytes]:
+def _ask(port: int, path: str, do: str = "echo", body: bytes = b"", timeout: str = "") -> tuple[int, bytes]:
     line = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     try:
-        line.request("POST", path, body, {"X-Do": do})
+        line.request("POST", path, body, {"X-Do": do} | ({"X-Timeout": timeout} if timeout else {}))
         answer = line.getresponse()
         return answer.status, answer.read()
     finally:
@@ -49,6 +51,7 @@ def _container(port: int, **settings: str) -> Iterator[subprocess.Popen[str]]:
         try:
             assert process.stderr is not None
             assert "serving gateway_probe:handle" in process.stderr.readline()
+            until(lambda: _ask(port, "/_/ready")[0] == 200)
             yield process
         finally:
             process.kill()
@@ -72,6 +75,59 @@ def test_one_call_at_a_time_and_none_is_lost_when_it_leaves(tmp_path: Path) -> N
         assert _ask(port, "/", body=b"late")[0] == 503
         assert running.result() == (200, b"woke")
         assert process.wait(10) == 0
+
+
+def test_calls_that_exceed_their_time_are_ended_and_the_next_one_is_served() -> None:
+    port = _free_port()
+    with _container(port, exec_timeout="500ms"):
+        before = json.loads(_ask(port, "/", "describe")[1])["pid"]
+        assert _ask(port, "/", "wait?s=30")[0] == 504
+        # The process is replaced; a call that comes meanwhile waits for it.
+        assert json.loads(_ask(port, "/", "describe", timeout="10s")[1])["pid"] != before
+        assert _ask(port, "/", "wait?s=30", timeout="100ms")[0] == 504
+        assert _ask(port, "/", timeout="soon")[0] == 400
+
+
+def test_a_call_ends_when_its_caller_has_gone(tmp_path: Path) -> None:
+    port = _free_port()
+    with _container(port):
+        began = tmp_path / "began"
+        with socket.create_connection(("127.0.0.1", port)) as line:
+            body = str(began).encode()
+            line.sendall(b"POST / HTTP/1.1\r\nX-Do: wait?s=60\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            until(began.exists)
+            assert _ask(port, "/")[0] == 429
+        until(lambda: _ask(port, "/", body=b"next") == (200, b"next"))
+
+
+def test_a_crash_is_an_answer_with_its_reason() -> None:
+    port = _free_port()
+    with _container(port):
+        status, text = _ask(port, "/", "crash")
+        assert (status, text) == (500, b"the function was killed by SIGSEGV")
+        assert _ask(port, "/", body=b"again") == (200, b"again")
+
+
+def test_it_can_be_stopped_while_its_handler_is_loading(tmp_path: Path) -> None:
+    (tmp_path / "slow_probe.py").write_text("import time; time.sleep(60)")
+    argv = [sys.executable, "-m", "region_agent.gateway.container", "--host", "127.0.0.1", "--handler", "slow_probe:x"]
+    port = _free_port()
+    environment = {**os.environ, "port": str(port), "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "serving" in process.stderr.readline()
+        assert (_ask(port, "/_/health")[0], _ask(port, "/_/ready")[0]) == (200, 503)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert time.monotonic() - begun < 3
+
+
+def test_a_handler_that_cannot_be_loaded_ends_the_container() -> None:
+    argv = [sys.executable, "-m", "region_agent.gateway.container", "--host", "127.0.0.1", "--handler", "no_such:x"]
+    environment = {**os.environ, "port": str(_free_port())}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=30)
+    assert (done.returncode, "ModuleNotFoundError" in done.stderr) == (1, True), done.stderr
 
 
 @pytest.mark.parametrize(("name", "value", "code"), [("port", "x", 2), ("write_timeout", "soon", 2), ("port", "", 2)])

@@ -377,14 +377,19 @@ async def test_replica_directory_is_removed(launch) -> None:
 async def test_metrics_have_openfaas_names(shared) -> None:
     async with open_target(shared) as target:
         probe = await target.deploy(2)
-        await probe("echo")
-        text = (await target.http.get("/metrics")).text
-        assert f'gateway_function_invocation_total{{code="200",function_name="{probe.name}"}} 1.0' in text
+        counter = f'gateway_function_invocation_total{{code="200",function_name="{probe.name}"}} '
+        counts = []
+        for _ in range(2):
+            await probe("echo")
+            text = (await target.http.get("/metrics")).text
+            counts.append(next(line for line in text.splitlines() if line.startswith(counter)))
+        first, second = (float(line.removeprefix(counter)) for line in counts)
+        assert second == first + 1
         assert f'gateway_service_count{{function_name="{probe.name}"}} 2.0' in text
         assert "gateway_functions_seconds_bucket" in text
         answer = await target.http.get(f"/system/function/{probe.name}?usage=1")
         assert answer.json()["usage"]["totalMemoryBytes"] > MIB
-        assert answer.json()["invocationCount"] == 1
+        assert answer.json()["invocationCount"] == second
 
 
 async def test_unix_socket(launch, tmp_path: Path) -> None:

@@ -218,7 +218,8 @@ async def test_descriptors_of_sandboxes_do_not_pile_up(sandboxed) -> None:
                 await target.client.wait_ready(probe.name, replicas, SOON)
             assert (await probe(f"hear?from=127.0.0.1:{port}")).body == b"heard"
             await asyncio.to_thread(until, lambda: process.num_fds() <= before + 1)
-            assert len(list((embedded.state_dir / "r").iterdir())) == 1
+            folder = embedded.state_dir / "r"
+            await asyncio.to_thread(until, lambda: len(list(folder.iterdir())) == 1)
 
 
 @pytest.mark.parametrize("isolation", ["require", "prefer"])

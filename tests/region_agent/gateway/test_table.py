@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from region_agent.gateway import FunctionSpec, fixed_scale_labels
+from region_agent.gateway.editions import EDITIONS, Edition
 from region_agent.gateway.embedded.table import (
     CallEnded,
     CallStarted,
     Condemned,
     DeleteFunction,
     Deploy,
-    EditionLimits,
     FunctionTable,
     LimitDrain,
     Refused,
@@ -38,8 +38,8 @@ def started(actions) -> list[str]:
     return [action.replica for action in actions if isinstance(action, StartReplica)]
 
 
-def table_with(replicas: int, limits: EditionLimits | None = None) -> tuple[FunctionTable, list[str]]:
-    table = FunctionTable(limits or EditionLimits())
+def table_with(replicas: int, limits: Edition | None = None) -> tuple[FunctionTable, list[str]]:
+    table = FunctionTable(limits or EDITIONS["none"])
     names = started(table.handle(Deploy(replace(SPEC, labels=fixed_scale_labels(replicas)))))
     for name in names:
         assert table.handle(ReplicaReady(name)) == []
@@ -146,7 +146,7 @@ def test_condemned_replica_gets_no_call_and_is_replaced_at_once() -> None:
 
 
 def test_limits_clamp_replicas_and_bound_functions() -> None:
-    limits = EditionLimits(max_functions=1, min_replicas=1, max_replicas=5)
+    limits = Edition("one", replicas=5, least_replicas=1, functions=1)
     table, _ = table_with(3, limits)
     table.handle(ScaleFunction("f", 99))
     assert table.wanted("f") == 5

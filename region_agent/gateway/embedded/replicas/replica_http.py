@@ -84,6 +84,15 @@ class ReplicaServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         self._unanswered = 0
         self._changed = threading.Condition()
 
+    @property
+    def ready(self) -> bool:
+        """Whether the handler is loaded; a server of a replica starts when it is."""
+        return True
+
+    def run(self, event: CallEvent, connection: socket.socket) -> Answer:
+        """Run the handler for a call that came over a connection."""
+        return self.call(event)
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Count a request as unanswered for the duration of the context."""
@@ -125,7 +134,9 @@ class _Connection(BaseHTTPRequestHandler):
             self._write(Answer(400, {}, str(error).encode()), started)
             return
         with self.server.answering():
-            self._write(self._answer(body), started)
+            answer = self._answer(body)
+            with contextlib.suppress(ConnectionError):
+                self._write(answer, started)
 
     def _answer(self, body: bytes) -> Answer:
         parts = urlsplit(self.path)
@@ -134,13 +145,16 @@ class _Connection(BaseHTTPRequestHandler):
         if parts.path == "/_/health":
             return Answer(200, {}, b"OK")
         ready = parts.path == "/_/ready"
+        if ready and not self.server.ready:
+            return Answer(503, {"Retry-After": "1"}, b"starting")
         if not self.server.slots.acquire(blocking=False):
             return Answer(429, {"Retry-After": "1"}, b"max_inflight reached")
         try:
             if ready:
                 return Answer(200, {}, b"OK")
             query = dict(reversed(parse_qsl(parts.query, keep_blank_values=True)))
-            return self.server.call(CallEvent(body, self.headers, self.command, query, unquote(parts.path)))
+            event = CallEvent(body, self.headers, self.command, query, unquote(parts.path))
+            return self.server.run(event, self.connection)
         finally:
             self.server.slots.release()
 
