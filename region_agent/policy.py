@@ -51,6 +51,7 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
     own = not plan.shards or len(foreign) < len(plan.shards)
     if own and (dataset is None or "train" not in dataset.splits):
         raise GeofedError("SHARD_UNREADABLE", f"region {config.name} holds no training split of {command.task.dataset}")
+    check_secure(config, command)
     most = most_workers(config)
     if plan.workers > most:
         text = f"region {config.name} allows a job {most} workers, the plan has {plan.workers}"
@@ -79,6 +80,18 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
     facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
     signed = statement(*facts, submission.initial_model, task.secrets)
     require_signature(submission, allowed[submission.user], signed)
+
+
+def check_secure(config: RegionConfig, command: agent_pb2.StartPartition) -> None:
+    """Check that updates leave the region only as `policy.secureRegions` says; raises ``GeofedError("FORBIDDEN")``."""
+    fewest = config.policy.secure_regions
+    if fewest is None:
+        return
+    masked, count = command.plan.wan_settings.get("secure", 0.0) > 0, len(set(command.regions))
+    if not masked or count < fewest:
+        text = f"region {config.name} takes part only with secure aggregation over at least {fewest} regions"
+        has = f"the plan has {count}" if masked else "the job has none"
+        raise GeofedError("FORBIDDEN", f"{text}, and {has}", hint="set privacy.secureAggregation, or use more regions")
 
 
 def over_quota(region: str, used_mb: float, most_mb: int) -> GeofedError:

@@ -87,7 +87,7 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     basis = basis_of([regions[part.region] for part in plan.partitions], snapshot)
     table = link_table([regions[part.region] for part in plan.partitions])
-    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec))
+    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec, plan.rounds))
     occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
     figures = [[figures_of(part, regions[part.region], snapshot) for part in plan.partitions]]
     exchange = exchange_seconds(topology, model_bytes, plan.codec)

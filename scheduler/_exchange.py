@@ -18,7 +18,7 @@ from scheduler._link import link_table, update_bytes
 from scheduler._model import Declined, Demand, PlannedPartition, Reason, Region, Snapshot
 from scheduler.topology import Topologies, Topology, links_among, topologies_over
 from scheduler.tuning._learning import coding_points
-from sync.codec import Automatic, codec_named, codecs
+from sync.codec import Automatic, MaskedIntegers, codec_named, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
 
 __all__ = ["Way", "Ways", "policy_of", "ways_of"]
@@ -79,7 +79,7 @@ def ways_of(
     links = links_among(sorted(clouds), table, clouds)
     found: list[tuple[Way, float]] = []
     impossible: dict[str, str] = {}
-    for codec in (demand.codec,) if demand.codec else _codecs(demand, snapshot):
+    for codec in (demand.codec,) if demand.codec else _codecs(demand, snapshot, len(regions)):
         evaluated = topologies_over(links, update_bytes(model_bytes, codec))
         wanted = _of_kind(evaluated, demand.topology if len(regions) > 1 else None)
         if not wanted:
@@ -102,13 +102,16 @@ def ways_of(
     return Ways(each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible)
 
 
-def _codecs(demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:
+def _codecs(demand: Demand, snapshot: Snapshot, regions: int) -> tuple[str, ...]:
     """Return the codecs to evaluate where the demand names none, the least lossy first."""
     policy = policy_of(demand)
-    if policy.significance or snapshot.model_bytes is None:
-        return codecs(Automatic.ALWAYS)[:1]
+    known = policy.significance or snapshot.model_bytes is None
     # Who asks for the mean of every step is not given a coarse one.
-    return codecs(Automatic.ALWAYS if policy.synchronous else Automatic.UNDER_WAY)
+    names = codecs(Automatic.ALWAYS if known or policy.synchronous else Automatic.UNDER_WAY)
+    if demand.wan_settings.get("secure"):
+        masked = [codec_named(codec_named(name).masked) for name in names if codec_named(name).masked]
+        names = tuple(one.name for one in masked if isinstance(one, MaskedIntegers) and regions <= one.most_regions)
+    return names[:1] if known else names
 
 
 def _modes(demand: Demand, regions: int) -> tuple[bool, ...]:

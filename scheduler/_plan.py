@@ -27,6 +27,7 @@ from scheduler._pipelined import unstaged
 from scheduler.search import MOST_OFF, Evaluated, Evaluation, Limits, Place, Search, Spread
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
 from sync.channel import channel_kinds
+from sync.codec import MaskedIntegers, codec_named
 from sync.policy import DEFAULT
 from sync.robust import robust_in, robust_rule_named
 
@@ -158,6 +159,7 @@ def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
             *_misnamed(demand.workers, regions, snapshot),
             *_unreachable_quorum(demand, regions),
             *_too_many_wrong(demand, regions),
+            *_readable(demand, regions),
         ]
     if reasons:
         return Declined(tuple(reasons))
@@ -248,6 +250,21 @@ def _too_many_wrong(demand: Demand, candidates: list[Region]) -> list[Reason]:
     those = f"{wrong} region{'s' * (wrong > 1)} that may be wrong"
     text = f"wan.robust: {name} with {those} needs {fewest} regions, and {len(candidates)} take part"
     return [Reason("INADMISSIBLE", text, "use another rule, a lower wan.byzantine, or more regions")]
+
+
+def _readable(demand: Demand, candidates: list[Region]) -> list[Reason]:
+    """Return why secure aggregation cannot hide the updates of these regions."""
+    fewest, count = int(demand.wan_settings.get("secure", 0)), len(candidates)
+    if not fewest:
+        return []
+    if count < fewest:
+        text = f"privacy.minRegions is {fewest}, and {count} region{'s' * (count > 1)} take part"
+        return [Reason("INADMISSIBLE", text, "use more regions: the sum of fewer would tell too much")]
+    masked = codec_named(demand.codec) if demand.codec else None
+    if isinstance(masked, MaskedIntegers) and count > masked.most_regions:
+        text = f"wan.codec holds sums of at most {masked.most_regions} regions with secure aggregation"
+        return [Reason("INADMISSIBLE", f"{text}, and {count} take part", "set wan.codec to bf16 or fp32, or to auto")]
+    return []
 
 
 def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str, ...]:

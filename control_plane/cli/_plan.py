@@ -6,7 +6,7 @@ from typing import Any
 
 from control_plane._view import Data, bytes_text, seconds_text, usd_text
 from control_plane.cli._output import columns, fields
-from control_plane.cli._report import budget_promise, deadline_promise, exchange_text, range_text
+from control_plane.cli._report import budget_promise, deadline_promise, exchange_text, privacy_text, range_text
 
 __all__ = ["diff_text", "differing", "plan_diff", "plan_summary"]
 
@@ -30,6 +30,7 @@ def plan_summary(plan: Data) -> str:
             ("WAN bytes", range_text(estimate["wan_bytes"], bytes_text)),
             ("cost", range_text(estimate["usd"], usd_text)),
             ("exchange", exchange_text(plan)),
+            ("privacy", privacy_text(plan)),
             ("deadline", deadline_promise(plan)),
             ("budget", budget_promise(plan)),
             ("waits for", plan.get("waits_for", "")),
@@ -74,6 +75,7 @@ def _facts(plan: Data) -> dict[str, str]:
         "rounds": f"{plan['rounds']}, each of {plan['interval']} local steps",
         "policy": f"{plan['wan_policy']}, in {plan['codec']}",
         "exchange": exchange_text(plan),
+        "privacy": privacy_text(plan) or "-",
     }
     for part in plan["partitions"]:
         workers = "worker" if part["workers"] == 1 else "workers"

@@ -169,6 +169,7 @@ def plan_text(plan: Data) -> str:
             ("rounds", f"{plan['rounds']}, each of {plan['interval']} local steps"),
             ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
             ("exchange", exchange_text(plan)),
+            ("privacy", privacy_text(plan)),
             ("time", range_text(estimate["seconds"], seconds_text)),
             ("WAN bytes", range_text(estimate["wan_bytes"], bytes_text)),
             ("cost", range_text(estimate["usd"], usd_text)),
@@ -274,6 +275,13 @@ def exchange_text(plan: Data) -> str:
     how = "in the background, while training continues" if _in_background(plan) else "synchronous: all regions wait"
     pairs = "" if mesh else ", ".join(f"{a}-{b}" for a, b in plan.get("neighbours", []))
     return f"{how}; {plan['topology']}{duration}" + (f" ({pairs})" if pairs else "")
+
+
+def privacy_text(plan: Data) -> str:
+    """Format what hides the updates of single regions; empty: nothing does."""
+    if not plan.get("wan_settings", {}).get("secure"):
+        return ""
+    return f"secure aggregation: only the sum over all {len(plan['partitions'])} regions can be read"
 
 
 def _in_background(plan: Data) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 
 from control_plane._durations import parse_duration
-from control_plane.spec._model import JobSpec, Wan
+from control_plane.spec._model import JobSpec
 from scheduler import Demand
+from sync.codec import codec_named
 from sync.robust import ROBUST_SETTING
 
 LEAD = 8
@@ -45,9 +46,9 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         merging=_merging(spec),
         merging_codec=spec.merge.codec,
         wan_policy=_fixed(spec.wan.policy),
-        wan_settings=_settings(spec.wan),
-        exchange="synchronous" if spec.train.scaling != "fixed" or spec.wan.waits else _fixed(spec.wan.exchange),
-        codec=_fixed(spec.wan.codec),
+        wan_settings=_settings(spec),
+        exchange="synchronous" if _waits(spec) else _fixed(spec.wan.exchange),
+        codec=_codec(spec),
         topology=_fixed(spec.wan.topology),
         evaluate_every=spec.train.evaluate_every,
         evaluation_batch=spec.train.eval_batch or 0,
@@ -77,9 +78,22 @@ def _merging(spec: JobSpec) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-def _settings(wan: Wan) -> dict[str, float]:
+def _waits(spec: JobSpec) -> bool:
+    return spec.train.scaling != "fixed" or spec.wan.waits or spec.privacy.secure_aggregation
+
+
+def _codec(spec: JobSpec) -> str | None:
+    """Return the codec in the job file, or what takes its place with secure aggregation; None: the plan's choice."""
+    named = _fixed(spec.wan.codec)
+    return codec_named(named).masked if named and spec.privacy.secure_aggregation else named
+
+
+def _settings(spec: JobSpec) -> dict[str, float]:
     """Return the settings of WAN policy and exchange in the job file, as numbers by name."""
+    wan = spec.wan
     found = dict(wan.outer or {})
+    if spec.privacy.secure_aggregation:
+        found["secure"] = float(spec.privacy.min_regions)
     defaults = {"fragments": 1, "guard": 100.0}
     found |= {name: float(getattr(wan, name)) for name, default in defaults.items() if getattr(wan, name) != default}
     if wan.quorum is not None or wan.traits.on_arrival:

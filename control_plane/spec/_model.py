@@ -22,10 +22,11 @@ from geofed_pb.bounds import MOST_SECRETS, SECRET_NAME
 from geofed_pb.errors import GeofedError
 from scheduler.topology import topology_kinds
 from sync.channel import channel_kinds
-from sync.codec import codecs
+from sync.codec import codec_named, codecs
 from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 from sync.robust import robust_rules
+from sync.secure import FEWEST_REGIONS
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """Names of environment variables."""
@@ -43,6 +44,10 @@ def _policies_with(trait: Callable[[WanPolicy], object]) -> str:
 def _collectives_with(trait: Callable[[CollectiveMethod], object]) -> str:
     """Return the names of the collectives that have a trait, for an error message."""
     return " or ".join(f"`collective: {name}`" for name in collectives(trait))
+
+
+_GUARD = 100.0
+"""Default of `wan.guard`."""
 
 
 class _Section(BaseModel):
@@ -423,7 +428,7 @@ class Wan(_Section):
     """Treatment of late updates. `damping`: they count less. `compensation`: they are corrected as in DC-ASGD."""
     significance: Annotated[float, Field(gt=0, le=1)] | None = None
     """For `asp`: relative change below which a coordinate is not sent yet. Default: 0.01."""
-    guard: Annotated[float, Field(ge=0)] = 100.0
+    guard: Annotated[float, Field(ge=0)] = _GUARD
     """An update is refused if its norm exceeds its region's usual norm by more than this factor; 0: never."""
     robust: Annotated[str, OneOf("none", *robust_rules())] = "none"
     """Rule that replaces the mean of the regions' changes, so that a minority of wrong updates cannot lead the model
@@ -474,6 +479,22 @@ class Wan(_Section):
             self.traits.make(**{**self.traits.settings, **given})
         except GeofedError as error:
             raise ValueError(error.message) from None
+
+
+class Privacy(_Section):
+    """What other regions, and those who run the federation, learn of a region's updates."""
+
+    secure_aggregation: bool = False
+    """Whether updates are masked, so that only their sum over all regions can be read (docs/privacy.md). With
+    synchronous exchange, and a policy that needs no more than the mean of the changes."""
+    min_regions: Annotated[int, Field(ge=FEWEST_REGIONS, lt=BELOW)] = FEWEST_REGIONS
+    """For `secureAggregation`: fewest regions of which a sum may be readable; with fewer the job is declined."""
+
+    @model_validator(mode="after")
+    def _is_used(self) -> Privacy:
+        if self.min_regions != FEWEST_REGIONS and not self.secure_aggregation:
+            raise ValueError("`minRegions` requires `secureAggregation: true`")
+        return self
 
 
 class PipelineStages(_Section):
@@ -565,6 +586,7 @@ class JobSpec(_Section):
     Regions with another one are not used."""
     merge: Merge = Field(default_factory=Merge)
     wan: Wan = Field(default_factory=Wan)
+    privacy: Privacy = Field(default_factory=Privacy)
     function: Function = Field(default_factory=Function)
     limits: Limits = Field(default_factory=Limits)
 
@@ -589,6 +611,38 @@ class JobSpec(_Section):
         if isinstance(self.parallelism, Parallelism) and (keys := self.keys_without_pipeline):
             raise ValueError(f"{keys[0]} cannot be used with a pipeline, whose stages hold parts of model and gradient")
         self._merges_together()
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_summed(self) -> JobSpec:
+        if not self.privacy.secure_aggregation:
+            return self
+        wan, key = self.wan, "`privacy.secureAggregation` cannot be used with"
+        codecs_known = ", ".join(name for name in codecs() if codec_named(name).masked)
+        refused = (
+            (not wan.traits.sums, f"`wan.policy: {wan.policy}`, which needs each region's update"),
+            (wan.exchange == "background", "`wan.exchange: background`: a sum holds the same round of all regions"),
+            (wan.quorum is not None, "`wan.quorum`: a sum holds the updates of all regions"),
+            (bool(wan.grace), "`wan.grace`: a sum holds the updates of all regions"),
+            (wan.lead is not None, "`wan.lead`: a sum holds the same round of all regions"),
+            (wan.staleness != "none", f"`wan.staleness: {wan.staleness}`, which looks at each update"),
+            (wan.robust != "none", f"`wan.robust: {wan.robust}`, which looks at each update"),
+            (wan.guard not in (0, _GUARD), "`wan.guard`, which looks at each update"),
+            (wan.fragments > 1, "`wan.fragments`"),
+            (
+                wan.codec != "auto" and not codec_named(wan.codec).masked,
+                f"`wan.codec: {wan.codec}`: what it sends tells which coordinates change; use {codecs_known}",
+            ),
+            (self.train.scaling != "fixed", f"`train.scaling: {self.train.scaling}`: regions' weights must be fixed"),
+            (
+                bool(self.regions.use) and len(set(self.regions.use)) < self.privacy.min_regions,
+                f"{len(set(self.regions.use))} regions in `regions.use`: `privacy.minRegions` is "
+                f"{self.privacy.min_regions}",
+            ),
+        )
+        for is_refused, text in refused:
+            if is_refused:
+                raise ValueError(f"{key} {text}")
         return self
 
     @property

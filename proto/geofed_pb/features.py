@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ACCUMULATE", "BASE", "FEATURES", "INITIAL_FILE", "LOCAL", "PRECISION", "SECRETS"]
+__all__ = ["ACCUMULATE", "BASE", "FEATURES", "INITIAL_FILE", "LOCAL", "PRECISION", "SECRETS", "SECURE"]
 
 BASE = "base"
 """Tensors that never change are not exchanged."""
@@ -11,5 +11,6 @@ ACCUMULATE = "train.accumulate"
 LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
 SECRETS = "task.secrets"
-FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS)
+SECURE = "privacy.secureAggregation"
+FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE)
 """All features of this version."""

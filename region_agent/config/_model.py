@@ -312,6 +312,9 @@ class PolicyConfig(Section):
     approve: Literal["none", "first-run", "every"] = "none"
     """What waits for `geofed agent approve JOB`. `first-run`: a user's code the first time that it runs on a dataset.
     `every`: every job, profile and probe."""
+    secure_regions: Annotated[int, Field(ge=3)] | None = None
+    """Fewest regions over which updates of this region may be summed up: the region takes only jobs with
+    `privacy.secureAggregation` and at least so many regions, whatever the control plane says. Default: any job."""
     peer_networks: tuple[Annotated[str, AfterValidator(_network)], ...] | None = None
     """Networks in which this region connects to other regions' servers: `203.0.113.0/24`, `2001:db8::/32`. Default: the
     address that the other region's agent connects from; and private addresses and the loopback interface, if that

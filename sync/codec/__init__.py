@@ -14,6 +14,7 @@ from sync.codec.bf16 import BFloat16
 from sync.codec.exact import Exact
 from sync.codec.fp32 import Float32
 from sync.codec.int8 import Int8Blocks
+from sync.codec.masked import MaskedIntegers
 from sync.codec.sparse import Sparse
 from sync.codec.ternary import Ternary
 from sync.codec.topk import ChunkedTopK
@@ -29,6 +30,7 @@ __all__ = [
     "Exact",
     "Float32",
     "Int8Blocks",
+    "MaskedIntegers",
     "Mixed",
     "Sparse",
     "Tensors",

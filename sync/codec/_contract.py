@@ -54,6 +54,10 @@ class Codec(Protocol):
     """Whether job files may name it."""
     in_blocks: bool = False
     """Whether coordinates share a scale. State that no gradient trains is then sent in float32 (`Mixed`)."""
+    masked: str = ""
+    """Name of the codec that takes its place with secure aggregation; empty: it cannot be used with it."""
+    first_size_factor: float = 0.0
+    """`size_factor` of a region's first update; 0: the same as of the others."""
     last: str = ""
     """Name of the codec of a region's last update, since no later one could send the residual; empty: the same
     codec."""

@@ -20,6 +20,7 @@ class BFloat16(Slabwise):
 
     name, mark, lossy = "bf16", 1, True
     size_factor, bytes_per_second, in_ranges = 0.5, 200e6, True
+    masked = "bf16-masked"
 
     def encode(self, vector: Vector) -> Tensors:
         """Encode float32 of shape (n,) as the upper 16 bits of each value."""

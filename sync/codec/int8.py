@@ -21,7 +21,7 @@ class Int8Blocks(Slabwise):
 
     name, mark, lossy = "int8", 2, True
     size_factor, bytes_per_second, automatic, in_blocks = 0.251, 300e6, Automatic.ALWAYS, True
-    in_ranges = True
+    in_ranges, masked = True, "int8-masked"
     slab = 3 * SLAB
     """Longer slabs than usual, because of numpy's overhead per call: a third faster than with the usual ones."""
     _BLOCK = 256

@@ -105,6 +105,8 @@ class WanPolicy:
     proximal: str = ""
     """Name of the setting mu, for a policy whose workers add the gradient of mu / 2 * |w - w_round|^2 to the loss's,
     where w_round is the model with which the round began; empty: they do not."""
+    sums: bool = False
+    """Whether a merge needs no more than the weighted mean of the changes, so that secure aggregation can give it."""
     on_arrival: bool = False
     """Whether updates are added as they arrive, in the background, instead of being averaged over a round."""
     significance: float = 0.0

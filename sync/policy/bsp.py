@@ -7,4 +7,4 @@ from sync.policy.ma import ModelAverage
 
 __all__ = ["METHODS"]
 
-METHODS = (WanPolicy("bsp", ModelAverage, interval_steps=1, every_step=True, synchronous=True),)
+METHODS = (WanPolicy("bsp", ModelAverage, interval_steps=1, every_step=True, synchronous=True, sums=True),)

@@ -49,4 +49,4 @@ class DiLoCo:
         return Outer(base + step.astype(np.float32, copy=False), {"velocity": velocity})
 
 
-METHODS = (WanPolicy("diloco", DiLoCo, {"lr": 0.7, "momentum": 0.9}, adapts_interval=True),)
+METHODS = (WanPolicy("diloco", DiLoCo, {"lr": 0.7, "momentum": 0.9}, adapts_interval=True, sums=True),)

@@ -10,4 +10,6 @@ from sync.policy.diloco import DiLoCo
 
 __all__ = ["METHODS"]
 
-METHODS = (WanPolicy("fedavgm", partial(DiLoCo, nesterov=False), {"lr": 1.0, "momentum": 0.9}, synchronous=True),)
+METHODS = (
+    WanPolicy("fedavgm", partial(DiLoCo, nesterov=False), {"lr": 1.0, "momentum": 0.9}, synchronous=True, sums=True),
+)

@@ -79,7 +79,7 @@ class AdaptiveServer:
 def _policy(name: str, rule: Callable[[Vector, Vector, np.float32], Vector]) -> WanPolicy:
     settings = {key: value for key, value in _SETTINGS.items() if rule is not _adagrad or key != "beta2"}
     made = partial(AdaptiveServer, rule) if rule is not _adagrad else partial(AdaptiveServer, rule, beta2=0.0)
-    return WanPolicy(name, made, settings, synchronous=True)
+    return WanPolicy(name, made, settings, synchronous=True, sums=True)
 
 
 METHODS = (_policy("fedadagrad", _adagrad), _policy("fedadam", _adam), _policy("fedyogi", _yogi))

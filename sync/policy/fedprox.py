@@ -18,4 +18,4 @@ class FedProx(ModelAverage):
             raise GeofedError("CONFIG_INVALID", f"outer mu {mu} must be in (0, 100]")
 
 
-METHODS = (WanPolicy("fedprox", FedProx, {"mu": 0.01}, synchronous=True, proximal="mu"),)
+METHODS = (WanPolicy("fedprox", FedProx, {"mu": 0.01}, synchronous=True, sums=True, proximal="mu"),)

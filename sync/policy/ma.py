@@ -42,4 +42,4 @@ class ModelAverage:
         return Outer(base + mean_delta(contributions, total))
 
 
-METHODS = (WanPolicy("ma", ModelAverage, adapts_interval=True),)
+METHODS = (WanPolicy("ma", ModelAverage, adapts_interval=True, sums=True),)

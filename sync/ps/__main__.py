@@ -26,7 +26,7 @@ from geofed_pb.logs import LOG_FORMATS, configure_logs
 from geofed_pb.rpc import read_pem, server_options
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
-from sync.codec import codec_named
+from sync.codec import MaskedIntegers, codec_named
 from sync.ps.config import PsConfig, read_config
 from sync.ps.core.events import Configured
 from sync.ps.core.ledger import NO_MODEL
@@ -36,8 +36,10 @@ from sync.ps.engine import Engine
 from sync.ps.exchange import ExchangeService, Links
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import Storage
+from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin
 from sync.ps.server import WORKER_RULES, AdminService, WorkerCheck, WorkerService
+from sync.secure import FEWEST_REGIONS
 from sync.store import open_channel
 from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
 from sync.transfer.listening import credentials, listen
@@ -64,7 +66,8 @@ async def serve(config: PsConfig) -> None:
     workers = grpc.aio.server(interceptors=[of_workers], options=server_options())
     exchange = grpc.aio.server(interceptors=[of_peers], options=server_options())
     worker_pb2_grpc.add_WorkerPortServicer_to_server(WorkerService(engine, config), workers)
-    service = ExchangeService(engine, config, links)
+    keys = MaskKeys(engine, config, identity) if engine.executor.setup.masked else None
+    service = ExchangeService(engine, config, links, keys)
     sync_pb2_grpc.add_ExchangeServicer_to_server(service, exchange)
     sync_pb2_grpc.add_PsAdminServicer_to_server(admin, exchange)
     ports = {
@@ -76,6 +79,8 @@ async def serve(config: PsConfig) -> None:
     await workers.start()
     await exchange.start()
     links.start()
+    if keys is not None:
+        background(keys.exchange(), engine.fail, name="exchange mask keys")
     ending = background(end_revoked(revoked, of_peers, lambda: service.bulk), engine.fail)
     if engine.machine.state_lost:
         background(rejoin(engine, config, identity, links.admission), engine.fail, name="rejoin the job")
@@ -135,7 +140,30 @@ def _setup(config: PsConfig, settings: ExchangeSettings) -> Setup:
         waiting=WaitingSettings.of(config.waiting),
         rerouted=bool(settings.choose_topology),
         sums=background and not (settings.damping or settings.compensation),
+        masked=_masked(config, settings),
     )
+
+
+def _masked(config: PsConfig, settings: ExchangeSettings) -> str:
+    """Return the codec of masked updates; empty: updates are not masked.
+
+    Raises ``GeofedError("CONFIG_INVALID")`` where a sum would tell too much, or the codec does not fit.
+    """
+    fewest, codec = int(settings.secure), codec_named(config.codec)
+    masked = isinstance(codec, MaskedIntegers)
+    if not fewest and not masked:
+        return ""
+    text = ""
+    if not fewest or not masked:
+        text = f"codec {config.codec} {'is only' if masked else 'cannot be used'} for secure aggregation"
+    elif len(config.regions) < max(fewest, FEWEST_REGIONS):
+        least = max(fewest, FEWEST_REGIONS)
+        text = f"secure aggregation over {len(config.regions)} regions, where at least {least} are asked for"
+    elif {*config.regions} != {*config.shares}:
+        text = "secure aggregation without each region's share"
+    if text:
+        raise GeofedError("CONFIG_INVALID", text)
+    return config.codec
 
 
 async def _until_stopped(admin: AdminService, engine: Engine) -> None:

@@ -27,6 +27,7 @@ from sync.ps.core.events import PeerHas, StateLost, Stored, SumGone, Tried, Unre
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
 from sync.ps.execution.executor import FramedUpdate
+from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin_reply
 from sync.transfer.arrival import Tickets
 from sync.transfer.intake import Intake
@@ -187,8 +188,10 @@ def _peers_of(engine: Engine) -> list[PeerAddress]:
 class ExchangeService(Intake):
     """Serves the parameter servers of the other regions."""
 
-    def __init__(self, engine: Engine, config: PsConfig, links: Links) -> None:
+    def __init__(self, engine: Engine, config: PsConfig, links: Links, keys: MaskKeys | None = None) -> None:
+        """``keys``: with secure aggregation: the mask keys of all regions."""
         super().__init__(config.job, links.tickets)
+        self._keys = keys
         self._engine, self._config, self._links = engine, config, links
         self._first: FramedUpdate | None = None
         """Our own copy of the initial model's update, until that update is stored."""
@@ -289,6 +292,15 @@ class ExchangeService(Intake):
         found = super().open_bulk(host, port, identity)
         self._links.bulk = self.bulk
         return found
+
+    # With secure aggregation
+
+    @answering
+    async def ExchangeKeys(self, request: sync_pb2.MaskKeys, context: _Context) -> sync_pb2.MaskKeys:
+        self.admit(peer_region(context), request.job)
+        if self._keys is None:
+            raise GeofedError("FORBIDDEN", f"{self._config.job} has no secure aggregation")
+        return await self._keys.exchanged(request)
 
     # For a region that has lost its state
 

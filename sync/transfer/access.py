@@ -16,7 +16,9 @@ __all__ = ["EXCHANGE_RULES", "PeerCheck", "end_revoked"]
 
 _PEER = Rule(("peer",), note="only for the job that the server runs")
 EXCHANGE_RULES = {
-    **{f"/geofed.v1.Exchange/{name}": _PEER for name in ("Offer", "Send", "Collect", "Rejoin", "Fetch")},
+    **{
+        f"/geofed.v1.Exchange/{name}": _PEER for name in ("Offer", "Send", "Collect", "Rejoin", "Fetch", "ExchangeKeys")
+    },
     "/geofed.v1.ShardPort/Introduce": Rule(("peer",), note="only a region whose shard the job waits for here"),
     **{f"/geofed.v1.PsAdmin/{name}": Rule(("own agent",)) for name in ("Configure", "Watch", "GetModel")},
 }

@@ -1,4 +1,5 @@
-"""Signatures of updates: each region signs the manifests of its updates with the key of its certificate.
+"""Signatures of updates: each region signs the manifests of its updates with the key of its certificate. With secure
+aggregation it signs its mask key, too.
 
 A receiver checks the signature, and that the certificate names the region and comes from the federation's authority. So
 no region can make, change or end another's updates, whoever passes them on.
@@ -21,7 +22,7 @@ from geofed_pb.rpc import region_in
 from geofed_pb.v1 import sync_pb2
 from sync.transport.sockets import Tls
 
-__all__ = ["sign", "statement", "verify"]
+__all__ = ["sign", "signature_of", "statement", "verify", "verify_signature"]
 
 _VERSION = "geofed update 1"
 """First element of a statement, so that a signature never holds for anything else."""
@@ -49,15 +50,18 @@ def statement(proto: sync_pb2.UpdateManifest) -> bytes:
 
 def sign(proto: sync_pb2.UpdateManifest, tls: Tls) -> None:
     """Sign a manifest of this region's update."""
-    key = _private_key(tls.key_pem)
-    text = statement(proto)
-    if isinstance(key, ec.EllipticCurvePrivateKey):
-        proto.signature = key.sign(text, ec.ECDSA(hashes.SHA256()))
-    elif isinstance(key, rsa.RSAPrivateKey):
-        proto.signature = key.sign(text, padding.PKCS1v15(), hashes.SHA256())
-    else:
-        proto.signature = key.sign(text)
+    proto.signature = signature_of(statement(proto), tls)
     proto.certificate_pem = tls.certificate_pem
+
+
+def signature_of(text: bytes, tls: Tls) -> bytes:
+    """Return the signature of this region's key over a text, whose begin says what it is for."""
+    key = _private_key(tls.key_pem)
+    if isinstance(key, ec.EllipticCurvePrivateKey):
+        return key.sign(text, ec.ECDSA(hashes.SHA256()))
+    if isinstance(key, rsa.RSAPrivateKey):
+        return key.sign(text, padding.PKCS1v15(), hashes.SHA256())
+    return key.sign(text)
 
 
 def verify(proto: sync_pb2.UpdateManifest, tls: Tls, *, certificate_pem: bytes | None = None) -> None:
@@ -69,15 +73,23 @@ def verify(proto: sync_pb2.UpdateManifest, tls: Tls, *, certificate_pem: bytes |
     if not proto.signature:
         raise GeofedError("FORBIDDEN", f"update {proto.sequence} of {proto.region} is not signed")
     pem = proto.certificate_pem if certificate_pem is None else certificate_pem
+    what = f"update {proto.sequence}"
+    verify_signature(statement(proto), bytes(proto.signature), bytes(pem), proto.region, tls, what)
+
+
+def verify_signature(text: bytes, signature: bytes, pem: bytes, region: str, tls: Tls, what: str) -> None:
+    """Check that a text is signed by a region, with a certificate of the authority that ``tls`` trusts.
+
+    ``what`` names it in the error. Raises ``GeofedError("FORBIDDEN")`` if it is not, or the certificate is revoked.
+    """
     try:
-        ends, serial = _verified(bytes(pem), tls.ca_pem, proto.region, bytes(proto.signature), statement(proto))
+        ends, serial = _verified(pem, tls.ca_pem, region, signature, text)
         if ends + _KEPT_SECONDS < time.time():
             raise ValueError("the certificate ended long ago")
     except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
         reason = str(error) or "the signature is of another key or text"
-        text = f"update {proto.sequence} of {proto.region} is not signed by its region: {reason}"
-        raise GeofedError("FORBIDDEN", text) from None
-    tls.revoked.require(serial, proto.region)
+        raise GeofedError("FORBIDDEN", f"{what} of {region} is not signed by its region: {reason}") from None
+    tls.revoked.require(serial, region)
 
 
 @lru_cache(maxsize=1024)

@@ -64,6 +64,8 @@ class Bounds:
 
     def __post_init__(self) -> None:
         every = codecs()
+        # With secure aggregation there is a single one.
+        every += tuple(codec_named(name).masked for name in every) if len(self.codecs) == 1 else ()
         known = [every.index(codec) for codec in self.codecs if codec in every]
         if not known or len(known) != len(self.codecs) or known != sorted(set(known)):
             raise ValueError(f"codecs must be some of {', '.join(every)}, in this order, not {self.codecs}")

@@ -77,3 +77,34 @@ def test_what_an_agent_cannot_do_is_declined_with_its_region(
                 await agent.close()
 
     run(scenario())
+
+
+def test_a_region_that_cannot_mask_its_updates_takes_part_in_no_secure_job(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    secure = ["privacy.secureAggregation=true"]
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agents = [await stage.agent(name) for name in "abcd"]
+            agents[0].features = ()
+            for agent in agents:
+                await agent.connect()
+            told = await stage.client.plan(load(job_file, secure).json)
+            (reason,) = json.loads(told.plan_json)["reasons"]
+            assert reason["text"].endswith(
+                "region a is of an earlier version, which does not know `privacy.secureAggregation`"
+            )
+            told = await stage.client.plan(load(job_file, [*secure, "regions.avoid=[a]"]).json)
+            plan = json.loads(told.plan_json)
+            assert told.admissible
+            assert plan["codec"].endswith("-masked")
+            assert plan["wan_settings"]["secure"] == 3.0
+            assert "background" not in plan["wan_settings"]
+            told = await stage.client.plan(load(job_file, [*secure, "regions.avoid=[a, b]"]).json)
+            (reason,) = json.loads(told.plan_json)["reasons"]
+            assert reason["text"] == "privacy.minRegions is 3, and 2 regions take part"
+            for agent in agents:
+                await agent.close()
+
+    run(scenario())

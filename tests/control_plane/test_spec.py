@@ -156,6 +156,40 @@ def test_each_mistake_has_its_sentence(job_file: Path, change: tuple[str, str], 
     assert errors_of(job_file, JOB.replace(*change))[0].startswith(told)
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["privacy.minRegions=4"], "`minRegions` requires `secureAggregation: true`"),
+        (["privacy.minRegions=2", "privacy.secureAggregation=true"], "`privacy.minRegions`: input should be greater"),
+        (["wan.policy=asgd-ga"], "`wan.policy: asgd-ga`, which needs each region's update"),
+        (["wan.exchange=background"], "`wan.exchange: background`"),
+        (["wan.quorum=2"], "`wan.quorum`"),
+        (["wan.staleness=damping"], "`wan.staleness: damping`, which looks at each update"),
+        (["wan.robust=median"], "`wan.robust: median`, which looks at each update"),
+        (["wan.guard=7"], "`wan.guard`, which looks at each update"),
+        (["wan.fragments=2"], "`wan.fragments`"),
+        (["wan.codec=topk"], "`wan.codec: topk`: what it sends tells which coordinates change; use fp32, bf16, int8"),
+        (["wan.codec=ternary"], "`wan.codec: ternary`"),
+        (["regions.use=[a, b]"], "2 regions in `regions.use`: `privacy.minRegions` is 3"),
+    ],
+)
+def test_what_secure_aggregation_cannot_hide_is_refused(job_file: Path, settings: list[str], told: str) -> None:
+    secure = [] if settings[0].startswith("privacy") else ["privacy.secureAggregation=true"]
+    (error,) = errors_of(job_file, JOB, *settings, *secure)
+    assert told in error
+    assert not secure or "`privacy.secureAggregation` cannot be used with" in error
+
+
+def test_a_secure_job_waits_and_is_planned_with_a_masked_codec(job_file: Path) -> None:
+    for codec, masked in (("auto", None), ("int8", "int8-masked"), ("fp32", "fp32-masked")):
+        spec = load(job_file, ["privacy.secureAggregation=true", f"wan.codec={codec}"]).spec
+        demand = to_demand(spec, "j", NOW)
+        assert (demand.exchange, demand.codec) == ("synchronous", masked)
+        assert demand.wan_settings["secure"] == 3.0
+    with pytest.raises(GeofedError, match="must be"):
+        load(job_file, ["wan.codec=int8-masked"])
+
+
 def test_overrides_are_told_as_such(job_file: Path) -> None:
     assert errors_of(job_file, JOB, "regions.usee=[a]") == [
         "--set regions.usee=[a]: unknown key `usee` in regions; did you mean `use`?"

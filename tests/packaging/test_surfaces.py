@@ -275,6 +275,7 @@ SURFACES = {
         "Exact",
         "Float32",
         "Int8Blocks",
+        "MaskedIntegers",
         "Mixed",
         "Sparse",
         "Tensors",

@@ -304,6 +304,31 @@ def _command(**changed: object) -> agent_pb2.StartPartition:
     return command
 
 
+@pytest.mark.parametrize(
+    ("secure", "regions", "text"),
+    [
+        (0.0, ("east", "north", "west"), "and the job has none"),
+        (3.0, ("east", "north", "west"), "at least 4 regions, and the plan has 3"),
+        (3.0, ("east", "east", "north", "west"), "and the plan has 3"),
+        (0.0, ("east",), "and the job has none"),
+        (3.0, ("east", "north", "south", "west"), ""),
+    ],
+)
+def test_a_region_takes_only_jobs_that_mask_its_updates(
+    tmp_path: Path, secure: float, regions: tuple[str, ...], text: str
+) -> None:
+    config = _load(tmp_path, WHOLE.replace("maxWorkersPerJob: 3", "maxWorkersPerJob: 3, secureRegions: 4"))
+    command = _command()
+    command.regions.extend(regions)
+    command.plan.wan_settings["secure"] = secure
+    if not text:
+        check_partition(config, command)
+        return
+    with pytest.raises(GeofedError, match="FORBIDDEN") as raised:
+        check_partition(config, command)
+    assert raised.value.message.endswith(text)
+
+
 def test_a_plan_within_the_rules_is_taken(tmp_path: Path) -> None:
     check_partition(_load(tmp_path, WHOLE), _command())
 

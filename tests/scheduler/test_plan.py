@@ -158,6 +158,17 @@ def test_an_avoided_region_takes_no_part() -> None:
     assert [part.region for part in chosen.partitions] == ["a"]
 
 
+def test_a_secure_plan_has_a_masked_codec_whose_first_update_is_larger() -> None:
+    secure = demand(wan_settings={"secure": 3.0}, exchange="synchronous")
+    unknown = planned(Snapshot(tuple(map(region, "abc"))), secure)
+    assert unknown.codec == "fp32-masked"
+    known = Snapshot(tuple(map(region, "abc")), model_bytes=40_000_000)
+    chosen = planned(known, secure)
+    assert (chosen.codec, chosen.background) == ("int8-masked", False)
+    (sent,) = set(chosen.estimate.link_bytes.values())
+    assert sent / chosen.rounds == pytest.approx(40e6 * (0.252 + 0.75 / chosen.rounds), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("snapshot", "wanted", "code", "text"),
     [
@@ -179,6 +190,18 @@ def test_an_avoided_region_takes_no_part() -> None:
             demand(wan_settings={"robust/krum": 2.0}),
             "INADMISSIBLE",
             "krum with 2 regions that may be wrong needs 7 regions, and 6 take part",
+        ),
+        (
+            Snapshot(tuple(map(region, "ab"))),
+            demand(wan_settings={"secure": 3.0}),
+            "INADMISSIBLE",
+            "privacy.minRegions is 3, and 2 regions take part",
+        ),
+        (
+            Snapshot(tuple(region(f"r{number}") for number in range(33))),
+            demand(wan_settings={"secure": 3.0}, codec="int8-masked", exchange="synchronous"),
+            "INADMISSIBLE",
+            "wan.codec holds sums of at most 32 regions with secure aggregation, and 33 take part",
         ),
         (Snapshot((region("a", prices=None),)), demand(), "PRICE_UNKNOWN", "region a"),
         (Snapshot((region("a"), region("b"))), demand(avoid=("a", "b")), "INADMISSIBLE", "out of it: a, b"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
-from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION, SECRETS
+from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION, SECRETS, SECURE
 from scheduler import Declined, Plan, Reason
 
 __all__ = ["keeps_base", "refused_by_age", "refused_by_lack"]
@@ -26,6 +26,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (PRECISION, train.precision != "fp32"),
             (ACCUMULATE, train.accumulate > 1),
             (LOCAL, bool(train.local)),
+            (SECURE, spec.privacy.secure_aggregation),
             (INITIAL_FILE, train.initial_model is not None and train.initial_model.file is not None),
             (SECRETS, bool(spec.task.secrets)),
         )

@@ -8,6 +8,28 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MaskKeys(_message.Message):
+    __slots__ = ("job", "keys")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    keys: _containers.RepeatedCompositeFieldContainer[MaskKey]
+    def __init__(self, job: _Optional[str] = ..., keys: _Optional[_Iterable[_Union[MaskKey, _Mapping]]] = ...) -> None: ...
+
+class MaskKey(_message.Message):
+    __slots__ = ("region", "key", "terms", "signature", "certificate_pem")
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TERMS_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_PEM_FIELD_NUMBER: _ClassVar[int]
+    region: str
+    key: bytes
+    terms: str
+    signature: bytes
+    certificate_pem: bytes
+    def __init__(self, region: _Optional[str] = ..., key: _Optional[bytes] = ..., terms: _Optional[str] = ..., signature: _Optional[bytes] = ..., certificate_pem: _Optional[bytes] = ...) -> None: ...
+
 class RejoinRequest(_message.Message):
     __slots__ = ("job",)
     JOB_FIELD_NUMBER: _ClassVar[int]

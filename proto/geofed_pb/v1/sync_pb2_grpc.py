@@ -62,6 +62,11 @@ class ExchangeStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_sync__pb2.FetchRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_common__pb2.BlobChunk.FromString,
                 _registered_method=True)
+        self.ExchangeKeys = channel.unary_unary(
+                '/geofed.v1.Exchange/ExchangeKeys',
+                request_serializer=geofed__pb_dot_v1_dot_sync__pb2.MaskKeys.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_sync__pb2.MaskKeys.FromString,
+                _registered_method=True)
 
 
 class ExchangeServicer(object):
@@ -105,6 +110,13 @@ class ExchangeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExchangeKeys(self, request, context):
+        """With secure aggregation: sends the mask keys that the caller knows, and returns those that the other server knows.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ExchangeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -132,6 +144,11 @@ def add_ExchangeServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.FetchRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_common__pb2.BlobChunk.SerializeToString,
+            ),
+            'ExchangeKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExchangeKeys,
+                    request_deserializer=geofed__pb_dot_v1_dot_sync__pb2.MaskKeys.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_sync__pb2.MaskKeys.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -271,6 +288,33 @@ class Exchange(object):
             '/geofed.v1.Exchange/Fetch',
             geofed__pb_dot_v1_dot_sync__pb2.FetchRequest.SerializeToString,
             geofed__pb_dot_v1_dot_common__pb2.BlobChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExchangeKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Exchange/ExchangeKeys',
+            geofed__pb_dot_v1_dot_sync__pb2.MaskKeys.SerializeToString,
+            geofed__pb_dot_v1_dot_sync__pb2.MaskKeys.FromString,
             options,
             channel_credentials,
             insecure,

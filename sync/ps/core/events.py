@@ -19,6 +19,7 @@ __all__ = [
     "Event",
     "GradientsMerged",
     "LoggedSums",
+    "MaskKeyKnown",
     "Measured",
     "MetricsStored",
     "Misbehaved",
@@ -219,6 +220,13 @@ class TimerFired:
 
 
 @dataclass(frozen=True)
+class MaskKeyKnown:
+    """With secure aggregation: the key from which another region's masks follow is known, and durable here."""
+
+    region: str
+
+
+@dataclass(frozen=True)
 class Restarted:
     """The model that a new attempt begins with is in the channel."""
 
@@ -298,6 +306,7 @@ Event = (
     | SumGone
     | StateLost
     | TimerFired
+    | MaskKeyKnown
     | Restarted
     | UpdatesMerged
     | Evaluated

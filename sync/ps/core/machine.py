@@ -39,6 +39,7 @@ from sync.ps.core.events import (
     Evaluated,
     Event,
     GradientsMerged,
+    MaskKeyKnown,
     Measured,
     MetricsStored,
     Misbehaved,
@@ -102,6 +103,8 @@ class Setup:
     sums: bool = False
     """Whether updates may be summed up for a region that was unreachable: with background exchange, if the age of an
     update makes no difference."""
+    masked: str = ""
+    """With secure aggregation: the codec of masked updates; empty: updates are not masked."""
 
     def model_mismatch_text(self, differs: str) -> str:
         """Return the error text if this region's workers make another model than the job began with."""
@@ -370,6 +373,9 @@ class Machine(abc.ABC):
     def _timer_fired(self) -> list[Action]:
         return []
 
+    def _mask_key_known(self, region: str) -> list[Action]:
+        return []
+
     # Events
 
     def handle(self, event: Event, measured: Measured = NOTHING_MEASURED) -> list[Action]:
@@ -407,6 +413,8 @@ class Machine(abc.ABC):
                 return self._delivering(event)
             case TimerFired():
                 return self._timer_fired()
+            case MaskKeyKnown():
+                return self._mask_key_known(event.region)
             case Restarted():
                 return self._was_restarted(event)
             case UpdatesMerged():

@@ -28,6 +28,8 @@ class Synchronous(Machine):
         super().__init__(setup, recovered)
         self._rounds = recovered.ends or setup.rounds
         """Number of rounds of the job, as far as the merged updates state."""
+        self._keyless = set(setup.others) if setup.masked else set[str]()
+        """With secure aggregation: other regions whose mask key is not known yet."""
 
     def _rounds_with(self, merged: Iterable[Manifest]) -> int:
         """Return the number of rounds of the job after merging these updates."""
@@ -86,7 +88,20 @@ class Synchronous(Machine):
         if under_way:
             return []
         self._boundary.arrived[event.worker] = event
-        return self._prepare() if len(self._boundary.arrived) == self.setup.workers else []
+        return self._prepare_if_due()
+
+    @property
+    def _round_ended(self) -> bool:
+        """Whether all workers have ended the round, and our update of it is to be made."""
+        made = self._boundary.preparing or self.ledger.own(self._sequence + 1) is not None
+        return len(self._boundary.arrived) == self.setup.workers and not made
+
+    def _mask_key_known(self, region: str) -> list[Action]:
+        self._keyless.discard(region)
+        return self._prepare_if_due()
+
+    def _prepare_if_due(self) -> list[Action]:
+        return self._prepare() if self._round_ended and not self._keyless else []
 
     def _prepare(self) -> list[Action]:
         agreed = self._agreed()
@@ -173,6 +188,8 @@ class Synchronous(Machine):
     @property
     def awaited(self) -> tuple[str, ...]:
         sequence = self._sequence + 1
+        if self._round_ended and self._keyless:
+            return tuple(sorted(self._keyless))
         own_stored = self.ledger.own(sequence) is not None or self._sequence == NO_MODEL
         if self._complete or not own_stored:
             return ()
@@ -182,4 +199,6 @@ class Synchronous(Machine):
 
     def _condition(self) -> str:
         names = ", ".join(self.awaited)
+        if self._round_ended and self._keyless:
+            return f"waiting for the mask key of {names}"
         return f"waiting for the update of round {self._sequence + 1} from {names}" if names else ""

@@ -52,6 +52,7 @@ from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
 from sync.ps.execution.replica import Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
 from sync.ps.execution.threads import background_thread
+from sync.secure import PairMasks, SharedScale, first_codec
 from sync.transfer.manifest import Manifest
 from sync.wan import ExchangeSettings
 
@@ -127,6 +128,10 @@ class ActionExecutor:
         """Whether the disk had space for every sum of updates so far."""
         self._attempt = 1
         """The last attempt whose workers began from `Replica.start`."""
+        self._scale = SharedScale(setup.region, self._shares, setup.masked) if setup.masked else None
+        self.masks: PairMasks | None = None
+        """With secure aggregation: the masks of our updates, once the keys of all other regions are known. May be set
+        by another thread before our first update is requested."""
         self.codec_wanted = self._codec
         """Codec of our next update; may be set at any time by another thread."""
         self.coding_bytes_per_second = 0.0
@@ -384,10 +389,13 @@ class ActionExecutor:
         end = self._vector(action.model_key, "model") if end is None else end
         self._check_finite(end, action.sequence)
         facts = {"sequence": action.sequence, "weight": action.weight}
-        if self.replica is None:
+        codec: Codec
+        tensors: Tensors
+        if self.replica is not None and self._scale is not None:
+            tensors, codec, sent = self._masked_update(end, action.sequence)
+        elif self.replica is None:
             # The initial model is sent whole.
-            codec: Codec = Float32()
-            tensors: Tensors
+            codec = Float32()
             tensors, sent = {**codec.encode(end), **self._layout_tensors()}, (end, slice(None), True)
         else:
             self._checkpoints.settle(written=True)
@@ -425,6 +433,16 @@ class ActionExecutor:
             self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return OwnUpdateStored(manifest)
+
+    def _masked_update(self, end: Vector, sequence: int) -> tuple[Tensors, Codec, tuple[Vector, slice, bool]]:
+        """Return our masked update, its codec, and that its values are not kept."""
+        if self.masks is None or self._scale is None:
+            raise GeofedError("INTERNAL", "the mask keys of other regions are not known")
+        replica, self._last_update = self._replica(), None
+        tensors = replica.masked_update(end, sequence, self._scale, self.masks)
+        if (residual := replica.state.residual) is not None:
+            self.storage.keep_residual(sequence, residual)
+        return tensors, first_codec(self.setup.masked, sequence), (_NOTHING, slice(None), False)
 
     def _keep_state(self, action: StoreOwnUpdate) -> None:
         if action.state_key:
@@ -466,6 +484,10 @@ class ActionExecutor:
     def _merge_updates(self, action: MergeUpdates) -> tuple[tuple[str, str], ...]:
         self._checkpoints.settle(written=True)
         replica = self._replica()
+        if self._scale is not None:
+            frames = [framing.decode(self.storage.update(manifest)) for manifest in action.manifests]
+            replica.merge_masked([frame.tensors for frame in frames], self._scale)
+            return ()
         stale = action.staleness or (0,) * len(action.manifests)
         pairs = zip(action.manifests, stale, strict=True)
         contributions = [self._contribution(m, s, number) for number, (m, s) in enumerate(pairs)]

@@ -12,6 +12,7 @@ from geofed_pb.errors import GeofedError
 from sync import framing
 from sync.codec import Codec, codec_by_mark
 from sync.layout import Layout
+from sync.secure import check_masked, first_codec
 
 __all__ = ["LAYOUT", "WHOLE", "UpdateShape", "check_received", "sent_layout", "shape_of"]
 
@@ -69,8 +70,10 @@ def sent_layout(frame: framing.Frame) -> Layout | None:
     return Layout.from_json(np.asarray(sent, np.uint8).tobytes().decode(errors="replace"))
 
 
-def check_received(path: Path, sequence: int, layout: Layout | None) -> None:
+def check_received(path: Path, sequence: int, layout: Layout | None, masked: str = "") -> None:
     """Check that a received update can be merged. Raises ``GeofedError("FRAME_INVALID")``.
+
+    ``masked``: the job's codec with secure aggregation, else empty.
 
     Values of changes may be infinite: the guard refuses such an update when it is merged, in all regions alike.
     """
@@ -78,14 +81,19 @@ def check_received(path: Path, sequence: int, layout: Layout | None) -> None:
         # The mapping is freed with the last array that refers to it.
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     try:
-        _check(framing.decode(memoryview(mapped)), sequence, layout)
+        _check(framing.decode(memoryview(mapped)), sequence, layout, masked)
     except GeofedError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever any codec raises is a fault of the update
         raise GeofedError("FRAME_INVALID", f"{type(error).__name__}: {error}") from None
 
 
-def _check(frame: framing.Frame, sequence: int, layout: Layout | None) -> None:
+def _check(frame: framing.Frame, sequence: int, layout: Layout | None, masked: str) -> None:
+    if masked and sequence:
+        if layout is None or frame.facts.get("codec") != first_codec(masked, sequence).mark:
+            raise GeofedError("FRAME_INVALID", "an update that is not masked in a job with secure aggregation")
+        check_masked(frame.tensors, layout.size, layout.trainable_size, masked, sequence)
+        return
     if sequence == 0:
         # Another layout than that of our own workers is told as their mismatch, when the model is merged.
         layout = sent_layout(frame) or layout

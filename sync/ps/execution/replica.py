@@ -34,6 +34,7 @@ from sync.layout import Vector
 from sync.mapped import release
 from sync.policy import Contribution, Policy, StateAveraged, Values
 from sync.robust import RobustMerge, robust_rule_named
+from sync.secure import PairMasks, SharedScale
 from sync.wan import ExchangeSettings, Guard, norm_of, significant
 
 __all__ = ["OwnUpdate", "Replica", "ReplicaState", "expanded", "fragment"]
@@ -42,6 +43,8 @@ _GUARD = "guard/"
 """Prefix, in the memory, of what the guard knows about a region's updates."""
 _WHOLE = "view/whole"
 """Name, in the memory, of the model when it last held all updates of all merged rounds."""
+_SCALES = "secure/scales"
+"""Name, in the memory, of the scales of masked updates."""
 _SINCE = "view/rounds"
 """Name, in the memory, of two numbers: own rounds merged since then, and the fraction of their weight that is
 merged."""
@@ -108,6 +111,8 @@ class Replica:
         """Buffer of `start` where the workers continued from their own model; used again for the next round."""
         self._models: list[Vector] = [state.model] if owned else []
         """Buffers of the model; at most two, used alternately."""
+        self._scales = self._memory.pop(_SCALES, None)
+        """With secure aggregation: the scales of the next round's updates; None in the first round, and without."""
         self._whole = self._memory.pop(_WHOLE, None)
         """The model when it last held all updates of all merged rounds; None: it does now."""
         since, present = self._memory.pop(_SINCE, np.array([0, 1], np.float32))
@@ -128,6 +133,8 @@ class Replica:
         memory = dict(self._memory)
         if self._whole is not None:
             memory |= {_WHOLE: self._whole, _SINCE: np.array([self._since, self._present], np.float32)}
+        if self._scales is not None:
+            memory[_SCALES] = self._scales
         return ReplicaState(self._model, self._start, self._feedback.residual, memory)
 
     @property
@@ -209,6 +216,13 @@ class Replica:
         tensors, sent = self._feedback.encode(end, part, keep, self._start, buffer, decoded=decoded)
         self._feedback.codec = codec
         return OwnUpdate(tensors, used, part, sent)
+
+    def masked_update(self, end: Vector, sequence: int, scale: SharedScale, masks: PairMasks) -> Tensors:
+        """Encode the update of a round that ended with the model ``end`` for secure aggregation."""
+        if self._feedback.residual is None:
+            self._feedback.residual = np.zeros(end.size)
+        residual = self._feedback.residual
+        return scale.encode(end, self._start, residual, self.trained, self._scales, masks, sequence)
 
     def account_sent(self, end: Vector | None, sent: Vector, part: slice) -> None:
         """Account for an update that is durable already, in place of `own_update`.
@@ -307,6 +321,15 @@ class Replica:
         self._memory = {**memory, **of_regions}
         self._count(before, rounds, lacking)
         return tuple(refused)
+
+    def merge_masked(self, updates: Sequence[Tensors], scale: SharedScale) -> None:
+        """Merge the masked updates of a round of all regions: their sum is the mean of the changes.
+
+        What guard and robust rule look at is not known. No region can move a coordinate further than its scale allows.
+        """
+        delta, self._scales = scale.decode(updates, self.trained, self._scales)
+        self._model, memory = self._merged([Contribution("", 1.0, delta)], self._memory, None, in_place=True)
+        self._memory = memory
 
     def _merged(
         self, passed: Sequence[Contribution], memory: Mapping[str, Vector], total: float | None, in_place: bool

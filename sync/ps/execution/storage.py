@@ -276,7 +276,7 @@ class Storage:
         """Check a received update. Raises ``GeofedError("FRAME_INVALID")`` if it cannot be merged; the file is then
         moved to the folder ``evidence``, if that holds no other one of its region."""
         try:
-            check_received(path, manifest.sequence, self.layout)
+            check_received(path, manifest.sequence, self.layout, self._setup.masked)
             # Its digest was compared before.
             self._hashed.add(_key_of(manifest))
         except GeofedError as error:

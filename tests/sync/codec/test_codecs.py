@@ -254,7 +254,10 @@ def test_names_and_marks() -> None:
     assert [codec_by_mark(codec.mark).name for codec in CODECS] == ["fp32", "bf16", "int8", "topk", "ternary", "exact"]
     with pytest.raises(GeofedError, match="gzip") as caught:
         codec_named("gzip")
-    assert caught.value.hint == "known: bf16, exact, fp32, int8, sparse, ternary, topk"
+    assert (
+        caught.value.hint
+        == "known: bf16, bf16-masked, exact, fp32, fp32-masked, int8, int8-masked, sparse, ternary, topk"
+    )
     with pytest.raises(GeofedError, match="unknown codec number"):
         codec_by_mark(99)
 

@@ -1,0 +1,179 @@
+"""The mask keys of a job with secure aggregation: each region makes one, signs it with the key of its certificate, and
+tells it to its neighbours, which pass on all that they know."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+import grpc
+import grpc.aio
+
+from geofed_pb.bounds import clean
+from geofed_pb.durable import write_durably
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
+from sync.ps.config import PsConfig
+from sync.ps.core.events import MaskKeyKnown, Misbehaved
+from sync.ps.engine import Engine
+from sync.secure import MaskKey, PairMasks
+from sync.transfer.signing import signature_of, verify_signature
+from sync.transfer.wire import open_channel
+from sync.transport.sockets import Tls
+
+__all__ = ["MaskKeys"]
+
+_log = logging.getLogger("geofed.ps")
+_RETRY_SECONDS = 0.5
+"""Pause before the neighbours are asked again."""
+_CALL_TIMEOUT_SECONDS = 20.0
+_OWN = "mask-key.json"
+"""File of this region's key; it must not leave the region."""
+_OTHERS = "mask-keys.json"
+"""File of the other regions' public keys."""
+
+
+@dataclass(frozen=True)
+class _Signed:
+    """A public key as its region has signed it; bytes in hex."""
+
+    key: str
+    terms: str
+    signature: str
+    certificate: str
+
+
+class MaskKeys:
+    """The keys that this region knows. They never change: with another key a region could send a second update of a
+    round under other masks."""
+
+    def __init__(self, engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
+        """Raises ``GeofedError("STATE_INVALID")`` if this region has lost its key."""
+        self._engine, self._config, self._identity = engine, config, identity
+        self._own_file, self._file = config.state_dir / _OWN, config.state_dir / _OTHERS
+        shares = {region: config.shares[region].hex() for region in sorted(config.shares)}
+        self._terms = json.dumps([shares, config.codec, config.wan_settings.get("secure")], separators=(",", ":"))
+        self._key = self._kept_key()
+        self._known: dict[str, _Signed] = {}
+        if self._file.exists():
+            self._known = {region: _Signed(**one) for region, one in json.loads(self._file.read_text()).items()}
+        self._complete()
+
+    def _kept_key(self) -> MaskKey:
+        if self._own_file.exists():
+            return MaskKey(bytes.fromhex(json.loads(self._own_file.read_text())["private"]))
+        machine = self._engine.machine
+        if machine.state_lost or machine.sequence > 0 or machine.ledger.own(1) is not None:
+            text = "the region's state is lost, and with it the key of its masks"
+            raise GeofedError("STATE_INVALID", text, hint="run the job again, with train.initialModel from this one")
+        key = MaskKey()
+        write_durably(self._own_file, [json.dumps({"private": key.private.hex()}).encode()], mode=0o600)
+        return key
+
+    def _statement(self, region: str, key: str, terms: str) -> bytes:
+        return json.dumps(["geofed mask key 1", self._config.job, region, key, terms]).encode()
+
+    @property
+    def _others(self) -> set[str]:
+        return {*self._config.regions} - {self._config.region}
+
+    def message(self) -> sync_pb2.MaskKeys:
+        """Return all keys that this region knows, including its own."""
+        region, tls, public = self._config.region, self._identity(), self._key.public
+        signature = signature_of(self._statement(region, public.hex(), self._terms), tls)
+        own = sync_pb2.MaskKey(
+            region=region, key=public, terms=self._terms, signature=signature, certificate_pem=tls.certificate_pem
+        )
+        rest = [
+            sync_pb2.MaskKey(
+                region=name,
+                key=bytes.fromhex(one.key),
+                terms=one.terms,
+                signature=bytes.fromhex(one.signature),
+                certificate_pem=one.certificate.encode(),
+            )
+            for name, one in sorted(self._known.items())
+        ]
+        return sync_pb2.MaskKeys(job=self._config.job, keys=[own, *rest])
+
+    async def exchanged(self, request: sync_pb2.MaskKeys) -> sync_pb2.MaskKeys:
+        """Take what another region knows, and return what this one knows."""
+        self._take(request.keys)
+        return self.message()
+
+    def _take(self, keys: Iterable[sync_pb2.MaskKey]) -> None:
+        """Add keys that are not known yet. Raises ``GeofedError("FORBIDDEN")`` for one that its region has not
+        signed."""
+        fresh: dict[str, _Signed] = {}
+        for proto in list(keys)[: len(self._config.regions)]:
+            if proto.region not in self._others:
+                continue
+            told = _Signed(
+                proto.key.hex(),
+                proto.terms,
+                proto.signature.hex(),
+                proto.certificate_pem.decode("ascii", errors="replace"),
+            )
+            known = self._known.get(proto.region)
+            if known is not None and (known.key, known.terms) == (told.key, told.terms):
+                continue
+            text = self._statement(proto.region, told.key, told.terms)
+            verify_signature(
+                text, proto.signature, proto.certificate_pem, proto.region, self._identity(), "the mask key"
+            )
+            if known is not None or told.terms != self._terms:
+                what = "has announced two mask keys" if known is not None else "takes part under other terms"
+                shown = "" if known is not None else f": {clean(told.terms, 400)}, not {self._terms}"
+                self._engine.feed(Misbehaved(proto.region, f"{proto.region} {what}{shown}"))
+                return
+            fresh[proto.region] = told
+        if fresh:
+            self._known |= fresh
+            kept = {region: asdict(one) for region, one in sorted(self._known.items())}
+            write_durably(self._file, [json.dumps(kept).encode()])
+            self._complete()
+
+    def _complete(self) -> None:
+        """Once all keys are known, derive the masks, and tell the state machine."""
+        if self._others <= self._known.keys():
+            terms = f"{self._config.job}\0{self._terms}"
+            secrets = {region: self._key.secret(bytes.fromhex(one.key), terms) for region, one in self._known.items()}
+            self._engine.executor.masks = PairMasks(self._config.region, secrets)
+        for region in sorted(self._known):
+            self._engine.feed(MaskKeyKnown(region))
+
+    async def exchange(self) -> None:
+        """Call the neighbours until they and this region know all keys. A region that cannot be called calls."""
+        ledger, told, version = self._engine.machine.ledger, set[str](), -1
+        while not self._others <= ledger.peers.keys():
+            version = await self._engine.changed_since(version)
+        while not (self._others <= self._known.keys() and self._neighbours() <= told):
+            for region in sorted(self._neighbours() - told):
+                with contextlib.suppress(grpc.RpcError):
+                    if await self._call(region):
+                        told.add(region)
+            if not self._neighbours() <= told:
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    def _neighbours(self) -> set[str]:
+        """Return the regions with which this one exchanges directly."""
+        ledger, own = self._engine.machine.ledger, self._config.region
+        pairs = [*ledger.neighbours, *ledger.former]
+        near = {a if b == own else b for a, b in pairs if own in (a, b)} if ledger.neighbours else self._others
+        return near & ledger.peers.keys()
+
+    async def _call(self, region: str) -> bool:
+        """Exchange keys with a neighbour; return whether it knows all by now."""
+        async with open_channel(self._engine.machine.ledger.peers[region], self._identity()) as channel:
+            stub = sync_pb2_grpc.ExchangeStub(channel)
+            reply: sync_pb2.MaskKeys = await stub.ExchangeKeys(self.message(), timeout=_CALL_TIMEOUT_SECONDS)
+        try:
+            self._take(reply.keys)
+        except GeofedError as error:
+            _log.warning("mask keys of %s are refused: %s", region, error)
+            return False
+        return {key.region for key in reply.keys} >= {*self._config.regions}

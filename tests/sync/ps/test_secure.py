@@ -1,0 +1,218 @@
+"""Secure aggregation between real parameter servers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from support.pki import Authority
+from support.server_process import JOB, LAYOUT, NumpyWorker, Server, wait_until
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.rpc import error_of
+from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
+from sync import framing
+from sync.ps.execution.frames import check_received
+from sync.secure import MaskKey, PairMasks, SharedScale
+from sync.transfer.signing import sign, signature_of
+
+pytestmark = pytest.mark.processes
+
+Servers = Callable[..., list[Server]]
+Workers = Callable[..., NumpyWorker]
+
+NAMES = ("east", "north", "west")
+SHARES = {"east": 0.2, "north": 0.6, "west": 0.2}
+SECURE = {"wan_settings": {"secure": 3.0}, "codec": "int8-masked", "shares": SHARES}
+
+
+def _end(made: list[Server], pool: list[NumpyWorker]) -> None:
+    for worker in pool:
+        worker.join(40)
+        assert not worker.is_alive(), f"{worker.server.region} hangs: {worker.server.status().condition}"
+        assert worker.failure is None, worker.failure
+    assert len({server.status().model_digest for server in made}) == 1
+    assert all(np.array_equal(worker.finals[0], pool[0].finals[0]) for worker in pool)
+
+
+@pytest.mark.parametrize("codec", ["int8-masked", "bf16-masked", "fp32-masked"])
+@pytest.mark.parametrize("kind", ["mesh", "star", "chain"])
+def test_regions_average_their_models(servers: Servers, workers: Workers, codec: str, kind: str) -> None:
+    pairs = {"mesh": (), "star": (("east", "north"), ("north", "west")), "chain": (("east", "west"), ("north", "west"))}
+    made = servers(*NAMES, rounds=4, **{**SECURE, "codec": codec, "neighbours": pairs[kind]})
+    pool = [workers(server, push, samples=10.0) for server, push in zip(made, (1e-3, 2e-3, 3e-3), strict=True)]
+    _end(made, pool)
+    mean = (0.2 * 1 + 0.6 * 2 + 0.2 * 3) * 1e-3
+    step = {"int8-masked": 1e-4, "bf16-masked": 2e-7, "fp32-masked": 2e-7}[codec]
+    assert pool[0].finals[0] == pytest.approx(1.0 + 10 * mean, abs=2 * step)
+
+
+def test_a_server_that_is_killed_in_a_round_sends_the_same_bytes(servers: Servers, workers: Workers) -> None:
+    made = servers(*NAMES, rounds=3, **SECURE)
+    east, north, west = made
+    pool = [workers(east, 1e-3), workers(north, 2e-3)]
+    sent = north.folder / "state" / "outbox" / "1.frame"
+    wait_until(lambda: east.status().condition == "waiting for the update of round 1 from west", "the others to wait")
+    before = sent.read_bytes()
+    north.kill()
+    north.launch(epoch=2)
+    north.await_ready()
+    for server in made:
+        others = [other for other in made if other is not server]
+        server.configure(*others, epoch=server.settings["epoch"])
+    assert sent.read_bytes() == before
+    pool.append(workers(west, 3e-3))
+    _end(made, pool)
+
+
+def test_disks_and_neighbours_hold_no_update_of_another_region(servers: Servers, workers: Workers) -> None:
+    """A pattern in one region's change is in no file and no manifest of the others; there, only masked bytes are."""
+    made = servers(*NAMES, rounds=1, **SECURE)
+    pool = [workers(server, push) for server, push in zip(made, (1e-3, 0.123, 3e-3), strict=True)]
+    wait_until(lambda: (made[0].folder / "state" / "inbox" / "north" / "1.frame").exists(), "an update")
+    update = framing.decode((made[0].folder / "state" / "inbox" / "north" / "1.frame").read_bytes())
+    values = np.array(update.tensors["masked"])
+    # Every coordinate changed alike, and no two masked ones are alike.
+    assert len(set(values.tolist())) == values.size
+    _end(made, pool)
+    fixed = round(0.6 * 0.123 * 2**26)
+    canaries = [np.full(4, value).tobytes() for value in (np.float32(0.123), np.float32(0.123 * 0.6), np.int32(fixed))]
+    canaries.append(np.full(4, 1 + np.float32(0.123), np.float32).tobytes())
+    own = b"".join(path.read_bytes() for path in made[1].folder.rglob("*") if path.is_file())
+    assert canaries[3] in own
+    for server in (made[0], made[2]):
+        for path in server.folder.rglob("*"):
+            held = path.read_bytes() if path.is_file() else b""
+            assert not any(canary in held for canary in canaries), path
+
+
+def test_an_update_that_is_not_masked_is_refused(tmp_path: Path) -> None:
+    """And a masked one where others are not, or of another round: all by their frames, before they are acknowledged."""
+    size, masks = LAYOUT.size, PairMasks("east", {"west": bytes(32)})
+    scale = SharedScale("east", SHARES, "int8-masked")
+    model = np.zeros(size, np.float32)
+    masked = scale.encode(model, model, np.zeros(size), size, None, masks, 1)
+    plain = {"delta": model}
+    frames = {"plain": (plain, 0), "masked": (masked, 10), "mislabelled": (plain, 10)}
+    for name, (tensors, mark) in frames.items():
+        pieces = framing.encode(tensors, {"sequence": 1, "codec": mark})
+        (tmp_path / name).write_bytes(b"".join(bytes(piece) for piece in pieces))
+    check_received(tmp_path / "plain", 1, LAYOUT)
+    check_received(tmp_path / "masked", 1, LAYOUT, "int8-masked")
+    for name, sequence, codec, text in (
+        ("plain", 1, "int8-masked", "not masked"),
+        ("masked", 2, "int8-masked", "not masked"),
+        ("mislabelled", 1, "int8-masked", "numbers 'masked' of 32 bits"),
+        ("masked", 1, "", "without secure aggregation"),
+        ("masked", 1, "fp32-masked", "numbers 'largest'"),
+    ):
+        with pytest.raises(GeofedError, match="FRAME_INVALID") as raised:
+            check_received(tmp_path / name, sequence, LAYOUT, codec)
+        assert text in raised.value.message
+
+
+def test_a_peer_that_sends_what_is_not_masked_ends_the_job(servers: Servers, authority: Authority) -> None:
+    """It is refused at the transfer, with its evidence, like every update that no region may send."""
+    (east,) = servers("east", regions=NAMES, **SECURE)
+    first = framing.encode({"delta": np.zeros(LAYOUT.size, np.float32)}, {"sequence": 1, "codec": 0})
+    data = b"".join(bytes(piece) for piece in first)
+    manifest = sync_pb2.UpdateManifest(
+        job=JOB, region="west", epoch=1, sequence=1, digest=framing.digest_of([data]), total_bytes=len(data), weight=1.0
+    )
+    manifest.signature = b""
+    sign(manifest, authority.region("west"))
+    worker = NumpyWorker(east, 1e-3)
+    worker.start()
+    try:
+        wait_until(lambda: (east.folder / "state" / "outbox" / "0.json").exists(), "the first model")
+        with east.exchange(authority.region("west")) as line:
+            stub = sync_pb2_grpc.ExchangeStub(line)
+            wait_until(lambda: stub.Offer(manifest, timeout=10).verdict == sync_pb2.OfferReply.VERDICT_WANT, "an offer")
+            with pytest.raises(grpc.RpcError) as raised:
+                stub.Send(iter([sync_pb2.UpdateChunk(manifest=manifest, data=data)]), timeout=10)
+            assert "not masked" in error_of(raised.value).message
+        wait_until(lambda: east.process is not None and east.process.poll() is not None, "the server to end")
+        assert "PEER_INVALID" in east.log.read_text()
+    finally:
+        worker.stop.set()
+
+
+def _exchange(server: Server, authority: Authority, *keys: sync_pb2.MaskKey, caller: str = "west") -> sync_pb2.MaskKeys:
+    with server.exchange(authority.region(caller)) as line:
+        request = sync_pb2.MaskKeys(job=JOB, keys=keys)
+        return sync_pb2_grpc.ExchangeStub(line).ExchangeKeys(request, timeout=10)
+
+
+def _key(authority: Authority, region: str, signer: str, terms: str) -> sync_pb2.MaskKey:
+    tls, public = authority.region(signer), MaskKey().public
+    text = json.dumps(["geofed mask key 1", JOB, region, public.hex(), terms]).encode()
+    return sync_pb2.MaskKey(
+        region=region, key=public, terms=terms, signature=signature_of(text, tls), certificate_pem=tls.certificate_pem
+    )
+
+
+def test_a_key_that_its_region_has_not_signed_is_refused(servers: Servers, authority: Authority) -> None:
+    (east,) = servers("east", regions=NAMES, **SECURE)
+    terms = _exchange(east, authority).keys[0].terms
+    with pytest.raises(grpc.RpcError) as raised:
+        _exchange(east, authority, _key(authority, "north", "west", terms))
+    assert error_of(raised.value).code == "FORBIDDEN"
+    known = _exchange(east, authority, _key(authority, "north", "north", terms))
+    assert [key.region for key in known.keys] == ["east", "north"]
+    assert east.status().phase != "failed"
+
+
+def test_a_second_key_of_a_region_ends_the_job(servers: Servers, authority: Authority) -> None:
+    (east,) = servers("east", regions=NAMES, **SECURE)
+    terms = _exchange(east, authority).keys[0].terms
+    _exchange(east, authority, _key(authority, "west", "west", terms))
+    _exchange(east, authority, _key(authority, "west", "west", terms))
+    assert east.process is not None
+    wait_until(lambda: east.process is not None and east.process.poll() is not None, "the server to end")
+    assert "PEER_INVALID" in east.log.read_text()
+    assert "two mask keys" in east.log.read_text()
+
+
+def test_a_region_with_another_plan_is_found(servers: Servers, authority: Authority) -> None:
+    (east,) = servers("east", regions=NAMES, **SECURE)
+    _exchange(east, authority, _key(authority, "west", "west", "[]"))
+    wait_until(lambda: east.process is not None and east.process.poll() is not None, "the server to end")
+    assert "other terms" in east.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"regions": ("east", "west"), "shares": {"east": 0.5, "west": 0.5}}, "over 2 regions"),
+        ({"wan_settings": {"secure": 4.0}}, "where at least 4"),
+        ({"wan_settings": {}}, "is only for secure aggregation"),
+        ({"codec": "int8"}, "cannot be used for secure aggregation"),
+        ({"shares": {}}, "without each region's share"),
+        ({"wan_settings": {"secure": 3.0, "background": 1.0}}, "synchronous"),
+    ],
+)
+def test_what_would_not_hide_updates_is_refused(
+    tmp_path: Path, authority: Authority, changed: dict[str, object], text: str
+) -> None:
+    settings = {"regions": NAMES, **SECURE, **changed}
+    server = Server(tmp_path / "east", authority, "east", settings.pop("regions"), **settings)
+    server.launch()
+    assert server.process is not None
+    assert server.process.wait(30) != 0
+    assert text in server.log.read_text()
+
+
+def test_a_region_that_has_lost_its_key_does_not_make_another(servers: Servers, workers: Workers) -> None:
+    made = servers(*NAMES, rounds=2, **SECURE)
+    workers(made[0], 1e-3)
+    wait_until(lambda: (made[0].folder / "state" / "outbox" / "1.json").exists(), "an update")
+    made[0].kill()
+    (made[0].folder / "state" / "mask-key.json").unlink()
+    made[0].launch(epoch=2)
+    assert made[0].process is not None
+    assert made[0].process.wait(30) != 0
+    assert "the key of its masks" in made[0].log.read_text()
