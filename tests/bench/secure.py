@@ -26,10 +26,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+from peers.peer import shapes
 from report import Bar, Report, options
 from support.pki import Authority
 
 from deploy.emulator import CONTROL, EmulatedLink, Emulator, WanProfile
+from sync.codec import Decoding, codec_named
+from sync.policy import Contribution, ModelAverage
+from sync.ps.execution.replica import Replica, ReplicaState
+from sync.secure import MaskKey, PairMasks, SharedScale
+from sync.wan import ExchangeSettings
 
 REGIONS = ("east", "north", "south", "up", "west")
 RTT_MS, COMPUTE_MS, STEPS = 30.0, 40.0, 10
@@ -51,9 +58,39 @@ def main() -> int:
         print(f"the emulator cannot run here: {reason}", file=sys.stderr)
         return 2
     report = Report("secure", given.quick)
+    report.details["cpu_s"] = _work()
     for name, mbps in list(RATES.items())[: 1 if given.quick else None]:
         _compare(name, mbps, 1 if given.quick else 3, report)
     return report.close(given.json)
+
+
+def _work() -> dict[str, float]:
+    """Return the CPU seconds that a parameter server takes to make its update and to merge all, in memory."""
+    size, names = sum(int(np.prod(shape)) for shape in shapes()), list(REGIONS)
+    rng, found = np.random.default_rng(1), {}
+    start, end = (rng.standard_normal(size).astype(np.float32) for _ in range(2))
+    keys = {name: MaskKey() for name in names}
+    secrets = {name: keys["east"].secret(keys[name].public, "") for name in names[1:]}
+    scale, scales = SharedScale("east", _SHARES, "int8-masked"), np.full(-(-size // 512), -8.0, np.float32)
+    for kind in KINDS:
+        replica = Replica(
+            ModelAverage(), ExchangeSettings(), codec_named("int8"), ReplicaState(start, start), owned=True
+        )
+        begun = time.process_time()
+        if kind == "int8":
+            made = replica.own_update(end, 1, decoded=False)
+            values = [Decoding(made.codec, made.tensors, size) for _ in names]
+            empty = np.empty(0, np.float32)
+            merged = [Contribution(name, 1.0, empty, later=one) for name, one in zip(names, values, strict=True)]
+            replica.merge(merged, None, own="east")
+        else:
+            residual = np.zeros(size)
+            update = scale.encode(end, start, residual, size, scales, PairMasks("east", secrets), 2)
+            delta, _ = scale.decode([update] * len(names), size, scales)
+            np.add(start, delta, out=delta)
+        found[kind] = time.process_time() - begun
+    print(", ".join(f"{kind}: {seconds:.2f} s of one core to encode and merge" for kind, seconds in found.items()))
+    return found
 
 
 def _compare(name: str, mbps: float, times: int, report: Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,3 +217,30 @@ def test_a_region_that_has_lost_its_key_does_not_make_another(servers: Servers, 
     assert made[0].process is not None
     assert made[0].process.wait(30) != 0
     assert "the key of its masks" in made[0].log.read_text()
+
+
+def test_a_region_that_has_lost_its_state_does_not_rejoin(servers: Servers, workers: Workers) -> None:
+    made = servers(*NAMES, rounds=2, **SECURE)
+    workers(made[0], 1e-3)
+    wait_until(lambda: (made[0].folder / "state" / "outbox" / "1.json").exists(), "an update")
+    made[0].kill()
+    shutil.rmtree(made[0].folder / "state")
+    made[0].launch(epoch=2, begun=True)
+    assert made[0].process is not None
+    assert made[0].process.wait(30) != 0
+    assert "STATE_INVALID" in made[0].log.read_text()
+
+
+def test_no_update_is_made_before_the_keys_of_all_are_known(
+    servers: Servers, workers: Workers, authority: Authority
+) -> None:
+    (east,) = servers("east", regions=NAMES, rounds=1, **SECURE)
+    workers(east, 1e-3)
+    wait_until(lambda: east.status().condition == "waiting for the mask key of north, west", "the round's end")
+    terms = _exchange(east, authority).keys[0].terms
+    _exchange(east, authority, _key(authority, "north", "north", terms))
+    wait_until(lambda: east.status().condition == "waiting for the mask key of west", "one key")
+    assert not (east.folder / "state" / "outbox" / "1.json").exists()
+    _exchange(east, authority, _key(authority, "west", "west", terms))
+    wait_until(lambda: east.status().condition == "waiting for the update of round 1 from north, west", "the other")
+    assert (east.folder / "state" / "mask-key.json").stat().st_mode & 0o777 == 0o600
