@@ -118,6 +118,8 @@ def _pending(job: str, task: agent_pb2.TaskRef) -> Pending:
     facts = [submission.user, submission.public_key, task.bundle_digest, task.module, task.dataset]
     if task.env:
         facts.append(json.dumps(dict(task.env), sort_keys=True))
+    if task.requirements:
+        facts.append(json.dumps(["requirements", task.requirements]))
     secrets = tuple(sorted(clean(name, NAME_BYTES) for name in task.secrets))
     if secrets:
         facts.append(json.dumps(["secrets", *secrets]))

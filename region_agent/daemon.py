@@ -47,6 +47,7 @@ from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.status import Status, StatusFile
 from region_agent.storage import SENDING, RegionStorage
+from region_agent.tasks.environments import Environments
 from sync.framing import digest_of
 from sync.ps.tokens import new_key
 
@@ -198,6 +199,7 @@ class Agent:
             log_format=self._log_format,
             isolation=self._isolation,
             owner=self._owner(),
+            environments=Environments(self._state_dir, self._config),
         )
 
     def _owner(self) -> Owner:

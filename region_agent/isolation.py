@@ -85,15 +85,16 @@ def grants_of(
     dataset: DatasetConfig | None,
     shards: Path | None = None,
     splits: Mapping[str, tuple[ShardFile, ...]] | None = None,
+    packages: Path | None = None,
 ) -> Grants:
     """Return what the functions of a job need: its shard, its part of the channel, and what the region file allows.
 
-    ``shards``: folder of other regions' shards for this job. ``splits``: files whose URLs the functions download. Reads
-    the folders of shards for links; blocks.
+    ``shards``: folder of other regions' shards for this job. ``splits``: files whose URLs the functions download.
+    ``packages``: folder of packages for the task. Reads the folders of shards for links; blocks.
     """
     network = config.functions.network
     read = [path for held in [dataset] if held is not None for path in _paths(held)]
-    read += [str(shards)] if shards is not None else []
+    read += [str(folder) for folder in (shards, packages) if folder is not None]
     files = [file for of_split in (splits or {}).values() for file in of_split]
     targets = {*channel.endpoints(), *_hosts(files), *(rule.address for rule in network.egress)}
     found, written = channel.files(job)

@@ -10,6 +10,7 @@ from geofed_pb.signing import require_signature, statement
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.isolation import Isolation
+from region_agent.tasks.environments import check_packages
 from region_agent.tasks.secrets import check_secrets
 from sync.ps.tokens import MAX_TOKEN_LIFETIME
 
@@ -40,6 +41,7 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
     check_user(config, command.task)
     check_secrets(config, command.task)
+    check_packages(config, command.task.requirements)
     if command.region != config.name:
         raise GeofedError("RESIDENCY_VIOLATION", f"a partition of {command.region} was sent to {config.name}")
     foreign = [ref.region for ref in plan.shards if ref.region != config.name]
@@ -78,7 +80,7 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
             "FORBIDDEN", f"user {submission.user} has signed no job that starts from {task.initial_model}"
         )
     facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
-    signed = statement(*facts, submission.initial_model, task.secrets)
+    signed = statement(*facts, submission.initial_model, task.secrets, task.requirements)
     require_signature(submission, allowed[submission.user], signed)
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -83,6 +84,8 @@ class Profiler:
         self._turn = asyncio.Lock()
         self._redact = Redaction()
         """Takes the values of the present task's secrets out of texts."""
+        self._packages: Path | None = None
+        """Folder with the packages that the present task requires."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._answers: dict[str, agent_pb2.ProfileReport] = {}
         """The last report on each command, for repeated commands."""
@@ -225,18 +228,24 @@ class Profiler:
         try:
             self._report_condition(command, "downloading the task")
             bundle = await context.fetch_bundle(command.task.bundle_digest)
+            self._packages = None
+            if context.environments is not None:
+                self._packages = await context.environments.prepare(command.id, bundle, command.task.requirements)
             await asyncio.to_thread(self._put_bundle, start, bundle, meters)
             address = await asyncio.to_thread(context.channel.worker_address, command.id)
             yield ProfileCall(
                 job=command.id, region=command.region, channel=context.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
                 config=json.loads(command.task.config_json or "{}"), env=dict(command.task.env), splits={},
+                packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
                 precision=precision_of(command.task), local=tuple(command.task.local),
                 evaluation_batch=command.evaluation_batch,
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip
         finally:
+            if context.environments is not None:
+                context.environments.release(command.id)
             await self._clear_up(command.id)
             mark.unlink(missing_ok=True)
 
@@ -297,7 +306,7 @@ class Profiler:
         # A probe measures the size of the model even if no data can be read.
         with contextlib.suppress(GeofedError):
             splits = shard_files(dataset, config.stores)
-        return grants_of(config, self._context.channel, command.id, dataset, splits=splits)
+        return grants_of(config, self._context.channel, command.id, dataset, splits=splits, packages=self._packages)
 
     async def _call(
         self, name: str, body: ProfileCall, memory_mb: int, limit: timedelta, meters: _Meters

@@ -103,6 +103,8 @@ class Region:
     """How it isolates job code, from what it has tried: "bubblewrap", "container" or "none"; empty: unknown."""
     secrets: tuple[str, ...] = ()
     """Names of the secrets that it holds for tasks."""
+    installs: bool = False
+    """Whether it installs packages that tasks require."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ def read_job(
     job_file: Path, overrides: list[str] | None, name: str | None = None
 ) -> tuple[LoadedSpec, tuple[bytes, str]]:
     """Return the validated job file, and its packed code as (content, digest)."""
-    from control_plane.spec import check_task, load, pack
+    from control_plane.spec import check_requirements, check_task, load, pack
 
     name_override = [f"metadata.name={json.dumps(name)}"] if name is not None else []
     loaded = load(job_file, [*(overrides or ()), *name_override])
     check_task(loaded.folder, loaded.spec.task.module)
+    if loaded.spec.task.requirements is not None:
+        check_requirements(loaded.folder, loaded.spec.task.requirements)
     return loaded, pack(loaded.folder, loaded.spec.task.module, loaded.weights)

@@ -8,7 +8,7 @@ from control_plane.spec._demand import to_demand
 from control_plane.spec._load import LoadedSpec, load, parse_json, parse_request
 from control_plane.spec._model import MOST_KEPT, JobSpec, StartsFrom
 from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack, packed_code_digest
-from control_plane.spec._task import check_task
+from control_plane.spec._task import check_requirements, check_task
 from geofed_pb import file_schema
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "JobSpec",
     "LoadedSpec",
     "StartsFrom",
+    "check_requirements",
     "check_task",
     "json_schema",
     "load",

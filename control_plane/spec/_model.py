@@ -81,6 +81,10 @@ class Task(_Section):
     env: dict[str, str] = {}
     """Environment variables of the workers, such as `{TOKENIZERS_PARALLELISM: "false"}`; set before the module is
     loaded, in every region. Everybody who may read the job sees them: nothing secret belongs there."""
+    requirements: str | None = None
+    """Path of a requirements file in the job file's folder, such as `requirements.txt`: packages that each region
+    installs for the job, if its operator allows it. One package on a line, by name; packages that the workers have stay
+    at their versions. Default: what the workers have suffices."""
     secrets: list[Annotated[str, Field(pattern=SECRET_NAME)]] = Field(default=[], max_length=MOST_SECRETS)
     """Names of secrets that the regions hold (`secrets` in their files); `geofed.secret(NAME)` reads one. Each region
     of the job must hold them and let its user read them."""
@@ -94,6 +98,16 @@ class Task(_Section):
             if "\0" in text:
                 raise ValueError(f"the value of {name} holds a null character")
         return value
+
+    @field_validator("requirements")
+    @classmethod
+    def _is_inside(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        path = PurePosixPath(value)
+        if path.is_absolute() or ".." in path.parts or path.suffix != ".txt":
+            raise ValueError("give the path of a .txt file in the job file's folder")
+        return str(path)
 
     @field_validator("secrets")
     @classmethod

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.requirements import parse_requirements
 
 _CALLED = {"model": 1, "layers": 1, "dataset": 3, "loss": 2, "collate": 1, "schedule": 2, "on_round": 2}
 """Number of positional arguments with which each function of a task module is called."""
@@ -40,6 +41,17 @@ def check_task(folder: Path, module: str) -> None:
                 f"{module}:{node.lineno}: {name} is called with {count} positional argument{'s' if count > 1 else ''}",
                 hint="the functions are model(config), dataset(uri, split, config), loss(model, batch)",
             )
+
+
+def check_requirements(folder: Path, file: str) -> None:
+    """Check the requirements file of a task. Raises ``GeofedError("TASK_INVALID")``."""
+    try:
+        content = (folder / file).read_bytes()
+    except OSError as error:
+        raise GeofedError(
+            "TASK_INVALID", f"{file} cannot be read: {error.strerror}", hint="task.requirements"
+        ) from None
+    parse_requirements(content, file)
 
 
 def _bound(tree: ast.Module) -> set[str]:

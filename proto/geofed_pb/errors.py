@@ -76,6 +76,9 @@ CATALOGUE: dict[str, Entry] = {
         False,
         "the region's operator installs bubblewrap; `geofed agent doctor` there says what is missing",
     ),
+    "PACKAGES_UNAVAILABLE": Entry(
+        Exit.INADMISSIBLE, False, "correct the task's requirements file, or ask the region's operator for the packages"
+    ),
     "SECRET_MISSING": Entry(
         Exit.INADMISSIBLE, False, "the region's operator adds it to `secrets` of the region file, or avoid the region"
     ),

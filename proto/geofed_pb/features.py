@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["ACCUMULATE", "BASE", "FEATURES", "INITIAL_FILE", "LOCAL", "PRECISION", "SECRETS", "SECURE"]
+__all__ = [
+    "ACCUMULATE",
+    "BASE",
+    "FEATURES",
+    "INITIAL_FILE",
+    "LOCAL",
+    "PRECISION",
+    "REQUIREMENTS",
+    "SECRETS",
+    "SECURE",
+]
 
 BASE = "base"
 """Tensors that never change are not exchanged."""
@@ -12,5 +22,6 @@ LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
 SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
-FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE)
+REQUIREMENTS = "task.requirements"
+FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, REQUIREMENTS)
 """All features of this version."""

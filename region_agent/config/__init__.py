@@ -18,6 +18,7 @@ from region_agent.config._model import (
     ServerConfig,
     SplitConfig,
     StoreConfig,
+    TaskPackagesConfig,
 )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ServerConfig",
     "SplitConfig",
     "StoreConfig",
+    "TaskPackagesConfig",
     "json_schema",
     "load_config",
 ]

@@ -49,7 +49,9 @@ def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:
     files = ("ca_file", "certificate_file", "key_file")
     identity = _files_resolved(config.identity, files, folder) if config.identity is not None else None
     secrets = {name: _files_resolved(secret, ("file",), folder) for name, secret in config.secrets.items()}
+    packages = _files_resolved(config.task_packages, ("wheels",), folder) if config.task_packages is not None else None
     changed = {
+        "task_packages": packages,
         "datasets": datasets, "channel": channel, "gateway": gateway, "identity": identity, "secrets": secrets,
     }  # fmt: skip
     return config.model_copy(update=changed)

@@ -344,6 +344,31 @@ class SecretConfig(Section):
     """Users whose jobs may read it, of `policy.allowUsers`. Default: all whose code runs in the region."""
 
 
+class TaskPackagesConfig(Section):
+    """Packages that the region installs for tasks with `task.requirements`, for the embedded gateway. Only wheels are
+    installed, by pip."""
+
+    index: Annotated[str, Field(pattern=r"^(https|http|file)://[^@]+$")] | None = None
+    """Address of a package index, without credentials: these are in `~/.netrc` of the agent's user. Default: none is
+    asked."""
+    wheels: Path | None = None
+    """Folder with wheels."""
+    allow: tuple[str, ...] | None = None
+    """Names of the packages that tasks may install, with all that these require. Default: all."""
+    seconds: Annotated[float, Field(gt=0, le=3600)] = 600.0
+    """Limit of the time that one installation takes."""
+    max_mb: Annotated[int, Field(ge=1)] = 2048
+    """Most disk space of the packages of one task, in MB."""
+    keep_mb: Annotated[int, Field(ge=1)] = 8192
+    """Disk space from which on packages that no job uses are removed, the least recently used ones first."""
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> TaskPackagesConfig:
+        if self.index is None and self.wheels is None:
+            raise ValueError("state `index`, `wheels` or both: where packages come from")
+        return self
+
+
 class RetentionConfig(Section):
     """For how many days the agent keeps, in its state directory, what no job here needs any more. It looks every hour;
     `geofed agent storage` shows what it finds."""
@@ -452,6 +477,8 @@ class RegionConfig(Section):
     secrets: dict[SecretName, SecretConfig] = {}
     """Secrets that tasks may read, by the names that jobs state in `task.secrets`. The control plane knows only the
     names."""
+    task_packages: TaskPackagesConfig | None = None
+    """Packages that tasks may have the region install. Default: it installs none."""
     policy: PolicyConfig = PolicyConfig()
     retention: RetentionConfig = RetentionConfig()
     functions: FunctionsConfig = FunctionsConfig()
@@ -498,6 +525,11 @@ class RegionConfig(Section):
         policy = self.policy
         return policy.accept_jobs and policy.accept_shards and isinstance(self.gateway, EmbeddedGateway)
 
+    @property
+    def installs(self) -> bool:
+        """Whether packages are installed for tasks: functions must be able to read the agent's files."""
+        return self.task_packages is not None and isinstance(self.gateway, EmbeddedGateway)
+
     def catalogue(
         self,
         preemptible: int | None = None,
@@ -530,6 +562,7 @@ class RegionConfig(Section):
             "takes_shards": self.takes_shards,
             "isolation": isolation,
             "secrets": sorted(self.secrets),
+            "installs": self.installs,
             "datasets": [
                 {
                     "name": name,

@@ -73,6 +73,8 @@ class WorkerInputs(RegionInputs):
     channel_costs: Mapping[str, float]
     server_address: str
     """Address of the parameter server for the worker."""
+    packages: Path | None = None
+    """Folder with the packages that the task requires."""
 
 
 def bundle_key(start: agent_pb2.StartPartition) -> str:
@@ -156,6 +158,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         module=task.module,
         config=json.loads(task.config_json or "{}"),
         env=dict(task.env),
+        packages=str(inputs.packages or ""),
         splits=dict(inputs.splits),
         declared_samples=inputs.samples,
         region_batch=plan.batch * replicas,

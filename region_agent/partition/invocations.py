@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
@@ -37,6 +38,8 @@ class Invocations:
     isolation: Isolation
     shards: PartitionShards
     meter: PartitionMeter
+    packages: Path | None = None
+    """Folder with the packages that the task requires; None: it requires none."""
     _splits: dict[str, tuple[ShardFile, ...]] = field(default_factory=dict)
     _signed_at: float = 0.0
     """Time at which the URLs in the splits were signed; they are valid for `SIGNATURE_LIFE`."""
@@ -56,7 +59,7 @@ class Invocations:
         dataset = self.start.task.dataset
         shards = self.shards.folder if self.shards.foreign else None
         own = self.config.datasets.get(dataset) if self.shards.own else None
-        return grants_of(self.config, self.channel, self.start.job, own, shards, self._splits)
+        return grants_of(self.config, self.channel, self.start.job, own, shards, self._splits, self.packages)
 
     def prepare_channel(self, bundle: bytes) -> None:
         """Put the code into the job's channel, and measure the channel where the workers need it. Blocks."""
@@ -98,7 +101,7 @@ class Invocations:
         inputs = WorkerInputs(
             self.identity, self.config.server, row, self.channel.kind, self._worker_channel,
             splits=self._splits, samples=self.shards.declared_samples, channel_costs=self._costs,
-            server_address=self._server_address(row),
+            server_address=self._server_address(row), packages=self.packages,
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()
 

@@ -70,6 +70,7 @@ FATAL = frozenset(
         "SHARD_UNREADABLE",
         "SAMPLES_MISMATCH",
         "SECRET_MISSING",
+        "PACKAGES_UNAVAILABLE",
         "MODEL_MISMATCH",
         "RESIDENCY_VIOLATION",
         "CONFIG_INVALID",

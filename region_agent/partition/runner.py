@@ -78,6 +78,7 @@ from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
 from region_agent.state.store import AgentStore, PartitionRow
+from region_agent.tasks.environments import Environments
 from region_agent.worker.invocation import CALL_GRACE, Outcome
 from sync.ps.config import PsConfig
 from sync.transport.sockets import DIAL_FAULT
@@ -126,6 +127,8 @@ class PartitionContext:
     """How functions are isolated."""
     owner: Owner = field(default_factory=Owner)
     """Owner of the region's functions."""
+    environments: Environments | None = None
+    """Packages for tasks; None: none are installed."""
 
 
 def _machine_of(start: agent_pb2.StartPartition, row: PartitionRow) -> PartitionMachine:
@@ -191,7 +194,7 @@ class PartitionRunner:
         )
         self._server_events = ServerEvents()
         self._reported_at = self._progress_at = time.monotonic()
-        self._logged_state = ""
+        self._logged_state = self._installing = ""
         self._progress_mark: tuple[object, ...] = ()
         self._tasks: set[asyncio.Task[None]] = set()
         self._following: asyncio.Task[None] | None = None
@@ -369,7 +372,7 @@ class PartitionRunner:
             self._context.config.prices,
             self._context.config.channel.prices,
         )
-        message.condition = message.condition or self._shards.condition
+        message.condition = message.condition or self._shards.condition or self._installing
         message.evaluation.error = self._function.redact(message.evaluation.error)
         message.shard_address, message.shards_here = self._shards.address, self._shards.complete
         message.workers, message.preempted = self.machine.workers, self.machine.preempted
@@ -393,6 +396,11 @@ class PartitionRunner:
             await context.fetch_model(task.initial_model, initial)
             if task.local:
                 await asyncio.to_thread(copy_own_model, self._folder, task.initial_job)
+        if context.environments is not None and task.requirements:
+            self._installing = f"installing the packages of {task.requirements}"
+            self._report(durable=False)
+            packages = await context.environments.prepare(self.job, bundle, task.requirements)
+            self._invocations.packages, self._installing = packages, ""
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._invocations.prepare_channel, bundle)
         self._function.grants = await asyncio.to_thread(self._invocations.grants)
@@ -584,6 +592,8 @@ class PartitionRunner:
         await _cancel(self._tasks - {asyncio.current_task()})
         self.feed(ShutDownFinished())
         await self._function.delete()
+        if self._context.environments is not None:
+            self._context.environments.release(self.job)
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._context.channel.discard, self.job)
         if action.discard:

@@ -172,6 +172,7 @@ def _task_and_data(
     }
     made_of = [invocation.job, invocation.bundle_key, invocation.module, invocation.config, files, invocation.seed]
     made_of += [invocation.env] if invocation.env else []
+    made_of += [invocation.packages] if invocation.packages else []
     mark = json.dumps(made_of, sort_keys=True)
     if _loaded is None or _loaded.mark != mark or (keep and _loaded.data is None):
         _drop_loaded()
@@ -228,6 +229,9 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
         # Random numbers drawn while the module is loaded must be the same in every replica.
         seed_all(invocation.seed)
         _set_environment(invocation.env)
+        if invocation.packages and invocation.packages not in sys.path:
+            # After all that the workers have; a function serves one job, so it stays there.
+            sys.path.append(invocation.packages)
         task = load_task(folder, invocation.module, dict(invocation.config))
         data: dict[str, Any] = {}
         # The training split first, whatever the order in the region's file.

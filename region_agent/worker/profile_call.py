@@ -42,6 +42,8 @@ class ProfileCall(_Body):
     config: dict[str, object]
     env: dict[str, str] = {}
     """Environment variables, which are set before the task is loaded."""
+    packages: str = ""
+    """Folder with the packages that the task requires; empty: it requires none."""
     splits: dict[str, tuple[ShardFile, ...]]
     declared_samples: int | None = None
     """Samples of the training split by the region's file. None: unknown."""

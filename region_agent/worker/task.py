@@ -49,7 +49,7 @@ _CALLERS = 3
 """Lines of a traceback that an error shows besides the innermost one, which is mostly enough to find the cause."""
 _PACKAGE_MISSING = (
     "install {} where the region's workers run, in the environment of `region-agent` or in the image of its functions, "
-    "or put it into the task folder"
+    "list it in a file of task.requirements, or put it into the task folder"
 )
 """Hint of an error about a module that cannot be imported."""
 _GPU_TOO_SMALL = "a smaller batch, fewer workers on each GPU, or a plan that cuts the model into stages needs less"

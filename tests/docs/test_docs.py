@@ -158,7 +158,9 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file.write_text(_yaml("region-file.md"))
     config = load_config(file)
     assert config.name == "frankfurt"
-    whole, secrets, *channels = _yamls("region-file.md")
+    whole, secrets, packages, *channels = _yamls("region-file.md")
+    file.write_text(whole + packages)
+    assert load_config(file).installs
     file.write_text(re.sub(r"^policy:\n(?:  .*\n)+", "", whole, flags=re.MULTILINE) + secrets)
     assert load_config(file).secrets["warehouse"].users == ("ann",)
     for kind, channel in zip(("redis", "s3"), channels, strict=True):

@@ -54,6 +54,8 @@ def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
     same: list[object] = [spec.task.module, config, spec.data.dataset, *([spec.task.env] if spec.task.env else [])]
     if (spec.train.precision, spec.train.accumulate) != ("fp32", 1):
         same.append([spec.train.precision, spec.train.accumulate])
+    if spec.task.requirements:
+        same.append({"requirements": spec.task.requirements})
     if spec.task.secrets:
         same.append({"secrets": sorted(spec.task.secrets)})
     if spec.train.local:

@@ -247,6 +247,7 @@ class Probing:
                 module=spec.task.module,
                 config_json=json.dumps(spec.task.config),
                 env=spec.task.env,
+                requirements=spec.task.requirements or "",
                 secrets=spec.task.secrets,
                 precision=spec.train.precision,
                 accumulate=spec.train.accumulate,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
-from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION, SECRETS, SECURE
+from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION, REQUIREMENTS, SECRETS, SECURE
 from scheduler import Declined, Plan, Reason
 
 __all__ = ["keeps_base", "refused_by_age", "refused_by_lack"]
@@ -29,6 +29,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (SECURE, spec.privacy.secure_aggregation),
             (INITIAL_FILE, train.initial_model is not None and train.initial_model.file is not None),
             (SECRETS, bool(spec.task.secrets)),
+            (REQUIREMENTS, spec.task.requirements is not None),
         )
         if used
     ]
@@ -47,14 +48,25 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
 
 def refused_by_lack(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> Declined | None:
     """Return the refusal of a job that needs what a region of its plan does not offer; None: all do."""
-    reasons = tuple(
+    known = [(part.region, regions[part.region].catalogue) for part in plan.partitions]
+    reasons = [
         Reason(
             "SECRET_MISSING",
-            f"region {part.region} holds no secret {name}",
-            f"its operator adds it to `secrets` of the region file, or avoid {part.region}",
+            f"region {region} holds no secret {name}",
+            f"its operator adds it to `secrets` of the region file, or avoid {region}",
         )
-        for part in plan.partitions
+        for region, catalogue in known
         for name in spec.task.secrets
-        if (catalogue := regions[part.region].catalogue) is not None and name not in catalogue.secrets
-    )
-    return Declined(reasons) if reasons else None
+        if catalogue is not None and name not in catalogue.secrets
+    ]
+    if spec.task.requirements is not None:
+        reasons += [
+            Reason(
+                "PACKAGES_UNAVAILABLE",
+                f"region {region} installs no packages for tasks",
+                f"its operator allows it by `taskPackages` in the region file, or avoid {region}",
+            )
+            for region, catalogue in known
+            if catalogue is not None and not catalogue.installs
+        ]
+    return Declined(tuple(reasons)) if reasons else None

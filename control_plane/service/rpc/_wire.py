@@ -249,6 +249,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             module=spec.task.module,
             config_json=json.dumps(spec.task.config),
             env=spec.task.env,
+            requirements=spec.task.requirements or "",
             secrets=spec.task.secrets,
             dataset=spec.data.dataset,
             learning_rate=_learning_rate(spec),
