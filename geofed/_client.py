@@ -159,7 +159,7 @@ class AsyncJob:
         """Write the metrics of the job's rounds, as `geofed track`.
 
         Args:
-            places: FILE.csv, FILE.jsonl, tensorboard:FOLDER or mlflow:URI.
+            places: FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER.
             follow: until the job has ended.
         """
         return await track_job(self._client, self.id, list(places), follow=follow)

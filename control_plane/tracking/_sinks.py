@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from datetime import datetime
@@ -122,6 +123,54 @@ class _MLflow:
             self._client.set_terminated(self._run, _STATES[view["state"]])
 
 
+class _WandB:
+    """An offline run of the job's name, with metrics `NAME/REGION` over `round`, and the job file as its config."""
+
+    def __init__(self, folder: Path, job: str) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError:
+            raise _missing("W&B", "wandb") from None
+        for earlier in (folder / "wandb").glob(f"offline-run-*-{job}"):
+            shutil.rmtree(earlier)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Nothing about this machine, which is not one that trains.
+        settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, disable_job_creation=True, save_code=False,
+            x_disable_meta=True, x_disable_stats=True, x_save_requirements=False,
+        )  # fmt: skip
+        self._run: Any = wandb.init(
+            project=_EXPERIMENT, dir=str(folder), id=job, name=job, mode="offline", reinit="create_new",
+            settings=settings,
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="round")
+        self._cursor = 0
+        self._figures: dict[str, float] = {}
+        """Figures of the present event, which are logged together."""
+
+    def write(self, point: Point) -> None:
+        if point.cursor != self._cursor:
+            self._flush()
+        self._cursor = point.cursor
+        self._figures |= {
+            f"{point.name}/{point.region}": point.value,
+            "round": point.round,
+            "_timestamp": datetime.fromisoformat(point.at).timestamp(),
+        }
+
+    def _flush(self) -> None:
+        if self._figures:
+            self._run.log(self._figures)
+        self._figures = {}
+
+    def close(self, view: dict[str, Any]) -> None:
+        self._flush()
+        self._run.config.update(view["spec"])
+        if view["state"] in _STATES:
+            self._run.summary.update((view["result"] or {}).get("metrics", {}))
+        self._run.finish(exit_code=1 if view["state"] in ("failed", "cancelled") else 0)
+
+
 def _flat(value: Any, path: str = "") -> dict[str, str]:
     """Return the values of a job file by their dotted keys."""
     if not isinstance(value, dict):
@@ -141,6 +190,7 @@ KINDS: dict[str, Callable[[str, str], Sink]] = {
     "jsonl": lambda target, job: _File(Path(target), job, as_csv=False),
     "tensorboard": lambda target, job: _TensorBoard(Path(target), job),
     "mlflow": lambda target, job: _MLflow(target, job),
+    "wandb": lambda target, job: _WandB(Path(target), job),
 }
 """Kinds of sinks."""
 
@@ -154,6 +204,6 @@ def open_sink(text: str, job: str) -> Sink:
     if not (colon and kind in KINDS):
         kind, target = text.rpartition(".")[2], text
     if kind not in KINDS or not target:
-        hint = "FILE.csv, FILE.jsonl, tensorboard:FOLDER or mlflow:URI"
+        hint = "FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER"
         raise GeofedError("USAGE", f"{text!r} is no place for metrics", hint=hint)
     return KINDS[kind](target, job)

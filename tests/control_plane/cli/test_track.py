@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_job_is_written_to_files_again_and_again(live: Federation, run: Run, j
     assert (wrong.status, (tmp_path / "mine.csv").read_text()) == (2, "a,b\n1,2\n")
 
 
-@pytest.mark.parametrize("place", ["metrics", "wandb:x", "csv:", "metrics.parquet"])
+@pytest.mark.parametrize("place", ["metrics", "comet:x", "csv:", "metrics.parquet"])
 def test_what_is_no_place_is_refused(place: str) -> None:
     with pytest.raises(GeofedError, match="no place for metrics") as raised:
         open_sink(place, "job-1")
@@ -99,3 +100,53 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(GeofedError) as raised:
             open_sink(f"{kind}:{tmp_path}", "job-1")
         assert raised.value.hint == f"in a clone of geofed: pip install '.[{kind}]'"
+
+
+def _records(file: Path) -> list[bytes]:
+    """Return the records of a `.wandb` file: a log in blocks, in which a long record is in several pieces."""
+    content, at, found, piece = file.read_bytes(), 7, list[bytes](), b""
+    while at < len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        piece += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        # Whole, or the last piece.
+        if kind in (1, 4):
+            found.append(piece)
+            piece = b""
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_wandb_has_one_offline_run_with_each_figure(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for _ in range(2):
+        sink = open_sink(f"wandb:{tmp_path / 'runs'}", "job-1")
+        for point in (*points_of(EVENT), *points_of(EVALUATED)):
+            sink.write(point)
+        sink.close(VIEW)
+    wandb.teardown()  # its service ends with this process otherwise
+    (file,) = (tmp_path / "runs" / "wandb").glob("offline-run-*/*.wandb")
+    records = [Record.FromString(one) for one in _records(file)]
+    rows = [
+        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [{name: row[name] for name in row if "/" in name or name == "round"} for row in rows] == [
+        {"loss/a": 0.25, "step/a": 6, "samples/a": 60, "round": 3},
+        {"test_loss/a": 0.5, "accuracy/a": 0.75, "round": 3},
+    ]
+    assert rows[0]["_timestamp"] == pytest.approx(1795798800.5)
+    (run,) = [record.run for record in records if record.HasField("run")]
+    assert (run.run_id, run.project) == ("job-1", "geofed")
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+    summaries = [item for record in records for item in record.summary.update if item.key == "accuracy"]
+    assert [json.loads(item.value_json) for item in summaries] == [0.8]

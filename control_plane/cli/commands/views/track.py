@@ -22,14 +22,16 @@ def track(
     places: Annotated[
         list[str],
         typer.Argument(
-            metavar="PLACE...", help="FILE.csv, FILE.jsonl, tensorboard:FOLDER or mlflow:URI.", show_default=False
+            metavar="PLACE...",
+            help="FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER.",
+            show_default=False,
         ),
     ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Write the metrics of a job's rounds into files, TensorBoard or MLflow."""
+    """Write the metrics of a job's rounds into files, TensorBoard, MLflow or W&B."""
 
     async def ask(client: ControlClient) -> Data:
         return await track_job(client, job, places, follow=follow)
