@@ -61,9 +61,13 @@ def test_a_secure_job_learns_as_much(running: Running) -> None:
         assert "secure aggregation: only the sum over all 3 regions can be read" in told
 
 
-@pytest.mark.parametrize("topology", ["star", "ring"])
+@pytest.mark.parametrize("topology", ["star", "ring", "tree"])
 def test_relays_pass_on_masked_updates(topology: str, running: Running) -> None:
-    policy, outer = {"star": ("fedavgm", "lr: 0.6, momentum: 0.4"), "ring": ("diloco", "momentum: 0.3")}[topology]
+    policy, outer = {
+        "star": ("fedavgm", "lr: 0.6, momentum: 0.4"),
+        "ring": ("diloco", "momentum: 0.3"),
+        "tree": ("fedprox", "mu: 0.01"),
+    }[topology]
     settings = (f"wan.policy={policy}", f"wan.outer={{{outer}}}", f"wan.topology={topology}")
     ended = running.wait_end(running.submit(*ROUNDS, *settings, SECURE))
     check_succeeded(ended)
