@@ -17,6 +17,7 @@ from region_agent.config import RetentionConfig
 from region_agent.gateway.owner import function_name
 from region_agent.partition.shards import SHARDS
 from region_agent.state.store import stored_messages
+from region_agent.tasks.environments import FOLDER as ENVIRONMENTS
 
 __all__ = ["SENDING", "Held", "RegionStorage", "held_by"]
 
@@ -85,6 +86,9 @@ class RegionStorage:
         for one in found(place / "approvals"):
             if not _FIRST_RUN.fullmatch(one.path.name):
                 yield self._item("approvals", one, in_use=one.path.stem in held.jobs)
+        for one in found(place / ENVIRONMENTS):
+            # Whole ones are removed where they need the space, by `Environments`.
+            yield self._item("unfinished" if _WRITTEN.fullmatch(one.path.name) else ENVIRONMENTS, one)
         for one in found(place, ".*.partial"):
             yield self._item("unfinished", one)
 

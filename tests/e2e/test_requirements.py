@@ -11,6 +11,7 @@ from support.wheels import wheel
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 USES = """
+import os
 import sys
 import greeting
 import numpy
@@ -19,7 +20,7 @@ assert greeting.__file__.startswith(next(path for path in sys.path if "/environm
 assert sys.path.index(next(path for path in sys.path if "site-packages" in path)) < sys.path.index(
     next(path for path in sys.path if "/environments/" in path)
 )
-print(greeting.text(), flush=True)
+print(greeting.text(), "from", "a sandbox" if os.environ["HOME"] == "/home/function" else "no sandbox", flush=True)
 """
 
 
@@ -41,6 +42,7 @@ def test_a_region_installs_what_a_task_requires_once_and_says_what_it_cannot(tmp
             done = federation.control_plane(command, str(folder / "job.yaml"), *arguments, check=False)
             return f"{done.returncode} {done.stderr}"
 
+        sandboxed = "job code is not isolated" not in federation.log("agent-oslo")
         good = "# what it needs\nGreeting>=1  # and words\n"
         declined = refusal(good, requires)
         assert declined.startswith("9 error[PACKAGES_UNAVAILABLE]: region bergen installs no packages"), declined
@@ -51,7 +53,8 @@ def test_a_region_installs_what_a_task_requires_once_and_says_what_it_cannot(tmp
             job = running.submit(*only)
             described = running.wait_end(job)
             assert described["state"] == "succeeded", described["error"]
-            assert "hello from a wheel" in federation.control_plane("logs", job).stdout
+            place = "from a sandbox" if sandboxed else "from no sandbox"
+            assert f"hello from a wheel {place}" in federation.control_plane("logs", job).stdout
         environments = federation.region_state("oslo") / "state" / "environments"
         (installed,) = [path for path in environments.iterdir() if not path.name.startswith(".")]
         modules = {path.name for path in (installed / "site").glob("*.py")}

@@ -25,12 +25,13 @@ FILES = {
     "gateway/state/logs/geofed-here-1.log": 40, "gateway/state/logs/geofed-gone-1.log.1": 31,
     f"approvals/{MARK}.approved": 400, "approvals/here-1.approved": 400, "approvals/code-1.waiting": 31,
     "approvals/profile-1.approved": 31, "agent.key": 400, "gateway/config.json": 400,
+    f"environments/{USED[:32]}/site/x.py": 400, f"environments/.{UNUSED[:32]}.partial/site/x.py": 2,
 }  # fmt: skip
 """By path, age in days."""
 KEPT = {
     "jobs/here-1/ps/model", "shards/here-1/east/part", "sending/sent-1/x", f"bundles/{USED}",
     "gateway/state/logs/geofed-here-1.log", f"approvals/{MARK}.approved", "approvals/here-1.approved", "agent.key",
-    "gateway/config.json",
+    "gateway/config.json", f"environments/{USED[:32]}/site/x.py",
 }  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def test_nothing_goes_before_its_time(place: Path) -> None:
     storage.sweep(NOW)
     assert _files(place) == before
     assert sum(total.due_count for total in storage.totals(NOW)) == 0
-    assert sum(total.due_count for total in storage.totals(NOW + DAY)) == 9
+    assert sum(total.due_count for total in storage.totals(NOW + DAY)) == 10
 
 
 def test_without_the_list_of_jobs_nothing_is_removed(place: Path) -> None:
