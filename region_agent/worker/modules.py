@@ -29,8 +29,7 @@ PACKAGE = "geofed_task"
 _OURS = frozenset(
     {"control_plane", "deploy", "geofed", "geofed_pb", "proto", "region_agent", "scheduler", "sync", "tests"}
 )
-"""Packages of geofed. No task imports them, so a task's folder of such a name is a package also without
-``__init__.py``."""
+"""Packages of geofed. A task's folder of such a name is meant instead of them, also without ``__init__.py``."""
 
 
 def import_task(root: Path, module: str) -> ModuleType:
