@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -17,6 +18,8 @@ from geofed_pb.errors import GeofedError
 _COLUMNS = ["job", *(field.name for field in fields(Point))]
 _EXPERIMENT = "geofed"
 """Experiment of MLflow that the runs are in."""
+_MLFLOW_REFUSES = re.compile(r"[^\w./: -]")
+"""Characters that MLflow takes in no name."""
 _LONGEST_PARAMETER = 500
 """Characters that MLflow takes for the value of a parameter."""
 _STATES = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
@@ -109,7 +112,7 @@ class _MLflow:
         if point.cursor <= self._written:
             return
         milliseconds = int(datetime.fromisoformat(point.at).timestamp() * 1000)
-        name = f"{point.name}/{point.region}"
+        name = _MLFLOW_REFUSES.sub("_", f"{point.name}/{point.region}")
         self._client.log_metric(self._run, name, point.value, timestamp=milliseconds, step=point.round)
         self._last = point.cursor
 
@@ -119,7 +122,7 @@ class _MLflow:
         self._client.set_tag(self._run, "geofed.cursor", str(self._last))
         if view["state"] in _STATES:
             for name, value in (view["result"] or {}).get("metrics", {}).items():
-                self._client.log_metric(self._run, name, value)
+                self._client.log_metric(self._run, _MLFLOW_REFUSES.sub("_", name), value)
             self._client.set_terminated(self._run, _STATES[view["state"]])
 
 

@@ -54,6 +54,9 @@ def _report(draw: random.Random, job: str) -> Any:
         report.totals.sent_bytes[draw.choice(("a", "b", "pluto", ""))] = number
         report.evaluation.metrics[draw.choice(("accuracy", *_ODD_TEXT))] = odd
         report.speed.samples_per_second = odd
+        report.logged.round = number
+        report.logged.values[draw.choice(("norm", *_ODD_TEXT))] = odd
+        report.usage.cpu_cores, report.usage.memory_bytes = odd, number
     return report
 
 

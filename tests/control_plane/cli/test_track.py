@@ -21,6 +21,7 @@ EVALUATED = {
     "cursor": 8, "at": "2026-11-27T17:00:01Z", "region": "a", "kind": "partition.evaluated",
     "data": {"round": 3, "metrics": {"loss": 0.5, "accuracy": 0.75}, "samples": 10},
 }  # fmt: skip
+LOGGED = {**EVALUATED, "cursor": 9, "kind": "partition.logged", "data": {"round": 3, "values": {"top@5": 0.9}}}
 VIEW = {
     "state": "succeeded", "spec": {"train": {"seed": 1, "end": {"steps": 4}}}, "result": {"metrics": {"accuracy": 0.8}}
 }  # fmt: skip
@@ -78,7 +79,7 @@ def test_mlflow_has_one_run_for_a_job_that_continues(tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    for events, view in (((EVENT,), {**VIEW, "state": "running", "result": None}), ((EVENT, EVALUATED), VIEW)):
+    for events, view in (((EVENT,), {**VIEW, "state": "running", "result": None}), ((EVENT, EVALUATED, LOGGED), VIEW)):
         sink = open_sink(f"mlflow:{uri}", "job-1")
         for event in events:
             for point in points_of(event):
@@ -92,10 +93,12 @@ def test_mlflow_has_one_run_for_a_job_that_continues(tmp_path: Path) -> None:
     assert [(one.step, one.value) for one in history] == [(3, 0.25)], "once, although it was written twice"
     assert run.data.metrics["accuracy/a"] == 0.75
     assert run.data.metrics["accuracy"] == 0.8
+    assert run.data.metrics["top_5/a"] == 0.9
 
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind, module in (("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow.tracking")):
+    places = ("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow.tracking"), ("wandb", "wandb")
+    for kind, module in places:
         monkeypatch.setitem(__import__("sys").modules, module, None)
         with pytest.raises(GeofedError) as raised:
             open_sink(f"{kind}:{tmp_path}", "job-1")
