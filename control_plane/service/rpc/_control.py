@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from control_plane._view import standing_text
-from control_plane.core import TERMINAL, CancelRequested, FinishRequested
+from control_plane.core import TERMINAL
 from control_plane.pki import (
     REGION_LIFE,
     Authority,
@@ -24,6 +24,7 @@ from control_plane.pki import (
     new_secret,
     not_issued,
 )
+from control_plane.service.jobs._commands import cancel, finish, share
 from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.jobs._submission import answer_plan, scale, submit
@@ -220,34 +221,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Cancel(self, request: control_pb2.CancelRequest, context: Context) -> control_pb2.Job:
         """Cancel a job; repeating it has no effect. A job that has succeeded or failed cannot be cancelled."""
-        federation = self._federation
-        entry = await self._find(request.job)
-        if entry.state.phase in ("succeeded", "failed"):
-            raise GeofedError("ILLEGAL_STATE", f"job {entry.row.id} has {entry.state.phase} already")
-        async with federation.change() as draft:
-            draft.by = _who()
-            draft.apply_to_job(entry.row.id, CancelRequested(draft.at, request.reason))
-        return federation.describe(await federation.find_job(entry.row.id))
+        entry = await cancel(self._federation, await self._find(request.job), request.reason, _who())
+        return self._federation.describe(entry)
 
     @answering
     async def Finish(self, request: control_pb2.FinishRequest, context: Context) -> control_pb2.Job:
         """End a job early with its current model, without a successor. A job that is ending anyway just ends."""
-        federation = self._federation
-        entry = await self._find(request.job)
-        phase, job = entry.state.phase, entry.row.id
-        if phase in ("queued", "planned", "starting"):
-            hint = f"`geofed cancel {job}` ends it without a model"
-            raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase}: it has no model yet", hint=hint)
-        if phase not in ("running", "finishing", "succeeded"):
-            raise GeofedError("ILLEGAL_STATE", f"job {job} is {phase} already")
-        async with federation.change() as draft:
-            draft.by = _who()
-            draft.apply_to_job(job, FinishRequested(draft.at, request.reason))
-        entry = await federation.find_job(job)
-        if after := entry.state.successor:
-            hint = f"`geofed finish {after}` ends that job"
-            raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} continues", hint=hint)
-        return federation.describe(entry)
+        entry = await finish(self._federation, await self._find(request.job), request.reason, _who())
+        return self._federation.describe(entry)
 
     @answering
     async def Replan(self, request: control_pb2.ReplanRequest, context: Context) -> control_pb2.Job:
@@ -275,20 +256,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Share(self, request: control_pb2.ShareRequest, context: Context) -> control_pb2.Job:
         """Let a user read a job, or not any more; repeating it has no effect."""
-        federation, entry, user = self._federation, await self._find(request.job), request.user
-        if user not in federation.users and not request.end:
-            raise GeofedError("USER_NOT_FOUND", f"user {user} not found")
-        async with federation.change() as draft:
-            draft.by = _who()
-            entry = draft.job(entry.row.id) or entry
-            others = {*entry.row.shared_with} - {user}
-            shared = tuple(sorted(others if request.end else {*others, user}))
-            if shared != entry.row.shared_with:
-                draft.add_job(replace(entry, row=replace(entry.row, shared_with=shared)))
-                what = f"is not shared with {user} any more" if request.end else f"is shared with {user}"
-                draft.record("job.shared", f"job {entry.row.id} {what}", job=entry.row.id, data={"users": shared})
-        await federation.rights_changed()
-        return federation.describe(await self._find(entry.row.id))
+        entry = await self._find(request.job)
+        entry = await share(self._federation, entry, request.user, _who(), end=request.end)
+        return self._federation.describe(entry)
 
     @answering
     async def Rename(self, request: control_pb2.RenameRequest, context: Context) -> control_pb2.Job:
