@@ -236,8 +236,8 @@ def event_view(event: control_pb2.Event) -> Data:
     }
 
 
-USAGE = ("cpu_cores", "memory_bytes", "gpu_memory_bytes")
-"""Figures of a round about what the workers have used."""
+USAGE = ("cpu_cores", "memory_bytes", "gpu_memory_bytes", "usd", "wan_bytes")
+"""Figures of a round about what it has used: its workers' load; money and bytes to other regions since the start."""
 
 
 def round_rows(events: Iterable[Data]) -> list[Data]:

@@ -26,7 +26,9 @@ def records_of(part: Partition, report: Report) -> list[Record]:
     if report.round > last.round:
         loss = loss_of_round(report)
         figures = {"round": report.round, "step": report.step, "samples": report.samples, "loss": loss}
-        figures |= {name: value for name, value in asdict(report.usage).items() if value}
+        usd, sent = sum(charge.usd for charge in report.totals.money), sum(report.totals.sent_bytes.values())
+        used = asdict(report.usage) | {"usd": usd, "wan_bytes": sent}
+        figures |= {name: value for name, value in used.items() if value}
         found.append(Record("partition.round", f"{name}: round {report.round}, loss {loss:.4f}", name, figures))
     if report.logged.round > last.logged.round and report.logged.values:
         text = f"{name}: logged in round {report.logged.round}: {_values_text(report.logged.values)}"
