@@ -99,6 +99,12 @@ class LocalFederation:
         """File with the address and the token of the federation, for commands."""
         return self.control_state / "context.json"
 
+    @property
+    def dashboard(self) -> str:
+        """Address of the dashboard."""
+        host = self.emulator.address(CONTROL_SITE) if self.emulator else LOOPBACK
+        return f"https://{host}:{self._ports['metrics']}"
+
     def start_control_plane(self) -> None:
         """Start the control plane, with the state and the ports of its last run, if there was one."""
         host = self.emulator.address(CONTROL_SITE) if self.emulator else LOOPBACK

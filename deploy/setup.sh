@@ -60,14 +60,14 @@ if [ ! -x .venv/bin/python ] || ! .venv/bin/python -m pip --version >/dev/null 2
 fi
 
 say "installing Python packages (the first time this takes a minute or two)"
-extras="s3,demo"
+extras="s3,demo,dashboard"
 [ "$kind" = dev ] && extras="dev"
 .venv/bin/python -m pip install -qq --disable-pip-version-check -c deploy/constraints.txt -e ".[$extras]"
 
 install "the WAN is then not shaped" iproute2
 install "job code then runs without a sandbox, or not at all" bubblewrap libseccomp2
 if [ "$kind" = dev ]; then
-    install "some tests are then skipped" iputils-ping postgresql redis-server util-linux user-mode-linux
+    install "some tests are then skipped" chromium chromium-driver iputils-ping postgresql redis-server util-linux user-mode-linux
     # Not on a developer's machine, where it could take the place of another Docker.
     [ -z "${CI:-}" ] || install "the images are then not tested" docker.io debootstrap iptables
 fi

@@ -1,5 +1,5 @@
-"""The dashboard: read-only pages on the federation and its jobs, rendered on request."""
+"""The dashboard: pages on the federation and its jobs, rendered on request."""
 
-from control_plane.dashboard._pages import Dashboard
+from control_plane.dashboard._dashboard import Dashboard
 
 __all__ = ["Dashboard"]

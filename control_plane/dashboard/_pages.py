@@ -1,22 +1,17 @@
-"""Pages of the dashboard. They show what the commands show, to callers with a token of the federation."""
+"""Contents of the dashboard's pages."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import heapq
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
-from starlette.routing import Route
 
 from control_plane._view import (
     ENDED,
@@ -24,6 +19,7 @@ from control_plane._view import (
     bytes_text,
     event_view,
     job_view,
+    log_view,
     region_view,
     seconds_text,
     slack_text,
@@ -32,39 +28,37 @@ from control_plane._view import (
 )
 from control_plane.core import TERMINAL
 from control_plane.dashboard._chart import line_chart
-from control_plane.service import Caller, Federation, JobEntry, caller_of, event_message
+from control_plane.service import Caller, Federation, JobEntry, event_message, log_message
 from control_plane.store import Store
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Dashboard"]
+__all__ = ["Pages"]
 
 _REFRESH_SECONDS = 5
-"""Interval in which pages reload."""
+"""Interval in which pages reload where no scripts run."""
 _ACTIVE_JOBS = 100
 """Limit of active jobs on the overview."""
 _ENDED_JOBS = 20
-"""Limit of ended jobs on the overview."""
+"""Limit of ended jobs on a page of the overview."""
 _REGIONS = 200
 """Limit of regions on a page of the overview."""
 _EVENTS = 40
 """Limit of events on a job's page."""
 _ROUNDS = 5000
 """Limit of rounds in the loss chart."""
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'self'; img-src 'self'; frame-ancestors 'none'",
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-_STATUS = {"UNAUTHENTICATED": 401, "FORBIDDEN": 403, "JOB_NOT_FOUND": 404}
+_LOG_LINES = 5000
+"""Limit of log lines that are searched."""
+_SHOWN_LINES = 1000
+"""Limit of log lines on a page."""
+_FIGURES = (("time", "seconds", "seconds"), ("WAN", "wan_bytes", "bytes"), ("cost", "usd", "usd"))
 
 
-class Dashboard:
-    """The pages of one federation."""
+class Pages:
+    """Renders the pages of one federation."""
 
-    def __init__(self, federation: Federation, operator_hash: str) -> None:
-        """Create the pages; ``operator_hash`` is the hash of the operator's token."""
-        self._federation, self._operator_hash = federation, operator_hash
+    def __init__(self, federation: Federation, charts_script: str) -> None:
+        """``charts_script``: HTML that loads the script which draws charts; empty: there is none."""
+        self._federation, self._script = federation, charts_script
         self._templates = Environment(
             loader=PackageLoader("control_plane.dashboard"),
             autoescape=select_autoescape(default=True),
@@ -72,114 +66,130 @@ class Dashboard:
             trim_blocks=True,
             lstrip_blocks=True,
         )
+        written = {"bytes": bytes_text, "usd": usd_text, "seconds": seconds_text}
         self._templates.filters |= {
-            "bytes": bytes_text,
-            "usd": usd_text,
-            "seconds": seconds_text,
+            **written,
+            "write": lambda value, how: written[how](value),
             "number": _number,
             "time": _time,
             "slack": slack_text,
             "slack_class": _slack_class,
+            "sum_values": lambda values: sum(values.values()),
         }
-        self._style = (Path(__file__).parent / "style.css").read_text()
 
-    @property
-    def routes(self) -> list[Route]:
-        """Routes of the overview, of a job's page and of the style sheet; the pages need a token."""
-        return [
-            Route("/", self._guarded(self._overview)),
-            Route("/jobs/{job}", self._guarded(self._job)),
-            Route("/style.css", self._stylesheet),
-        ]
+    def sign_in(self, message: str, then: str) -> str:
+        """Return the page on which a token is entered. ``then``: path of the page that follows."""
+        return self._rendered("signin.html", None, message=message, next=then)
 
-    # Authentication
+    def error(self, error: GeofedError) -> str:
+        """Return the page of an error."""
+        return self._rendered("error.html", None, code=error.code, message=error.message, hint=error.hint)
 
-    def _guarded(self, page: Callable[[Request, Caller], Awaitable[str]]) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            try:
-                return HTMLResponse(await page(request, self._caller(request)), headers=_HEADERS)
-            except GeofedError as error:
-                status = _STATUS.get(error.code, 500)
-                more = {"WWW-Authenticate": 'Basic realm="geofed", charset="UTF-8"'} if status == 401 else {}
-                text = self._templates.get_template("error.html").render(
-                    code=error.code, message=error.message, hint=error.hint, **self._frame("", refresh=False)
-                )
-                return HTMLResponse(text, status_code=status, headers={**_HEADERS, **more})
-
-        return answer
-
-    def _caller(self, request: Request) -> Caller:
-        """Return the caller. In a browser the password is the token, and the user name is ignored."""
-        shown = request.headers.get("authorization", "")
-        kind, _, value = shown.partition(" ")
-        if kind.lower() == "basic":
-            try:
-                _, _, token = base64.b64decode(value, validate=True).decode().partition(":")
-            except (binascii.Error, UnicodeDecodeError):
-                token = ""
-            shown = f"Bearer {token}"
-        return caller_of(shown, self._operator_hash, self._federation.users.values())
-
-    # Pages
-
-    async def _overview(self, request: Request, caller: Caller) -> str:
+    async def overview(self, request: Request, caller: Caller) -> str:
+        """Return the page of all jobs that the caller may read, and of all regions."""
         # In a thread, since many jobs and regions take long; what is read is replaced, not changed.
-        latest = await self._federation.list_jobs(TERMINAL, _ENDED_JOBS, reader=caller.user)
-        after = request.query_params.get("regions-after", "")
-        return await asyncio.to_thread(self._overview_page, caller, latest, after)
+        before, after = request.query_params.get("before", ""), request.query_params.get("regions-after", "")
+        latest = await self._federation.list_jobs(TERMINAL, _ENDED_JOBS + 1, before, caller.user)
+        return await asyncio.to_thread(self._overview, caller, latest, after, "authorization" not in request.headers)
 
-    def _overview_page(self, caller: Caller, latest: list[JobEntry], after: str) -> str:
+    def _overview(self, caller: Caller, latest: list[JobEntry], after: str, session: bool) -> str:
         federation = self._federation
         known, found = list(federation.jobs.values()), dict(federation.regions)
         newest = [entry for entry in known if caller.may_read(entry.row)]
         first = heapq.nlargest(_ACTIVE_JOBS, newest, key=lambda entry: entry.row.created_at)
         active = [job_view(federation.summarise(entry)) for entry in first]
-        ended = [job_view(federation.summarise(entry)) for entry in latest]
+        ended = [job_view(federation.summarise(entry)) for entry in latest[:_ENDED_JOBS]]
         names = sorted(name for name in found if name > after)
         regions = [region_view(federation.describe_region(found[name])) for name in names[:_REGIONS]]
         used: dict[str, int] = {}
         for part in (part for entry in known for part in entry.state.partitions):
             used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
-        return self._templates.get_template("overview.html").render(
+        workers = sum(part["workers"] for job in active for part in job["partitions"])
+        return self._rendered(
+            "overview.html",
+            caller,
+            live="/live",
+            session=session,
             active=active,
+            totals={"active": len(newest), "usd": sum(job["usd"] for job in active), "workers": workers},
             more=max(0, len(newest) - _ACTIVE_JOBS),
             ended=ended,
+            before=ended[-1]["id"] if len(latest) > _ENDED_JOBS else "",
             regions=regions,
             more_regions=len(names) - len(regions),
             used=used,
-            **self._frame(caller.user, refresh=True),
         )
 
-    async def _job(self, request: Request, caller: Caller) -> str:
+    async def job(self, entry: JobEntry, caller: Caller) -> str:
+        """Return the page of a job."""
         federation = self._federation
-        entry = await federation.find_job(request.path_params["job"], caller.may_read)
-        caller.require("read", entry.row)
         job = job_view(federation.describe(entry))
         newest = partial(Store.newest_events, job=job["id"])
         events = await federation.read(partial(newest, limit=_EVENTS))
-        rounds = await federation.read(partial(newest, kind="partition.round", limit=_ROUNDS))
-        return self._templates.get_template("job.html").render(
+        chart = ""
+        if not self._script:
+            rounds = await federation.read(partial(newest, kind="partition.round", limit=_ROUNDS))
+            named = [part["region"] for part in job["partitions"]]
+            chart = _loss_chart(named, [(row.region, json.loads(row.data_json)) for row in rounds])
+        return self._rendered(
+            "job.html",
+            caller,
+            live="" if job["state"] in ENDED else f"/live?job={job['id']}",
             job=job,
-            chart=_loss_chart(
-                [part["region"] for part in job["partitions"]],
-                [(row.region, json.loads(row.data_json)) for row in rounds],
-            ),
+            chart=chart,
+            charts_script=self._script,
+            series=f"/jobs/{job['id']}/series",
             events=[event_view(event_message(row)) for row in reversed(events)],
             money=_money(job),
+            figures=_FIGURES,
+            may_change=caller.user in ("", entry.row.user),
+            ended=ENDED,
             done=min((part["round"] for part in job["partitions"]), default=0),
-            **self._frame(caller.user, refresh=job["state"] not in ENDED),
         )
 
-    async def _stylesheet(self, request: Request) -> Response:
-        return Response(self._style, media_type="text/css", headers=_HEADERS)
+    def compare(self, entries: Sequence[JobEntry], caller: Caller) -> str:
+        """Return the page of several jobs beside each other."""
+        jobs = [job_view(self._federation.describe(entry)) for entry in entries]
+        series = " ".join(f"/jobs/{job['id']}/series" for job in jobs)
+        return self._rendered(
+            "compare.html",
+            caller,
+            live="" if all(job["state"] in ENDED for job in jobs) else "/live",
+            jobs=jobs,
+            chart="",
+            charts_script=self._script,
+            series=series,
+        )
 
-    def _frame(self, user: str, *, refresh: bool) -> Data:
-        return {
+    async def logs(self, entry: JobEntry, caller: Caller, text: str, region: str) -> str:
+        """Return the page of a job's last log lines that contain a text, in one region or in all."""
+        job = job_view(self._federation.describe(entry))
+        lines = await self._federation.read(lambda store: _last_lines(store, entry.row.id, region))
+        wanted = [line for line in lines if text.lower() in line.text.lower()]
+        shown = [log_view(log_message(line)) for line in wanted[-_SHOWN_LINES:]]
+        live = "" if job["state"] in ENDED else f"/live?job={job['id']}"
+        return self._rendered(
+            "logs.html", caller, live=live, job=job, lines=shown, searched=len(lines), q=text, region=region
+        )
+
+    def _rendered(self, template: str, caller: Caller | None, **values: Any) -> str:
+        frame = {
             "federation": self._federation.name,
-            "user": user or "operator",
-            "refresh": _REFRESH_SECONDS if refresh else 0,
+            "user": "" if caller is None else caller.user or "operator",
+            "session": caller is not None,
+            "live": "",
+            "refresh": _REFRESH_SECONDS,
             "now": time_text(time.time()),
         }
+        return self._templates.get_template(template).render(frame | values)
+
+
+def _last_lines(store: Store, job: str, region: str) -> list[Any]:
+    cursor, found = store.log_tail_cursor(job, _LOG_LINES, region=region), list[Any]()
+    while rows := store.logs_after(job, cursor, region=region):
+        found += rows
+        cursor = rows[-1].cursor
+    return found
 
 
 def _loss_chart(regions: list[str], rounds: list[tuple[str, Any]]) -> str:

@@ -1,16 +1,20 @@
 """The control plane's gRPC services, and the federation's state behind them."""
 
 from control_plane.service._metrics import MetricsExporter
+from control_plane.service.jobs._commands import cancel, finish, share
+from control_plane.service.jobs._submission import scale
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._probing import WAIT, Probing
 from control_plane.service.measuring._profiling import Profiling
+from control_plane.service.planning._initial import kept_model
 from control_plane.service.rpc._access import AGENT_RULES, CONTROL_RULES, RegionCheck, UserCheck
 from control_plane.service.rpc._agents import AgentHubService
 from control_plane.service.rpc._control import AccessConfig, ControlService
 from control_plane.service.rpc._enrolment import EnrolmentService
-from control_plane.service.rpc._users import Caller, caller_of
-from control_plane.service.rpc._wire import event_message
+from control_plane.service.rpc._users import Caller, caller_of, caller_with
+from control_plane.service.rpc._wire import event_message, log_message
+from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._leading import SILENT_SECONDS, Leading, Silence, StoreThreads
@@ -21,6 +25,7 @@ __all__ = [
     "AGENT_RULES",
     "CONTROL_RULES",
     "KEEP",
+    "OPERATOR",
     "SILENT_SECONDS",
     "WAIT",
     "AccessConfig",
@@ -42,5 +47,12 @@ __all__ = [
     "Sweeper",
     "UserCheck",
     "caller_of",
+    "caller_with",
+    "cancel",
     "event_message",
+    "finish",
+    "kept_model",
+    "log_message",
+    "scale",
+    "share",
 ]

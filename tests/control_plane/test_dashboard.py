@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import xml.etree.ElementTree as Xml
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.dashboard import _pages
+from control_plane.dashboard import _dashboard, _pages
 from control_plane.dashboard._chart import line_chart, thinned, ticks
+from control_plane.dashboard._sessions import LIFE_SECONDS, Sessions
 from control_plane.server import ServeConfig
 from geofed_pb.v1 import common_pb2
 from tests.control_plane.conftest import Stage, staged
@@ -61,12 +63,16 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             overview = await pages.get("/")
             assert overview.status_code == 200
             assert f'href="/jobs/{job}"' in overview.text
-            assert 'http-equiv="refresh"' in overview.text
+            assert 'data-live="/live"' in overview.text
             page = (await pages.get(f"/jobs/{job}")).text
-            chart = Xml.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
-            (line,) = chart.findall("polyline")
-            assert len(line.attrib["points"].split()) == 2
+            assert f'data-live="/live?job={job}"' in page
             assert "partition.round" in page
+            charts = {one["name"]: one for one in (await pages.get(f"/jobs/{job}/series")).json()["charts"]}
+            (line,) = charts["loss"]["lines"]
+            assert (line["region"], line["x"]) == ("a", [1, 2])
+            assert line["y"] == [0.5, pytest.approx(1 / 3)]
+            assert charts["usd"]["lines"][0]["y"] == [0.25, 0.25]
+            assert charts["usd"]["range"][0] <= charts["usd"]["range"][1]
             metrics = (stage.config.state_dir / "metrics.token").read_text()
             bearer = {"headers": {"authorization": f"Bearer {metrics}"}, "auth": None}
             shown = (await pages.get("/metrics", **bearer)).text
@@ -77,7 +83,8 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             page = (await pages.get(f"/jobs/{job}")).text
             assert "job.succeeded" in page
             assert "$0.50" in page
-            assert 'http-equiv="refresh"' not in page
+            assert "data-live" not in page
+            assert "<h2>Result</h2>" in page
             assert "No jobs are active." in (await pages.get("/")).text
 
     told(serve_config, scene)
@@ -139,8 +146,10 @@ def test_only_who_has_a_token_may_look(serve_config: ServeConfig, job_file: Path
                 async with browser(stage, token) as pages:
                     refused = await pages.get(path)
                     assert refused.status_code == 401
-                    assert refused.headers["www-authenticate"].startswith("Basic")
-                    assert job not in refused.text
+                    # A browser without a token gets the page to sign in, not its own box for a password.
+                    assert ("www-authenticate" in refused.headers) == bool(token)
+                    assert ('action="/signin"' in refused.text) == (not token)
+                    assert "digits.yaml" not in refused.text
         async with browser(stage, user) as pages:
             refused = await pages.get(f"/jobs/{job}")
             assert (refused.status_code, "digits.yaml" in refused.text) == (403, False)
@@ -175,10 +184,150 @@ def test_what_job_code_says_is_text_on_the_page_and_nothing_runs(serve_config: S
                 assert EVIL not in answer.text
                 assert answer.headers["content-security-policy"].startswith("default-src 'none'")
             assert "&lt;script&gt;" in answer.text
-            style = await pages.get("/style.css")
-            assert style.headers["content-type"].startswith("text/css")
+            for name, kind in (("style.css", "text/css"), ("dashboard.js", "text/javascript")):
+                assert (await pages.get(f"/static/{name}")).headers["content-type"].startswith(kind)
+            assert (await pages.get("/static/..%2f_pages.py")).status_code == 404
+            names = [one["name"] for one in (await pages.get(f"/jobs/{job}/series")).json()["charts"]]
+            assert "loss" not in names, "what is not finite is not drawn"
 
     told(serve_config, scene)
+
+
+def test_without_plotly_the_loss_is_drawn_without_a_script(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_dashboard, "_plotly", lambda: None)
+
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        await train(job, a, b)
+        for round_ in (1, 2):
+            a.report(job, "training", **figures("a", "b", round_))
+            await a.settled()
+        async with browser(stage) as pages:
+            page = (await pages.get(f"/jobs/{job}")).text
+        assert "plotly-" not in page
+        chart = Xml.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+        (line,) = chart.findall("polyline")
+        assert len(line.attrib["points"].split()) == 2
+
+    told(serve_config, scene)
+
+
+def test_a_browser_signs_in_and_out(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        token = (await stage.client.add_user("ann")).token
+        async with browser(stage, "") as pages:
+            wrong = await pages.post("/signin", data={"token": "guessed", "next": "/"})
+            assert (wrong.status_code, "unknown in this federation" in wrong.text) == (401, True)
+            right = await pages.post("/signin", data={"token": token, "next": f"/jobs/{job}"})
+            assert (right.status_code, right.headers["location"]) == (303, f"/jobs/{job}")
+            cookie = right.headers["set-cookie"]
+            assert all(part in cookie for part in ("__Host-", "HttpOnly", "Secure", "SameSite=lax", "Path=/"))
+            assert token not in cookie
+            assert "ann" in (await pages.get("/")).text
+            elsewhere = {"origin": "https://elsewhere.example"}
+            assert (await pages.post("/signout", headers=elsewhere)).status_code == 403
+            assert (await pages.get("/")).status_code == 200
+            kept = {"cookie": cookie.partition(";")[0]}
+            assert (await pages.post("/signout")).status_code == 303
+            assert (await pages.get("/", headers=kept)).status_code == 401
+            for then in ("//elsewhere.example", "https://elsewhere.example", "/\\elsewhere.example"):
+                answer = await pages.post("/signin", data={"token": token, "next": then})
+                assert answer.headers["location"] == "/"
+            await stage.client.remove_user("ann")
+            assert (await pages.get("/")).status_code == 401
+
+    told(serve_config, scene)
+
+
+def test_sessions_end_after_their_time_and_are_bounded() -> None:
+    now = 0.0
+    sessions = Sessions(lambda: now)
+    first = sessions.open("token")
+    assert sessions.token_hash(first) == sessions.token_hash(sessions.open("token"))
+    now = LIFE_SECONDS + 1.0
+    assert sessions.token_hash(first) is None
+    opened = [sessions.open("token") for _ in range(1001)]
+    assert [sessions.token_hash(secret) is None for secret in opened[:2]] == [True, False]
+
+
+def test_jobs_are_ended_scaled_and_shared_by_who_may(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        token = (await stage.client.add_user("ann")).token
+        await train(job, a, b)
+        async with browser(stage) as pages:
+            elsewhere = {"origin": "https://elsewhere.example"}
+            assert (await pages.post(f"/jobs/{job}/cancel", headers=elsewhere)).status_code == 403
+            assert (await pages.get(f"/jobs/{job}/cancel")).status_code == 405
+            assert (await pages.post(f"/jobs/{job}/share", data={"user": "bob"})).status_code == 404
+            assert (await pages.post(f"/jobs/{job}/share", data={"user": "ann"})).status_code == 303
+            assert "shared with ann" in (await pages.get(f"/jobs/{job}")).text
+            assert (await pages.post(f"/jobs/{job}/scale", data={"a": "many"})).status_code == 400
+            assert (await pages.post(f"/jobs/{job}/explode")).status_code == 400
+            assert (await pages.post(f"/jobs/{job}/share", data={"user": "x" * 70_000})).status_code == 429
+        async with browser(stage, token) as pages:
+            page = await pages.get(f"/jobs/{job}")
+            assert (page.status_code, "End, scale or share" in page.text) == (200, False)
+            assert (await pages.post(f"/jobs/{job}/cancel")).status_code == 403
+        async with browser(stage) as pages:
+            assert "End, scale or share" in (await pages.get(f"/jobs/{job}")).text
+            assert (await pages.post(f"/jobs/{job}/cancel")).status_code == 303
+            assert (await stage.client.job(job)).state in ("cancelling", "cancelled")
+
+    told(serve_config, scene)
+
+
+def test_files_logs_and_comparison(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        await train(job, a, b)
+        async with browser(stage) as pages:
+            spec = await pages.get(f"/jobs/{job}/files/job.json")
+            assert spec.json()["metadata"]["name"] == "digits"
+            assert spec.headers["content-disposition"] == f'attachment; filename="{job}-job.json"'
+            assert (await pages.get(f"/jobs/{job}/files/plan.json")).json()["partitions"]
+            task = await pages.get(f"/jobs/{job}/files/task.tar")
+            assert len(task.content) == int(task.headers["content-length"])
+            for missing in ("result.json", "error.json", "usd.json"):
+                assert (await pages.get(f"/jobs/{job}/files/{missing}")).status_code == 400
+            assert (await pages.get(f"/jobs/{job}/models/7")).status_code == 404
+            logs = await pages.get(f"/jobs/{job}/logs", params={"q": "<b>", "region": "a"})
+            assert (logs.status_code, "&lt;b&gt;" in logs.text) == (200, True)
+            both = await pages.get("/compare", params={"job": job})
+            assert f'data-series="/jobs/{job}/series"' in both.text
+            assert (await pages.get("/compare")).status_code == 400
+
+    told(serve_config, scene)
+
+
+def test_a_page_is_told_of_changes_until_the_job_ends(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        await train(job, a, b)
+        async with browser(stage) as pages, pages.stream("GET", f"/live?job={job}") as live:
+            assert live.headers["content-type"].startswith("text/event-stream")
+            lines = live.aiter_lines()
+            assert await anext(lines) == "retry: 3000"
+            a.report(job, "training", **figures("a", "b", 1))
+            await a.settled()
+            assert await _next_event(lines) == "change"
+            await finish(job, a, b)
+            while (told_of := await _next_event(lines)) == "change":
+                pass
+            assert told_of == "end"
+
+    told(serve_config, scene)
+
+
+async def _next_event(lines: AsyncIterator[str]) -> str:
+    async with asyncio.timeout(20):
+        async for line in lines:
+            if line.startswith("event: "):
+                return line.removeprefix("event: ")
+    raise AssertionError("the stream has ended")
 
 
 # Charts

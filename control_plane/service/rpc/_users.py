@@ -17,7 +17,7 @@ from control_plane.store import JobRow, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
 
-__all__ = ["Caller", "add_user", "caller_of", "change_user", "list_users", "remove_user"]
+__all__ = ["Caller", "add_user", "caller_of", "caller_with", "change_user", "list_users", "remove_user"]
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
@@ -51,7 +51,11 @@ def caller_of(authorization: str, operator_hash: str, users: Iterable[UserRow]) 
     kind, _, token = authorization.partition(" ")
     if kind != "Bearer" or not token:
         raise GeofedError("UNAUTHENTICATED", "the call has no token")
-    token_hash = hash_secret(token)
+    return caller_with(hash_secret(token), operator_hash, users)
+
+
+def caller_with(token_hash: str, operator_hash: str, users: Iterable[UserRow]) -> Caller:
+    """Return the caller whose token has a hash. Raises ``GeofedError("UNAUTHENTICATED")``."""
     if hmac.compare_digest(token_hash, operator_hash):
         return Caller()
     for user in users:

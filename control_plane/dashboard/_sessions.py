@@ -1,0 +1,52 @@
+"""Sessions of browsers that have signed in with a token. They are in memory: a restart ends them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from control_plane.pki import hash_secret, new_secret
+
+__all__ = ["LIFE_SECONDS", "Sessions"]
+
+LIFE_SECONDS = 12 * 3600
+"""Time after which a browser must sign in again."""
+_MOST = 1000
+"""Limit of sessions; beyond it the oldest ones end."""
+
+
+@dataclass(frozen=True)
+class _Session:
+    token_hash: str
+    ends: float
+
+
+class Sessions:
+    """Remembers by hashes: neither the browser's secret nor the token is kept."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock``: seconds."""
+        self._clock = clock
+        self._open: OrderedDict[str, _Session] = OrderedDict()
+
+    def open(self, token: str) -> str:
+        """Begin a session with a token that was checked; return the secret for the browser's cookie."""
+        secret = new_secret()
+        self._open[hash_secret(secret)] = _Session(hash_secret(token), self._clock() + LIFE_SECONDS)
+        while len(self._open) > _MOST:
+            self._open.popitem(last=False)
+        return secret
+
+    def token_hash(self, secret: str) -> str | None:
+        """Return the hash of the token that a session began with; None if it has ended."""
+        key = hash_secret(secret)
+        session = self._open.get(key)
+        if session is None or session.ends < self._clock():
+            self._open.pop(key, None)
+            return None
+        return session.token_hash
+
+    def close(self, secret: str) -> None:
+        """End a session."""
+        self._open.pop(hash_secret(secret), None)
