@@ -25,8 +25,8 @@ from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.capacity import preemptible_workers
-from region_agent.config import FileChannelConfig, OpenFaasGateway, RegionConfig
-from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, openfaas_client
+from region_agent.config import DockerGateway, EmbeddedGateway, FileChannelConfig, OpenFaasGateway, RegionConfig
+from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, openfaas_client, reachable
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.owner import Owner
 from region_agent.isolation import Isolation, isolation_of
@@ -125,6 +125,7 @@ class Agent:
         self._charge_interrupted()
         (self._state_dir / SHARDS).mkdir(parents=True, exist_ok=True, mode=0o700)
         client = await self._open_gateway()
+        self._config = await reachable(self._config, client)
         self._isolation = await isolation_of(self._config, client)
         if self._isolation.kind == "none":
             _log.warning("job code is not isolated", isolation=self._isolation.text, hint=self._isolation.hint)
@@ -189,7 +190,7 @@ class Agent:
             gateway=client,
             state_dir=self._state_dir,
             channel=RegionChannel(self._config.channel, self._channel_folder(), self._config.name),
-            image=gateway.image if isinstance(gateway, OpenFaasGateway) else WORKER_IMAGE,
+            image=WORKER_IMAGE if isinstance(gateway, EmbeddedGateway) else gateway.image,
             fetch_bundle=self._fetch_bundle,
             fetch_model=self._hub.fetch_file,
             publish_model=self._publish_model,
@@ -235,7 +236,8 @@ class Agent:
             self._channel_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         self._gateway = EmbeddedGatewayProcess(
             self._state_dir,
-            profile=gateway.profile,
+            profile=gateway.profile if isinstance(gateway, EmbeddedGateway) else "none",
+            docker=gateway if isinstance(gateway, DockerGateway) else None,
             isolation=self._config.policy.isolation,
             warm=capacity.workers + capacity.preemptible > 0,
             log_format=self._log_format,

@@ -20,7 +20,15 @@ from geofed_pb.address import addresses_of, split
 from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, clock_of, error_of
 from geofed_pb.v1 import agent_pb2_grpc, common_pb2
-from region_agent.config import DatasetConfig, FileChannelConfig, OpenFaasGateway, RedisChannelConfig, RegionConfig
+from region_agent.config import (
+    DatasetConfig,
+    DockerGateway,
+    EmbeddedGateway,
+    FileChannelConfig,
+    OpenFaasGateway,
+    RedisChannelConfig,
+    RegionConfig,
+)
 from region_agent.embedded_gateway import EmbeddedGatewayProcess, openfaas_client
 from region_agent.isolation import CONTAINER, isolation_of
 from region_agent.link.identity import Identity
@@ -145,6 +153,8 @@ async def _ask(address: str, identity: Identity) -> tuple[float, float | None]:
 
 async def _gateway(config: RegionConfig) -> str:
     gateway = config.gateway
+    if isinstance(gateway, DockerGateway):
+        return await asyncio.to_thread(_docker, gateway)
     if not isinstance(gateway, OpenFaasGateway):
         return "embedded; it starts with the agent"
     async with openfaas_client(gateway) as client:
@@ -161,6 +171,27 @@ async def _gateway(config: RegionConfig) -> str:
     return f"{gateway.url}: {info.get('provider', {}).get('orchestration', 'OpenFaaS')}, as {edition.title}{limit}"
 
 
+def _docker(gateway: DockerGateway) -> str:
+    """Ask the engine for its version and for the image. Blocks."""
+    try:
+        import docker
+    except ImportError:
+        hint = "pip install 'geofed[docker]'"
+        raise GeofedError("CONFIG_INVALID", "the package docker is not installed", hint=hint) from None
+    try:
+        with contextlib.closing(docker.DockerClient(base_url=gateway.engine, timeout=_CONNECT_SECONDS)) as engine:
+            version = engine.version()["Version"]
+            images = engine.images.list(name=gateway.image)
+    except Exception as error:
+        text = f"no Docker engine answers at {gateway.engine}: {error}"
+        hint = "start it, and let the agent's user use its socket"
+        raise GeofedError("GATEWAY_UNAVAILABLE", text, hint=hint) from error
+    if not images:
+        text = f"the engine has no image {gateway.image}"
+        raise GeofedError("CONFIG_INVALID", text, hint="build or pull it; docs/containers.md has the commands")
+    return f"Docker {version} at {gateway.engine}, image {gateway.image}"
+
+
 def _check_visible(config: RegionConfig, dataset: DatasetConfig) -> None:
     """Check that functions can read a dataset where its region file says it is: containers elsewhere see no local file.
 
@@ -175,7 +206,7 @@ def _check_visible(config: RegionConfig, dataset: DatasetConfig) -> None:
 
 async def _isolation(config: RegionConfig) -> str:
     """Try how functions are isolated, with a gateway of its own."""
-    if isinstance(config.gateway, OpenFaasGateway):
+    if not isinstance(config.gateway, EmbeddedGateway):
         return CONTAINER.text
     with tempfile.TemporaryDirectory(prefix="geofed-doctor-") as folder:
         gateway = EmbeddedGatewayProcess(Path(folder), profile="none", isolation=config.policy.isolation, warm=False)
@@ -204,7 +235,7 @@ async def _channel(config: RegionConfig, state_dir: Path) -> str:
     channel = RegionChannel(config.channel, state_dir / "channel", config.name)
     own = [place for place in channel.endpoints() if _is_own(split(place)[0])]
     unix = isinstance(config.channel, RedisChannelConfig) and config.channel.url.startswith("unix:")
-    if isinstance(config.gateway, OpenFaasGateway) and (own or unix):
+    if not isinstance(config.gateway, EmbeddedGateway) and (own or unix):
         text = f"the channel's address {[*own, 'a socket file'][0]} is of this machine only; functions do not reach it"
         raise GeofedError("CONFIG_INVALID", text, hint="write an address at which other machines reach the channel")
     measured = await asyncio.to_thread(channel.check)

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
-from region_agent.config import OpenFaasGateway
+from region_agent.config import DockerGateway, OpenFaasGateway, RegionConfig
 from region_agent.gateway import BasicAuth, GatewayClient
 
-__all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess", "openfaas_client"]
+__all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess", "openfaas_client", "reachable"]
 
 WORKER_IMAGE = "geofed/worker"
 """Image name of the worker function, which the embedded gateway maps to the worker's handler."""
+_LOOPBACK = "127.0.0.1"
 _READY_SECONDS = 60.0
 """Timeout of the gateway's start."""
 
@@ -33,6 +34,17 @@ def openfaas_client(gateway: OpenFaasGateway) -> GatewayClient:
     )
 
 
+async def reachable(config: RegionConfig, client: GatewayClient) -> RegionConfig:
+    """Return the region's configuration with an address at which containers reach its parameter servers.
+
+    Where the file names none but loopback, it is this machine's address in their network.
+    """
+    if not isinstance(config.gateway, DockerGateway) or config.server.worker_host != _LOOPBACK:
+        return config
+    host = str((await client.info())["provider"].get("host", ""))
+    return config.model_copy(update={"server": config.server.model_copy(update={"worker_host": host or _LOOPBACK})})
+
+
 class EmbeddedGatewayProcess:
     """The gateway's process. It listens on a socket file that only this user can open, and ends with the agent."""
 
@@ -43,10 +55,12 @@ class EmbeddedGatewayProcess:
         profile: str,
         isolation: str,
         warm: bool = True,
+        docker: DockerGateway | None = None,
         log_format: str = "text",
     ) -> None:
         """``isolation``: "require", "prefer" or "none". ``warm``: start workers from a process that has imported what
-        they need."""
+        they need. ``docker``: run them in containers instead."""
+        self._docker = docker
         self._state_dir, self._folder = state_dir, state_dir / "gateway"
         self._profile, self._isolation = profile, isolation
         self._warm, self._log_format = warm, log_format
@@ -63,7 +77,7 @@ class EmbeddedGatewayProcess:
         user, password = self._folder / "user", self._folder / "password"
         for path, content in ((user, "agent"), (password, secrets.token_urlsafe(24))):
             write_durably(path, [content.encode()], mode=0o600)
-        config = {
+        config: dict[str, object] = {
             "state_dir": str(self._folder / "state"),
             "listen": f"unix:{self._folder / 'api'}",
             "ready_file": str(ready),
@@ -78,6 +92,8 @@ class EmbeddedGatewayProcess:
             # Short, since the agent deletes a function only when its answers are no longer needed.
             "drain_timeout": "500ms",
         }
+        if self._docker is not None:
+            config |= {"docker": self._docker.engine, "docker_network": self._docker.network}
         config_file = self._folder / "config.json"
         write_durably(config_file, [json.dumps(config).encode()])
         log = (self._folder / "gateway.log").open("ab")

@@ -288,7 +288,7 @@ class Profiler:
                 service=name,
                 image=context.image,
                 labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
-                annotations=grants.annotations() if context.isolation.kind != "container" else {},
+                annotations=grants.annotations() if context.config.local_functions else {},
                 env_vars={**timeout_env(limit), **context.channel.worker_env()},
                 secrets=tuple(command.task.secrets),
                 limits={"memory": f"{memory_mb}Mi"},

@@ -7,6 +7,7 @@ from region_agent.config._load import load_config
 from region_agent.config._model import (
     ChannelPricesConfig,
     DatasetConfig,
+    DockerGateway,
     EmbeddedGateway,
     FileChannelConfig,
     OpenFaasGateway,
@@ -24,6 +25,7 @@ from region_agent.config._model import (
 __all__ = [
     "ChannelPricesConfig",
     "DatasetConfig",
+    "DockerGateway",
     "EmbeddedGateway",
     "FileChannelConfig",
     "OpenFaasGateway",

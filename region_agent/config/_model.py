@@ -171,6 +171,19 @@ class EmbeddedGateway(Section):
     """`ce`: the limits of OpenFaaS's community edition. `faasd`: one replica of a function, and faasd's conduct."""
 
 
+class DockerGateway(Section):
+    """Functions are containers of this machine's Docker engine (docs/containers.md)."""
+
+    kind: Literal["docker"]
+    """Kind of the gateway."""
+    image: Annotated[str, Field(min_length=1)]
+    """Image of the worker function; the engine has it, or pulls it."""
+    engine: Annotated[str, Field(pattern=r"^unix:///")] = "unix:///var/run/docker.sock"
+    """Socket of the engine; the agent's user must be allowed to use it."""
+    network: str = ""
+    """Docker network of the containers. Default: one of the region's own, from which only this machine is reached."""
+
+
 class OpenFaasGateway(Section):
     """Functions run on an OpenFaaS installation (docs/production.md)."""
 
@@ -466,7 +479,9 @@ class RegionConfig(Section):
     150 ms."""
     stores: dict[str, StoreConfig] = {}
     """S3-compatible object stores, by name; their credentials come from the SDK's credential chain."""
-    gateway: Annotated[EmbeddedGateway | OpenFaasGateway, Field(discriminator="kind")] = EmbeddedGateway()
+    gateway: Annotated[EmbeddedGateway | DockerGateway | OpenFaasGateway, Field(discriminator="kind")] = (
+        EmbeddedGateway()
+    )
     """Where functions run. Default: `kind: embedded`."""
     channel: Annotated[FileChannelConfig | RedisChannelConfig | S3ChannelConfig, Field(discriminator="kind")] = (
         FileChannelConfig()
@@ -520,10 +535,15 @@ class RegionConfig(Section):
         return self.metadata.name
 
     @property
+    def local_functions(self) -> bool:
+        """Whether functions run on this machine and are given its files."""
+        return not isinstance(self.gateway, OpenFaasGateway)
+
+    @property
     def takes_shards(self) -> bool:
         """Whether other regions' shards can be processed here: functions must be able to read the agent's files."""
         policy = self.policy
-        return policy.accept_jobs and policy.accept_shards and isinstance(self.gateway, EmbeddedGateway)
+        return policy.accept_jobs and policy.accept_shards and self.local_functions
 
     @property
     def installs(self) -> bool:
@@ -549,8 +569,7 @@ class RegionConfig(Section):
         if preemptible is not None:
             capacity["preemptible"] = preemptible
         if self.capacity.cores is None:
-            shared = isinstance(self.gateway, EmbeddedGateway)
-            capacity["cores"] = float(len(os.sched_getaffinity(0))) if shared else 0.0
+            capacity["cores"] = float(len(os.sched_getaffinity(0))) if self.local_functions else 0.0
         return {
             "name": self.name,
             "cloud": self.cloud,

@@ -206,7 +206,10 @@ class HandlerProcess:
             text = f" of {format_bytes(limit)}" if limit is not None else ""
             return _ended(500, "memory", f"the function used more memory than its limit{text} and was killed")
         if status < 0:
-            return _ended(500, "crash", f"the function was killed by {signal.Signals(-status).name}")
+            text = f"the function was killed by {signal.Signals(-status).name}"
+            if status == -signal.SIGKILL:
+                text += ", as by the kernel if it used more memory than its limit"
+            return _ended(500, "crash", text)
         return _ended(500, "crash", f"the function exited with status {status} during its work")
 
     def _out_of_memory_kills(self) -> int:

@@ -118,12 +118,18 @@ class WorkerFunction:
             service=name,
             image=self._image,
             labels={**fixed_scale_labels(replicas), **capacity_label, **self._owner.labels(self._start.job)},
-            annotations=with_server(self.grants or Grants(), self._server).annotations() if self._isolated else {},
+            annotations=self._annotations(),
             constraints=self._constraints(preemptible=preemptible),
             env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env()},
             secrets=tuple(self._start.task.secrets),
             limits={"memory": f"{self._start.plan.memory_mb}Mi"},
         )
+
+    def _annotations(self) -> dict[str, str]:
+        grants = self.grants or Grants()
+        if self._isolated:
+            return with_server(grants, self._server).annotations()
+        return grants.annotations() if self._config.local_functions else {}
 
     def _constraints(self, *, preemptible: bool) -> tuple[str, ...]:
         """Return the placement constraints of the function."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
+from support.docker_engine import docker_engine, worker_image
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually
 
 from tests.region_agent.gateway.conftest import Embedded
@@ -14,6 +16,7 @@ from tests.region_agent.gateway.conftest import Embedded
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 REGIONS = ("lille", "lyon")
+OWN = {"label": "geofed.gateway"}
 
 
 @pytest.fixture
@@ -55,3 +58,37 @@ def test_two_regions_with_two_workers_each_share_one_faasd(faasd: Embedded, tmp_
         federation.start_agent(own)
         there = [{"strange"}]
         eventually(lambda: {f["name"] for f in httpx2.get(f"{faasd.url}/system/functions").json()} in there, "only its")
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A region's gateway of kind `docker`, with an engine that has the worker's image."""
+    pytest.importorskip("docker")
+    with docker_engine(tmp_path_factory.mktemp("docker")) as engine:
+        yield {"kind": "docker", "engine": engine.host, "image": worker_image(engine, tmp_path_factory)}
+
+
+@pytest.mark.timeout(900)
+def test_workers_are_containers_that_see_their_shard_and_their_channel(docker: dict[str, str], tmp_path: Path) -> None:
+    from docker import DockerClient
+
+    sites = digits_sites(tmp_path, REGIONS[:1], workers=2, gateway=docker)
+    engine = DockerClient(docker["engine"])
+    with contextlib.closing(engine), Federation(tmp_path / "federation", sites) as federation:
+        running = Running(federation, tmp_path)
+        job = running.submit("train.workers=2", "train.end.epochs=12", "wan.interval=20")
+        running.wait_round(job, 1)
+        containers = engine.containers.list(filters=OWN)
+        assert len(containers) == 2
+        for container in containers:
+            host, mounts = container.attrs["HostConfig"], container.attrs["Mounts"]
+            assert (host["ReadonlyRootfs"], host["CapDrop"], host["Memory"]) == (True, ["ALL"], host["MemorySwap"])
+            written = [mount["Source"] for mount in mounts if mount["RW"] and mount["Type"] == "bind"]
+            assert all(str(tmp_path / "channels") in path for path in written)
+            assert any(str(tmp_path / "data") in mount["Source"] for mount in mounts if not mount["RW"])
+            assert container.exec_run(["cat", str(tmp_path / "federation")]).exit_code != 0
+        check_succeeded(running.wait_end(job), accuracy=0.5)
+        eventually(lambda: not engine.containers.list(all=True, filters=OWN), "they are removed")
+        again = running.submit("train.workers=2", "train.end.epochs=500", "train.evaluateEvery=0")
+        running.wait_round(again, 1)
+    assert engine.containers.list(all=True, filters=OWN) == engine.networks.list(filters=OWN) == []

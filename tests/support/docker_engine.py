@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-__all__ = ["Engine", "debian_with_our_packages", "docker_engine"]
+__all__ = ["Engine", "debian_with_our_packages", "docker_engine", "worker_image"]
 
+_ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
 _EXTRAS = ("worker", "redis", "s3", "postgres")
 """What the images have, so that their builds download next to nothing."""
@@ -26,6 +27,7 @@ class Engine:
     """Commands of ``docker`` for one engine."""
 
     def __init__(self, socket: Path) -> None:
+        self.host = f"unix://{socket}"
         # The engine of Debian 12 has no other builder.
         self._environment = {**os.environ, "DOCKER_HOST": f"unix://{socket}", "DOCKER_BUILDKIT": "0"}
 
@@ -43,7 +45,13 @@ class Engine:
 
 @contextmanager
 def docker_engine(folder: Path) -> Iterator[Engine]:
-    """Start an engine with all its files in a folder; skip the test where there can be none."""
+    """Start an engine with all its files in a folder; skip the test where there can be none.
+
+    One that GEOFED_TEST_DOCKER names, as ``unix:///path``, is used instead and keeps its images.
+    """
+    if host := os.environ.get("GEOFED_TEST_DOCKER"):
+        yield Engine(Path(host.removeprefix("unix://")))
+        return
     if os.geteuid() != 0:
         pytest.skip("a Docker engine of the tests' own needs root")
     for program in ("docker", "dockerd", "debootstrap", "iptables"):
@@ -72,6 +80,15 @@ def docker_engine(folder: Path) -> Iterator[Engine]:
                 subprocess.run(["umount", "--lazy", mount], check=True)
         # Gigabytes, of which pytest would keep those of three runs.
         shutil.rmtree(folder)
+
+
+def worker_image(engine: Engine, folders: pytest.TempPathFactory) -> str:
+    """Build the worker's image from this tree, on a base of this environment's packages; returns its name."""
+    if not engine("images", "--quiet", "geofed-base"):
+        debian_with_our_packages(engine, "geofed-base", folders.mktemp("base"))
+    arguments = ["--file", "deploy/container/Dockerfile", "--target", "worker", "--tag", "geofed-worker"]
+    engine("build", "--network=host", "--build-arg", "BASE=geofed-base", *arguments, ".", cwd=_ROOT)
+    return "geofed-worker"
 
 
 def debian_with_our_packages(engine: Engine, name: str, folder: Path) -> None:

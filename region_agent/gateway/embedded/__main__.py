@@ -21,7 +21,7 @@ from geofed_pb.durable import write_durably
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from region_agent.gateway.embedded.app import create_app
-from region_agent.gateway.embedded.config import Config, load
+from region_agent.gateway.embedded.config import PROFILES, Config, load
 from region_agent.gateway.embedded.provider import Provider
 from region_agent.gateway.unix_sockets import short_path
 
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tls-cert", type=Path, metavar="PEM")
     parser.add_argument("--tls-key", type=Path, metavar="PEM")
     parser.add_argument("--log-format", choices=LOG_FORMATS, default="text", help="format of the log on stderr")
-    parser.add_argument("--profile", choices=["none", "ce"])
+    parser.add_argument("--profile", choices=list(PROFILES))
     parser.add_argument(
         "--die-with-parent",
         type=int,

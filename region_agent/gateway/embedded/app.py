@@ -34,7 +34,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def create_app(config: Config, on_ready: Callable[[], None]) -> tuple[Starlette, Provider]:
     """The application, which starts the provider in its lifespan and then calls ``on_ready``."""
-    provider = Provider(config)
+    provider = _provider_of(config)
     metrics = Metrics()
     proxy = Proxy(provider, metrics)
     queue = AsyncQueue(proxy, config.limits, config.callback_ca)
@@ -79,6 +79,14 @@ def create_app(config: Config, on_ready: Callable[[], None]) -> tuple[Starlette,
     if (auth := config.auth) is not None:
         app.add_middleware(_SystemAuth, auth=auth)
     return app, provider
+
+
+def _provider_of(config: Config) -> Provider:
+    if not config.docker:
+        return Provider(config)
+    from region_agent.gateway.embedded.containers import ContainerProvider
+
+    return ContainerProvider(config)
 
 
 class _SystemAuth:

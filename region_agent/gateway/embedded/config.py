@@ -80,6 +80,11 @@ class Config:
     isolation: str = "require"
     """``require``: functions run in sandboxes, or not at all. ``prefer``: without sandboxes where there can be none.
     ``none``: without."""
+    docker: str = ""
+    """Address of a Docker engine, e.g. ``unix:///var/run/docker.sock``: replicas are its containers, and a function's
+    image is one of the engine's. Empty: replicas are processes."""
+    docker_network: str = ""
+    """Network of the containers; empty: one of the gateway's own, from which only this machine is reached."""
     read_timeout: timedelta = timedelta(seconds=60)
     """Longest time for a request's body to arrive."""
     write_timeout: timedelta = timedelta(seconds=60)

@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,11 @@ def unreachable(function: str) -> str:
 class Provider:
     """The functions of one gateway, as processes of this machine."""
 
+    answer_grace = timedelta(0)
+    """Time beyond a call's limit in which a replica may tell that it has ended the call itself."""
+    host = ""
+    """Address of this machine for functions; empty: its loopback addresses."""
+
     def __init__(self, config: Config) -> None:
         self.config = config
         self.table = FunctionTable(config.limits.edition)
@@ -105,9 +110,7 @@ class Provider:
 
     async def start(self) -> None:
         """Start the warm parent, and delete folders that an earlier gateway has left in the state directory."""
-        runtime = self.config.state_dir / "r"
-        shutil.rmtree(runtime, ignore_errors=True)
-        runtime.mkdir(mode=0o700)
+        self._clear_runtime()
         remove_old_groups()
         await self._zygote.start()
         self._system_view = system_view(self._zygote.python_path, self._hidden)
@@ -122,6 +125,18 @@ class Provider:
         """End every replica and the warm parent."""
         self.logs.end()
         await self._zygote.stop()
+        await self._stop_tasks()
+
+    def _clear_runtime(self) -> None:
+        runtime = self.config.state_dir / "r"
+        shutil.rmtree(runtime, ignore_errors=True)
+        runtime.mkdir(mode=0o700)
+
+    def _end(self, name: str) -> None:
+        """End a replica's process."""
+        self._zygote.kill(name)
+
+    async def _stop_tasks(self) -> None:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -226,7 +241,7 @@ class Provider:
         """Kill a replica that has exceeded a limit; it is replaced."""
         running.kill_reason, running.kill_text = reason, text
         self.logs.append(running.spec.service, running.name, text)
-        self._zygote.kill(running.name)
+        self._end(running.name)
         self.apply(Condemned(running.name))
 
     # actions
@@ -340,14 +355,14 @@ class Provider:
             self.apply(ReplicaExited(name))
             return
         running.kill_text = f"replica {name} could not be started: {error}"
-        self._zygote.kill(name)
+        self._end(name)
         self._exited(name, None)
 
     def _stop_replica(self, name: str) -> None:
         running = self._running.get(name)
         if running is not None:
             running.kill_text = running.kill_text or f"replica {name} was stopped by a request"
-            self._zygote.kill(name)
+            self._end(name)
 
     # events of the zygote
 
@@ -356,7 +371,7 @@ class Provider:
         if running is not None:
             running.pid = pid
             if running.kill_text:
-                self._zygote.kill(name)
+                self._end(name)
 
     def _exited(self, name: str, status: int | None) -> None:
         running = self._running.pop(name, None)

@@ -105,7 +105,7 @@ class Proxy:
         assert running.http is not None  # only replicas that are ready get calls
         request = running.http.build_request(call.method, call.path, content=call.body, headers=headers)
         try:
-            async with asyncio.timeout(limit.total_seconds()):
+            async with asyncio.timeout((limit + self._provider.answer_grace).total_seconds()):
                 return await running.http.send(request)
         except TimeoutError:
             text = (

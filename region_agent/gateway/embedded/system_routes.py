@@ -68,7 +68,8 @@ class SystemRoutes:
             {
                 "provider": {
                     "provider": "faasd" if bare else "geofed-embedded",
-                    "orchestration": "containerd" if bare else "processes",
+                    "orchestration": "containerd" if bare else "docker" if self._provider.host else "processes",
+                    "host": self._provider.host,
                     "version": {"sha": "", "release": release},
                     "isolation": dataclasses.asdict(self._provider.isolation),
                     **({} if bare else {"profile": self._provider.config.profile}),

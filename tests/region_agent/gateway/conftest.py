@@ -4,6 +4,8 @@ A real OpenFaaS gateway joins in when GEOFED_TEST_GATEWAY_URL is set, with GEOFE
 GEOFED_TEST_GATEWAY_PASSWORD_FILE, GEOFED_TEST_GATEWAY_CA (if it has TLS) and GEOFED_TEST_GATEWAY_IMAGE, an image
 whose handler is ``handlers/gateway_probe.py``. Callbacks are tested against it when GEOFED_TEST_CALLBACK_URL
 names an address at which it reaches this machine's port 8765.
+
+Containers join in when GEOFED_TEST_DOCKER names the socket of an engine, as unix:///path: its images are built first.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import itertools
 import json
 import os
 import select
+import shutil
 import ssl
 import subprocess
 import sys
@@ -32,6 +35,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from support.docker_engine import docker_engine, worker_image
 from support.gateway_client import WholeClient
 from support.processes import are_wanted, running_as
 
@@ -41,6 +45,12 @@ from region_agent.gateway.functions import Response
 from region_agent.gateway.short_folders import remove_short_folder
 
 HANDLERS = Path(__file__).parent / "handlers"
+PROBE = """\
+FROM {worker}
+COPY gateway_probe.py /opt/probe/gateway_probe.py
+ENV PYTHONPATH=/opt/probe
+ENTRYPOINT ["python", "-m", "region_agent.gateway.container", "--handler", "gateway_probe:handle"]
+"""
 QUICK = RetryPolicy(deadline=timedelta(seconds=2))
 _numbers = itertools.count(1)
 
@@ -167,6 +177,11 @@ class Probe:
     async def pid(self) -> int:
         return int(json.loads((await self("describe")).body)["pid"])
 
+    async def process(self) -> tuple[str, int]:
+        """Its replica, and the process in that."""
+        seen = json.loads((await self("describe", idempotent=True)).body)
+        return seen["hostname"], seen["pid"]
+
 
 @contextlib.asynccontextmanager
 async def open_target(
@@ -276,7 +291,27 @@ def embedded_sessions(
 
 
 def _kinds() -> list[str]:
-    return [*PROFILES, *(["real"] if os.environ.get("GEOFED_TEST_GATEWAY_URL") else [])]
+    named = {"docker": "GEOFED_TEST_DOCKER", "real": "GEOFED_TEST_GATEWAY_URL"}
+    return [*PROFILES, *(kind for kind, variable in named.items() if os.environ.get(variable))]
+
+
+@pytest.fixture(scope="session")
+def docker_session(
+    tmp_path_factory: pytest.TempPathFactory, authority: tuple[Path, Path]
+) -> Iterator[tuple[Embedded, str]]:
+    """An embedded gateway whose replicas are containers of the engine at GEOFED_TEST_DOCKER, and its image."""
+    pytest.importorskip("docker")
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(docker_engine(tmp_path_factory.mktemp("docker")))
+        worker = worker_image(engine, tmp_path_factory)
+        folder = tmp_path_factory.mktemp("probe")
+        shutil.copy(HANDLERS / "gateway_probe.py", folder)
+        (folder / "Dockerfile").write_text(PROBE.format(worker=worker))
+        engine("build", "--tag", "geofed-probe", str(folder))
+        embedded = Embedded(tmp_path_factory.mktemp("gateway-docker"), {"docker": engine.host, "drain_timeout": "1s"})
+        embedded.start()
+        yield embedded, "geofed-probe"
+        embedded.stop()
 
 
 @pytest.fixture(params=_kinds())
@@ -285,6 +320,11 @@ async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIt
     if request.param in PROFILES:
         embedded, auth, ca = request.getfixturevalue("embedded_sessions")[request.param]
         async with open_target(embedded, auth, ca) as target:
+            yield target
+        return
+    if request.param == "docker":
+        embedded, image = request.getfixturevalue("docker_session")
+        async with open_url(embedded.url, None, None, image, embedded) as target:
             yield target
         return
     setting = os.environ.get
@@ -303,3 +343,5 @@ def _gateways_live_longer_than_a_test(request: pytest.FixtureRequest) -> None:
     if are_wanted(request.session, Path(__file__).parent):
         for name in ("shared", "embedded_sessions"):
             request.getfixturevalue(name)
+        if any("[docker" in item.nodeid for item in request.session.items):
+            request.getfixturevalue("docker_session")

@@ -182,19 +182,19 @@ async def test_scale_up_and_down(gateway) -> None:
 
 async def test_update_replaces_replicas(gateway) -> None:
     probe = await gateway.deploy(env_vars={"COLOUR": "red"})
-    first = await probe.pid()
+    first = await probe.process()
     changed = FunctionSpec(probe.name, gateway.image, env_vars={**probe.spec.env_vars, "COLOUR": "blue"})
     await gateway.client.deploy(changed)
     while (environ := json.loads((await probe("env", idempotent=True)).body)["environ"])["COLOUR"] != "blue":
         await gateway.client.get(probe.name)
     assert environ["COLOUR"] == "blue"
     await gateway.client.wait_ready(probe.name, 1, SOON)
-    second = await probe.pid()
+    second = await probe.process()
     assert gateway.embedded is None or second != first
     # The same once more changes nothing, though the platform may restart a function for any request.
     created = (await gateway.client.get(probe.name)).created_at
     await gateway.client.deploy(changed)
-    assert (await probe.pid(), (await gateway.client.get(probe.name)).created_at) == (second, created)
+    assert (await probe.process(), (await gateway.client.get(probe.name)).created_at) == (second, created)
 
 
 async def test_a_function_is_ready_only_when_it_answers(gateway) -> None:
@@ -267,6 +267,18 @@ async def test_replica_that_dies_is_replaced(gateway) -> None:
     await gateway.client.wait_ready(probe.name, 1, SOON)
     after = json.loads((await probe("describe", idempotent=True)).body)["pid"]
     assert gateway.embedded is None or after != before
+
+
+async def test_exceeded_memory_is_told(gateway) -> None:
+    probe = await gateway.deploy(limits={"memory": "128Mi"})
+    with pytest.raises(GeofedError) as caught:
+        await probe("eat?mib=400&s=10")
+    told = f"{caught.value.message} {caught.value.hint}"
+    bare = (await gateway.client.edition()).bare
+    assert caught.value.code == ("FUNCTION_FAILED" if bare else "FUNCTION_OUT_OF_MEMORY")
+    assert "more memory than its limit" in told or "over its limit of 128 MiB" in told or "128 MiB" in told
+    await gateway.client.wait_answering(probe.name, SOON)
+    assert (await probe("echo", b"x", idempotent=True)).body == b"x"
 
 
 async def test_secrets_live_and_reach_the_function(gateway) -> None:

@@ -187,6 +187,7 @@ class Running:
             self.output.transport.close()
         if self.http is not None:
             await self.http.aclose()
+        if self.socket_fd >= 0:
             os.close(self.socket_fd)
         if self.relay is not None:
             self.relay.close()
