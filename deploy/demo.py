@@ -197,7 +197,7 @@ def _print_next(folder: Path) -> None:
     program = "geofed" if shutil.which("geofed") else sys.argv[0]
     state = folder / "control-plane"
     print("\nnext: see this job on the dashboard, https://127.0.0.1:7445/")
-    print(f"(any user name; the password is in {state / 'admin.token'}):")
+    print(f"(sign in with the token in {state / 'admin.token'}):")
     print(f"  {program} serve --state-dir {state}")
     print("then a job of your own, with example data for two regions:")
     print(f"  {program} init first")
