@@ -96,11 +96,13 @@ class Exchanges:
     """Whether training continues meanwhile."""
     contact: Floats
     """Seconds until all regions have contact."""
+    links: Floats
+    """Seconds of it that updates are on their way."""
 
     @classmethod
-    def one(cls, seconds: float, *, background: bool, contact: float) -> Exchanges:
+    def one(cls, seconds: float, *, background: bool, contact: float, links: float) -> Exchanges:
         """Return a single one, whose egress is billed link by link."""
-        return cls(*(np.array([value]) for value in (seconds, 0.0, background, contact)))
+        return cls(*(np.array([value]) for value in (seconds, 0.0, background, contact, links)))
 
     def at(self, places: Sequence[int]) -> Exchanges:
         """Return some of them."""
@@ -150,17 +152,24 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     """Predict jobs.
 
     A round takes as long as its slowest region: compute, then the exchange. In the background it takes the longer of
-    both, and one exchange follows at the end.
+    both, and one exchange follows at the end. Where regions wait for each other, the updates of faster ones travel
+    while the slowest one computes. A round then takes the largest mean of compute and way over all cycles of regions
+    (max-plus algebra; Baccelli et al., Synchronization and Linearity, 1992, section 3.2): that of the two slowest, or
+    the compute of the slowest one alone.
 
     Args:
         rounds: shape (staffings, intervals).
         steps: steps of a round, shape (staffings, intervals, regions).
     """
-    compute = (steps * staffs.step_seconds[:, None, :]).max(-1)[..., None]
+    each = steps * staffs.step_seconds[:, None, :]
+    compute = each.max(-1)[..., None]
     many, back = rounds[..., None], exchanges.background
     exchange = exchanges.seconds
     training = many * compute
-    between = np.where(back, many * np.maximum(0.0, exchange - compute) + exchange, many * exchange)
+    # A single region exchanges nothing.
+    second = np.partition(each, -2, axis=-1)[..., -2, None] if each.shape[-1] > 1 else compute
+    waited = exchange - np.minimum((compute - second) / 2, exchanges.links)
+    between = np.where(back, many * np.maximum(0.0, exchange - compute) + exchange, many * waited)
     # With background exchange a round's end overlaps with the next one's steps.
     round_ends = np.where(back, 0.0, many * _slowest(staffs.round_end))
     made = 0.0 if occasion.first_model_known else _slowest(staffs.first_model)

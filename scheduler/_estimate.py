@@ -98,7 +98,12 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
         occasion,
         np.array([[float(plan.rounds)]]),
         np.array([[[float(part.steps_per_round) for part in plan.partitions]]]),
-        Exchanges.one(exchange, background=plan.background, contact=contact_seconds(topology, table)),
+        Exchanges.one(
+            exchange,
+            background=plan.background,
+            contact=contact_seconds(topology, table),
+            links=topology.seconds if topology.links else 0.0,
+        ),
     )
     # The model that all begin with is made, or fetched, by each region.
     link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}

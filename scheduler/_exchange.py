@@ -97,6 +97,7 @@ def ways_of(
         usd=np.array([way.topology.usd_per_round for way in each]),
         background=np.array([way.background for way in each]),
         contact=np.array([contact for _, contact in found]),
+        links=np.array([way.topology.seconds for way in each]),
     )
     coding = np.array([coding_points(way.codec) for way in each])
     return Ways(each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible)

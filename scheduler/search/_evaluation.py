@@ -244,7 +244,18 @@ def off_share(rounds: Floats, steps: Floats, asked: Floats) -> Floats:
 def _undominated(ways: Ways) -> tuple[int, ...]:
     """Return the ways that no other equals or beats in every figure; of equal ones the first."""
     its = ways.figures
-    rows = np.stack([its.seconds, its.usd, its.contact, ways.coding, 1.0 * ways.lossy, 1.0 * its.background], axis=1)
+    rows = np.stack(
+        [
+            its.seconds,
+            its.seconds - its.links,
+            its.usd,
+            its.contact,
+            ways.coding,
+            1.0 * ways.lossy,
+            1.0 * its.background,
+        ],
+        axis=1,
+    )
     left, kept = np.lexsort(rows.T[::-1]), list[int]()
     while len(left):
         first = rows[left[0]]

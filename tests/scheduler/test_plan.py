@@ -95,7 +95,9 @@ def test_estimates_are_ranges_around_what_is_expected(shape: list[tuple[int, int
 
 
 def test_workers_are_in_proportion_to_the_data_within_what_is_free() -> None:
-    chosen = planned(Snapshot((region("a", 3000, 6), region("b", 1000, 6))), demand(minimise="time", interval=20))
+    # More of them in the second region would help where the first one waits for updates.
+    wanted = demand(minimise="time", interval=20, epochs=30.0, exchange="background")
+    chosen = planned(Snapshot((region("a", 3000, 6), region("b", 1000, 6))), wanted)
     assert [part.workers for part in chosen.partitions] == [6, 2]
 
 
@@ -332,7 +334,7 @@ def test_a_deadline_takes_more_workers_and_a_budget_fewer() -> None:
 
 def test_waiting_workers_are_not_hired() -> None:
     snapshot = Snapshot((region("a", 8000, 4), region("b", 1000, 8)))
-    chosen = planned(snapshot, demand(minimise="time", interval=16))
+    chosen = planned(snapshot, demand(minimise="time", interval=16, exchange="background"))
     assert [part.workers for part in chosen.partitions] == [4, 1]
     more = [other for other in chosen.alternatives if other.text.startswith("4, 2: ")]
     assert ["dearer" in other.why_not and "slower" not in other.why_not for other in more] == [True]
