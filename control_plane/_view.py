@@ -236,8 +236,10 @@ def event_view(event: control_pb2.Event) -> Data:
     }
 
 
-USAGE = ("cpu_cores", "memory_bytes", "gpu_memory_bytes", "usd", "wan_bytes")
-"""Figures of a round about what it has used: its workers' load; money and bytes to other regions since the start."""
+USAGE = ("cpu_cores", "memory_bytes", "gpu_memory_bytes")
+"""Figures of a round about what its workers have used."""
+SO_FAR = ("usd", "wan_bytes")
+"""Figures of a round about its region since the start: money, and bytes sent to other regions."""
 
 
 def round_rows(events: Iterable[Data]) -> list[Data]:
@@ -252,7 +254,7 @@ def round_rows(events: Iterable[Data]) -> list[Data]:
         row = rows.setdefault((data["round"], event["region"]), {"round": data["round"], "region": event["region"]})
         if event["kind"] == "partition.round":
             row |= {"at": event["at"], "step": data["step"], "samples": data["samples"], "loss": data["loss"]}
-            row |= {name: data[name] for name in USAGE if name in data}
+            row |= {name: data[name] for name in (*USAGE, *SO_FAR) if name in data}
         elif event["kind"] == "partition.logged":
             # A metric of the evaluation takes precedence.
             row |= {name: value for name, value in data["values"].items() if name not in row}

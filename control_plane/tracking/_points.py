@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from control_plane._view import USAGE
+from control_plane._view import SO_FAR, USAGE
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Point:
     region: str
     round: int
     name: str
-    """`loss`, `step` and `samples` of the training, names that the task has logged, `system/…` for what the workers
+    """`loss`, `step`, `samples`, `usd` and `wan_bytes` of the training, names that the task has logged, `system/…` for what the workers
     have used; `test_loss` and the metrics of an evaluation."""
     value: float
 
@@ -28,7 +28,7 @@ def points_of(event: dict[str, Any]) -> list[Point]:
     """Return the figures of an event's view; most events have none."""
     data = event["data"]
     if event["kind"] == "partition.round":
-        figures = {name: data[name] for name in ("loss", "step", "samples") if name in data}
+        figures = {name: data[name] for name in ("loss", "step", "samples", *SO_FAR) if name in data}
         figures |= {f"system/{name}": data[name] for name in USAGE if name in data}
     elif event["kind"] == "partition.logged":
         figures = data["values"]

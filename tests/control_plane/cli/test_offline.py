@@ -173,6 +173,7 @@ def test_the_live_display_shows_regions_and_events(monkeypatch: pytest.MonkeyPat
         "loss": 0.25,
         "samples_per_second": 512.0,
         "metrics": {"accuracy": 0.91},
+        "logged": {},
         "sent_bytes": {"frankfurt": 1_200_000},
         "usd": 0.0042,
         "condition": "waiting: [1 of 2] regions",
@@ -226,7 +227,7 @@ def _ended() -> dict[str, Any]:
         {
             "region": name, "name": name, "state": "finished", "round": 18, "rounds": 18, "step": 1058, "steps": 1058,
             "workers": 4, "preemptible": True, "loss": 0.25, "samples": 185_600, "samples_per_second": 5347.0,
-            "metrics": {"accuracy": 0.8278, "loss": 0.5341}, "sent_bytes": {"other": 157_049}, "usd": 5.3e-05,
+            "metrics": {"accuracy": 0.8278, "loss": 0.5341}, "logged": {}, "sent_bytes": {"other": 157_049}, "usd": 5.3e-05,
             "condition": "",
         }
         for name in names

@@ -38,7 +38,7 @@ def test_a_job_is_written_to_files_again_and_again(live: Federation, run: Run, j
     lines = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
     assert [{key: str(value) for key, value in line.items()} for line in lines] == rows
     assert {row["region"] for row in rows} == {"a", "b"}
-    assert {row["name"] for row in rows} == {"loss", "step", "samples", "accuracy"}
+    assert {row["name"] for row in rows} == {"loss", "step", "samples", "usd", "wan_bytes", "accuracy"}
     assert {float(row["value"]) for row in rows if row["name"] == "accuracy"} == {0.9}
     (tmp_path / "mine.csv").write_text("a,b\n1,2\n")
     wrong = run("track", job, "mine.csv")

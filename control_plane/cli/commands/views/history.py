@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from control_plane._view import USAGE, Data, clock, event_view, log_view, round_rows
+from control_plane._view import SO_FAR, USAGE, Data, clock, event_view, log_view, round_rows
 from control_plane.cli._completion import complete_region
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
@@ -89,7 +89,7 @@ def history(job: JobArgument, context: ContextFile = None, output: Output = Form
 
 
 def _rounds_table(rows: list[Data]) -> str:
-    known = ("round", "region", "at", "step", "samples", "loss", "test_loss", *USAGE)
+    known = ("round", "region", "at", "step", "samples", "loss", "test_loss", *USAGE, *SO_FAR)
     metrics = sorted({name for row in rows for name in row} - set(known))
     heads = ["ROUND", "REGION", "TIME", "STEP", "SAMPLES", "LOSS", "TEST LOSS", *(name.upper() for name in metrics)]
 
