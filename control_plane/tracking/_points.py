@@ -19,8 +19,8 @@ class Point:
     region: str
     round: int
     name: str
-    """`loss`, `step`, `samples`, `usd` and `wan_bytes` of the training, names that the task has logged, `system/…` for what the workers
-    have used; `test_loss` and the metrics of an evaluation."""
+    """`loss`, `step`, `samples`, `usd` and `wan_bytes` of the training, names that the task has logged, `system/…` for
+    what the workers have used; `test_loss` and the metrics of an evaluation."""
     value: float
 
 

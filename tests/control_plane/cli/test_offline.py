@@ -227,7 +227,8 @@ def _ended() -> dict[str, Any]:
         {
             "region": name, "name": name, "state": "finished", "round": 18, "rounds": 18, "step": 1058, "steps": 1058,
             "workers": 4, "preemptible": True, "loss": 0.25, "samples": 185_600, "samples_per_second": 5347.0,
-            "metrics": {"accuracy": 0.8278, "loss": 0.5341}, "logged": {}, "sent_bytes": {"other": 157_049}, "usd": 5.3e-05,
+            "logged": {}, "metrics": {"accuracy": 0.8278, "loss": 0.5341},
+            "sent_bytes": {"other": 157_049}, "usd": 5.3e-05,
             "condition": "",
         }
         for name in names
