@@ -22,6 +22,7 @@ from geofed_pb.tasks import background, log_only
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
+from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.functions import Grants
 from region_agent.gateway.redaction import Redaction
 from region_agent.isolation import grants_of
@@ -84,6 +85,8 @@ class Profiler:
         self._turn = asyncio.Lock()
         self._redact = Redaction()
         """Takes the values of the present task's secrets out of texts."""
+        self._token = CallToken()
+        """Token of the present function."""
         self._packages: Path | None = None
         """Folder with the packages that the present task requires."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -283,13 +286,14 @@ class Profiler:
         self._report_condition(command, f"starting a function with {memory_mb} MB")
         grants = await asyncio.to_thread(self._grants, command)
         self._redact = await give_secrets(context.config, context.gateway, command.task.secrets)
+        self._token = CallToken() if context.config.isolated_functions else CallToken.new()
         await context.gateway.deploy(
             FunctionSpec(
                 service=name,
                 image=context.image,
                 labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
                 annotations=grants.annotations() if context.config.local_functions else {},
-                env_vars={**timeout_env(limit), **context.channel.worker_env()},
+                env_vars={**timeout_env(limit), **context.channel.worker_env(), **self._token.env},
                 secrets=tuple(command.task.secrets),
                 limits={"memory": f"{memory_mb}Mi"},
             )
@@ -314,7 +318,9 @@ class Profiler:
         """Call the function; returns its answer and the duration in seconds."""
         begun = time.monotonic()
         try:
-            answer = await self._context.gateway.invoke(name, body.model_dump_json().encode(), timeout=limit)
+            answer = await self._context.gateway.invoke(
+                name, body.model_dump_json().encode(), headers=self._token.headers, timeout=limit
+            )
         finally:
             seconds = time.monotonic() - begun
             meters.add(invocation_amounts(seconds, memory_mb))

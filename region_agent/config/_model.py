@@ -540,6 +540,11 @@ class RegionConfig(Section):
         return not isinstance(self.gateway, OpenFaasGateway)
 
     @property
+    def isolated_functions(self) -> bool:
+        """Whether functions are processes that only their gateway can call; others are containers with a port."""
+        return isinstance(self.gateway, EmbeddedGateway)
+
+    @property
     def takes_shards(self) -> bool:
         """Whether other regions' shards can be processed here: functions must be able to read the agent's files."""
         policy = self.policy
@@ -548,7 +553,7 @@ class RegionConfig(Section):
     @property
     def installs(self) -> bool:
         """Whether packages are installed for tasks: functions must be able to read the agent's files."""
-        return self.task_packages is not None and isinstance(self.gateway, EmbeddedGateway)
+        return self.task_packages is not None and self.isolated_functions
 
     def catalogue(
         self,

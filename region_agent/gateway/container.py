@@ -3,7 +3,8 @@
 It serves the handler on TCP with the watchdog's contract: ``/_/health`` as soon as it listens, ``/_/ready`` once the
 handler is loaded, 429 beyond ``max_inflight`` calls at the same time, 504 after ``exec_timeout`` or a shorter
 ``X-Timeout``, and after SIGTERM no further call, while those that run are answered. Settings come from the environment
-under the watchdog's names: ``port``, ``max_inflight``, ``write_timeout``, ``exec_timeout``.
+under the watchdog's names: ``port``, ``max_inflight``, ``write_timeout``, ``exec_timeout``. With ``GEOFED_CALL_TOKEN``
+it refuses calls whose header ``X-Geofed-Token`` differs, with 403.
 
 The handler runs in a process of its own (`handler_process`), so that this one, the container's first, handles signals
 from its beginning, and can end a call.
@@ -20,9 +21,11 @@ import socket
 import sys
 import threading
 from datetime import timedelta
+from email.message import Message
 from types import FrameType
 
 from geofed_pb.errors import Exit, GeofedError
+from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.embedded.replicas.replica_http import Answer, CallEvent, ReplicaServer
 from region_agent.gateway.handler_process import HandlerProcess
 from region_agent.gateway.quantities import parse_duration
@@ -49,13 +52,18 @@ def main(arguments: list[str] | None = None) -> int:
 class _Container(ReplicaServer):
     """Passes calls to the handler's process."""
 
-    def __init__(self, listener: socket.socket, process: HandlerProcess, max_inflight: int, limit: timedelta) -> None:
+    def __init__(
+        self, listener: socket.socket, process: HandlerProcess, max_inflight: int, limit: timedelta, token: CallToken
+    ) -> None:
         super().__init__(listener, _unused, max_inflight)
-        self._process, self._limit = process, limit
+        self._process, self._limit, self._token = process, limit, token
 
     @property
     def ready(self) -> bool:
         return self._process.ready
+
+    def allows(self, headers: Message[str, str]) -> bool:
+        return self._token.allows(headers)
 
     def run(self, event: CallEvent, connection: socket.socket) -> Answer:
         limit = self._limit
@@ -94,8 +102,9 @@ def _serve(host: str, handler: str) -> int:
         listener = socket.create_server((host, port), backlog=128)
     except OSError as error:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}: {error.strerror}") from None
+    token = CallToken.taken()
     process = HandlerProcess(handler, inflight, _end)
-    server = _Container(listener, process, inflight, limit)
+    server = _Container(listener, process, inflight, limit, token)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     process.start()
     print(f"serving {handler} on port {listener.getsockname()[1]}", file=sys.stderr, flush=True)

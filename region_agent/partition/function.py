@@ -17,8 +17,9 @@ from tenacity import AsyncRetrying, retry_if_exception, wait_exponential
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
-from region_agent.config import EmbeddedGateway, OpenFaasGateway, RegionConfig
+from region_agent.config import OpenFaasGateway, RegionConfig
 from region_agent.gateway import FunctionSpec, GatewayClient, fixed_scale_labels, timeout_env
+from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.functions import Grants
 from region_agent.gateway.owner import Owner
 from region_agent.gateway.redaction import Redaction
@@ -54,8 +55,9 @@ class WorkerFunction:
         channel: RegionChannel,
         image: str,
         owner: Owner,
+        token: CallToken,
     ) -> None:
-        self._owner = owner
+        self._owner, self._token = owner, token
         self._replicas: dict[str, int] = {}
         """Replicas of each deployed function, in the order of the workers that they run."""
         self._per_function = 1
@@ -102,15 +104,11 @@ class WorkerFunction:
 
     async def connect_to_server(self, server: str) -> None:
         """Let the replicas connect to the parameter server at an address from now on."""
-        if self._isolated:
+        if self._config.isolated_functions:
             self._server = server
             # The server may be ready first; the first deployment then takes its address.
             if self.grants is not None:
                 await self.deploy()
-
-    @property
-    def _isolated(self) -> bool:
-        return isinstance(self._config.gateway, EmbeddedGateway)
 
     def _spec(self, name: str, replicas: int, *, preemptible: bool) -> FunctionSpec:
         capacity_label = {_CAPACITY_LABEL: "preemptible"} if preemptible else {}
@@ -120,14 +118,14 @@ class WorkerFunction:
             labels={**fixed_scale_labels(replicas), **capacity_label, **self._owner.labels(self._start.job)},
             annotations=self._annotations(),
             constraints=self._constraints(preemptible=preemptible),
-            env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env()},
+            env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env(), **self._token.env},
             secrets=tuple(self._start.task.secrets),
             limits={"memory": f"{self._start.plan.memory_mb}Mi"},
         )
 
     def _annotations(self) -> dict[str, str]:
         grants = self.grants or Grants()
-        if self._isolated:
+        if self._config.isolated_functions:
             return with_server(grants, self._server).annotations()
         return grants.annotations() if self._config.local_functions else {}
 
@@ -167,7 +165,7 @@ class WorkerFunction:
                 if name in self._doubtful:
                     await self._gateway.wait_answering(name, _READY)
                     self._doubtful.discard(name)
-                answer = await self._gateway.invoke(name, body, timeout=self._call_seconds)
+                answer = await self._gateway.invoke(name, body, headers=self._token.headers, timeout=self._call_seconds)
             except GeofedError as error:
                 if error.code == "FUNCTION_BUSY" and time.monotonic() + pause < busy_until:
                     await asyncio.sleep(pause)

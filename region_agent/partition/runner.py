@@ -20,6 +20,7 @@ from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
+from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.owner import Owner
 from region_agent.isolation import NOT_ISOLATED, Isolation
 from region_agent.link.identity import Identity
@@ -171,7 +172,14 @@ class PartitionRunner:
         self._kept = agent_pb2.UploadedModel()
         """Answer to the control plane's last command to keep the model of a round."""
         self._function = WorkerFunction(
-            start, self.machine, context.gateway, context.config, context.channel, context.image, context.owner
+            start,
+            self.machine,
+            context.gateway,
+            context.config,
+            context.channel,
+            context.image,
+            context.owner,
+            CallToken() if context.config.isolated_functions else CallToken.derived(row.token_key),
         )
         self._logs = FunctionLogs(context.gateway, lambda: self._function.names, self._log_of_worker)
         self._ps: PsProcess | None = None

@@ -73,7 +73,7 @@ class Gateway:
         return
         yield
 
-    async def invoke(self, name: str, body: bytes, *, timeout: timedelta) -> Any:
+    async def invoke(self, name: str, body: bytes, *, headers: dict[str, str], timeout: timedelta) -> Any:
         self.calls.append(Invocation.model_validate_json(body))
         self.called.append(name)
         if not self.answers:

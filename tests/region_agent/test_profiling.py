@@ -52,7 +52,7 @@ class Gateway:
     async def list(self) -> Any:
         return [SimpleNamespace(spec=SimpleNamespace(service=name)) for name in sorted(self.there)]
 
-    async def invoke(self, name: str, body: bytes, *, timeout: timedelta) -> Any:
+    async def invoke(self, name: str, body: bytes, *, headers: dict[str, str], timeout: timedelta) -> Any:
         if name not in self.there:
             raise GeofedError("FUNCTION_NOT_FOUND", name)
         self.calls += 1

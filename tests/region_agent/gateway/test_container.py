@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from region_agent.gateway.call_token import CallToken
 from tests.region_agent.gateway.conftest import until
 
 pytestmark = pytest.mark.processes
@@ -29,10 +30,12 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def _ask(port: int, path: str, do: str = "echo", body: bytes = b"", timeout: str = "") -> tuple[int, bytes]:
+def _ask(
+    port: int, path: str, do: str = "echo", body: bytes = b"", timeout: str = "", **more: str
+) -> tuple[int, bytes]:
     line = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     try:
-        line.request("POST", path, body, {"X-Do": do} | ({"X-Timeout": timeout} if timeout else {}))
+        line.request("POST", path, body, {"X-Do": do} | ({"X-Timeout": timeout} if timeout else {}) | more)
         answer = line.getresponse()
         return answer.status, answer.read()
     finally:
@@ -75,6 +78,22 @@ def test_one_call_at_a_time_and_none_is_lost_when_it_leaves(tmp_path: Path) -> N
         assert _ask(port, "/", body=b"late")[0] == 503
         assert running.result() == (200, b"woke")
         assert process.wait(10) == 0
+
+
+def test_only_calls_with_its_token_are_served() -> None:
+    port, token = _free_port(), CallToken.derived("key")
+    with _container(port, **token.env):
+        for headers in ({}, CallToken.derived("another key").headers, {"X-Geofed-Token": "\xe9"}):
+            status, text = _ask(port, "/", body=b"not for me", **headers)
+            assert (status, b"no token" in text) == (403, True)
+        assert _ask(port, "/", body=b"back", **token.headers) == (200, b"back")
+        assert (_ask(port, "/_/health")[0], _ask(port, "/_/ready")[0]) == (200, 200)
+        # A body that is announced by a stranger is not waited for.
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+            line.sendall(b"POST / HTTP/1.1\r\nContent-Length: 999999999\r\n\r\n")
+            assert line.recv(100).startswith(b"HTTP/1.1 403")
+        assert token.value not in _ask(port, "/", "env", **token.headers)[1].decode()
+        assert token.value not in repr(token)
 
 
 def test_calls_that_exceed_their_time_are_ended_and_the_next_one_is_served() -> None:

@@ -19,6 +19,7 @@ __all__ = ["Answer", "CallEvent", "ReplicaServer"]
 
 _MAX_LINE_BYTES = 65536
 """Longest line of a request."""
+_HEALTH_PATHS = ("/_/health", "/_/ready")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,10 @@ class ReplicaServer(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
         """Whether the handler is loaded; a server of a replica starts when it is."""
         return True
 
+    def allows(self, headers: Message[str, str]) -> bool:
+        """Whether a request with these headers may be answered; only the replica's gateway reaches its socket."""
+        return True
+
     def run(self, event: CallEvent, connection: socket.socket) -> Answer:
         """Run the handler for a call that came over a connection."""
         return self.call(event)
@@ -127,6 +132,10 @@ class _Connection(BaseHTTPRequestHandler):
         if not self.parse_request():
             return
         started = time.monotonic()
+        if urlsplit(self.path).path not in _HEALTH_PATHS and not self.server.allows(self.headers):
+            self.close_connection = True  # its body is not read
+            self._write(Answer(403, {"Connection": "close"}, b"the call has no token of this function"), started)
+            return
         try:
             body = read_body(self.rfile, self.headers)
         except (ValueError, EOFError) as error:
