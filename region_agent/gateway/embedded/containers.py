@@ -9,18 +9,21 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import httpx2
 
 from geofed_pb.errors import GeofedError
 from region_agent.gateway.embedded.config import Config
+from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.provider import Isolation, Provider
 from region_agent.gateway.embedded.replicas import memory
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.table import ReplicaReady
 from region_agent.gateway.functions import FunctionSpec, Grants
 from region_agent.gateway.quantities import format_bytes, parse_cpu
+from region_agent.gateway.redaction import Redaction
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -40,6 +43,10 @@ _LOOK_SECONDS = 0.05
 """Interval at which a starting container is asked whether it is ready."""
 _STOP_SECONDS = 5.0
 """Time for the containers to be removed when the gateway stops."""
+_NETWORK_OPTIONS = {"com.docker.network.bridge.enable_icc": "false"}
+"""Containers cannot connect to each other: each runs code of a job, with that job's secrets and shards."""
+_ENGINE_LOG = {"type": "json-file", "config": {"max-size": "10m", "max-file": "1"}}
+"""The engine's own copy of a container's output, which is removed with it."""
 
 
 class ContainerProvider(Provider):
@@ -78,11 +85,20 @@ class ContainerProvider(Provider):
         self._remove_containers()
         if not self._network:
             self._network = f"geofed-{self._mark}"
-            if not self._engine.networks.list(names=[self._network]):
-                # Internal: what job code reaches is this machine and the other functions of this region, nothing else.
-                self._engine.networks.create(self._network, internal=True, labels={_LABEL: self._mark})
+            self._create_network(self._engine)
         settings = self._engine.networks.get(self._network).attrs["IPAM"]["Config"] or [{}]
         self.host = str(settings[0].get("Gateway", ""))
+
+    def _create_network(self, engine: DockerClient) -> None:
+        found = [one for one in engine.networks.list(names=[self._network]) if one.name == self._network]
+        for network in found:
+            if _NETWORK_OPTIONS.items() <= (network.attrs.get("Options") or {}).items():
+                return
+            network.remove()  # of an earlier version
+        # Internal: what job code reaches is this machine, nothing else.
+        engine.networks.create(
+            self._network, driver="bridge", internal=True, options=_NETWORK_OPTIONS, labels={_LABEL: self._mark}
+        )
 
     def _remove_containers(self) -> None:
         assert self._engine is not None
@@ -122,6 +138,7 @@ class ContainerProvider(Provider):
         running = Running.create(name, spec, self.config, None)
         self._running[name] = running
         try:
+            redact = self._redaction(spec)
             self.secrets.copy(spec.secrets, running.directory / "secrets")
             container = await asyncio.to_thread(self._run, running)
         except Exception as error:  # noqa: BLE001 - the library lets errors of what it uses through
@@ -130,7 +147,8 @@ class ContainerProvider(Provider):
             return
         self._containers[name] = container
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._follow, args=(loop, running, container), name=name, daemon=True).start()
+        arguments = loop, running, container, redact
+        threading.Thread(target=self._follow, args=arguments, name=name, daemon=True).start()
         if running.kill_text:
             self._end(name)
         address = container.attrs["NetworkSettings"]["Networks"][self._network]["IPAddress"]
@@ -146,6 +164,8 @@ class ContainerProvider(Provider):
 
     def _run(self, running: Running) -> Container:
         """Create and start a replica's container. Blocks."""
+        from docker.errors import ImageNotFound
+
         assert self._engine is not None
         spec, limits = running.spec, running.limits
         grants = Grants.of(spec)
@@ -153,7 +173,8 @@ class ContainerProvider(Provider):
         volumes |= {path: {"bind": path, "mode": "rw"} for path in grants.write}
         volumes[str(running.directory / "secrets")] = {"bind": _SECRETS, "mode": "ro"}
         cpu = spec.limits.get("cpu")
-        container = self._engine.containers.run(
+        create = partial(
+            self._engine.containers.create,
             spec.image,
             detach=True,
             name=f"geofed-{self._mark}-{running.name}",
@@ -175,29 +196,56 @@ class ContainerProvider(Provider):
             cap_drop=["ALL"],
             security_opt=["no-new-privileges"],
             restart_policy={"Name": "no"},
+            log_config=_ENGINE_LOG,
         )  # fmt: skip
+        try:
+            container = create()
+        except ImageNotFound:
+            self._engine.images.pull(spec.image)
+            container = create()
+        try:
+            container.start()
+            container.reload()
+        except Exception:
+            _remove(container)
+            raise
         if self._closing:
             _remove(container)
-        container.reload()
         return container
 
-    def _follow(self, loop: asyncio.AbstractEventLoop, running: Running, container: Container) -> None:
+    def _follow(
+        self, loop: asyncio.AbstractEventLoop, running: Running, container: Container, redact: Redaction
+    ) -> None:
         """Read a container's output until it ends, and tell the loop how it ended. Runs in a thread of its own."""
         status, killed = 1, False
         with contextlib.suppress(Exception):  # the engine may end at any time
-            rest = b""
+            lines: list[str] = []
+            splitter = LineSplitter(lambda line: lines.append(redact(line)))
             for chunk in container.logs(stream=True, follow=True):
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    loop.call_soon_threadsafe(
-                        self.logs.append, running.spec.service, running.name, line.decode(errors="replace")
-                    )
+                splitter.feed(chunk)
+                self._append(loop, running, lines)
+            splitter.end()
+            self._append(loop, running, lines)
             status = int(container.wait()["StatusCode"])
             container.reload()
             killed = bool(container.attrs["State"]["OOMKilled"])
         _remove(container)
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(self._container_ended, running, status, killed)
+
+    def _append(self, loop: asyncio.AbstractEventLoop, running: Running, lines: list[str]) -> None:
+        """Move lines to the log, and wait until it has them, so that no more than one part of an output waits."""
+        taken, done = lines.copy(), threading.Event()
+        lines.clear()
+
+        def append() -> None:
+            for line in taken:
+                self.logs.append(running.spec.service, running.name, line)
+            done.set()
+
+        loop.call_soon_threadsafe(append)
+        while not done.wait(_LOOK_SECONDS) and not self._closing:
+            pass
 
     def _container_ended(self, running: Running, status: int, killed: bool) -> None:
         self._containers.pop(running.name, None)

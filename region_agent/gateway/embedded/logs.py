@@ -15,7 +15,7 @@ from pathlib import Path
 from region_agent.gateway.functions import LogLine
 from region_agent.link.line_buffer import LineBuffer, dropped_text
 
-__all__ = ["LogQuery", "LogStore", "pipe_to_lines"]
+__all__ = ["LineSplitter", "LogQuery", "LogStore", "pipe_to_lines"]
 
 _MAX_LINE_BYTES = 16 * 1024
 """Longest line; longer ones are split."""
@@ -156,13 +156,15 @@ def _matches(line: LogLine, query: LogQuery) -> bool:
     )
 
 
-class _Lines(asyncio.Protocol):
-    def __init__(self, take: Callable[[str], None], ended: asyncio.Future[None]) -> None:
+class LineSplitter:
+    """Makes lines of bounded length from the output of a replica."""
+
+    def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
-        self._ended = ended
         self._rest = b""
 
-    def data_received(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> None:
+        """Take the next part of the output."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._emit(line)
@@ -170,15 +172,29 @@ class _Lines(asyncio.Protocol):
             self._emit(self._rest[:_MAX_LINE_BYTES])
             self._rest = self._rest[_MAX_LINE_BYTES:]
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def end(self) -> None:
+        """Take what has no end of a line."""
         if self._rest:
             self._emit(self._rest)
-        if not self._ended.done():
-            self._ended.set_result(None)
+        self._rest = b""
 
     def _emit(self, line: bytes) -> None:
         for start in range(0, max(len(line), 1), _MAX_LINE_BYTES):
             self._take(line[start : start + _MAX_LINE_BYTES].decode("utf-8", "replace").rstrip("\r"))
+
+
+class _Lines(asyncio.Protocol):
+    def __init__(self, take: Callable[[str], None], ended: asyncio.Future[None]) -> None:
+        self._lines = LineSplitter(take)
+        self._ended = ended
+
+    def data_received(self, data: bytes) -> None:
+        self._lines.feed(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lines.end()
+        if not self._ended.done():
+            self._ended.set_result(None)
 
 
 @dataclass(frozen=True)

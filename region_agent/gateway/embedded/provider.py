@@ -261,7 +261,7 @@ class Provider:
         running = Running.create(name, spec, self.config, self._temporary)
         self._running[name] = running
         try:
-            redact = Redaction.of({secret: self.secrets.read(secret) for secret in spec.secrets})
+            redact = self._redaction(spec)
             self.secrets.copy(spec.secrets, running.directory / "secrets")
         except Refused as refusal:
             running.kill_text = refusal.text
@@ -284,6 +284,10 @@ class Provider:
         egress = list(Grants.of(spec).egress)
         if await running.begin(control, description, egress, functools.partial(self._target_of, spec.service)):
             self.apply(ReplicaReady(name))
+
+    def _redaction(self, spec: FunctionSpec) -> Redaction:
+        """Return what takes the values of a function's secrets out of its output; raises ``Refused``."""
+        return Redaction.of({secret: self.secrets.read(secret) for secret in spec.secrets})
 
     async def _fork(self, running: Running, take_line: Callable[[str], None]) -> socket.socket:
         """Fork a replica, in a sandbox unless it was created without; returns the socket for its specification.
