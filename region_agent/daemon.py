@@ -251,19 +251,26 @@ class Agent:
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def _delete_orphans(self, context: PartitionContext) -> None:
-        """Delete functions of this region that no job and no profile uses: at the start, and at an interval."""
+        """Delete what this region has on the platform and no job or profile uses: at the start, and at an interval."""
         while True:
             try:
                 there = await context.gateway.list()
-                active = {row.job for row in self._store.open_partitions()} | self._partitions.keys()
-                active |= set(self._profiler.running if self._profiler is not None else ())
-                for name in context.owner.orphans(there, active):
+                for name in context.owner.orphans(there, self._active()):
                     _log.warning("a function that no job uses is deleted", function=name)
                     with suppress(GeofedError):
                         await context.gateway.delete(name)
+                secrets = await context.gateway.list_secrets()
+                for name in context.owner.orphan_secrets(secrets, self._active()):
+                    with suppress(GeofedError):
+                        await context.gateway.delete_secret(name)
             except GeofedError as error:
-                _log.warning("the platform's functions could not be listed", error=str(error))
+                _log.warning("the platform's functions and secrets could not be listed", error=str(error))
             await asyncio.sleep(_SWEEP_SECONDS)
+
+    def _active(self) -> set[str]:
+        """Return the identities of the jobs and profiles that are here."""
+        partitions = {row.job for row in self._store.open_partitions()} | self._partitions.keys()
+        return partitions | set(self._profiler.running if self._profiler is not None else ())
 
     async def _watch_disk(self, most_mb: int) -> None:
         """Fail jobs that take more disk space than the region gives one."""

@@ -24,7 +24,6 @@ from region_agent.approvals import Approvals
 from region_agent.gateway import FunctionSpec, fixed_scale_labels, timeout_env
 from region_agent.gateway.call_token import CallToken
 from region_agent.gateway.functions import Grants
-from region_agent.gateway.redaction import Redaction
 from region_agent.isolation import grants_of
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
@@ -33,7 +32,7 @@ from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
 from region_agent.shards.reading import shard_files
-from region_agent.tasks.secrets import give_secrets
+from region_agent.tasks.secrets import GivenSecrets, give_secrets, remove_secrets
 from region_agent.worker.invocation import ShardFile
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.channel import Usage
@@ -83,8 +82,8 @@ class Profiler:
         mark = f"{context.owner.mark}-" if context.owner.mark else ""
         self._functions = f"{_FUNCTION}-{context.config.name}-{mark}"
         self._turn = asyncio.Lock()
-        self._redact = Redaction()
-        """Takes the values of the present task's secrets out of texts."""
+        self._secrets = GivenSecrets()
+        """Secrets of the present task."""
         self._token = CallToken()
         """Token of the present function."""
         self._packages: Path | None = None
@@ -285,7 +284,8 @@ class Profiler:
         context, name = self._context, f"{self._functions}{memory_mb}"
         self._report_condition(command, f"starting a function with {memory_mb} MB")
         grants = await asyncio.to_thread(self._grants, command)
-        self._redact = await give_secrets(context.config, context.gateway, command.task.secrets)
+        task = command.task
+        self._secrets = await give_secrets(context.config, context.gateway, context.owner, command.id, task.secrets)
         self._token = CallToken() if context.config.isolated_functions else CallToken.new()
         await context.gateway.deploy(
             FunctionSpec(
@@ -293,8 +293,8 @@ class Profiler:
                 image=context.image,
                 labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
                 annotations=grants.annotations() if context.config.local_functions else {},
-                env_vars={**timeout_env(limit), **context.channel.worker_env(), **self._token.env},
-                secrets=tuple(command.task.secrets),
+                env_vars={**timeout_env(limit), **context.channel.worker_env(), **self._token.env, **self._secrets.env},
+                secrets=self._secrets.names,
                 limits={"memory": f"{memory_mb}Mi"},
             )
         )
@@ -327,11 +327,11 @@ class Profiler:
         try:
             profiled = Profiled.model_validate_json(answer.body)
         except ValidationError:
-            text = self._redact(answer.body.decode(errors="replace"))[:200]
+            text = self._secrets.redact(answer.body.decode(errors="replace"))[:200]
             raise GeofedError("FUNCTION_FAILED", f"the function answered {text!r}") from None
         meters.add_usage(profiled.channel)
         if profiled.status == "failed":
-            text = self._redact(profiled.message)
+            text = self._secrets.redact(profiled.message)
             raise GeofedError(profiled.code or "FUNCTION_FAILED", text, hint=profiled.hint or None)
         return profiled, seconds
 
@@ -391,6 +391,8 @@ class Profiler:
                 if name.startswith(self._functions) and name.removeprefix(self._functions).isdigit():
                     with contextlib.suppress(GeofedError):
                         await self._context.gateway.delete(name)
+        with contextlib.suppress(GeofedError):
+            await remove_secrets(self._context.gateway, self._context.owner, job)
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._context.channel.discard, job)
 

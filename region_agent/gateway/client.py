@@ -156,6 +156,16 @@ class GatewayClient:
         if answer.status_code == 404:
             await self._send("POST", "/system/secrets", json_body=body)
 
+    async def delete_secret(self, name: str) -> None:
+        """Remove a secret, if there is one of this name; replicas that run keep it."""
+        body = {"name": name, "namespace": self._namespace}
+        await self._send("DELETE", "/system/secrets", json_body=body, accept=(404,))
+
+    async def list_secrets(self) -> tuple[str, ...]:
+        """Names of all secrets of the namespace; a platform never returns values."""
+        found = _json(await self._send("GET", "/system/secrets", params=self._query())) or ()
+        return tuple(str(one["name"]) for one in found if isinstance(one, dict) and "name" in one)
+
     async def list(self) -> tuple[FunctionStatus, ...]:
         """All functions of the namespace."""
         answer = await self._send("GET", "/system/functions", params=self._query())

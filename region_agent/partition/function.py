@@ -27,7 +27,7 @@ from region_agent.isolation import with_server
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import Deployed
 from region_agent.partition.machine import PartitionMachine
-from region_agent.tasks.secrets import give_secrets
+from region_agent.tasks.secrets import GivenSecrets, give_secrets, remove_secrets
 from region_agent.worker.invocation import CALL_GRACE, Outcome
 
 __all__ = ["WorkerFunction"]
@@ -67,8 +67,7 @@ class WorkerFunction:
         self._start, self._machine = start, machine
         self._gateway, self._config, self._channel, self._image = gateway, config, channel, image
         self._call_seconds = timedelta(seconds=start.plan.slice_seconds) + CALL_GRACE
-        self.redact = Redaction()
-        """Takes the values of the job's secrets out of what its workers say."""
+        self._secrets = GivenSecrets()
         self.grants: Grants | None = None
         """What its replicas may use outside of their sandboxes, besides the parameter server; None: not known yet."""
         self._server = ""
@@ -78,7 +77,13 @@ class WorkerFunction:
 
     async def give_secrets(self) -> None:
         """Store the job's secrets at the platform. Raises ``GeofedError("SECRET_MISSING")``."""
-        self.redact = await give_secrets(self._config, self._gateway, self._start.task.secrets)
+        task = self._start.task
+        self._secrets = await give_secrets(self._config, self._gateway, self._owner, self._start.job, task.secrets)
+
+    @property
+    def redact(self) -> Redaction:
+        """Takes the values of the job's secrets out of what its workers say."""
+        return self._secrets.redact
 
     async def deploy(self) -> Deployed:
         """Deploy a replica for each worker; what the functions have beyond that they keep."""
@@ -118,8 +123,13 @@ class WorkerFunction:
             labels={**fixed_scale_labels(replicas), **capacity_label, **self._owner.labels(self._start.job)},
             annotations=self._annotations(),
             constraints=self._constraints(preemptible=preemptible),
-            env_vars={**timeout_env(self._call_seconds), **self._channel.worker_env(), **self._token.env},
-            secrets=tuple(self._start.task.secrets),
+            env_vars={
+                **timeout_env(self._call_seconds),
+                **self._channel.worker_env(),
+                **self._token.env,
+                **self._secrets.env,
+            },
+            secrets=self._secrets.names,
             limits={"memory": f"{self._start.plan.memory_mb}Mi"},
         )
 
@@ -196,7 +206,10 @@ class WorkerFunction:
         return GeofedError("FUNCTION_FAILED", f"the function answered {status}{text!r}")
 
     async def delete(self) -> None:
-        """Delete the functions, and retry as long as the gateway is unavailable: one left behind costs money."""
+        """Delete the functions and their secrets, and retry as long as the gateway is unavailable.
+
+        A function that is left behind costs money.
+        """
         names = set(self._replicas) or {self._owner.name(self._start.job)}
         if self._owner.mark:
             with contextlib.suppress(GeofedError):
@@ -204,6 +217,9 @@ class WorkerFunction:
         for name in sorted(names):
             await _deleted(self._gateway.delete, name)
         self._replicas.clear()
+        if self._start.task.secrets:
+            with contextlib.suppress(GeofedError):  # what is left is found by its name later
+                await _persistent(remove_secrets, self._gateway, self._owner, self._start.job)
 
 
 async def _deleted(delete: Callable[[str], Awaitable[None]], name: str) -> None:
@@ -212,7 +228,7 @@ async def _deleted(delete: Callable[[str], Awaitable[None]], name: str) -> None:
         await _persistent(delete, name)
 
 
-async def _persistent(work: Callable[..., Awaitable[_Value]], *arguments: str) -> _Value:
+async def _persistent(work: Callable[..., Awaitable[_Value]], *arguments: object) -> _Value:
     unavailable = retry_if_exception(lambda error: isinstance(error, GeofedError) and error.code in _TEMPORARY)
     wait = wait_exponential(multiplier=0.2, max=_LONGEST_PAUSE_SECONDS)
     return await AsyncRetrying(retry=unavailable, wait=wait, reraise=True)(work, *arguments)

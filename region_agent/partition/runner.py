@@ -411,8 +411,8 @@ class PartitionRunner:
             self._invocations.packages, self._installing = packages, ""
         context.channel.require(plan.channel or "auto")
         await asyncio.to_thread(self._invocations.prepare_channel, bundle)
-        self._function.grants = await asyncio.to_thread(self._invocations.grants)
         await self._function.give_secrets()
+        self._function.grants = await asyncio.to_thread(self._invocations.grants)
         await self._function.deploy()
         await self._function.wait_ready()
         if context.config.policy.ship_logs:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.task_secrets import FILES_VARIABLE
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
+from region_agent.gateway.owner import Owner
 from region_agent.gateway.redaction import Redaction
 
-__all__ = ["check_secrets", "give_secrets"]
+__all__ = ["GivenSecrets", "check_secrets", "give_secrets", "remove_secrets"]
 
 _LONGEST = 64 << 10
 """Bytes of a secret at most; Kubernetes' own limit is 1 MiB for all of an object."""
@@ -31,15 +35,40 @@ def check_secrets(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
             raise GeofedError("FORBIDDEN", text, hint=f"`secrets.{name}.users` in its file lists who may")
 
 
-async def give_secrets(config: RegionConfig, gateway: GatewayClient, names: Iterable[str]) -> Redaction:
-    """Store the named secrets at the function platform, except for those that it has by itself.
+@dataclass(frozen=True)
+class GivenSecrets:
+    """The secrets of one job's functions, or of a profile's."""
+
+    names: tuple[str, ...] = ()
+    """Names of the secrets at the function platform."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Environment of the functions, in which tasks find the secrets by their own names."""
+    redact: Redaction = field(default_factory=Redaction)
+    """Takes their values out of texts."""
+
+
+async def give_secrets(
+    config: RegionConfig, gateway: GatewayClient, owner: Owner, job: str, names: Iterable[str]
+) -> GivenSecrets:
+    """Store a job's own copies of the named secrets at the function platform, except for those that it has by itself.
 
     Raises ``GeofedError("SECRET_MISSING")`` if a file cannot be read.
     """
+    names = tuple(names)
     values = {name: _value(config.name, name, file) for name in names if (file := config.secrets[name].file)}
+    copies = {name: owner.secret(name, job) for name in values}
     for name, value in values.items():
-        await gateway.put_secret(name, value)
-    return Redaction.of(values)
+        await gateway.put_secret(copies[name], value)
+    renamed = {name: copy for name, copy in copies.items() if name != copy}
+    env = {FILES_VARIABLE: json.dumps(renamed)} if renamed else {}
+    return GivenSecrets(tuple(copies.get(name, name) for name in names), env, Redaction.of(values))
+
+
+async def remove_secrets(gateway: GatewayClient, owner: Owner, job: str) -> None:
+    """Delete what `give_secrets` has stored for a job or a profile. The agent's own platform keeps the values."""
+    if owner.mark:
+        for name in owner.secrets_of(await gateway.list_secrets(), job):
+            await gateway.delete_secret(name)
 
 
 def _value(region: str, name: str, file: Path) -> bytes:

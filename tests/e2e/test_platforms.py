@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 from support.docker_engine import docker_engine, worker_image
-from support.running import Federation, Running, check_succeeded, digits_sites, eventually
+from support.running import Federation, Running, check_succeeded, digits_sites, eventually, named
 
 from tests.region_agent.gateway.conftest import Embedded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 REGIONS = ("lille", "lyon")
+READS = """
+from geofed import secret
+assert secret("token").startswith("value of l")
+"""
 OWN = {"label": "geofed.gateway"}
 
 
@@ -35,10 +40,17 @@ def faasd(tmp_path: Path) -> Iterator[Embedded]:
 def test_two_regions_with_two_workers_each_share_one_faasd(faasd: Embedded, tmp_path: Path) -> None:
     platform = {"kind": "openfaas", "url": faasd.url, "image": "geofed/worker"}
     sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=platform)
+    for site in sites:
+        (tmp_path / f"{site.name}.token").write_text(f"value of {site.name}")
+        site.config["secrets"] = {"token": {"file": str(tmp_path / f"{site.name}.token")}}
     with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
-        job = running.submit("train.workers=2", "train.end.epochs=12", "wan.interval=20")
+        settings = "train.workers=2", "train.end.epochs=12", "wan.interval=20", "task.secrets=[token]"
+        job = running.submit(*settings, task=named("reads a secret") + READS)
         running.wait_round(job, 1)
+        # Each region's value, although both have the same name for it.
+        held = {path.read_text() for path in (faasd.state_dir / "secrets").iterdir()}
+        assert held >= {f"value of {region}" for region in REGIONS}
         functions = httpx2.get(f"{faasd.url}/system/functions").json()
         assert sorted(function["labels"]["geofed.region"] for function in functions) == sorted(REGIONS * 2)
         assert {(function["replicas"], function["labels"]["geofed.job"]) for function in functions} == {(1, job)}
@@ -46,6 +58,7 @@ def test_two_regions_with_two_workers_each_share_one_faasd(faasd: Embedded, tmp_
         check_succeeded(described)
         assert not [event for event in running.events(job) if event["kind"] in ("setback", "worker-failed")]
         eventually(lambda: not httpx2.get(f"{faasd.url}/system/functions").json(), "the functions are deleted")
+        eventually(lambda: not httpx2.get(f"{faasd.url}/system/secrets").json(), "and their secrets")
 
         # What an agent that was killed has left goes when it starts again; another region's function stays.
         left = {"geofed.owner": functions[0]["labels"]["geofed.owner"], "geofed.job": "gone"}
@@ -53,11 +66,15 @@ def test_two_regions_with_two_workers_each_share_one_faasd(faasd: Embedded, tmp_
         for name, region in (("left", own), ("strange", "elsewhere")):
             body = {"service": name, "image": "geofed/worker", "labels": {**left, "geofed.region": region}}
             httpx2.post(f"{faasd.url}/system/functions", json=body).raise_for_status()
+        for name in (f"token-{left['geofed.owner']}-0123abcd", "strange"):
+            body = {"name": name, "value": "left"}
+            httpx2.post(f"{faasd.url}/system/secrets", json=body).raise_for_status()
         federation.processes[own].terminate()
         federation.processes[own].wait(timeout=30)
         federation.start_agent(own)
-        there = [{"strange"}]
-        eventually(lambda: {f["name"] for f in httpx2.get(f"{faasd.url}/system/functions").json()} in there, "only its")
+        for kind in ("functions", "secrets"):
+            found = partial(httpx2.get, f"{faasd.url}/system/{kind}")
+            eventually(lambda found=found: {one["name"] for one in found().json()} == {"strange"}, f"only its {kind}")
 
 
 @pytest.fixture(scope="module")

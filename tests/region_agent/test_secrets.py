@@ -13,8 +13,9 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, common_pb2
 from region_agent.approvals import Approvals
 from region_agent.config import RegionConfig, load_config
+from region_agent.gateway.owner import Owner
 from region_agent.gateway.redaction import Redaction
-from region_agent.tasks.secrets import check_secrets, give_secrets
+from region_agent.tasks.secrets import check_secrets, give_secrets, remove_secrets
 
 KEY = "ed25519:" + "A" * 43 + "="
 
@@ -39,6 +40,12 @@ class _Gateway:
 
     async def put_secret(self, name: str, value: bytes) -> None:
         self.held[name] = value
+
+    async def list_secrets(self) -> tuple[str, ...]:
+        return tuple(self.held)
+
+    async def delete_secret(self, name: str) -> None:
+        del self.held[name]
 
 
 def test_only_named_users_read_a_secret(tmp_path: Path) -> None:
@@ -76,7 +83,7 @@ def test_values_are_read_when_they_are_given_and_bounded(tmp_path: Path) -> None
     config, gateway = _config(tmp_path, secrets={"token": {"file": "token"}}), _Gateway()
 
     def give() -> Redaction:
-        return asyncio.run(give_secrets(config, gateway, ["token"]))  # type: ignore[arg-type]
+        return asyncio.run(give_secrets(config, gateway, Owner(), "job", ["token"])).redact  # type: ignore[arg-type]
 
     for content, told in ((None, "No such file"), (b"", "is empty"), (b"x" * (65 << 10), "longer than 64 KiB")):
         if content is not None:
@@ -90,6 +97,35 @@ def test_values_are_read_when_they_are_given_and_bounded(tmp_path: Path) -> None
     assert redact("a first line, ab, and the last") == "a [secret token], ab, and the [secret token]"
     assert "first line" not in repr(redact)
     assert Redaction()("first line") == "first line"
+
+
+def test_regions_and_jobs_that_share_a_platform_have_copies_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway, given = _Gateway(), {}
+    monkeypatch.setenv("OPENFAAS_SECRETS", str(tmp_path))
+    owners = {name: Owner.of(name, b"key") for name in ("oslo", "bergen")}
+    for region, job in (("oslo", "one"), ("oslo", "two"), ("bergen", "one")):
+        (tmp_path / "value").write_text(f"{region} {job}\n")
+        gateway_of_theirs = {"kind": "openfaas", "url": "http://127.0.0.1:1", "image": "i"}
+        config = _config(tmp_path, gateway=gateway_of_theirs, secrets={"token": {"file": "value"}, "platform-own": {}})
+        asked = give_secrets(config, gateway, owners[region], job, ["token", "platform-own"])  # type: ignore[arg-type]
+        given[region, job] = asyncio.run(asked)
+    for (region, job), one in given.items():
+        assert one.names[1] == "platform-own"
+        value = gateway.held[one.names[0]]
+        assert value == f"{region} {job}\n".encode()
+        # As the function has it: a file with the platform's name of it.
+        (tmp_path / one.names[0]).write_bytes(value)
+        monkeypatch.setenv("GEOFED_SECRETS", one.env["GEOFED_SECRETS"])
+        assert geofed.secret("token") == f"{region} {job}"
+        assert one.redact(f"it is {region} {job}") == "it is [secret token]"
+    gateway.held["token"] = gateway.held["of-the-operator"] = b"not the agent's"
+    asyncio.run(remove_secrets(gateway, owners["oslo"], "one"))  # type: ignore[arg-type]
+    left = {"token", "of-the-operator", given["oslo", "two"].names[0], given["bergen", "one"].names[0]}
+    assert set(gateway.held) == left
+    asyncio.run(remove_secrets(gateway, Owner(), "one"))  # type: ignore[arg-type]
+    assert set(gateway.held) == left
 
 
 def test_what_was_approved_without_a_secret_waits_with_it(tmp_path: Path) -> None:

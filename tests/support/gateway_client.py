@@ -41,15 +41,6 @@ class WholeClient(GatewayClient):
         """Replace a secret; running replicas keep the value that they were started with."""
         await self._send("PUT", "/system/secrets", json_body=self._secret(name, value))
 
-    async def delete_secret(self, name: str) -> None:
-        """Remove a secret."""
-        await self._send("DELETE", "/system/secrets", json_body={"name": name, "namespace": self._namespace})
-
-    async def list_secrets(self) -> tuple[str, ...]:
-        """Return the names of the secrets; the API never returns values."""
-        answer = await self._send("GET", "/system/secrets", params=self._query())
-        return tuple(str(item["name"]) for item in answer.json() or ())
-
     def _secret(self, name: str, value: bytes) -> dict[str, str]:
         raw = base64.b64encode(value).decode()
         return {"name": name, "namespace": self._namespace, "rawValue": raw}

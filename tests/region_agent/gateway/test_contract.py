@@ -293,6 +293,8 @@ async def test_secrets_live_and_reach_the_function(gateway) -> None:
     finally:
         await gateway.client.delete_secret(name)
     assert name not in await gateway.client.list_secrets()
+    if gateway.embedded is not None:
+        await gateway.client.delete_secret(name)
 
 
 async def test_logs_follow(gateway) -> None:

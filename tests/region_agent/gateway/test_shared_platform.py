@@ -46,6 +46,22 @@ def test_only_ones_own_functions_without_a_job_are_orphans() -> None:
     assert Owner("east").orphans(functions, ()) == []
 
 
+def test_only_ones_own_secrets_without_a_job_are_orphans() -> None:
+    names = ["token", "x" * 63, "x" * 62 + "y"]
+    owners = [EAST, WEST, Owner.of("east", b"another federation")]
+    jobs = [(owner, job) for owner in owners for job in (JOB, "b")]
+    copies = {(owner.mark, job, name): owner.secret(name, job) for owner, job in jobs for name in names}
+    assert len(set(copies.values())) == len(copies)
+    assert all(is_dns_label(name) for name in copies.values())
+    there = [*copies.values(), *names, f"token-{EAST.mark}"]
+    assert EAST.secrets_of(there, "b") == [copies[EAST.mark, "b", name] for name in names]
+    assert EAST.orphan_secrets(there, {"b"}) == [copies[EAST.mark, JOB, name] for name in names]
+    assert EAST.orphan_secrets(there, {"b", JOB}) == []
+    assert len(EAST.orphan_secrets(there, ())) == 6
+    own = Owner("east")
+    assert (own.secret("token", JOB), own.secrets_of(there, JOB), own.orphan_secrets(there, ())) == ("token", [], [])
+
+
 def test_a_regions_mark_stays_when_the_authority_changes(tmp_path: Path) -> None:
     for made in (EAST.mark, WEST.mark):
         store = AgentStore(tmp_path / "agent.db")

@@ -1,0 +1,114 @@
+"""What a job's function is given on a platform that others use, too: a token, and copies of secrets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RegionConfig
+from region_agent.gateway import FunctionSpec
+from region_agent.gateway.call_token import CallToken
+from region_agent.gateway.editions import EDITIONS, Edition
+from region_agent.gateway.owner import Owner
+from region_agent.partition.channel import RegionChannel
+from region_agent.partition.function import WorkerFunction
+
+TOKEN = CallToken.derived("key of the partition")
+
+
+class Gateway:
+    """Serves calls with the token of the function's environment only, as its container does."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, FunctionSpec] = {}
+        self.secrets = {"of-the-operator": b"its own"}
+        self.unavailable = 0
+
+    async def edition(self) -> Edition:
+        return EDITIONS["ce"]
+
+    async def deploy(self, spec: FunctionSpec) -> None:
+        assert set(spec.secrets) <= self.secrets.keys()
+        self.functions[spec.service] = spec
+
+    async def scale(self, name: str, replicas: int) -> None: ...
+
+    async def delete(self, name: str) -> None:
+        del self.functions[name]
+
+    async def list(self) -> list[Any]:
+        return [SimpleNamespace(name=name, spec=spec) for name, spec in self.functions.items()]
+
+    async def put_secret(self, name: str, value: bytes) -> None:
+        self.secrets[name] = value
+
+    async def list_secrets(self) -> tuple[str, ...]:
+        if self.unavailable:
+            self.unavailable -= 1
+            raise GeofedError("GATEWAY_UNAVAILABLE", "not now")
+        return tuple(self.secrets)
+
+    async def delete_secret(self, name: str) -> None:
+        assert not self.functions
+        del self.secrets[name]
+
+    async def invoke(self, name: str, body: bytes, *, headers: dict[str, str], timeout: Any) -> Any:
+        wanted = self.functions[name].env_vars["GEOFED_CALL_TOKEN"]
+        served = headers == {"X-Geofed-Token": wanted} and len(wanted) == 64
+        answer = json.dumps({"status": "done", "steps": 7}).encode() if served else b"no"
+        return SimpleNamespace(status=200 if served else 403, body=answer)
+
+
+def _function(folder: Path, gateway: Gateway) -> WorkerFunction:
+    (folder / "token").write_text("a value")
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 2}, "secrets": {"hub": {"file": str(folder / "token")}, "of-the-operator": {}},
+            "gateway": {"kind": "openfaas", "url": "https://gateway.example", "image": "i"},
+        }
+    )  # fmt: skip
+    start = agent_pb2.StartPartition(
+        job="job-1", task=agent_pb2.TaskRef(secrets=["hub", "of-the-operator"]),
+        plan=agent_pb2.PartitionPlan(slice_seconds=5.0, memory_mb=512),
+    )  # fmt: skip
+    machine: Any = SimpleNamespace(workers=2, preemptible=False)
+    channel, owner = RegionChannel(config.channel, folder, "east"), Owner.of("east", b"authority")
+    return WorkerFunction(start, machine, gateway, config, channel, "image", owner, TOKEN)  # type: ignore[arg-type]
+
+
+def test_calls_state_the_token_that_the_function_has(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        gateway = Gateway()
+        function = _function(tmp_path, gateway)
+        await function.deploy()
+        answer = await function.call(0, b"{}")
+        assert answer.status == "done"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("unavailable", [0, 1])
+def test_its_secrets_are_its_own_and_leave_with_it(tmp_path: Path, unavailable: int) -> None:
+    async def scenario() -> None:
+        gateway = Gateway()
+        function = _function(tmp_path, gateway)
+        await function.give_secrets()
+        await function.deploy()
+        (spec,) = gateway.functions.values()
+        (copy,) = gateway.secrets.keys() - {"of-the-operator"}
+        assert spec.secrets == (copy, "of-the-operator")
+        assert json.loads(spec.env_vars["GEOFED_SECRETS"]) == {"hub": copy}
+        assert copy.startswith(f"hub-{Owner.of('east', b'authority').mark}-")
+        gateway.unavailable = unavailable
+        await function.delete()
+        assert gateway.secrets == {"of-the-operator": b"its own"}
+
+    asyncio.run(scenario())
