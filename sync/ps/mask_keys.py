@@ -125,10 +125,18 @@ class MaskKeys:
             verify_signature(
                 text, proto.signature, proto.certificate_pem, proto.region, self._identity(), "the mask key"
             )
-            if known is not None or told.terms != self._terms:
-                what = "has announced two mask keys" if known is not None else "takes part under other terms"
-                shown = "" if known is not None else f": {clean(told.terms, 400)}, not {self._terms}"
-                self._engine.feed(Misbehaved(proto.region, f"{proto.region} {what}{shown}"))
+            taken = {region: one.key for region, one in (self._known | fresh).items() if region != proto.region}
+            taken[self._config.region] = self._key.public.hex()
+            same = next((region for region, key in taken.items() if key == told.key), "")
+            what = ""
+            if known is not None:
+                what = "has announced two mask keys"
+            elif told.terms != self._terms:
+                what = f"takes part under other terms: {clean(told.terms, 400)}, not {self._terms}"
+            elif same:
+                what = f"has announced the mask key of {same}"
+            if what:
+                self._engine.feed(Misbehaved(proto.region, f"{proto.region} {what}"))
                 return
             fresh[proto.region] = told
         if fresh:
@@ -141,8 +149,11 @@ class MaskKeys:
         """Once all keys are known, derive the masks, and tell the state machine."""
         if self._others <= self._known.keys():
             terms = f"{self._config.job}\0{self._terms}"
-            secrets = {region: self._key.secret(bytes.fromhex(one.key), terms) for region, one in self._known.items()}
-            self._engine.executor.masks = PairMasks(self._config.region, secrets)
+            own = self._config.region
+            secrets = {
+                other: self._key.secret(own, other, bytes.fromhex(one.key), terms) for other, one in self._known.items()
+            }
+            self._engine.executor.masks = PairMasks(own, secrets)
         for region in sorted(self._known):
             self._engine.feed(MaskKeyKnown(region))
 

@@ -39,18 +39,21 @@ class MaskKey:
         """The 32 bytes that other regions are told."""
         return self._key.public_key().public_bytes_raw()
 
-    def secret(self, other: bytes, terms: str) -> bytes:
-        """Return the secret with the region of another public key (HKDF-SHA256, RFC 5869).
+    def secret(self, region: str, other: str, public: bytes, terms: str) -> bytes:
+        """Return the secret of this key's ``region`` with the ``other`` one (HKDF-SHA256, RFC 5869).
 
-        ``terms``: what both must agree on; other terms give another secret. Raises ``GeofedError("PEER_INVALID")`` for
-        a key with which nothing secret can be agreed on.
+        ``public``: the other region's key. The secret is bound to both names: a region that passes off another's key
+        as its own has another secret with everyone, so that no masks cancel or double. ``terms``: what both must agree
+        on; other terms give another secret. Raises ``GeofedError("PEER_INVALID")`` for a key with which nothing secret
+        can be agreed on.
         """
         try:
-            shared = self._key.exchange(X25519PublicKey.from_public_bytes(other))
+            shared = self._key.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:
-            raise GeofedError("PEER_INVALID", "a mask key of another region is invalid") from None
-        both = b"".join(sorted((self.public, other)))
-        context = b"geofed mask 1\0" + both + terms.encode()
+            raise GeofedError("PEER_INVALID", f"the mask key of {other} is invalid") from None
+        pair = sorted([(region.encode(), self.public), (other.encode(), public)])
+        both = b"".join(len(name).to_bytes(2, "big") + name + key for name, key in pair)
+        context = b"geofed mask 2\0" + both + terms.encode()
         return HKDF(hashes.SHA256(), _SECRET_BYTES, salt=None, info=context).derive(shared)
 
 

@@ -70,7 +70,7 @@ def _work() -> dict[str, float]:
     rng, found = np.random.default_rng(1), {}
     start, end = (rng.standard_normal(size).astype(np.float32) for _ in range(2))
     keys = {name: MaskKey() for name in names}
-    secrets = {name: keys["east"].secret(keys[name].public, "") for name in names[1:]}
+    secrets = {name: keys["east"].secret("east", name, keys[name].public, "") for name in names[1:]}
     scale, scales = SharedScale("east", _SHARES, "int8-masked"), np.full(-(-size // 512), -8.0, np.float32)
     for kind in KINDS:
         replica = Replica(

@@ -148,8 +148,8 @@ def _exchange(server: Server, authority: Authority, *keys: sync_pb2.MaskKey, cal
         return sync_pb2_grpc.ExchangeStub(line).ExchangeKeys(request, timeout=10)
 
 
-def _key(authority: Authority, region: str, signer: str, terms: str) -> sync_pb2.MaskKey:
-    tls, public = authority.region(signer), MaskKey().public
+def _key(authority: Authority, region: str, signer: str, terms: str, public: bytes = b"") -> sync_pb2.MaskKey:
+    tls, public = authority.region(signer), public or MaskKey().public
     text = json.dumps(["geofed mask key 1", JOB, region, public.hex(), terms]).encode()
     return sync_pb2.MaskKey(
         region=region, key=public, terms=terms, signature=signature_of(text, tls), certificate_pem=tls.certificate_pem
@@ -176,6 +176,20 @@ def test_a_second_key_of_a_region_ends_the_job(servers: Servers, authority: Auth
     wait_until(lambda: east.process is not None and east.process.poll() is not None, "the server to end")
     assert "PEER_INVALID" in east.log.read_text()
     assert "two mask keys" in east.log.read_text()
+
+
+@pytest.mark.parametrize("copied", ["east", "north"])
+def test_a_region_with_the_key_of_another_ends_the_job(servers: Servers, authority: Authority, copied: str) -> None:
+    """Its masks would be those of the other: with its own they could cancel."""
+    (east,) = servers("east", regions=NAMES, **SECURE)
+    own = _exchange(east, authority).keys[0]
+    north = _key(authority, "north", "north", own.terms)
+    public = {"east": own.key, "north": north.key}[copied]
+    _exchange(east, authority, north)
+    _exchange(east, authority, _key(authority, "west", "west", own.terms, public))
+    wait_until(lambda: east.process is not None and east.process.poll() is not None, "the server to end")
+    assert "PEER_INVALID" in east.log.read_text()
+    assert f"west has announced the mask key of {copied}" in east.log.read_text()
 
 
 def test_a_region_with_another_plan_is_found(servers: Servers, authority: Authority) -> None:

@@ -20,7 +20,7 @@ CODECS = ("int8-masked", "bf16-masked", "fp32-masked")
 def masks_of(names: list[str], keys: Mapping[str, MaskKey] | None = None) -> dict[str, PairMasks]:
     found = keys or {name: MaskKey() for name in names}
     return {
-        name: PairMasks(name, {o: found[name].secret(found[o].public, "job") for o in names if o != name})
+        name: PairMasks(name, {o: found[name].secret(name, o, found[o].public, "job") for o in names if o != name})
         for name in names
     }
 
@@ -185,15 +185,32 @@ def test_rounds_and_parts_have_masks_of_their_own() -> None:
 
 def test_other_terms_are_another_secret() -> None:
     one, other = MaskKey(), MaskKey()
-    assert one.secret(other.public, "job") == other.secret(one.public, "job")
-    assert one.secret(other.public, "job") != one.secret(other.public, "job 2")
+    agreed = one.secret("a", "b", other.public, "job")
+    assert agreed == other.secret("b", "a", one.public, "job")
+    assert agreed != one.secret("a", "b", other.public, "job 2")
+    assert agreed != one.secret("a", "c", other.public, "job")
+    assert agreed != one.secret("b", "a", other.public, "job")
     assert MaskKey(one.private).public == one.public
+
+
+@pytest.mark.parametrize(("victim", "copied"), [("c", "a"), ("c", "z"), ("m", "a")])
+def test_a_region_that_copies_a_key_takes_off_no_mask(victim: str, copied: str) -> None:
+    """Under the victim's two secrets with one key, its masks neither cancel nor double, on either side of the names."""
+    size, liar = 1 << 15, "p"
+    keys = {name: MaskKey() for name in (victim, copied)}
+    secrets = {o: keys[victim].secret(victim, o, keys[copied].public, "job") for o in (copied, liar)}
+    assert len(set(secrets.values())) == 2
+    values = np.full(size, 3, np.uint8)
+    PairMasks(victim, secrets).add(values, 1, "masked")
+    assert _uniform(values)
+    # Twice the same mask has only even numbers.
+    assert set((values & 1).tolist()) == {0, 1}
 
 
 def test_a_key_with_which_nothing_is_secret_is_refused() -> None:
     for public in (bytes(32), b"short"):
         with pytest.raises(GeofedError, match="PEER_INVALID"):
-            MaskKey().secret(public, "job")
+            MaskKey().secret("a", "b", public, "job")
 
 
 def test_a_change_beyond_the_range_comes_later() -> None:
