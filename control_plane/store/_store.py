@@ -267,6 +267,16 @@ class Store:
         """Return the jobs with a name, newest first."""
         return self._jobs(t.jobs.c.name == name, 100)
 
+    def jobs_that_began(
+        self, *, task_key: str = "", digest: str = "", held: str = "", limit: int = 500
+    ) -> list[JobRow]:
+        """Return the newest jobs of a task, or those whose state names a model's digest.
+
+        ``held``: what the text of their job files must hold.
+        """
+        wanted = t.jobs.c.state_json.contains(digest) if digest else t.jobs.c.task_key == task_key
+        return self._jobs(and_(wanted, t.jobs.c.spec_json.contains(held, autoescape=True)), limit)
+
     def jobs(
         self, *, phases: frozenset[str] | None = None, limit: int = 1000, after: str = "", reader: str = ""
     ) -> list[JobRow]:

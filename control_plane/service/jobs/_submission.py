@@ -17,7 +17,7 @@ from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import begin
-from control_plane.service.planning._difference import refused_by_difference
+from control_plane.service.planning._difference import refused_by_difference, same_start
 from control_plane.service.planning._initial import initial_model_of
 from control_plane.service.planning._planning import (
     declined_error,
@@ -76,8 +76,9 @@ async def answer_plan(
         _, answer = await federation.answer(spec, "plan", learnt, user)
     if isinstance(answer, Declined):
         return plan_json(answer), False
-    earlier = await _job_of(federation, initial_model)
-    if (refused := refused_by_difference(spec, answer.plan, initial_model, earlier)) is not None:
+    task_key = task_keys(spec, code_digest)[0] if code_digest else ""
+    earlier = await same_start(federation, spec, initial_model, task_key)
+    if (refused := refused_by_difference(spec, answer.plan, earlier)) is not None:
         return plan_json(refused), False
     warnings = _warnings_of(answer.plan, spec, learnt, federation.regions, federation.clock())
     return plan_json(answer.plan, answer.waits_for, warnings, initial_model, _promise_of(answer, spec)), True
@@ -141,11 +142,6 @@ async def submit(
     return await admit(federation, new, check)
 
 
-async def _job_of(federation: Federation, model: InitialModel | None) -> JobEntry | None:
-    """Return the job that a model to start from is of; None: it is none's."""
-    return await federation.find_job(model.job) if model is not None and model.job else None
-
-
 def require_request_id(request_id: str) -> None:
     """Raise ``GeofedError("SPEC_INVALID")`` unless it is valid."""
     if not 1 <= len(request_id) <= 256:
@@ -186,8 +182,9 @@ async def admit(
     changes faster than it is planned.
     """
     spec, row, model = new.spec, new.row, new.initial_model
-    started_from = await _job_of(federation, model)
     async with federation.planning:
+        # No other job is stored meanwhile.
+        earlier_jobs = await same_start(federation, spec, model, row.task_key)
         for _ in range(_MAX_PLANS):
             admission, answer = await federation.answer(spec, row.id, new.learnt, row.user)
             async with federation.change() as draft:
@@ -199,7 +196,7 @@ async def admit(
                     answer, admission
                 )
                 if decided is not None:
-                    if (refused := refused_by_difference(spec, decided.plan, model, started_from)) is not None:
+                    if (refused := refused_by_difference(spec, decided.plan, earlier_jobs)) is not None:
                         raise declined_error(refused)
                     _store(draft, new, decided)
                     also(draft, decided)

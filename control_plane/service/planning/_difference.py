@@ -1,38 +1,73 @@
-"""What the sums of two jobs with secure aggregation tell together."""
+"""What two jobs that begin with the same model tell together, if one of them has secure aggregation."""
 
 from __future__ import annotations
 
-from control_plane.core import InitialModel
+from collections.abc import Sequence
+
+from control_plane.core import InitialModel, models_of
 from control_plane.service.state._entries import JobEntry
+from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from scheduler import Declined, Plan, Reason
 
-__all__ = ["refused_by_difference"]
+__all__ = ["refused_by_difference", "same_start"]
+
+_SECURE = '"secureAggregation":true'
+"""Text in the job files, as stored, of jobs with secure aggregation."""
 
 
-def refused_by_difference(
-    spec: JobSpec, plan: Plan, model: InitialModel | None, earlier: JobEntry | None
-) -> Declined | None:
-    """Return the refusal of a job that starts from a model from which an earlier job has gone on, with almost the same
-    regions: both publish a sum of updates of the same model, and their difference is that of few regions. None: it does
-    not.
+async def same_start(
+    federation: Federation, spec: JobSpec, model: InitialModel | None, task_key: str
+) -> list[JobEntry]:
+    """Return stored jobs that have trained from the model that a new job starts from, newest first.
 
-    ``earlier``: the job that ``model`` is of; None: it is none's.
+    ``model``: None: the one that the task makes, which is the same for one task and seed. ``task_key``: the new job's;
+    empty: its code is not known. Only jobs count that began to train, or still may; and of a job without secure
+    aggregation only those with it.
     """
-    if model is None or earlier is None or not (_secure(spec) and _secure(earlier.spec)):
-        return None
-    if model.digest == earlier.state.blob_digest:
-        # The final model: no round of that job began with it.
-        return None
-    apart = {part.region for part in plan.partitions} ^ {part.region for part in earlier.plan.partitions}
-    if not apart or len(apart) >= spec.privacy.min_regions:
-        return None
-    names = ", ".join(sorted(apart))
-    text = (
-        f"{model.job} has gone on from this model, and differs by {names}: the sums of both jobs would tell its updates"
-    )
-    remedy = "use the same regions, or start from the final model of a job that has succeeded"
-    return Declined((Reason("INADMISSIBLE", text, remedy),))
+    held = "" if _secure(spec) else _SECURE
+    if model is not None:
+        named = await federation.jobs_that_began(digest=model.digest, held=held)
+        found = [entry for entry in named if _has_trained_from(entry, model.digest)]
+    elif task_key:
+        of_task = await federation.jobs_that_began(task_key=task_key, held=held)
+        found = [
+            entry for entry in of_task if entry.state.initial_model is None and entry.spec.train.seed == spec.train.seed
+        ]
+    else:
+        found = []
+    return [entry for entry in found if entry.state.started_at or not entry.state.terminal]
+
+
+def _has_trained_from(entry: JobEntry, digest: str) -> bool:
+    began, state = entry.state.initial_model, entry.state
+    # No round of the job began with its final model.
+    rounds = {model.digest for model in models_of(state)} - {state.blob_digest}
+    return digest in rounds or (began is not None and began.digest == digest)
+
+
+def refused_by_difference(spec: JobSpec, plan: Plan, earlier: Sequence[JobEntry]) -> Declined | None:
+    """Return the refusal of a job that would tell, together with an earlier one, the updates of few regions; None: it
+    does not.
+
+    Two jobs with secure aggregation publish a sum each, whose difference is that of the regions by which they differ.
+    One without it shows the updates of its regions: with the other's sum, those of the regions that are in that alone.
+    ``earlier``: jobs that have trained from the same model.
+    """
+    for entry in earlier:
+        secure = [one for one in (spec, entry.spec) if _secure(one)]
+        mine, theirs = _regions(plan), _regions(entry.plan)
+        apart = mine ^ theirs if len(secure) == 2 else mine - theirs if _secure(spec) else theirs - mine
+        if secure and 0 < len(apart) < max(one.privacy.min_regions for one in secure):
+            job, names = entry.row.id, ", ".join(sorted(apart))
+            text = f"{job} trains from the same model, and differs by {names}: both together would tell its updates"
+            remedy = "use the same regions, another train.seed, or the final model of a job that has succeeded"
+            return Declined((Reason("INADMISSIBLE", text, remedy),))
+    return None
+
+
+def _regions(plan: Plan) -> set[str]:
+    return {part.region for part in plan.partitions}
 
 
 def _secure(spec: JobSpec) -> bool:

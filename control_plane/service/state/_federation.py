@@ -508,6 +508,16 @@ class Federation:
             row = named[0]
         return self.jobs.get(row.id) or _entry(row)
 
+    async def jobs_that_began(self, *, task_key: str = "", digest: str = "", held: str = "") -> list[JobEntry]:
+        """Return what `Store.jobs_that_began` does, as entries."""
+
+        def entries(store: Store) -> list[JobEntry]:
+            # Parsed in the thread, since many jobs take long.
+            rows = store.jobs_that_began(task_key=task_key, digest=digest, held=held)
+            return [self.jobs.get(row.id) or _entry(row) for row in rows]
+
+        return await self.read(entries)
+
     async def ended_job(self, job_id: str) -> JobEntry | None:
         """Return an ended job by its ID; None if it is active or there is none."""
         if job_id in self.changes.latest.jobs:
