@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from support.running import Running, check_succeeded
 
+from sync import framing
+from sync.secure import PairMasks, SharedScale
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 SECURE = "privacy.secureAggregation=true"
@@ -91,17 +94,31 @@ def _files(running: Running) -> Iterator[Path]:
         yield from (running.federation.folder.parent / "channels" / name).rglob("*")
 
 
-def _holds(content: bytes, values: tuple[float, ...]) -> bool:
-    """Whether one of the values stands 64 times in a row there, as float32."""
+def _holds(content: bytes, values: tuple[float, ...], fixed: int) -> bool:
+    """Whether one of the values stands 64 times in a row there, as float32, or ``fixed`` as int32."""
     for begin in range(4):
-        numbers = np.frombuffer(content[begin : begin + (len(content) - begin) // 4 * 4], np.float32)
-        for value in values:
+        words = content[begin : begin + (len(content) - begin) // 4 * 4]
+        read = [(np.frombuffer(words, np.float32), np.float32(value)) for value in values]
+        for numbers, value in [*read, (np.frombuffer(words, np.int32), np.float64(fixed))]:
             with np.errstate(invalid="ignore", over="ignore"):
-                like = np.abs(numbers / np.float32(value) - 1) < 1e-3
+                like = np.abs(numbers / value - 1) < 1e-3
             edges = np.flatnonzero(np.diff(np.concatenate([[False], like, [False]]).astype(np.int8)))
             if edges.size and (edges[1::2] - edges[::2]).max() >= 64:
                 return True
     return False
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_canary_is_found_where_masks_add_nothing(masked: bool) -> None:
+    size, change, shares = 4096, 0.123, {"a": 0.5, "b": 0.3, "c": 0.2}
+    masks = PairMasks("a", {"b": bytes(32), "c": bytes([1] * 32)} if masked else {})
+    end, start = np.full(size, change, np.float32), np.zeros(size, np.float32)
+    scale = SharedScale("a", shares, "fp32-masked")
+    tensors = scale.encode(end, start, np.zeros(size), size, None, masks, 1)
+    held = b"".join(bytes(piece) for piece in framing.encode(tensors))
+    fixed = round(change * shares["a"] * 2**26)
+    assert _holds(held, (change, change * shares["a"]), fixed) is not masked
+    assert not _holds(held, (change, change * shares["a"]), 1)
 
 
 @pytest.mark.parametrize("secure", [True, False])
@@ -116,9 +133,13 @@ def test_no_file_of_others_holds_an_update(secure: bool, running: Running) -> No
     running.wait_round(job, 1)
     plan = running.describe(job)["plan"]
     (steps,) = (part["steps_per_round"] for part in plan["partitions"] if part["region"] == "virginia")
-    samples = {part["region"]: part["samples"] for part in plan["partitions"]}
+    samples = {
+        part["region"]: part["workers"] * part["batch"] * part["steps_per_round"] for part in plan["partitions"]
+    }
     change = -LEARNING_RATE * PULLS["virginia"] * steps
     share = samples["virginia"] / sum(samples.values())
+    # As fixed-point numbers, to which the masks are added: without them it would stand there in a secure job.
+    fixed = round(change * share * 2**26)
     read, found = 0, list[Path]()
     while not running.describe(job)["finished_at"]:
         for path in _files(running):
@@ -127,7 +148,7 @@ def test_no_file_of_others_holds_an_update(secure: bool, running: Running) -> No
             except FileNotFoundError:
                 continue
             read += len(content)
-            if _holds(content, (change, change * share)):
+            if _holds(content, (change, change * share), fixed):
                 found.append(path)
     ended = running.wait_end(job)
     check_succeeded(ended, accuracy=0.0)
