@@ -12,7 +12,10 @@ from region_agent.config import RegionConfig
 from region_agent.isolation import Isolation
 from region_agent.tasks.environments import check_packages
 from region_agent.tasks.secrets import check_secrets
+from sync.codec import MaskedIntegers, codec_named
 from sync.ps.tokens import MAX_TOKEN_LIFETIME
+from sync.secure import hiding_regions
+from sync.wan import ExchangeSettings
 
 __all__ = ["check_isolation", "check_partition", "check_sending", "most_workers", "over_quota"]
 
@@ -85,14 +88,24 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
 
 
 def check_secure(config: RegionConfig, command: agent_pb2.StartPartition) -> None:
-    """Check that updates leave the region only as `policy.secureRegions` says; raises ``GeofedError("FORBIDDEN")``."""
-    fewest = config.policy.secure_regions
+    """Check that updates leave the region only as `policy.secureRegions` says.
+
+    Regions count if their share in the mean is not small (`hiding_regions`). Raises ``GeofedError``: FORBIDDEN;
+    CONFIG_INVALID if the plan's shares are not those of the job's regions.
+    """
+    fewest, plan = config.policy.secure_regions, command.plan
     if fewest is None:
         return
-    masked, count = command.plan.wan_settings.get("secure", 0.0) > 0, len(set(command.regions))
+    # The parameter server refuses other settings than these, so that a masked codec means masked updates.
+    settings, _ = ExchangeSettings.of(plan.wan_settings)
+    masked, count = settings.secure > 0 and isinstance(codec_named(plan.codec), MaskedIntegers), 0
+    if masked:
+        if {*plan.shares} != {*command.regions}:
+            raise GeofedError("CONFIG_INVALID", "the shares of a plan are not those of the job's regions")
+        count = hiding_regions(plan.shares)
     if not masked or count < fewest:
         text = f"region {config.name} takes part only with secure aggregation over at least {fewest} regions"
-        has = f"the plan has {count}" if masked else "the job has none"
+        has = f"the plan has {count} of more than a small share" if masked else "the job has none"
         raise GeofedError("FORBIDDEN", f"{text}, and {has}", hint="set privacy.secureAggregation, or use more regions")
 
 

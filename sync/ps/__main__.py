@@ -39,7 +39,7 @@ from sync.ps.execution.storage import Storage
 from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin
 from sync.ps.server import WORKER_RULES, AdminService, WorkerCheck, WorkerService
-from sync.secure import FEWEST_REGIONS
+from sync.secure import FEWEST_REGIONS, hiding_regions
 from sync.store import open_channel
 from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
 from sync.transfer.listening import credentials, listen
@@ -151,16 +151,18 @@ def _masked(config: PsConfig, settings: ExchangeSettings) -> str:
     """
     fewest, codec = int(settings.secure), codec_named(config.codec)
     masked = isinstance(codec, MaskedIntegers)
-    if not fewest and not masked:
+    if not settings.secure and not masked:
         return ""
     text = ""
-    if not fewest or not masked:
+    if not settings.secure or not masked:
         text = f"codec {config.codec} {'is only' if masked else 'cannot be used'} for secure aggregation"
     elif len(config.regions) < max(fewest, FEWEST_REGIONS):
         least = max(fewest, FEWEST_REGIONS)
         text = f"secure aggregation over {len(config.regions)} regions, where at least {least} are asked for"
     elif {*config.regions} != {*config.shares}:
         text = "secure aggregation without each region's share"
+    elif (hiding := hiding_regions(config.shares)) < fewest:
+        text = f"secure aggregation over {hiding} regions of more than a small share, where {fewest} are asked for"
     if text:
         raise GeofedError("CONFIG_INVALID", text)
     return config.codec

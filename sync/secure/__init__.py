@@ -7,7 +7,7 @@ regions the masks cancel exactly (Bonawitz et al. 2017, section 4.0.1, for regio
 """
 
 from sync.secure._masks import MaskKey, PairMasks
-from sync.secure._scale import FEWEST_REGIONS, SharedScale, check_masked, first_codec
+from sync.secure._scale import FEWEST_REGIONS, SharedScale, check_masked, first_codec, hiding_regions
 
 __all__ = [
     "FEWEST_REGIONS",
@@ -16,4 +16,5 @@ __all__ = [
     "SharedScale",
     "check_masked",
     "first_codec",
+    "hiding_regions",
 ]

@@ -9,6 +9,7 @@ next update (error feedback, Karimireddy et al. 2019, arXiv 1901.09847).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,10 +20,12 @@ from sync.codec import MaskedIntegers, Tensors, codec_named
 from sync.layout import Vector
 from sync.secure._masks import Integers, PairMasks
 
-__all__ = ["FEWEST_REGIONS", "SharedScale", "check_masked", "first_codec"]
+__all__ = ["FEWEST_REGIONS", "SharedScale", "check_masked", "first_codec", "hiding_regions"]
 
 FEWEST_REGIONS = 3
 """Of two regions, each would learn the other's update from the sum."""
+_SMALLEST_PART = 0.1
+"""Share of a region, as a part of an equal one, with which it still counts among those that hide each other."""
 _BLOCK = 512
 """Coordinates with one scale."""
 _SLAB = 64 * _BLOCK
@@ -54,6 +57,19 @@ def first_codec(codec: str, sequence: int) -> MaskedIntegers:
     if not isinstance(found, MaskedIntegers):
         raise GeofedError("CONFIG_INVALID", f"codec {codec} cannot be used with secure aggregation")
     return found
+
+
+def hiding_regions(shares: Mapping[str, float]) -> int:
+    """Return among how many regions' updates the sum hides each: those with at least a tenth of an equal share.
+
+    ``shares``: each region's weight in the mean. Raises ``GeofedError("CONFIG_INVALID")`` unless all are finite and
+    above 0.
+    """
+    for region, share in shares.items():
+        if not (math.isfinite(share) and share > 0):
+            raise GeofedError("CONFIG_INVALID", f"the share of {region} is {share}, with secure aggregation")
+    least = _SMALLEST_PART * sum(shares.values()) / max(1, len(shares))
+    return sum(share >= least for share in shares.values())
 
 
 def check_masked(tensors: Tensors, size: int, trained: int, codec: str, sequence: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from geofed_pb.errors import GeofedError
 from sync.robust import ROBUST_SETTING, robust_in
+from sync.secure import FEWEST_REGIONS
 
 __all__ = ["ExchangeSettings"]
 
@@ -47,8 +48,8 @@ class ExchangeSettings:
     """Robust rule that replaces the mean of the updates; empty: none. In a plan its name is part of the number's name:
     ``robust/NAME``, with the number of regions that may be wrong. Synchronous exchange only."""
     secure: float = 0.0
-    """Secure aggregation: fewest regions of which a sum may be readable; 0: updates are not masked. Synchronous
-    exchange only."""
+    """Secure aggregation: fewest regions of which a sum may be readable, a whole number; 0: updates are not masked.
+    Synchronous exchange only."""
     byzantine: float = 0.0
     """Number of regions whose updates may be arbitrarily wrong; 0: as many as the rule withstands."""
 
@@ -72,6 +73,9 @@ class ExchangeSettings:
             raise GeofedError("CONFIG_INVALID", "wan fragments must be 1 to 1024")
         if found.robust and found.background:
             raise GeofedError("CONFIG_INVALID", "a robust rule requires synchronous exchange")
+        if found.secure and (found.secure < FEWEST_REGIONS or not found.secure.is_integer()):
+            text = f"wan setting secure is {found.secure:g}; it must be 0, or a whole number from {FEWEST_REGIONS}"
+            raise GeofedError("CONFIG_INVALID", text)
         if found.secure and (found.background or found.robust or found.fragments > 1 or found.significance):
             raise GeofedError("CONFIG_INVALID", "secure aggregation requires the mean of whole synchronous updates")
         own = {name: v for name, v in settings.items() if name not in names and not name.startswith(ROBUST_SETTING)}

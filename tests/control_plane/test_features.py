@@ -14,6 +14,7 @@ from control_plane.server import ServeConfig
 from control_plane.spec import load
 from geofed_pb.features import FEATURES
 from tests.control_plane.conftest import staged
+from tests.control_plane.fake_agent import catalogue
 from tests.control_plane.scenario import run
 
 
@@ -104,6 +105,25 @@ def test_a_region_that_cannot_mask_its_updates_takes_part_in_no_secure_job(
             told = await stage.client.plan(load(job_file, [*secure, "regions.avoid=[a, b]"]).json)
             (reason,) = json.loads(told.plan_json)["reasons"]
             assert reason["text"] == "privacy.minRegions is 3, and 2 regions take part"
+            for agent in agents:
+                await agent.close()
+
+    run(scenario())
+
+
+def test_regions_with_a_small_share_do_not_hide_the_others(serve_config: ServeConfig, job_file: Path) -> None:
+    secure = ["privacy.secureAggregation=true", "wan.interval=100", "train.end={steps: 1000}"]
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agents = [await stage.agent(name) for name in "abcd"]
+            for agent in agents:
+                agent.catalogue = catalogue(agent.region, samples=1 if agent.region == "d" else 20_000)
+                await agent.connect()
+            assert (await stage.client.plan(load(job_file, secure).json)).admissible
+            told = await stage.client.plan(load(job_file, [*secure, "regions.avoid=[c]"]).json)
+            (reason,) = json.loads(told.plan_json)["reasons"]
+            assert reason["text"] == "privacy.minRegions is 3, and 2 of 3 regions have more than a small share"
             for agent in agents:
                 await agent.close()
 

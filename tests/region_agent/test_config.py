@@ -308,8 +308,8 @@ def _command(**changed: object) -> agent_pb2.StartPartition:
     ("secure", "regions", "text"),
     [
         (0.0, ("east", "north", "west"), "and the job has none"),
-        (3.0, ("east", "north", "west"), "at least 4 regions, and the plan has 3"),
-        (3.0, ("east", "east", "north", "west"), "and the plan has 3"),
+        (3.0, ("east", "north", "west"), "at least 4 regions, and the plan has 3 of more than a small share"),
+        (3.0, ("east", "east", "north", "west"), "and the plan has 3 of more than a small share"),
         (0.0, ("east",), "and the job has none"),
         (3.0, ("east", "north", "south", "west"), ""),
     ],
@@ -321,12 +321,53 @@ def test_a_region_takes_only_jobs_that_mask_its_updates(
     command = _command()
     command.regions.extend(regions)
     command.plan.wan_settings["secure"] = secure
+    command.plan.codec = "int8-masked"
+    command.plan.shares.update(dict.fromkeys(regions, 1 / len(set(regions))))
     if not text:
         check_partition(config, command)
         return
     with pytest.raises(GeofedError, match="FORBIDDEN") as raised:
         check_partition(config, command)
     assert raised.value.message.endswith(text)
+
+
+SHARES = {"east": 0.25, "north": 0.25, "south": 0.25, "west": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("secure", "codec", "shares", "text"),
+    [
+        (0.5, "int8-masked", SHARES, "wan setting secure is 0.5"),
+        (2.0, "int8-masked", SHARES, "wan setting secure is 2;"),
+        (float("nan"), "int8-masked", SHARES, "wan setting secure is nan"),
+        (3.0, "int8", SHARES, "and the job has none"),
+        (3.0, "bogus", SHARES, "bogus"),
+        (3.0, "int8-masked", {}, "shares of a plan are not those"),
+        (3.0, "int8-masked", {**SHARES, "x": 0.1}, "shares of a plan are not those"),
+        (3.0, "int8-masked", {**SHARES, "west": 0.0}, "the share of west is 0.0"),
+        (3.0, "int8-masked", {**SHARES, "west": -1.0}, "the share of west is -1.0"),
+        (3.0, "int8-masked", {**SHARES, "west": float("inf")}, "the share of west is inf"),
+        (3.0, "int8-masked", {**SHARES, "west": float("nan")}, "the share of west is nan"),
+        (3.0, "int8-masked", {**SHARES, "west": 0.01}, "the plan has 3 of more than a small share"),
+        (3.0, "int8-masked", {"east": 1.0, "north": 1e-9, "south": 1e-9, "west": 1e-9}, "the plan has 1 of more"),
+        (3.0, "int8-masked", {**SHARES, "west": 0.03}, ""),
+    ],
+)
+def test_a_plan_that_would_not_hide_updates_is_refused(
+    tmp_path: Path, secure: float, codec: str, shares: dict[str, float], text: str
+) -> None:
+    config = _load(tmp_path, WHOLE.replace("maxWorkersPerJob: 3", "maxWorkersPerJob: 3, secureRegions: 4"))
+    command = _command(plan__codec=codec)
+    command.regions.extend(SHARES)
+    command.plan.wan_settings["secure"] = secure
+    command.plan.shares.update(shares)
+    if not text:
+        check_partition(config, command)
+        return
+    with pytest.raises(GeofedError) as raised:
+        check_partition(config, command)
+    assert raised.value.code in ("FORBIDDEN", "CONFIG_INVALID")
+    assert text in raised.value.message
 
 
 def test_a_plan_within_the_rules_is_taken(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from control_plane.pki import utc_now
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._dates import too_late, with_dates
-from control_plane.service.planning._features import refused_by_age, refused_by_lack
+from control_plane.service.planning._features import refused_by_age, refused_by_lack, refused_by_shares
 from control_plane.service.planning._gangs import (
     capacities_of,
     gang_of_plan,
@@ -167,7 +167,7 @@ class PendingAdmission:
         chosen = planner.plan(demand)
         if isinstance(chosen, Declined):
             return chosen
-        for refused_by in (refused_by_age, refused_by_lack):
+        for refused_by in (refused_by_age, refused_by_lack, refused_by_shares):
             if (refused := refused_by(self.spec, chosen, self.draft.regions)) is not None:
                 return refused
         offered = self._offer(chosen, demand)

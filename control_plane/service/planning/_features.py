@@ -8,8 +8,9 @@ from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
 from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION, REQUIREMENTS, SECRETS, SECURE
 from scheduler import Declined, Plan, Reason
+from sync.secure import hiding_regions
 
-__all__ = ["keeps_base", "refused_by_age", "refused_by_lack"]
+__all__ = ["keeps_base", "refused_by_age", "refused_by_lack", "refused_by_shares"]
 
 
 def keeps_base(plan: Plan, regions: Mapping[str, RegionEntry]) -> bool:
@@ -70,3 +71,14 @@ def refused_by_lack(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry
             if catalogue is not None and not catalogue.installs
         ]
     return Declined(tuple(reasons)) if reasons else None
+
+
+def refused_by_shares(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> Declined | None:
+    """Return the refusal of a job with secure aggregation in which too few regions have more than a small share, so
+    that the sum would be nearly that of fewer; None: there are enough."""
+    fewest = spec.privacy.min_regions
+    if not spec.privacy.secure_aggregation or (count := hiding_regions(plan.shares)) >= fewest:
+        return None
+    text = f"privacy.minRegions is {fewest}, and {count} of {len(plan.shares)} regions have more than a small share"
+    remedy = "use regions with more samples: the sum would tell too much of the others"
+    return Declined((Reason("INADMISSIBLE", text, remedy),))

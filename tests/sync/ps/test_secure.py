@@ -204,6 +204,11 @@ def test_a_region_with_another_plan_is_found(servers: Servers, authority: Author
     [
         ({"regions": ("east", "west"), "shares": {"east": 0.5, "west": 0.5}}, "over 2 regions"),
         ({"wan_settings": {"secure": 4.0}}, "where at least 4"),
+        ({"wan_settings": {"secure": 0.5}}, "a whole number from 3"),
+        ({"wan_settings": {"secure": 2.0}}, "a whole number from 3"),
+        ({"wan_settings": {"secure": 0.5}, "codec": "int8"}, "a whole number from 3"),
+        ({"shares": {"east": 1.0, "north": 0.0, "west": 0.0}}, "the share of north is 0.0"),
+        ({"shares": {"east": 1.0, "north": 0.5, "west": 0.01}}, "over 2 regions of more than a small share"),
         ({"wan_settings": {}}, "is only for secure aggregation"),
         ({"codec": "int8"}, "cannot be used for secure aggregation"),
         ({"shares": {}}, "without each region's share"),
