@@ -34,6 +34,8 @@ _SUM_FACTOR = 1.02
 """Size of a sum of updates (`sync.codec.Exact`), as a multiple of the model in float32."""
 _SIGNIFICANT_FACTOR = 2.0
 """The same for an update of which only significant coordinates are sent (`sync.codec.Sparse`)."""
+_MASKED_FACTOR = 2.01
+"""The same for a masked update, of a model that gradients hardly train: its state has 64 bits (`sync.secure`)."""
 
 
 @dataclass
@@ -52,6 +54,8 @@ class Admission:
         factor = max(codec_named(config.codec).size_factor, _SUM_FACTOR)
         if config.wan_settings.get("significance"):
             factor = max(factor, _SIGNIFICANT_FACTOR)
+        if config.wan_settings.get("secure"):
+            factor = max(factor, _MASKED_FACTOR)
         background = bool(config.wan_settings.get("background"))
         samples = config.round_samples
         self.limits = ManifestLimits(config.regions, config.rounds, factor, MAX_UPDATE_BYTES, samples, background)

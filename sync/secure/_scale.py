@@ -32,21 +32,29 @@ _SLAB = 64 * _BLOCK
 """Coordinates that are encoded together, so that intermediate results stay in the CPU's cache."""
 _FIXED_EXPONENT = -26
 """Scale of fixed-point numbers, as an exponent of 2: 1.5e-8, with which a sum of changes may reach 32."""
-_STATE_EXPONENT = -16
-"""The same for state that gradients do not train, such as counters of steps: 1.5e-5, up to 32,768."""
+_STATE_EXPONENT = -32
+"""The same for state that gradients do not train, in 64 bits: 2.3e-10, less than the epsilon of any normalisation, so
+that a running variance near 0 does not become negative by more; and counters of steps may grow by 2^31 in a round."""
 _MIN_EXPONENT = -30
 """Smallest scale. From it, a block that had no change before has the right scale after one round."""
 _MAX_EXPONENT = 60
 _MARGIN = 1.25
-"""Factor by which changes may grow from one round to the next without being limited, at least."""
+"""Factor by which the changes of a block may grow from one round to the next without being limited, where each region's
+part of the largest ones is its share. A region's limit follows its share, not its part of the changes: a block that one
+region alone changes is sent over several rounds, the fewer the larger its share."""
 _TYPES: dict[int, tuple[type[np.unsignedinteger], type[np.generic]]] = {
     8: (np.uint8, np.uint8),
     16: (np.uint16, np.uint16),
     32: (np.uint32, np.int32),
+    64: (np.uint64, np.int64),
 }
-"""By bits: types of the numbers, and of the array in a frame, which has no uint32."""
-_SIGNED: dict[int, type[np.signedinteger]] = {8: np.int8, 16: np.int16, 32: np.int32}
+"""By bits: types of the numbers, and of the array in a frame, which has no uint32 and no uint64."""
+_SIGNED: dict[int, type[np.signedinteger]] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 _WIDE = 32
+"""Bits of fixed-point numbers, and of largest changes."""
+_STATE_BITS = 64
+_EXACT = 1.0 - 2.0**-40
+"""Part of the range that is used, so that what float64 rounds off a limit of 64 bits cannot exceed it."""
 
 Wide = npt.NDArray[np.float64]
 
@@ -77,7 +85,7 @@ def check_masked(tensors: Tensors, size: int, trained: int, codec: str, sequence
     scaled = codec_named(codec) != first_codec(codec, 1)
     wanted = {
         "masked": (first_codec(codec, sequence).bits, trained),
-        "state": (_WIDE, size - trained),
+        "state": (_STATE_BITS, size - trained),
         "largest": (_WIDE, -(-trained // _BLOCK) if scaled else 0),
     }
     for name, (bits, length) in wanted.items():
@@ -126,13 +134,13 @@ class SharedScale:
             rows -= numbers * quantum
             residual[part] = rows.reshape(-1)[: part.stop - part.start]
             values[part] = numbers.reshape(-1)[: part.stop - part.start].astype(np.int64).astype(values.dtype)
-        state = np.empty(end.size - trained, np.uint32)
+        state = np.empty(end.size - trained, np.uint64)
         quantum = np.array(2.0**_STATE_EXPONENT)
         for part in _slabs(trained, end.size):
             change = self._changed(end, start, residual, part)
-            numbers = self._rounded(change, quantum, _WIDE)
+            numbers = self._rounded(change, quantum, _STATE_BITS)
             residual[part] = change - numbers * quantum
-            state[part.start - trained : part.stop - trained] = numbers.astype(np.int64).astype(np.uint32)
+            state[part.start - trained : part.stop - trained] = numbers.astype(np.int64).astype(np.uint64)
         made: dict[str, npt.NDArray[np.generic]] = {}
         for name, numbers_of in (("masked", values), ("state", state), ("largest", largest)):
             masks.add(numbers_of, sequence, name)
@@ -146,7 +154,7 @@ class SharedScale:
         """
         bits = _WIDE if scales is None else self._codec.bits
         values = _total(updates, "masked", bits).view(_SIGNED[bits])
-        state = _total(updates, "state", _WIDE).view(np.int32)
+        state = _total(updates, "state", _STATE_BITS).view(np.int64)
         delta = np.empty(trained + state.size, np.float32)
         for part in _slabs(0, trained):
             rows = _in_rows(values[part].astype(np.float64))
@@ -172,7 +180,7 @@ class SharedScale:
     def _rounded(self, change: Wide, quantum: Wide, bits: int) -> Wide:
         """Return a change in units of the scale, within the region's part of the range."""
         # The parts of all regions add up to the range at most.
-        limit = int((_largest(bits) - self._count) * self._share) + 1
+        limit = int((_largest(bits) - self._count) * _EXACT * self._share) + 1
         numbers: Wide = np.rint(change / quantum)
         return np.clip(numbers, -limit, limit, out=numbers)
 

@@ -234,6 +234,30 @@ def test_state_is_not_limited_by_the_scale_of_parameters() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
+def test_a_running_variance_that_decays_never_becomes_negative(codec: str) -> None:
+    """Below minus its epsilon, normalisation would divide by the root of a negative number."""
+    size = 64
+    federation = Federation([2.0, 1.0, 1.0], 512 + size, 512, codec)
+    federation.start = np.concatenate([np.zeros(512), np.geomspace(1.0, 1e-6, size)]).astype(np.float32)
+    kept = dict(zip(federation.names, (0.9, 0.5, 0.3), strict=True))
+    for _ in range(150):
+        ends = {name: federation.start * np.float32(part) for name, part in kept.items()}
+        delta = federation.round({name: end - federation.start for name, end in ends.items()})
+        federation.start = federation.start + delta
+        assert federation.start[512:].min() >= -1e-8
+    assert federation.start[512:].max() < 1e-8
+
+
+def test_counters_are_exact() -> None:
+    federation = Federation([0.2, 0.6, 0.2], 520, 515, "int8-masked")
+    change = np.zeros(520, np.float32)
+    for counted in (1.0, 3.0, 1e6 + 1, 2.0**24 - 1, 2.0**30, -(2.0**30)):
+        change[515:] = counted
+        merged = federation.round(dict.fromkeys(federation.names, change))[515:]
+        assert merged.tolist() == [counted] * 5
+
+
+@pytest.mark.parametrize("codec", CODECS)
 def test_other_arrays_are_refused(codec: str) -> None:
     federation = Federation([1.0, 1.0, 1.0], 700, 690, codec)
     tensors = dict(federation.update("region-000", np.zeros(700, np.float32)))
