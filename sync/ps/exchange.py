@@ -324,6 +324,10 @@ class ExchangeService(Intake):
         if request.region not in self._config.regions and not request.checkpoint:
             raise GeofedError("FORBIDDEN", f"{request.region} is not a region of this job")
         path: Path | None = storage.update_path(request.region, request.sequence)
+        if (request.region, request.sequence) not in self._engine.machine.ledger.kept:
+            # Its file may be there, but an update that is not durable yet may be made again, and differently: with
+            # secure aggregation two vectors under one mask.
+            path = None
         if request.checkpoint:
             if self._engine.machine.setup.background:
                 # The file is overwritten by a later checkpoint.

@@ -20,7 +20,8 @@ from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.ps.config import PsConfig
 from sync.ps.core.events import MaskKeyKnown, Misbehaved
 from sync.ps.engine import Engine
-from sync.secure import MaskKey, PairMasks
+from sync.ps.execution.mask_file import MaskFile
+from sync.secure import PairMasks
 from sync.transfer.signing import signature_of, verify_signature
 from sync.transfer.wire import open_channel
 from sync.transport.sockets import Tls
@@ -31,8 +32,6 @@ _log = logging.getLogger("geofed.ps")
 _RETRY_SECONDS = 0.5
 """Pause before the neighbours are asked again."""
 _CALL_TIMEOUT_SECONDS = 20.0
-_OWN = "mask-key.json"
-"""File of this region's key; it must not leave the region."""
 _OTHERS = "mask-keys.json"
 """File of the other regions' public keys."""
 
@@ -52,27 +51,19 @@ class MaskKeys:
     round under other masks."""
 
     def __init__(self, engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
-        """Raises ``GeofedError("STATE_INVALID")`` if this region has lost its key."""
+        """Raises ``GeofedError("STATE_INVALID")`` if this region has lost its state or its key."""
         self._engine, self._config, self._identity = engine, config, identity
-        self._own_file, self._file = config.state_dir / _OWN, config.state_dir / _OTHERS
+        self._file = config.state_dir / _OTHERS
         shares = {region: config.shares[region].hex() for region in sorted(config.shares)}
         self._terms = json.dumps([shares, config.codec, config.wan_settings.get("secure")], separators=(",", ":"))
-        self._key = self._kept_key()
+        machine = engine.machine
+        own = [sequence for region, sequence in machine.ledger.kept if region == config.region]
+        file = MaskFile(config.state_dir, max(0, machine.sequence, *own), lost=machine.state_lost)
+        self._key, engine.executor.mask_file = file.key, file
         self._known: dict[str, _Signed] = {}
         if self._file.exists():
             self._known = {region: _Signed(**one) for region, one in json.loads(self._file.read_text()).items()}
         self._complete()
-
-    def _kept_key(self) -> MaskKey:
-        if self._own_file.exists():
-            return MaskKey(bytes.fromhex(json.loads(self._own_file.read_text())["private"]))
-        machine = self._engine.machine
-        if machine.state_lost or machine.sequence > 0 or machine.ledger.own(1) is not None:
-            text = "the region's state is lost, and with it the key of its masks"
-            raise GeofedError("STATE_INVALID", text, hint="run the job again, with train.initialModel from this one")
-        key = MaskKey()
-        write_durably(self._own_file, [json.dumps({"private": key.private.hex()}).encode()], mode=0o600)
-        return key
 
     def _statement(self, region: str, key: str, terms: str) -> bytes:
         return json.dumps(["geofed mask key 1", self._config.job, region, key, terms]).encode()

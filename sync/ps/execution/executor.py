@@ -49,6 +49,7 @@ from sync.ps.execution.channel_store import ChannelStore
 from sync.ps.execution.checkpoints import Checkpoints
 from sync.ps.execution.export import from_safetensors, to_safetensors
 from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
+from sync.ps.execution.mask_file import MaskFile
 from sync.ps.execution.replica import Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
 from sync.ps.execution.threads import background_thread
@@ -129,6 +130,8 @@ class ActionExecutor:
         self._attempt = 1
         """The last attempt whose workers began from `Replica.start`."""
         self._scale = SharedScale(setup.region, self._shares, setup.masked) if setup.masked else None
+        self.mask_file: MaskFile | None = None
+        """With secure aggregation: which rounds' masks were used."""
         self.masks: PairMasks | None = None
         """With secure aggregation: the masks of our updates, once the keys of all other regions are known. May be set
         by another thread before our first update is requested."""
@@ -427,6 +430,8 @@ class ActionExecutor:
             round_seconds=action.round_seconds,
         )
         self.storage.keep_update(manifest, framed.pieces, storing.result)
+        if self.mask_file is not None:
+            self.mask_file.use(action.sequence)
         if sent[0].size or not end.size:
             self._last_update = framed.digest, *sent
         if self.setup.background and self.replica is not None:
@@ -436,8 +441,9 @@ class ActionExecutor:
 
     def _masked_update(self, end: Vector, sequence: int) -> tuple[Tensors, Codec, tuple[Vector, slice, bool]]:
         """Return our masked update, its codec, and that its values are not kept."""
-        if self.masks is None or self._scale is None:
+        if self.masks is None or self._scale is None or self.mask_file is None:
             raise GeofedError("INTERNAL", "the mask keys of other regions are not known")
+        self.mask_file.check(sequence)
         replica, self._last_update = self._replica(), None
         tensors = replica.masked_update(end, sequence, self._scale, self.masks)
         if (residual := replica.state.residual) is not None:

@@ -16,6 +16,8 @@
     inbox/REGION/SEQ.{frame,json}  another region's update; durable once its .json exists
     inbox/REGION/SEQ.from-FIRST.*  the sum of another region's updates of rounds FIRST to SEQ; likewise
     outbox/SEQ.{frame,json}        our own update; likewise
+    mask-key.json                with secure aggregation: this region's key, and the last round that was masked with it
+                                 (`sync.ps.execution.mask_file`); mask-keys.json: the other regions' public keys
     evidence/REGION-SEQ.{frame,json}  an update that cannot be merged, with the reason; or two manifests of one number
     sums/DIGEST.frame              sums of updates that we send; computed again after a restart
 

@@ -17,6 +17,8 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync import framing
+from sync.ps.admission import Admission
+from sync.ps.config import PsConfig
 from sync.ps.execution.frames import check_received
 from sync.secure import MaskKey, PairMasks, SharedScale
 from sync.transfer.signing import sign, signature_of
@@ -248,6 +250,90 @@ def test_a_region_that_has_lost_its_state_does_not_rejoin(servers: Servers, work
     assert made[0].process is not None
     assert made[0].process.wait(30) != 0
     assert "STATE_INVALID" in made[0].log.read_text()
+
+
+def _ends_with(server: Server, text: str) -> None:
+    wait_until(lambda: server.process is not None and server.process.poll() is not None, "the server to end")
+    assert "STATE_INVALID" in server.log.read_text()
+    assert text in server.log.read_text()
+
+
+def test_a_masked_update_that_is_lost_is_not_made_again(servers: Servers, workers: Workers) -> None:
+    """A part of the state is lost: another update of the round would be under the same mask."""
+    made = servers(*NAMES, rounds=2, **SECURE)
+    east, north, west = made
+    workers(east, 1e-3)
+    wait_until(lambda: (east.folder / "state" / "outbox" / "1.json").exists(), "an update")
+    wait_until(lambda: east.status().condition == "waiting for the update of round 1 from north, west", "it to count")
+    east.kill()
+    for path in (east.folder / "state" / "outbox").glob("1.*"):
+        path.unlink()
+    east.launch(epoch=2)
+    east.await_ready()
+    east.configure(north, west, epoch=2)
+    _ends_with(east, "an update of round 1 was masked before")
+
+
+def test_a_masked_update_counts_even_if_the_process_died_right_after_it(servers: Servers, workers: Workers) -> None:
+    """The file of the key is written after the update, and before it is sent."""
+    made = servers(*NAMES, rounds=2, **SECURE)
+    east, north, west = made
+    workers(east, 1e-3)
+    key = east.folder / "state" / "mask-key.json"
+    wait_until(lambda: json.loads(key.read_text())["used"] == 1, "an update")
+    east.kill()
+    assert (east.folder / "state" / "outbox" / "1.json").exists()
+    key.write_text(json.dumps({**json.loads(key.read_text()), "used": 0}))
+    east.launch(epoch=2)
+    east.await_ready()
+    assert json.loads(key.read_text())["used"] == 1
+    east.configure(north, west, epoch=2)
+    assert east.status().condition == "waiting for the update of round 1 from north, west"
+
+
+def test_a_key_that_is_kept_is_not_used_with_another_state(servers: Servers, workers: Workers) -> None:
+    made = servers(*NAMES, rounds=2, **SECURE)
+    east = made[0]
+    workers(east, 1e-3)
+    wait_until(lambda: (east.folder / "state" / "outbox" / "1.json").exists(), "an update")
+    east.kill()
+    key = (east.folder / "state" / "mask-key.json").read_bytes()
+    shutil.rmtree(east.folder / "state")
+    (east.folder / "state").mkdir()
+    (east.folder / "state" / "mask-key.json").write_bytes(key)
+    east.launch(epoch=2, begun=True)
+    _ends_with(east, "the region's state is lost")
+
+
+def test_an_update_is_given_to_no_one_before_it_is_durable(
+    servers: Servers, workers: Workers, authority: Authority
+) -> None:
+    """One that is not may be made again, and differently: two vectors under one mask."""
+    (east,) = servers("east", regions=NAMES, **SECURE)
+    workers(east, 1e-3)
+    outbox = east.folder / "state" / "outbox"
+    wait_until(lambda: east.status().condition == "waiting for the mask key of north, west", "the round's end")
+    (outbox / "1.frame").write_bytes(b"masked")
+    with east.exchange(authority.region("west")) as line:
+
+        def fetch(sequence: int) -> bytes:
+            request = sync_pb2.FetchRequest(job=JOB, region="east", sequence=sequence)
+            return b"".join(chunk.data for chunk in sync_pb2_grpc.ExchangeStub(line).Fetch(request, timeout=10))
+
+        assert fetch(0) == (outbox / "0.frame").read_bytes()
+        with pytest.raises(grpc.RpcError) as raised:
+            fetch(1)
+        assert error_of(raised.value).code == "MODEL_NOT_FOUND"
+
+
+def test_a_model_that_is_not_trained_fits_into_an_update(tmp_path: Path, authority: Authority) -> None:
+    size = 1 << 20
+    server = Server(tmp_path / "east", authority, "east", NAMES, **SECURE)
+    scale, masks = SharedScale("east", SHARES, "int8-masked"), PairMasks("east", {"west": bytes(32)})
+    model = np.zeros(size, np.float32)
+    tensors = scale.encode(model, model, np.zeros(size), 1, None, masks, 1)
+    limits = Admission(PsConfig(**server.settings), lambda: server.identity, lambda event: None).limits
+    assert sum(piece.nbytes for piece in framing.encode(tensors)) <= limits.most_bytes_of(1, size, 0)
 
 
 def test_no_update_is_made_before_the_keys_of_all_are_known(
