@@ -133,9 +133,7 @@ def test_no_file_of_others_holds_an_update(secure: bool, running: Running) -> No
     running.wait_round(job, 1)
     plan = running.describe(job)["plan"]
     (steps,) = (part["steps_per_round"] for part in plan["partitions"] if part["region"] == "virginia")
-    samples = {
-        part["region"]: part["workers"] * part["batch"] * part["steps_per_round"] for part in plan["partitions"]
-    }
+    samples = {part["region"]: part["workers"] * part["batch"] * part["steps_per_round"] for part in plan["partitions"]}
     change = -LEARNING_RATE * PULLS["virginia"] * steps
     share = samples["virginia"] / sum(samples.values())
     # As fixed-point numbers, to which the masks are added: without them it would stand there in a secure job.
