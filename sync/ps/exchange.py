@@ -297,10 +297,10 @@ class ExchangeService(Intake):
 
     @answering
     async def ExchangeKeys(self, request: sync_pb2.MaskKeys, context: _Context) -> sync_pb2.MaskKeys:
-        self.admit(peer_region(context), request.job)
+        caller = self.admit(peer_region(context), request.job)
         if self._keys is None:
             raise GeofedError("FORBIDDEN", f"{self._config.job} has no secure aggregation")
-        return await self._keys.exchanged(request)
+        return await self._keys.exchanged(caller, request)
 
     # For a region that has lost its state
 

@@ -4,7 +4,6 @@ tells it to its neighbours, which pass on all that they know."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -60,6 +59,10 @@ class MaskKeys:
         own = [sequence for region, sequence in machine.ledger.kept if region == config.region]
         file = MaskFile(config.state_dir, max(0, machine.sequence, *own), lost=machine.state_lost)
         self._key, engine.executor.mask_file = file.key, file
+        self._told: set[str] = set()
+        """Neighbours that know the keys of all regions."""
+        self._refused: set[str] = set()
+        """Neighbours whose keys were refused, and are said to be."""
         self._known: dict[str, _Signed] = {}
         if self._file.exists():
             self._known = {region: _Signed(**one) for region, one in json.loads(self._file.read_text()).items()}
@@ -91,9 +94,10 @@ class MaskKeys:
         ]
         return sync_pb2.MaskKeys(job=self._config.job, keys=[own, *rest])
 
-    async def exchanged(self, request: sync_pb2.MaskKeys) -> sync_pb2.MaskKeys:
+    async def exchanged(self, caller: str, request: sync_pb2.MaskKeys) -> sync_pb2.MaskKeys:
         """Take what another region knows, and return what this one knows."""
         self._take(request.keys)
+        self._note(caller, request)
         return self.message()
 
     def _take(self, keys: Iterable[sync_pb2.MaskKey]) -> None:
@@ -150,15 +154,13 @@ class MaskKeys:
 
     async def exchange(self) -> None:
         """Call the neighbours until they and this region know all keys. A region that cannot be called calls."""
-        ledger, told, version = self._engine.machine.ledger, set[str](), -1
+        ledger, version = self._engine.machine.ledger, -1
         while not self._others <= ledger.peers.keys():
             version = await self._engine.changed_since(version)
-        while not (self._others <= self._known.keys() and self._neighbours() <= told):
-            for region in sorted(self._neighbours() - told):
-                with contextlib.suppress(grpc.RpcError):
-                    if await self._call(region):
-                        told.add(region)
-            if not self._neighbours() <= told:
+        while not (self._others <= self._known.keys() and self._neighbours() <= self._told):
+            # All at once: one that does not answer delays no other.
+            await asyncio.gather(*(self._call(region) for region in sorted(self._neighbours() - self._told)))
+            if not (self._others <= self._known.keys() and self._neighbours() <= self._told):
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _neighbours(self) -> set[str]:
@@ -168,14 +170,22 @@ class MaskKeys:
         near = {a if b == own else b for a, b in pairs if own in (a, b)} if ledger.neighbours else self._others
         return near & ledger.peers.keys()
 
-    async def _call(self, region: str) -> bool:
-        """Exchange keys with a neighbour; return whether it knows all by now."""
-        async with open_channel(self._engine.machine.ledger.peers[region], self._identity()) as channel:
-            stub = sync_pb2_grpc.ExchangeStub(channel)
-            reply: sync_pb2.MaskKeys = await stub.ExchangeKeys(self.message(), timeout=_CALL_TIMEOUT_SECONDS)
+    async def _call(self, region: str) -> None:
+        """Exchange keys with a neighbour, if it answers."""
         try:
+            async with open_channel(self._engine.machine.ledger.peers[region], self._identity()) as channel:
+                stub = sync_pb2_grpc.ExchangeStub(channel)
+                reply: sync_pb2.MaskKeys = await stub.ExchangeKeys(self.message(), timeout=_CALL_TIMEOUT_SECONDS)
             self._take(reply.keys)
+            self._note(region, reply)
+        except grpc.RpcError:
+            return
         except GeofedError as error:
-            _log.warning("mask keys of %s are refused: %s", region, error)
-            return False
-        return {key.region for key in reply.keys} >= {*self._config.regions}
+            if region not in self._refused:
+                self._refused.add(region)
+                _log.warning("mask keys of %s are refused: %s", region, error)
+
+    def _note(self, region: str, message: sync_pb2.MaskKeys) -> None:
+        """Record that a region knows the keys of all, if it has just told them all."""
+        if {key.region for key in message.keys} >= {*self._config.regions}:
+            self._told.add(region)

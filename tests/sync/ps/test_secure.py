@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from support.pki import Authority
-from support.server_process import JOB, LAYOUT, NumpyWorker, Server, wait_until
+from support.server_process import JOB, LAYOUT, LOOPBACK, NumpyWorker, Server, wait_until
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of
@@ -156,6 +160,71 @@ def _key(authority: Authority, region: str, signer: str, terms: str, public: byt
     return sync_pb2.MaskKey(
         region=region, key=public, terms=terms, signature=signature_of(text, tls), certificate_pem=tls.certificate_pem
     )
+
+
+class _North(sync_pb2_grpc.ExchangeServicer):
+    """The parameter server of north, which counts calls, and waits before it answers."""
+
+    def __init__(self, wait_seconds: float, *keys: sync_pb2.MaskKey) -> None:
+        self.calls, self.over, self._keys, self._wait_seconds = 0, threading.Event(), keys, wait_seconds
+
+    def ExchangeKeys(self, request: sync_pb2.MaskKeys, context: grpc.ServicerContext) -> sync_pb2.MaskKeys:
+        self.calls += 1
+        self.over.wait(self._wait_seconds)
+        return sync_pb2.MaskKeys(job=JOB, keys=self._keys)
+
+
+@contextmanager
+def _peers(authority: Authority, west: Server, service: _North) -> Iterator[list[sync_pb2.PsPeer]]:
+    """Run a server of north, and give its address and that of west."""
+    tls, north = authority.region("north"), grpc.server(ThreadPoolExecutor(1))
+    pairs = [(tls.key_pem, tls.certificate_pem)]
+    credentials = grpc.ssl_server_credentials(pairs, tls.ca_pem, require_client_auth=True)
+    sync_pb2_grpc.add_ExchangeServicer_to_server(service, north)
+    address = f"{LOOPBACK}:{north.add_secure_port(f'{LOOPBACK}:0', credentials)}"
+    north.start()
+    try:
+        there = {"north": address, "west": west.address}
+        yield [sync_pb2.PsPeer(region=region, address=address, epoch=1) for region, address in there.items()]
+    finally:
+        service.over.set()
+        north.stop(None)
+
+
+def _has_key_of_east(west: Server, authority: Authority) -> None:
+    """Wait until east has called west, which does not know the address of north and so calls no one."""
+    begun = time.monotonic()
+    wait_until(lambda: len(_exchange(west, authority, caller="north").keys) == 2, "the key of east")
+    assert time.monotonic() - begun < 10
+
+
+def test_a_region_that_does_not_answer_delays_no_other(servers: Servers, authority: Authority) -> None:
+    east, west = servers("east", "west", regions=NAMES, **SECURE)
+    silent = _North(30)
+    with _peers(authority, west, silent) as peers:
+        east.configure_peers(*peers)
+        wait_until(lambda: silent.calls == 1, "the call")
+        _has_key_of_east(west, authority)
+
+
+def test_a_region_that_has_told_all_keys_is_not_called(servers: Servers, authority: Authority) -> None:
+    east, west = servers("east", "west", regions=NAMES, **SECURE)
+    own, north = _exchange(east, authority).keys[0], _North(0)
+    (others,) = _exchange(west, authority, caller="north").keys
+    _exchange(east, authority, own, _key(authority, "north", "north", own.terms), others, caller="north")
+    with _peers(authority, west, north) as peers:
+        east.configure_peers(*peers)
+        wait_until(lambda: len(_exchange(west, authority, caller="north").keys) == 3, "the keys of all")
+        assert north.calls == 0
+
+
+def test_keys_that_are_refused_are_said_to_be_once(servers: Servers, authority: Authority) -> None:
+    east, west = servers("east", "west", regions=NAMES, **SECURE)
+    north = _North(0, _key(authority, "north", "west", _exchange(east, authority).keys[0].terms))
+    with _peers(authority, west, north) as peers:
+        east.configure_peers(*peers)
+        wait_until(lambda: north.calls >= 3, "some calls")
+    assert east.log.read_text().count("mask keys of north are refused") == 1
 
 
 def test_a_key_that_its_region_has_not_signed_is_refused(servers: Servers, authority: Authority) -> None:
