@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion
 
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
@@ -38,6 +40,17 @@ def parse_requirements(content: bytes, name: str) -> tuple[str, ...]:
         if requirement.url is not None:
             told = f"{name}:{number}: {requirement.name} is given by a URL; packages are installed by name"
             raise GeofedError("TASK_INVALID", told, hint=_HINT)
+        # What follows "===" is any text: installers take it for a path, or put variables of their environment into it.
+        if any(one.operator == "===" for one in requirement.specifier):
+            told = f"{name}:{number}: {requirement.name} is given by ===; packages are installed by versions"
+            raise GeofedError("TASK_INVALID", told, hint=_HINT)
+        if requirement.marker is not None:
+            try:
+                requirement.marker.evaluate()
+                Requirement(str(requirement))
+            except (InvalidRequirement, InvalidVersion, SyntaxError, UndefinedComparison, UndefinedEnvironmentName):
+                told = f"{name}:{number}: the condition of {requirement.name} cannot be evaluated"
+                raise GeofedError("TASK_INVALID", told, hint=_HINT) from None
         requirement.name = canonicalize_name(requirement.name)
         found.add(str(requirement))
     if not found or len(found) > _MOST:

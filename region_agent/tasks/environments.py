@@ -1,7 +1,8 @@
 """Packages that tasks require, installed once for each list of them, in folders that the workers can read.
 
 What the workers' own environment has is not installed again, and stays at its version. Only wheels are installed, since
-building a package from its sources runs its code, with the rights of the agent.
+building a package from its sources runs its code, with the rights of the agent. pip itself would build what a wheel
+names by a URL, and folders: `region_agent.tasks.wheels_only` runs it so that it builds nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ FOLDER = "environments"
 _SITE, _FACTS = "site", "environment.json"
 _LOOK_SECONDS = 0.5
 """Interval at which the size of what is being installed is measured."""
+_PASSED_ON = (
+    "PATH", "HOME", "LANG", "LC_ALL", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
+)  # fmt: skip
+"""Variables of the agent's environment, in any case, that pip gets: what it says is told to users."""
 _UNREACHABLE = ("NewConnectionError", "ConnectTimeoutError", "Temporary failure in name resolution", "Max retries")
 """What pip says where the index cannot be reached."""
 _NOT_ALLOWED = "`taskPackages` in its region file allows it, or its operator installs them where the workers run"
@@ -128,7 +134,13 @@ class Environments:
         self, place: Path, wanted: Sequence[str], present: Mapping[str, str], settings: TaskPackagesConfig
     ) -> list[str]:
         """Return what must be installed besides what is there, as lines with versions and digests."""
-        (place / "wanted.txt").write_text("\n".join(wanted))
+        found = [Requirement(one) for one in wanted]
+        lines = []
+        for one in found:
+            if one.marker is None or one.marker.evaluate():
+                one.marker = None
+                lines.append(str(one))
+        (place / "wanted.txt").write_text("\n".join(lines))
         # What the workers already import must not be there in another version.
         (place / "constraints.txt").write_text("\n".join(f"{name}=={version}" for name, version in present.items()))
         report = place / "report.json"
@@ -136,14 +148,14 @@ class Environments:
             place, settings, "--dry-run", "--report", str(report), "--requirement", str(place / "wanted.txt"),
             "--constraint", str(place / "constraints.txt"),
         )  # fmt: skip
-        found = json.loads(await asyncio.to_thread(report.read_text))["install"]
-        names = [canonicalize_name(str(one["metadata"]["name"])) for one in found]
+        installed = json.loads(await asyncio.to_thread(report.read_text))["install"]
+        names = [canonicalize_name(str(one["metadata"]["name"])) for one in installed]
         allowed = None if settings.allow is None else {canonicalize_name(name) for name in settings.allow}
         if allowed is not None and (other := sorted(set(names) - allowed)):
             text = f"tasks may not install {', '.join(other)}"
             raise self._unavailable(text, "`taskPackages.allow` in the region's file lists what they may")
-        digests = [one["download_info"]["archive_info"]["hashes"]["sha256"] for one in found]
-        versions = [one["metadata"]["version"] for one in found]
+        digests = [one["download_info"]["archive_info"]["hashes"]["sha256"] for one in installed]
+        versions = [one["metadata"]["version"] for one in installed]
         return [
             f"{name}=={of} --hash=sha256:{digest}" for name, of, digest in zip(names, versions, digests, strict=True)
         ]
@@ -168,10 +180,11 @@ class Environments:
         ]
         given += ["--no-index"] if settings.index is None else ["--index-url", settings.index]
         given += [] if settings.wheels is None else ["--find-links", str(settings.wheels)]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+        environment = {name: value for name, value in os.environ.items() if name.upper() in _PASSED_ON}
+        environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PIP_CONFIG_FILE": os.devnull}
         (temporary := place / "tmp").mkdir(exist_ok=True)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pip", "--isolated", "install", *given, *arguments,
+            sys.executable, "-m", "region_agent.tasks.wheels_only", "--isolated", "install", *given, *arguments,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**environment, "TMPDIR": str(temporary)}, cwd=place,
         )  # fmt: skip
@@ -255,7 +268,7 @@ def _reason(told: str, settings: TaskPackagesConfig) -> tuple[str, str | None]:
     """Return why pip has failed, as a sentence, and a hint."""
     if any(sign in told for sign in _UNREACHABLE):
         return f"the package index {settings.index} cannot be reached", None
-    if "No module named pip" in told:
+    if "No module named 'pip" in told:
         return "pip is not installed in the agent's environment", "its operator installs pip there"
     lines = [line.removeprefix("ERROR: ") for line in told.splitlines() if line.startswith("ERROR: ")]
     missing = next((line for line in lines if line.startswith("No matching distribution found for ")), None)

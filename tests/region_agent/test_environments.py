@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 import tarfile
 from pathlib import Path
 
@@ -73,6 +74,41 @@ def test_what_cannot_be_installed_leaves_nothing_and_is_told(tmp_path: Path) -> 
         assert raised.value.code == "PACKAGES_UNAVAILABLE"
         assert told in raised.value.message
         assert not list((tmp_path / "environments").iterdir())
+
+
+def test_nothing_is_built_whoever_asks_for_it(tmp_path: Path) -> None:
+    """Not even sources that a wheel requires by a URL, which pip builds in spite of --only-binary."""
+    built = tmp_path / "built"
+    source = tmp_path / "evil-1.0"
+    source.mkdir()
+    (source / "setup.py").write_text(
+        f"open({str(built)!r}, 'w').close()\nimport setuptools\nsetuptools.setup(name='evil')\n"
+    )
+    with tarfile.open(tmp_path / "evil-1.0.tar.gz", "w:gz") as archive:
+        archive.add(source, "evil-1.0")
+    for place in (source, tmp_path / "evil-1.0.tar.gz"):
+        wheel(tmp_path / "wheels", "needs_evil", "1.0", "", f"evil @ {place.as_uri()}")
+        with pytest.raises(GeofedError) as raised:
+            _prepare(Environments(tmp_path, _config(tmp_path)), "needs-evil")
+        assert "is required as sources; only wheels are installed" in raised.value.message
+    assert not built.exists()
+
+
+def test_pip_gets_no_secret_of_the_agents_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "kept-to-itself")
+    seen = tmp_path / "seen"
+    monkeypatch.setattr(sys, "executable", str(_script(tmp_path / "python", f"env > {seen}\nexit 1\n")))
+    wheel(tmp_path / "wheels", "little", "1.0", "X = 1\n")
+    with pytest.raises(GeofedError, match="pip has failed"):
+        _prepare(Environments(tmp_path, _config(tmp_path)), "little")
+    assert "kept-to-itself" not in seen.read_text()
+    assert "PATH=" in seen.read_text()
+
+
+def _script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+    return path
 
 
 def test_packages_come_from_somewhere(tmp_path: Path) -> None:
