@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from geofed_pb.recording import RESERVED
+
 if TYPE_CHECKING:
     from geofed_pb.v1 import common_pb2, control_pb2
 
@@ -242,6 +244,10 @@ SO_FAR = ("usd", "wan_bytes")
 """Figures of a round about its region since the start: money, and bytes sent to other regions."""
 
 
+_KEPT_NAMES = RESERVED | {*USAGE, *SO_FAR}
+"""What a metric of the task cannot be called in rows of rounds."""
+
+
 def round_rows(events: Iterable[Data]) -> list[Data]:
     """Return what the regions have reported of their rounds, from the views of a job's events: one row for each region
     and round, with its step, samples, loss, what its workers have used and the task has logged, and the metrics of an
@@ -259,7 +265,7 @@ def round_rows(events: Iterable[Data]) -> list[Data]:
             # A metric of the evaluation takes precedence.
             row |= {name: value for name, value in data["values"].items() if name not in row}
         else:
-            row |= {name: value for name, value in data["metrics"].items() if name != "loss"}
+            row |= {name: value for name, value in data["metrics"].items() if name not in _KEPT_NAMES}
             row["test_loss"] = data["metrics"].get("loss")
     return [rows[key] for key in sorted(rows)]
 

@@ -7,15 +7,17 @@ import base64
 import binascii
 import importlib.util
 import json
+import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from control_plane._view import event_view, job_view
@@ -48,11 +50,15 @@ _FORM_FIELDS = 1000
 _ROUNDS = 5000
 """Limit of the events behind a job's charts."""
 _MOST_COMPARED = 8
-_STREAMS = 200
-"""Limit of pages that are kept up to date at the same time; the others show how things stood when they were loaded."""
+_STREAMS = 20
+"""Limit of a user's pages that are kept up to date; the others show how things stood when they were loaded."""
+_SERIES_SECONDS = 2.0
+"""Time for which the charts of a job are kept for whoever looks at it: they are made of thousands of events."""
+_MOST_SERIES = 100
 _LEAST_SECONDS = 1.0
 """Least time between two changes that a page is told of."""
 _KEEP_ALIVE_SECONDS = 15.0
+_OVERVIEW_SECONDS = 3.0
 _HEADERS = {
     # Plotly sets styles of the elements that it draws.
     "Content-Security-Policy": (
@@ -67,7 +73,7 @@ _HEADERS = {
 _KEPT = _HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
 _STATUS = {
     "UNAUTHENTICATED": 401, "FORBIDDEN": 403, "JOB_NOT_FOUND": 404, "MODEL_NOT_FOUND": 404, "USER_NOT_FOUND": 404,
-    "USAGE": 400, "ILLEGAL_STATE": 409, "LIMIT_EXCEEDED": 429, "UNAVAILABLE": 503,
+    "USAGE": 400, "ILLEGAL_STATE": 409, "LIMIT_EXCEEDED": 429, "STANDBY": 503, "UNAVAILABLE": 503,
 }  # fmt: skip
 _STATIC = Path(__file__).parent / "static"
 
@@ -84,7 +90,9 @@ class Dashboard:
         self._plotly = _plotly()
         script = f'<script src="/static/plotly-{version("plotly")}.js" defer></script>\n' if self._plotly else ""
         self._pages = Pages(federation, script)
-        self._streams = 0
+        self._streams: Counter[str] = Counter()
+        self._series_kept: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
+        self._making = asyncio.Lock()
 
     @property
     def routes(self) -> list[Route]:
@@ -198,6 +206,18 @@ class Dashboard:
 
     async def _series(self, request: Request, caller: Caller) -> Response:
         entry = await self._find(request.path_params["job"], caller)
+        # One after the other: many viewers must not take the time that the control plane needs.
+        async with self._making:
+            made, body = self._series_kept.get(entry.row.id, (-math.inf, b""))
+            if time.monotonic() - made > _SERIES_SECONDS:
+                body = await self._made_series(entry)
+                self._series_kept[entry.row.id] = time.monotonic(), body
+                self._series_kept.move_to_end(entry.row.id)
+                while len(self._series_kept) > _MOST_SERIES:
+                    self._series_kept.popitem(last=False)
+        return Response(body, media_type="application/json", headers=_HEADERS)
+
+    async def _made_series(self, entry: JobEntry) -> bytes:
         found = await asyncio.gather(
             *(
                 self._federation.read(partial(Store.newest_events, job=entry.row.id, kind=kind, limit=_ROUNDS))
@@ -205,8 +225,11 @@ class Dashboard:
             )
         )
         job, rows = job_view(self._federation.describe(entry)), [row for rows in found for row in rows]
-        series = await asyncio.to_thread(lambda: series_of(job, [event_view(event_message(row)) for row in rows]))
-        return JSONResponse(series, headers=_HEADERS)
+
+        def made() -> bytes:
+            return json.dumps(series_of(job, [event_view(event_message(row)) for row in rows])).encode()
+
+        return await asyncio.to_thread(made)
 
     async def _file(self, request: Request, caller: Caller) -> Response:
         entry, name = await self._find(request.path_params["job"], caller), request.path_params["name"]
@@ -265,43 +288,53 @@ class Dashboard:
     # What changes
 
     async def _live(self, request: Request, caller: Caller) -> Response:
-        """Stream a server-sent event whenever a job has changed, or anything where none is named, and at its end."""
-        name = request.query_params.get("job", "")
-        job = (await self._find(name, caller)).row.id if name else None
-        if self._streams >= _STREAMS:
+        """Stream a server-sent event whenever one of the named jobs has changed, and at the end of all; without a name
+        every few seconds, since not even the time of other users' events is told."""
+        names = request.query_params.getlist("job")[:_MOST_COMPARED]
+        jobs = [(await self._find(name, caller)).row.id for name in names]
+        if self._streams[caller.user] >= _STREAMS:
             raise GeofedError("LIMIT_EXCEEDED", f"{_STREAMS} pages are kept up to date already")
         headers = _HEADERS | {"X-Accel-Buffering": "no"}
-        return StreamingResponse(self._changes(job), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._changes(request, caller, jobs), media_type="text/event-stream", headers=headers)
 
-    async def _changes(self, job: str | None) -> AsyncIterator[str]:
+    async def _changes(self, request: Request, caller: Caller, jobs: Sequence[str]) -> AsyncIterator[str]:
         federation, shown = self._federation, -1
-        self._streams += 1
+        self._streams[caller.user] += 1
         try:
             yield "retry: 3000\n\n"
             while not federation.stopping:
+                seen = federation.events_notifier.count
+                # Sessions end, rights change, and another control plane may lead.
                 federation.leading.check()
-                seen, ended = federation.events_notifier.count, job is not None and job not in federation.jobs
-                newest = await self._newest(job)
+                if self._caller(request) != caller:
+                    return
+                for job in jobs:
+                    await self._find(job, caller)
+                newest = await self._newest(jobs)
                 if newest != shown >= 0:
                     yield "event: change\ndata:\n\n"
                 shown = newest
-                if ended:
+                if jobs and not any(job in federation.jobs for job in jobs):
                     yield "event: end\ndata:\n\n"
                     return
                 try:
+                    if not jobs:
+                        await asyncio.sleep(_OVERVIEW_SECONDS)
+                        raise TimeoutError
                     await asyncio.wait_for(federation.events_notifier.wait(seen), _KEEP_ALIVE_SECONDS)
                     await asyncio.sleep(_LEAST_SECONDS)
                 except TimeoutError:
                     # Reports without events change figures, too; and a stream without bytes looks dead to proxies.
                     yield "event: change\ndata:\n\n"
+        except GeofedError:
+            return
         finally:
-            self._streams -= 1
+            self._streams[caller.user] -= 1
 
-    async def _newest(self, job: str | None) -> int:
-        if job is None:
-            return self._federation.events_notifier.count
-        rows = await self._federation.read(partial(Store.newest_events, job=job, limit=1))
-        return rows[-1].cursor if rows else 0
+    async def _newest(self, jobs: Sequence[str]) -> int:
+        """Return the newest cursor of the jobs' events."""
+        found = [await self._federation.read(partial(Store.newest_events, job=job, limit=1)) for job in jobs]
+        return max((rows[-1].cursor for rows in found if rows), default=0)
 
 
 async def _form(request: Request) -> dict[str, str]:

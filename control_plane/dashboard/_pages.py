@@ -131,7 +131,9 @@ class Pages:
             rounds = await federation.read(partial(newest, kind="partition.round", limit=_ROUNDS))
             named = [part["region"] for part in job["partitions"]]
             chart = _loss_chart(named, [(row.region, json.loads(row.data_json)) for row in rounds])
-        return self._rendered(
+        # In a thread, as whatever may be long.
+        return await asyncio.to_thread(
+            self._rendered,
             "job.html",
             caller,
             live="" if job["state"] in ENDED else f"/live?job={job['id']}",
@@ -154,7 +156,9 @@ class Pages:
         return self._rendered(
             "compare.html",
             caller,
-            live="" if all(job["state"] in ENDED for job in jobs) else "/live",
+            live=""
+            if all(job["state"] in ENDED for job in jobs)
+            else f"/live?job={'&job='.join(j['id'] for j in jobs)}",
             jobs=jobs,
             chart="",
             charts_script=self._script,
@@ -168,8 +172,16 @@ class Pages:
         wanted = [line for line in lines if text.lower() in line.text.lower()]
         shown = [log_view(log_message(line)) for line in wanted[-_SHOWN_LINES:]]
         live = "" if job["state"] in ENDED else f"/live?job={job['id']}"
-        return self._rendered(
-            "logs.html", caller, live=live, job=job, lines=shown, searched=len(lines), q=text, region=region
+        return await asyncio.to_thread(
+            self._rendered,
+            "logs.html",
+            caller,
+            live=live,
+            job=job,
+            lines=shown,
+            searched=len(lines),
+            q=text,
+            region=region,
         )
 
     def _rendered(self, template: str, caller: Caller | None, **values: Any) -> str:

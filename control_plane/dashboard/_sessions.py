@@ -12,8 +12,8 @@ __all__ = ["LIFE_SECONDS", "Sessions"]
 
 LIFE_SECONDS = 12 * 3600
 """Time after which a browser must sign in again."""
-_MOST = 1000
-"""Limit of sessions; beyond it the oldest ones end."""
+_MOST = 20
+"""Limit of the sessions of one token; beyond it the oldest ones end."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,12 @@ class Sessions:
 
     def open(self, token: str) -> str:
         """Begin a session with a token that was checked; return the secret for the browser's cookie."""
-        secret = new_secret()
-        self._open[hash_secret(secret)] = _Session(hash_secret(token), self._clock() + LIFE_SECONDS)
-        while len(self._open) > _MOST:
-            self._open.popitem(last=False)
+        secret, own = new_secret(), hash_secret(token)
+        self._open = OrderedDict((key, one) for key, one in self._open.items() if one.ends >= self._clock())
+        same = [key for key, one in self._open.items() if one.token_hash == own]
+        for key in same[: max(0, len(same) + 1 - _MOST)]:
+            del self._open[key]
+        self._open[hash_secret(secret)] = _Session(own, self._clock() + LIFE_SECONDS)
         return secret
 
     def token_hash(self, secret: str) -> str | None:

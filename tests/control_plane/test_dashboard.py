@@ -249,8 +249,9 @@ def test_sessions_end_after_their_time_and_are_bounded() -> None:
     assert sessions.token_hash(first) == sessions.token_hash(sessions.open("token"))
     now = LIFE_SECONDS + 1.0
     assert sessions.token_hash(first) is None
-    opened = [sessions.open("token") for _ in range(1001)]
-    assert [sessions.token_hash(secret) is None for secret in opened[:2]] == [True, False]
+    other = sessions.open("of somebody else")
+    opened = [sessions.open("token") for _ in range(21)]
+    assert [sessions.token_hash(secret) is None for secret in (*opened[:2], other)] == [True, False, False]
 
 
 def test_jobs_are_ended_scaled_and_shared_by_who_may(serve_config: ServeConfig, job_file: Path) -> None:
@@ -318,6 +319,50 @@ def test_a_page_is_told_of_changes_until_the_job_ends(serve_config: ServeConfig,
             while (told_of := await _next_event(lines)) == "change":
                 pass
             assert told_of == "end"
+
+    told(serve_config, scene)
+
+
+def test_a_page_that_may_not_be_seen_any_more_is_told_nothing(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_dashboard, "_OVERVIEW_SECONDS", 0.1)
+
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        token = (await stage.client.add_user("ann")).token
+        await stage.client.share(job, "ann")
+        await train(job, a, b)
+        async with browser(stage, token) as pages:
+            for path in (f"/live?job={job}", "/live"):
+                async with pages.stream("GET", path) as live:
+                    lines = live.aiter_lines()
+                    assert await anext(lines) == "retry: 3000"
+                    if path == "/live":
+                        assert await _next_event(lines) == "change"
+                        await stage.client.remove_user("ann")
+                    else:
+                        await stage.client.share(job, "ann", end=True)
+                        a.report(job, "training", **figures("a", "b", 1))
+                    async with asyncio.timeout(20):
+                        assert {line async for line in lines} <= {"", "data:", "event: change"}
+
+    told(serve_config, scene)
+
+
+def test_metrics_with_names_of_other_figures_change_no_chart(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        await train(job, a, b)
+        odd = {"region": 1.0, "at": 2.0, "usd": 3.0, "constructor": 4.0}
+        evaluation = {"metrics": odd, "round": 1, "samples": 1}
+        a.report(job, "training", **figures("a", "b", 1) | {"evaluation": evaluation})
+        await a.settled()
+        async with browser(stage) as pages:
+            charts = {one["name"]: one for one in (await pages.get(f"/jobs/{job}/series")).json()["charts"]}
+        assert charts["constructor"]["lines"][0]["y"] == [4.0]
+        assert charts["usd"]["lines"][0]["y"] == [0.25]
+        assert {"region", "at"}.isdisjoint(charts)
 
     told(serve_config, scene)
 

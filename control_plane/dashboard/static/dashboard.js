@@ -75,14 +75,14 @@ function network(found) {
     type: "scatter", mode: "markers", marker: { size: 14, opacity: 0 }, hoverinfo: "text",
     x: edges.map((l) => 0.7 * place[l.source][0] + 0.3 * place[l.destination][0]),
     y: edges.map((l) => 0.7 * place[l.source][1] + 0.3 * place[l.destination][1]),
-    text: edges.map((l) => `${l.source} → ${l.destination}: ${l.state}` +
+    text: edges.map((l) => plain(`${l.source} → ${l.destination}: ${l.state}`) +
       (l.rtt_ms === null ? "" : `<br>${l.rtt_ms.toPrecision(3)} ms`) +
-      (l.goodput_mbps === null ? "" : `<br>${l.goodput_mbps.toPrecision(3)} Mbit/s`) + `<br>${l.codec}`),
+      (l.goodput_mbps === null ? "" : `<br>${l.goodput_mbps.toPrecision(3)} Mbit/s`) + `<br>${plain(l.codec)}`),
   });
   traces.push({
     type: "scatter", mode: "markers+text", text: found.regions.map((r) => r.name), textposition: "top center",
     x: found.regions.map((r) => place[r.name][0]), y: found.regions.map((r) => place[r.name][1]), hoverinfo: "text",
-    hovertext: found.regions.map((r) => `${r.name}: ${r.state}`),
+    hovertext: found.regions.map((r) => plain(`${r.name}: ${r.state}`)),
     marker: { size: 16, color: found.regions.map((r) => colour(BAD.includes(r.state) ? "--bad" : "--busy")) },
   });
   const hidden = { visible: false, range: [-1.5, 1.5] };
@@ -104,9 +104,9 @@ async function draw() {
   const names = [...new Set(jobs.flatMap((job) => job.charts.map((chart) => chart.name)))];
   const wanted = names.map((name) => {
     const { traces, shapes } = total(jobs, name);
-    return [name, [...lines(jobs, name), ...traces], { ...layout(TITLES[name] || plain(name)), shapes }];
+    return [name, [...lines(jobs, name), ...traces], { ...layout(Object.hasOwn(TITLES, name) ? TITLES[name] : plain(name)), shapes }];
   });
-  if (jobs.length === 1 && jobs[0].network.links.length) wanted.push(["network", ...network(jobs[0].network)]);
+  if (jobs.length === 1 && jobs[0].network.links.length) wanted.push([" links", ...network(jobs[0].network)]);
   for (const [name, traces, look] of wanted) {
     let chart = document.getElementById(`chart-${name}`);
     if (!chart) {
@@ -130,27 +130,49 @@ async function refresh() {
   const page = new DOMParser().parseFromString(await answer.text(), "text/html");
   for (const part of document.querySelectorAll("[data-part]")) {
     const other = page.querySelector(`[data-part="${part.dataset.part}"]`);
-    if (!other || part.querySelector("input:focus, select:focus")) continue;
+    const used = [document.activeElement, document.getSelection()?.isCollapsed ? null : document.getSelection()?.anchorNode];
+    if (!other || part.matches("details[open]") || used.some((node) => node && part.contains(node))) continue;
+    const scrolled = [...part.querySelectorAll(".scroll")].map((place) => place.scrollLeft);
     for (const open of part.querySelectorAll("details[open][data-keep]"))
       other.querySelector(`[data-keep="${open.dataset.keep}"]`)?.setAttribute("open", "");
     for (const box of part.querySelectorAll("input:checked"))
       other.querySelector(`input[value="${box.value}"]`)?.setAttribute("checked", "");
-    if (other.innerHTML !== part.innerHTML) part.innerHTML = other.innerHTML;
+    if (other.innerHTML === part.innerHTML) continue;
+    part.innerHTML = other.innerHTML;
+    part.querySelectorAll(".scroll").forEach((place, n) => { place.scrollLeft = scrolled[n] || 0; });
   }
   await draw();
 }
 
+// Browsers allow few connections to one server: a page that nobody looks at has none.
 function follow(url) {
-  let waiting = false, again = false;
+  let source = null, waiting = false, again = false, ended = false;
   const run = async () => {
     if (waiting) { again = true; return; }
     waiting = true;
     await refresh().catch(console.error);
     setTimeout(() => { waiting = false; if (again) { again = false; run(); } }, 1000);
   };
-  const source = new EventSource(url);
-  source.addEventListener("change", run);
-  source.addEventListener("end", () => { source.close(); run(); });
+  const close = () => { source?.close(); source = null; };
+  const open = () => {
+    if (source || ended || document.hidden) return;
+    source = new EventSource(url);
+    source.addEventListener("change", run);
+    source.addEventListener("end", () => { ended = true; close(); run(); });
+    // A refused stream is not opened again by itself: the session has ended, or the control plane is not there.
+    source.addEventListener("error", () => {
+      if (source?.readyState !== EventSource.CLOSED) return;
+      close();
+      run();
+      setTimeout(open, 5000);
+    });
+  };
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) return close();
+    open();
+    run();
+  });
+  open();
 }
 
 document.addEventListener("DOMContentLoaded", () => {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from control_plane.core import CancelRequested, FinishRequested
+from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from geofed_pb.errors import GeofedError
 
-__all__ = ["cancel", "finish", "share"]
+__all__ = ["cancel", "finish", "rename", "share"]
+
+_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 async def cancel(federation: Federation, entry: JobEntry, reason: str, by: str) -> JobEntry:
@@ -52,7 +56,7 @@ async def share(federation: Federation, entry: JobEntry, user: str, by: str, *, 
         raise GeofedError("USER_NOT_FOUND", f"user {user} not found")
     async with federation.change() as draft:
         draft.by = by
-        entry = draft.job(entry.row.id) or entry
+        entry = await _now(federation, draft, entry.row.id)
         others = {*entry.row.shared_with} - {user}
         shared = tuple(sorted(others if end else {*others, user}))
         if shared != entry.row.shared_with:
@@ -61,3 +65,26 @@ async def share(federation: Federation, entry: JobEntry, user: str, by: str, *, 
             draft.record("job.shared", f"job {entry.row.id} {what}", job=entry.row.id, data={"users": shared})
     await federation.rights_changed()
     return await federation.find_job(entry.row.id)
+
+
+async def rename(federation: Federation, entry: JobEntry, name: str, by: str) -> JobEntry:
+    """Give a job another name; repeating it has no effect. Raises ``GeofedError("SPEC_INVALID")``."""
+    if not _JOB_NAME.fullmatch(name):
+        hint = "lower-case letters, digits and hyphens, 63 at most"
+        raise GeofedError("SPEC_INVALID", f"{name!r} is no name of a job", hint=hint)
+    async with federation.change() as draft:
+        draft.by = by
+        entry = await _now(federation, draft, entry.row.id)
+        if name != entry.row.name:
+            text = f"job {entry.row.id} is called {name}, no longer {entry.row.name}"
+            draft.record("job.renamed", text, job=entry.row.id, data={"before": entry.row.name, "name": name})
+            draft.add_job(replace(entry, row=replace(entry.row, name=name)))
+    return await federation.find_job(entry.row.id)
+
+
+async def _now(federation: Federation, draft: Draft, job: str) -> JobEntry:
+    """Return a job as it is during a change, when nobody else changes or deletes it."""
+    entry = draft.job(job) or await federation.ended_job(job)
+    if entry is None:
+        raise GeofedError("JOB_NOT_FOUND", f"job {job} not found")
+    return entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +24,7 @@ from control_plane.pki import (
     new_secret,
     not_issued,
 )
-from control_plane.service.jobs._commands import cancel, finish, share
+from control_plane.service.jobs._commands import cancel, finish, rename, share
 from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.jobs._submission import answer_plan, scale, submit
@@ -68,7 +68,6 @@ _DAILY_WEIGHTS_BYTES = 128 << 30
 """Limit of the weights that a user uploads within a day: two files of the largest size. The same file is sent once."""
 INVITATION_SECONDS = 24 * 3600
 """Default validity of an invitation."""
-_JOB_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _REGION_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 
 
@@ -263,18 +262,8 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Rename(self, request: control_pb2.RenameRequest, context: Context) -> control_pb2.Job:
         """Give a job another name; repeating it has no effect."""
-        federation, entry, name = self._federation, await self._find(request.job), request.name
-        if not _JOB_NAME.fullmatch(name):
-            hint = "lower-case letters, digits and hyphens, 63 at most"
-            raise GeofedError("SPEC_INVALID", f"{name!r} is no name of a job", hint=hint)
-        async with federation.change() as draft:
-            draft.by = _who()
-            entry = draft.job(entry.row.id) or entry
-            if name != entry.row.name:
-                text = f"job {entry.row.id} is called {name}, no longer {entry.row.name}"
-                draft.record("job.renamed", text, job=entry.row.id, data={"before": entry.row.name, "name": name})
-                draft.add_job(replace(entry, row=replace(entry.row, name=name)))
-        return federation.describe(await self._find(entry.row.id))
+        entry = await rename(self._federation, await self._find(request.job), request.name, _who())
+        return self._federation.describe(entry)
 
     @answering
     async def Delete(self, request: control_pb2.DeleteRequest, context: Context) -> control_pb2.DeleteReply:
