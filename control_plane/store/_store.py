@@ -274,7 +274,7 @@ class Store:
 
         ``held``: what the text of their job files must hold.
         """
-        wanted = t.jobs.c.state_json.contains(digest) if digest else t.jobs.c.task_key == task_key
+        wanted = t.jobs.c.state_json.contains(digest, autoescape=True) if digest else t.jobs.c.task_key == task_key
         return self._jobs(and_(wanted, t.jobs.c.spec_json.contains(held, autoescape=True)), limit)
 
     def jobs(
