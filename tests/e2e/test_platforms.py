@@ -115,4 +115,4 @@ def test_workers_are_containers_that_see_their_shard_and_their_channel(docker: d
         eventually(lambda: not engine.containers.list(all=True, filters=OWN, ignore_removed=True), "they are removed")
         again = running.submit("train.workers=2", "train.end.epochs=500", "train.evaluateEvery=0")
         running.wait_round(again, 1)
-    assert engine.containers.list(all=True, filters=OWN) == engine.networks.list(filters=OWN) == []
+    assert engine.containers.list(all=True, filters=OWN, ignore_removed=True) == engine.networks.list(filters=OWN) == []

@@ -102,7 +102,7 @@ class ContainerProvider(Provider):
 
     def _remove_containers(self) -> None:
         assert self._engine is not None
-        found = self._engine.containers.list(all=True, filters={"label": f"{_LABEL}={self._mark}"})
+        found = self._engine.containers.list(all=True, ignore_removed=True, filters={"label": f"{_LABEL}={self._mark}"})
         with ThreadPoolExecutor(_REMOVED_AT_ONCE) as pool:
             list(pool.map(_remove, found))
 
