@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from email.message import Message
@@ -82,7 +83,7 @@ class HandlerProcess:
 
     def start(self) -> None:
         """Start the process, and threads that keep one running."""
-        threading.Thread(target=self._keep, name="handler", daemon=True).start()
+        threading.Thread(target=self._kept, name="handler", daemon=True).start()
 
     def stop(self) -> None:
         """Kill the process for good."""
@@ -108,8 +109,10 @@ class HandlerProcess:
             self._pending[number] = pending
             link = self._link
         try:
-            if link is None or not self._send(link, request, event.body):
+            if link is None:
                 return _ended(500, "crash", "the function has just ended")
+            # Of a process that ends meanwhile the cause is the answer, as of one that ends during the call.
+            self._send(link, request, event.body)
             while True:
                 try:
                     return pending.answer.get(timeout=_LOOK_SECONDS)
@@ -124,13 +127,9 @@ class HandlerProcess:
             with self._lock:
                 self._pending.pop(number, None)
 
-    def _send(self, link: socket.socket, header: dict[str, Any], body: bytes) -> bool:
-        with self._lock:
-            try:
-                _write(link, header, body)
-            except OSError:
-                return False
-        return True
+    def _send(self, link: socket.socket, header: dict[str, Any], body: bytes) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            _write(link, header, body)
 
     def _kill(self, reason: str = "") -> None:
         process = self._process
@@ -143,6 +142,17 @@ class HandlerProcess:
                 os.kill(-1, signal.SIGKILL)  # all other processes of the container, so that a handler leaves none
             else:
                 os.killpg(process.pid, signal.SIGKILL)
+
+    def _kept(self) -> None:
+        ended = False
+        try:
+            self._keep()
+            ended = True
+        finally:
+            if not ended:
+                traceback.print_exc()
+                # Nothing would answer any more: the platform starts another container.
+                self._failed(1)
 
     def _keep(self) -> None:
         pause = _FIRST_PAUSE_SECONDS

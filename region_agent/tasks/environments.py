@@ -32,6 +32,7 @@ from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.requirements import LONGEST_FILE, parse_requirements
 from geofed_pb.storage import used_bytes
+from geofed_pb.tasks import awaited
 from region_agent.config import EmbeddedGateway, RegionConfig, TaskPackagesConfig
 
 __all__ = ["FOLDER", "Environments", "check_packages"]
@@ -188,7 +189,7 @@ class Environments:
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             env={**environment, "TMPDIR": str(temporary)}, cwd=place,
         )  # fmt: skip
-        output = asyncio.ensure_future(process.communicate())
+        output = awaited(process.communicate())
         try:
             while not (await asyncio.wait({output}, timeout=_LOOK_SECONDS))[0]:
                 await self._check_size(place, settings)

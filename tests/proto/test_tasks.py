@@ -51,9 +51,11 @@ STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "start_soon"}
 THREADS = {
     "control_plane/service/state/_leading.py",  # its pool's results are awaited
     "region_agent/gateway/container.py",  # accept, and the signals that end the process
+    "region_agent/gateway/embedded/containers.py",  # whatever ends a thread, its container is told to have ended
     "region_agent/gateway/embedded/replicas/calls.py",  # a call's error is its answer
     "region_agent/gateway/embedded/replicas/relay.py",  # an error closes the connection
     "region_agent/gateway/embedded/replicas/replica.py",  # accept
+    "region_agent/gateway/handler_process.py",  # an error ends the container; a call's error is its answer
     "region_agent/worker/loop.py",
     "region_agent/worker/training/stage_checkpoints.py",
     "sync/merging/_driver.py",

@@ -115,7 +115,13 @@ def test_a_stop_that_a_crash_cut_short_is_carried_out_by_the_next_start(
         await running
         return AgentStore(tmp_path / "agent.db")
 
+    async def listed(self: GatewayClient) -> list[object]:
+        if not gateway_is_back:
+            raise GeofedError("GATEWAY_UNAVAILABLE", "x")
+        return []
+
     monkeypatch.setattr(GatewayClient, "delete", delete)
+    monkeypatch.setattr(GatewayClient, "list", listed)
     monkeypatch.setattr(daemon, "_CLOSING_SECONDS", 0.1)
     store = asyncio.run(run())
     assert [row.job for row, _ in store.stopped_partitions()] == ["job-1"]
@@ -123,7 +129,8 @@ def test_a_stop_that_a_crash_cut_short_is_carried_out_by_the_next_start(
     gateway_is_back = True
     store = asyncio.run(run())
     assert store.partition("job-1") is None
-    assert deleted == ["geofed-job-1"]
+    (name,) = deleted
+    assert name.startswith("geofed-job-1-"), "with the mark of this region"
     told = [agent_pb2.FromAgent.FromString(raw).partition for _, raw in store.reports_after(0)]
     assert {(report.job, report.state) for report in told} == {("job-1", "stopped")}
     store.close()

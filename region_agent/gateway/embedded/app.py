@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from geofed_pb.tasks import awaited
 from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.metrics import Metrics
@@ -142,8 +143,8 @@ class _CallRoutes:
 
     async def _answered(self, request: Request, call: ProxiedCall) -> Answered:
         """Call a function; the call ends as soon as its caller has gone."""
-        calling = asyncio.ensure_future(self._proxy.call(call))
-        leaving = asyncio.ensure_future(_left(request))
+        calling = awaited(self._proxy.call(call))
+        leaving = awaited(_left(request))
         try:
             await asyncio.wait((calling, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not calling.done():
