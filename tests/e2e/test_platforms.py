@@ -104,6 +104,11 @@ def test_workers_are_containers_that_see_their_shard_and_their_channel(docker: d
             assert all(str(tmp_path / "channels") in path for path in written)
             assert any(str(tmp_path / "data") in mount["Source"] for mount in mounts if not mount["RW"])
             assert container.exec_run(["cat", str(tmp_path / "federation")]).exit_code != 0
+        check_succeeded(running.wait_end(job), accuracy=0.5)
+        eventually(lambda: not engine.containers.list(all=True, filters=OWN, ignore_removed=True), "they are removed")
+        again = running.submit("train.workers=2", "train.end.epochs=5000", "train.evaluateEvery=0")
+        running.wait_round(again, 1)
+        containers = engine.containers.list(filters=OWN)
         # This machine reaches a container, which does not serve it without the job's token; another container does not.
         networks = containers[1].attrs["NetworkSettings"]["Networks"]
         (address,) = [network["IPAddress"] for network in networks.values()]
@@ -111,8 +116,4 @@ def test_workers_are_containers_that_see_their_shard_and_their_channel(docker: d
         connect = f"import socket; socket.create_connection(({address!r}, 8080), 3)"
         tried = containers[0].exec_run(["python", "-c", connect])
         assert (tried.exit_code, b"TimeoutError" in tried.output) == (1, True), tried.output
-        check_succeeded(running.wait_end(job), accuracy=0.5)
-        eventually(lambda: not engine.containers.list(all=True, filters=OWN, ignore_removed=True), "they are removed")
-        again = running.submit("train.workers=2", "train.end.epochs=500", "train.evaluateEvery=0")
-        running.wait_round(again, 1)
     assert engine.containers.list(all=True, filters=OWN, ignore_removed=True) == engine.networks.list(filters=OWN) == []
