@@ -56,7 +56,7 @@ _SERIES_SECONDS = 2.0
 """Time for which the charts of a job are kept for whoever looks at it: they are made of thousands of events."""
 _MOST_SERIES = 100
 _LEAST_SECONDS = 1.0
-"""Least time between two changes that a page is told of."""
+"""Least time between two events of a stream."""
 _KEEP_ALIVE_SECONDS = 15.0
 _OVERVIEW_SECONDS = 3.0
 _HEADERS = {

@@ -102,12 +102,7 @@ class Task(_Section):
     @field_validator("requirements")
     @classmethod
     def _is_inside(cls, value: str | None) -> str | None:
-        if value is None:
-            return None
-        path = PurePosixPath(value)
-        if path.is_absolute() or ".." in path.parts or path.suffix != ".txt":
-            raise ValueError("give the path of a .txt file in the job file's folder")
-        return str(path)
+        return None if value is None else _path_inside(value, ".txt")
 
     @field_validator("secrets")
     @classmethod
@@ -119,10 +114,7 @@ class Task(_Section):
     @field_validator("module")
     @classmethod
     def _stays_inside(cls, value: str) -> str:
-        path = PurePosixPath(value)
-        if path.is_absolute() or ".." in path.parts or path.suffix != ".py":
-            raise ValueError("give the path of a .py file in the job file's folder")
-        return str(path)
+        return _path_inside(value, ".py")
 
     @field_validator("config")
     @classmethod
@@ -715,3 +707,10 @@ def _numbers(value: Any) -> list[float]:
     if isinstance(value, list):
         return [number for held in value for number in _numbers(held)]
     return [value] if isinstance(value, float) else []
+
+
+def _path_inside(value: str, suffix: str) -> str:
+    path = PurePosixPath(value)
+    if path.is_absolute() or ".." in path.parts or path.suffix != suffix:
+        raise ValueError(f"give the path of a {suffix} file in the job file's folder")
+    return str(path)

@@ -25,7 +25,7 @@ scipy>=1.14,<2
     ("content", "told"),
     [
         (b"scipy\n-r other.txt", "r.txt:2: '-r other.txt' names no package"),
-        (b"--index-url https://elsewhere", "r.txt:1: "),
+        (b"--index-url elsewhere", "r.txt:1: "),
         (b"./local", "r.txt:1: "),
         (b"scipy @ https://elsewhere/scipy.whl", "r.txt:1: scipy is given by a URL"),
         (b"scipy \\\n", "r.txt:1: "),

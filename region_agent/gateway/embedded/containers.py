@@ -206,7 +206,7 @@ class ContainerProvider(Provider):
         try:
             container.start()
             container.reload()
-        except Exception:
+        except Exception:  # whatever the engine answers: it is raised again
             _remove(container)
             raise
         if self._closing:
