@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -12,6 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from control_plane.service import Leading
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import refuse
+
+_FIRST_MESSAGE_SECONDS = 5.0
+"""How long a call may take to send its first message before it is refused without: a round trip or two."""
 
 
 class Refusing(grpc.GenericRpcHandler):
@@ -57,7 +62,12 @@ async def standby_server(error: GeofedError, options: list[tuple[str, Any]]) -> 
 def _refusing(error: GeofedError) -> Any:
     """Return a handler for calls of any kind: each is a stream of bytes in both directions on the wire."""
 
-    async def end(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+    async def end(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+        # A client whose write fails since its call has ended reports INTERNAL in place of the status (grpc/grpc#36066).
+        # Every call begins with a message, so the status is sent once that has arrived.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_MESSAGE_SECONDS):
+                await anext(aiter(requests), b"")
         await refuse(context, error)
         yield b""
 

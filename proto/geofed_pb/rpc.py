@@ -67,6 +67,9 @@ _MESSAGE_BYTES = 3000
 """Longest message of the error in the trailing metadata."""
 _HINT_BYTES = 1000
 """Longest hint of the error in the trailing metadata."""
+_WRITE_FAILED = "Internal error from Core"
+"""Details of a call whose client wrote to it after the server had ended it. The server's own status is then lost
+(grpc/grpc#36066), so the error is taken as one of the connection."""
 _log = logging.getLogger("geofed.rpc")
 
 _STATUS = {
@@ -234,6 +237,8 @@ def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
         return GeofedError("UNAVAILABLE", details or str(status))
     if status is grpc.StatusCode.UNAUTHENTICATED:
         return GeofedError("UNAUTHENTICATED", details)
+    if status is grpc.StatusCode.INTERNAL and raw == _WRITE_FAILED:
+        return GeofedError("UNAVAILABLE", "the server ended the call while a message was being sent")
     return GeofedError("INTERNAL", details or str(status))
 
 

@@ -586,13 +586,15 @@ class PartitionRunner:
 
     async def _keep(self, round_: int) -> None:
         """Upload the model of an evaluated round. The job continues without it if that fails."""
-        self._kept = agent_pb2.UploadedModel(round=round_)
         try:
             if self._ps is None:
                 raise GeofedError("UNAVAILABLE", "the parameter server is not running")
-            self._kept.blob_digest = await self._context.publish_model(self._ps, round_)
+            digest = await self._context.publish_model(self._ps, round_)
+            answer = agent_pb2.UploadedModel(round=round_, blob_digest=digest)
         except GeofedError as error:
-            self._kept.error = error.message
+            answer = agent_pb2.UploadedModel(round=round_, error=error.message)
+        # Every report repeats the answer, so it is set once it is complete.
+        self._kept = answer
         self._report(durable=True)
 
     async def _shut_down(self, action: ShutDown) -> None:

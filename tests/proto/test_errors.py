@@ -14,7 +14,7 @@ import pytest
 
 import geofed_pb.errors
 from geofed_pb.errors import CATALOGUE, Exit, GeofedError, unforeseen_as_internal
-from geofed_pb.rpc import answering, error_of, server_options, streaming, to_proto
+from geofed_pb.rpc import answering, error_of, refuse, server_options, streaming, to_proto
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 ROOT = Path(geofed_pb.errors.__file__).resolve().parents[2]
@@ -141,6 +141,44 @@ def test_who_could_not_be_reached_is_told_in_plain_words(details: str, told: str
     nothing = grpc.aio.Metadata()
     error = error_of(grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details))
     assert (error.code, error.message) == ("UNAVAILABLE", told)
+
+
+def test_a_write_to_a_call_that_the_server_has_ended_is_no_bug() -> None:
+    """The status that the server gave is lost (grpc/grpc#36066), so the client asks again."""
+
+    async def ask() -> set[str]:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((_Ending(),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        codes = set()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for _ in range(100):
+                try:
+                    async for _ in channel.stream_stream("/any/call")(_many()):
+                        pass
+                except grpc.RpcError as error:
+                    codes.add(error_of(error).code)
+        await server.stop(None)
+        return codes
+
+    assert asyncio.run(ask()) <= {"FORBIDDEN", "UNAVAILABLE"}
+
+
+class _Ending(grpc.GenericRpcHandler):
+    """Ends every call before it has read anything."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        async def end(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+            await refuse(context, GeofedError("FORBIDDEN", "not here"))
+            yield b""
+
+        return grpc.stream_stream_rpc_method_handler(end)
+
+
+async def _many() -> AsyncIterator[bytes]:
+    for _ in range(20):
+        yield b"x" * 10_000
 
 
 @pytest.mark.parametrize(

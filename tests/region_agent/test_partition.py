@@ -291,6 +291,28 @@ def test_the_model_of_a_round_is_uploaded_when_it_is_asked_for(tmp_path: Path) -
     _play(act, tmp_path)
 
 
+def test_a_report_during_an_upload_does_not_answer_it(tmp_path: Path) -> None:
+    async def act(scene: Scene) -> None:
+        await scene.training()
+        uploads, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def publish(_: Any, round_: int) -> str:
+            uploads.set()
+            await goes_on.wait()
+            return f"sha256:model-{round_}"
+
+        scene.partition._context = replace(scene.around, publish_model=publish)
+        scene.partition.keep(3)
+        await uploads.wait()
+        scene.partition._report(durable=True)
+        assert scene.reports[-1].kept == agent_pb2.UploadedModel()
+        goes_on.set()
+        await scene.until(lambda: scene.reports[-1].kept.round)
+        assert scene.reports[-1].kept.blob_digest == "sha256:model-3"
+
+    _play(act, tmp_path)
+
+
 def test_what_never_came_up_has_lost_nothing(tmp_path: Path) -> None:
     """The agent ends before its first parameter server listens; the next one does not look for a state."""
 
