@@ -40,6 +40,13 @@ class AsyncClient:
         given = context or os.environ.get("GEOFED_CONTEXT")
         self._client = ControlClient.connect(Context.load(find_context(Path(given) if given else None)))
 
+    @classmethod
+    def of(cls, client: ControlClient) -> AsyncClient:
+        """Return a client over a connection that its caller ends."""
+        made = cls.__new__(cls)
+        made._client = client
+        return made
+
     async def __aenter__(self) -> AsyncClient:
         return self
 
@@ -93,6 +100,17 @@ class AsyncClient:
         """
         found = await self._client.jobs(ended=ended, limit=limit, labels=labels or {})
         return [AsyncJob(self._client, job_view(job)) for job in found]
+
+    async def sweep(self, sweep_file: str | Path) -> Data:
+        """Run the trials of a sweep file, and return them with the best one, as `geofed sweep -o json`.
+
+        Cancelled, it leaves the trials that run; called again, it continues with them.
+
+        Raises ``GeofedError``: SPEC_NOT_FOUND, SPEC_INVALID; USAGE if Optuna is wanted and missing.
+        """
+        from geofed.sweep import load_sweep, run_sweep
+
+        return await run_sweep(self, load_sweep(Path(sweep_file)))
 
     async def regions(self) -> list[Data]:
         """Return the regions, as `geofed region list -o json`."""

@@ -96,6 +96,10 @@ class Client:
         found = self._loop.run(self._client.jobs(ended=ended, limit=limit, labels=labels))
         return [Job(self._loop, job) for job in found]
 
+    def sweep(self, sweep_file: str | Path) -> Data:
+        """Run the trials of a sweep file; see ``AsyncClient.sweep``."""
+        return self._loop.run(self._client.sweep(sweep_file))
+
     def regions(self) -> list[Data]:
         """Return the regions, as `geofed region list -o json`."""
         return self._loop.run(self._client.regions())

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from control_plane.cli._options import ContextFile, NoInput, Output, Yes
+from control_plane.cli._settings import Format
 from control_plane.cli.main import command_line, run
 from deploy.emulator import cli as emulator
 from region_agent import cli as region_agent
@@ -28,6 +30,23 @@ def demo(
     from deploy.demo import run_demo
 
     raise typer.Exit(run_demo(folder, data, fresh=fresh))
+
+
+@app.command(rich_help_panel="Jobs", epilog="Example: geofed sweep sweep.yaml --yes")
+def sweep(
+    sweep_file: Annotated[Path, typer.Argument(metavar="SWEEP.yaml", help="The sweep file.", show_default=False)],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the number of trials and the plan of the first one; run nothing.")
+    ] = False,
+    yes: Yes = False,
+    no_input: NoInput = False,
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Run a job with different parameters, and compare what they give. Run again, it continues."""
+    from geofed.sweep.cli import sweep_command
+
+    sweep_command(context, sweep_file, dry_run=dry_run, yes=yes)
 
 
 def main() -> None:

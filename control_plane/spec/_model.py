@@ -292,6 +292,14 @@ class Train(_Section):
     """What makes a model the best one, for `keep`, `end.patience` and `export --round best`. Default: the metric of
     `end.goal`, else the lowest `loss`."""
 
+    @property
+    def compared(self) -> Best:
+        """What makes a model the best one, with the default."""
+        goal = self.end.goal
+        if self.best is not None or goal is None:
+            return self.best or Best(metric="loss", mode="min")
+        return Best(metric=goal.metric, mode="max" if goal.at_least is not None else "min")
+
     @model_validator(mode="after")
     def _accumulates_samples(self) -> Train:
         if self.accumulate > self.batch:

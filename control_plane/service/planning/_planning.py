@@ -165,10 +165,7 @@ def goal_of(spec: JobSpec) -> Goal | None:
 
 
 def keep_of(spec: JobSpec) -> Keep:
-    """Return which models of a job's rounds are kept, and what makes one the best: by default, what its goal asks."""
-    train, goal = spec.train, spec.train.end.goal
-    metric, highest = ("loss", False) if goal is None else (goal.metric, goal.at_least is not None)
-    if train.best is not None:
-        metric, highest = train.best.metric, train.best.mode == "max"
+    """Return which models of a job's rounds are kept, and what makes one the best."""
+    train, best = spec.train, spec.train.compared
     models = {"last": 1, "best": 1, "all": MOST_KEPT}.get(str(train.keep), train.keep)
-    return Keep(int(models), train.keep == "best", metric, highest)
+    return Keep(int(models), train.keep == "best", best.metric, best.mode == "max")
