@@ -26,6 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from control_plane._address import advertised_host, bound_socket, split_address
 from control_plane._database import locked_database
 from control_plane._standby import WhileLeading, standby_server
+from control_plane._tracker import keep_tracking
 from control_plane._web import Web, serving_routes, standby_routes
 from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
@@ -105,6 +106,10 @@ class ServeConfig:
     """How long the first plan of a task waits for its probe."""
     keep: Keep = field(default_factory=lambda: KEEP)
     """Retention rules that differ from the default, by kind."""
+    track: tuple[str, ...] = ()
+    """Places that the metrics of all jobs are written to (`control_plane.tracking`)."""
+    log_format: str = "text"
+    """Of the process that writes them."""
     stop_signals: tuple[signal.Signals, ...] = field(default=(signal.SIGTERM, signal.SIGINT))
 
 
@@ -348,6 +353,9 @@ async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> 
     stack.push_async_callback(_cancel, background(sweeper.run(), step_down))
     await checks.set("", health_pb2.HealthCheckResponse.SERVING)
     _write_context(config, state, ports)
+    if config.track:
+        keeping = keep_tracking(config.state_dir / "context.json", config.track, config.log_format)
+        stack.push_async_callback(_cancel, background(keeping, log_only))
     return ports
 
 

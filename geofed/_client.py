@@ -17,7 +17,6 @@ from control_plane.cli._follow import raise_unless_succeeded, wait_for_job
 from control_plane.cli._job_file import read_job
 from control_plane.cli.commands.export import chosen, download
 from control_plane.cli.commands.submit import Submission, declined, planned, random_id
-from control_plane.cli.commands.views.track import track_job
 from control_plane.client import Context, ControlClient
 from geofed_pb.errors import GeofedError
 
@@ -180,6 +179,8 @@ class AsyncJob:
             places: FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER.
             follow: until the job has ended.
         """
+        from control_plane.tracking import track_job
+
         return await track_job(self._client, self.id, list(places), follow=follow)
 
     async def logs(self, *, region: str = "", tail: int = 0) -> list[Data]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic.alias_generators import to_camel
 
 from control_plane._durations import format_duration
-from control_plane.spec._types import BELOW, AutoOrCount, Deadline, Duration, Name, OneOf, Workers
+from control_plane.spec._types import BELOW, TRACKING_KINDS, AutoOrCount, Deadline, Duration, Name, OneOf, Workers
 from geofed_pb.bounds import MOST_SECRETS, SECRET_NAME
 from geofed_pb.errors import GeofedError
 from scheduler.topology import topology_kinds
@@ -603,6 +603,9 @@ class JobSpec(_Section):
     privacy: Privacy = Field(default_factory=Privacy)
     function: Function = Field(default_factory=Function)
     limits: Limits = Field(default_factory=Limits)
+    tracking: Literal["all"] | list[Annotated[str, OneOf(*TRACKING_KINDS)]] = "all"
+    """Kinds of places that the job's metrics are written to, of those that the control plane has (`serve --track`;
+    docs/tracking.md). `[]`: none."""
 
     @model_validator(mode="after")
     def _scales(self) -> JobSpec:

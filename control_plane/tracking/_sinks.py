@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import re
 import shutil
@@ -188,6 +189,8 @@ def _missing(tool: str, extra: str) -> GeofedError:
     return GeofedError("USAGE", f"{tool} is not installed", hint=f"in a clone of geofed: pip install '.[{extra}]'")
 
 
+_PACKAGES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow.tracking", "wandb": "wandb"}
+"""Modules that kinds of sinks need."""
 KINDS: dict[str, Callable[[str, str], Sink]] = {
     "csv": lambda target, job: _File(Path(target), job, as_csv=True),
     "jsonl": lambda target, job: _File(Path(target), job, as_csv=False),
@@ -203,10 +206,35 @@ def open_sink(text: str, job: str) -> Sink:
 
     Raises ``GeofedError("USAGE")`` if there is no such kind, or if it needs a package that is not installed.
     """
+    kind, target = parsed_place(text)
+    return KINDS[kind](target, job)
+
+
+def parsed_place(text: str) -> tuple[str, str]:
+    """Return kind and target of ``KIND:TARGET``, or of a file whose name ends in `.csv` or `.jsonl`.
+
+    Raises ``GeofedError("USAGE")`` if there is no such kind.
+    """
     kind, colon, target = text.partition(":")
     if not (colon and kind in KINDS):
         kind, target = text.rpartition(".")[2], text
     if kind not in KINDS or not target:
         hint = "FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER"
         raise GeofedError("USAGE", f"{text!r} is no place for metrics", hint=hint)
-    return KINDS[kind](target, job)
+    return kind, target
+
+
+def check_place_of_jobs(text: str) -> None:
+    """Check a place that the metrics of many jobs are written to; nothing is written yet.
+
+    Raises ``GeofedError("USAGE")``: there is no such kind; its package is missing; one file for all jobs.
+    """
+    kind, target = parsed_place(text)
+    if kind in ("csv", "jsonl") and "{job}" not in target:
+        hint = f"name a file for each job: {target.removesuffix(f'.{kind}')}-{{job}}.{kind}"
+        raise GeofedError("USAGE", f"{text!r} is one file for all jobs", hint=hint)
+    if kind in _PACKAGES:
+        try:
+            importlib.import_module(_PACKAGES[kind])
+        except ModuleNotFoundError:
+            raise _missing(kind, kind) from None

@@ -50,6 +50,7 @@ ROOMS = ("control_plane", "region_agent", "sync", "scheduler", "deploy", "proto/
 STARTS_TASKS = {"create_task", "ensure_future", "TaskGroup", "start_soon"}
 THREADS = {
     "control_plane/service/state/_leading.py",  # its pool's results are awaited
+    "control_plane/tracking/_track.py",  # its pool's results are awaited
     "region_agent/gateway/container.py",  # accept, and the signals that end the process
     "region_agent/gateway/embedded/containers.py",  # whatever ends a thread, its container is told to have ended
     "region_agent/gateway/embedded/replicas/calls.py",  # a call's error is its answer

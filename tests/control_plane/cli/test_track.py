@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.tracking import open_sink, points_of
+from control_plane.spec._types import TRACKING_KINDS
+from control_plane.tracking import KINDS, check_place_of_jobs, open_sink, points_of
 from geofed_pb.errors import GeofedError
 from tests.control_plane.cli.conftest import Federation, Run
 
@@ -153,3 +154,18 @@ def test_wandb_has_one_offline_run_with_each_figure(tmp_path: Path) -> None:
     assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
     summaries = [item for record in records for item in record.summary.update if item.key == "accuracy"]
     assert [json.loads(item.value_json) for item in summaries] == [0.8]
+
+
+def test_a_job_file_knows_all_kinds_of_places() -> None:
+    assert set(TRACKING_KINDS) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [("metrics.csv", "one file for all jobs"), ("jsonl:all", "one file for all jobs"), ("comet:x", "no place")],
+)
+def test_a_place_of_all_jobs_is_checked_before_there_are_any(place: str, told: str) -> None:
+    with pytest.raises(GeofedError, match=told) as raised:
+        check_place_of_jobs(place)
+    assert raised.value.code == "USAGE"
+    check_place_of_jobs("metrics/{job}.csv")

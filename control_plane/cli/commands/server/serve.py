@@ -53,6 +53,13 @@ def serve(
             help="How long to keep models, logs and the like of ended jobs, as 30d or forever; see `storage`.",
         ),
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Write the metrics of all jobs there, as `track` of one; may be repeated. {job} is its ID.",
+        ),
+    ] = None,
     ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
     log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = "text",
 ) -> None:
@@ -62,9 +69,12 @@ def serve(
     from control_plane._durations import parse_duration
     from control_plane.server import ServeConfig
     from control_plane.server import serve as run
+    from control_plane.tracking import check_place_of_jobs
     from geofed_pb.logs import configure_logs
 
     configure_logs(log_format)
+    for place in track or ():
+        check_place_of_jobs(place)
     try:
         lease_time, certificate_life = parse_duration(lease), parse_duration(region_certificate_life)
     except ValueError as error:
@@ -83,6 +93,8 @@ def serve(
         given=_given(tls_ca_file, tls_certificate_file, tls_key_file),
         ready_file=ready_file,
         keep=_rules(keep or []),
+        track=tuple(track or ()),
+        log_format=log_format,
     )
     asyncio.run(run(config))
 

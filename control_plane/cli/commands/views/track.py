@@ -34,28 +34,10 @@ def track(
     """Write the metrics of a job's rounds into files, TensorBoard, MLflow or W&B."""
 
     async def ask(client: ControlClient) -> Data:
+        from control_plane.tracking import track_job
+
         return await track_job(client, job, places, follow=follow)
 
     again = f"detached; the job continues. Track it again: geofed track {job} {' '.join(places)} --follow"
     told = ask_control_plane(context, ask, detach=again)
     emit(told, table=lambda data: fields(data.items()), name=lambda data: str(data["job"]))
-
-
-async def track_job(client: ControlClient, job: str, places: list[str], *, follow: bool) -> Data:
-    """Write the metrics of a job; return how many figures were written. Repeating it gives the same."""
-    from control_plane._view import event_view, job_view
-    from control_plane.tracking import open_sink, points_of
-
-    view, written = job_view(await client.job(job)), 0
-    sinks = [open_sink(place, view["id"]) for place in places]
-    try:
-        async for event in client.watch(view["id"], follow=follow):
-            for point in points_of(event_view(event)):
-                written += 1
-                for sink in sinks:
-                    sink.write(point)
-    finally:
-        view = job_view(await client.job(view["id"]))
-        for sink in sinks:
-            sink.close(view)
-    return {"job": view["id"], "state": view["state"], "figures": written}

@@ -1,0 +1,35 @@
+"""Write the metrics of a job from its events."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from control_plane._view import Data, event_view, job_view
+from control_plane.tracking._points import points_of
+from control_plane.tracking._sinks import open_sink
+
+if TYPE_CHECKING:
+    from control_plane.client import ControlClient
+
+
+async def track_job(client: ControlClient, job: str, places: list[str], *, follow: bool) -> Data:
+    """Write the metrics of a job; return how many figures were written. Repeating it gives the same."""
+    view, written = job_view(await client.job(job)), 0
+    loop = asyncio.get_running_loop()
+    # Sinks write to disks and servers. One thread has them all, since not all of them may be used from several ones.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tracking") as thread:
+        sinks = [await loop.run_in_executor(thread, open_sink, place, view["id"]) for place in places]
+        try:
+            async for event in client.watch(view["id"], follow=follow):
+                for point in points_of(event_view(event)):
+                    written += 1
+                    for sink in sinks:
+                        await loop.run_in_executor(thread, sink.write, point)
+        finally:
+            view = job_view(await client.job(view["id"]))
+            for sink in sinks:
+                await loop.run_in_executor(thread, partial(sink.close, view))
+    return {"job": view["id"], "state": view["state"], "figures": written}
