@@ -186,6 +186,7 @@ class Profiler:
             size = await self._size(command, name, body, limit, meters)
             weight.parameters, weight.model_bytes = size.parameters, size.model_bytes
             weight.held_bytes = size.held_bytes
+            weight.batch_norms.extend(size.batch_norms)
             self._report(agent_pb2.ProfileReport(id=command.id, weight=weight))
             counted = time.monotonic() - begun
             try:

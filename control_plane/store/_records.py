@@ -227,6 +227,8 @@ class WeightRow:
     """Why no steps were timed, or other warnings."""
     held_bytes: int = 0
     """Size of all tensors of the model, also of those that are not trained, and of the gradients; 0: unknown."""
+    batch_norms_json: str = "[]"
+    """Names of the first layers with running statistics of batches."""
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,7 @@ weights = Table(
     Column("start_seconds", Double, nullable=False),
     Column("note", Text, nullable=False),
     Column("held_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("batch_norms_json", Text, nullable=False, server_default="[]"),
 )
 meta = Table(
     "meta",

@@ -15,6 +15,7 @@ __all__ = [
     "LARGEST_MESSAGE_BYTES",
     "LOGGED_NAME_BYTES",
     "LOG_LINE_BYTES",
+    "MOST_BATCH_NORMS",
     "MOST_LOGGED",
     "MOST_METRICS",
     "MOST_SECRETS",
@@ -41,6 +42,8 @@ NAME_BYTES = 200
 """Longest name of a metric."""
 MOST_METRICS = 1000
 """Most metrics of one evaluation."""
+MOST_BATCH_NORMS = 8
+"""Most layers with batch statistics that a probe names: a plan's warning names fewer, `train.local` leaves some out."""
 LOGGED_NAME_BYTES = 100
 """Longest name of a value that a task logs."""
 MOST_LOGGED = 100

@@ -111,6 +111,8 @@ class Profiled(_Body):
     model_bytes: int = 0
     held_bytes: int = 0
     """Size of all tensors of the model, also of those that are not trained, and of the gradients."""
+    batch_norms: tuple[str, ...] = ()
+    """Names of the first layers with running statistics of batches, `MOST_BATCH_NORMS` at most."""
     samples: int = 0
     """Samples in the training split."""
     loaded_seconds: float = 0.0

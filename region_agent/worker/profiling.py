@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
@@ -111,8 +112,15 @@ def probe(call: ProfileCall, task: TaskModule) -> Profiled:
         parameters=_parameters(module),
         model_bytes=size,
         held_bytes=_held_bytes(module),
+        batch_norms=_batch_norms(module),
         loaded_seconds=seconds,
     )
+
+
+def _batch_norms(module: torch.nn.Module) -> tuple[str, ...]:
+    kinds = (torch.nn.modules.batchnorm._BatchNorm,)  # the common base of all of torch's
+    found = (name for name, one in module.named_modules() if isinstance(one, kinds) and one.track_running_stats)
+    return tuple(clean(name, NAME_BYTES) for name in itertools.islice(found, MOST_BATCH_NORMS))
 
 
 def _shell(call: ProfileCall, task: TaskModule) -> torch.nn.Module | None:

@@ -250,7 +250,8 @@ class Contract:
             connection.exec_driver_sql("DROP TABLE revocations")
             connection.exec_driver_sql("DROP TABLE deletions")
             new = ("signature_json", "shared_with", "ended_at", "model_digests")
-            added = (("users", "public_key"), ("weights", "held_bytes"), *(("jobs", column) for column in new))
+            probed = (("weights", column) for column in ("held_bytes", "batch_norms_json"))
+            added = (("users", "public_key"), *probed, *(("jobs", column) for column in new))
             for table, column in added:
                 connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +13,7 @@ from control_plane.service.planning._warnings import warnings_of
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
+from control_plane.store import WeightRow
 from scheduler import Demand, Plan, Snapshot, plan
 from tests.control_plane.fake_agent import catalogue
 
@@ -84,3 +86,30 @@ def test_a_region_that_others_cannot_reach_is_told() -> None:
         told = [text for text in warnings_of(chosen, job(), entries, NOW) if "cannot reach" in text]
         assert len(told) == wanted
         assert all("b cannot reach the parameter servers of a" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("names", "local", "told"),
+    [
+        ([], [], None),
+        (
+            ["1"],
+            [],
+            "(1), whose",
+        ),
+        (["bn1", "bn2", "bn3"], [], "(bn1, bn2, …), whose"),
+        (["bn1", "bn2", "bn3"], ["bn[12].*"], "(bn3), whose"),
+        (["bn1", "bn2", "bn3"], ["bn*.*"], None),
+    ],
+)
+def test_batch_statistics_that_all_regions_share_are_told(names: list[str], local: list[str], told: str | None) -> None:
+    spec = job()
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"local": local})})
+    weight = WeightRow("t", "a", 1.0, 10, 40, batch_norms_json=json.dumps(names))
+    for count in (1, 2):
+        known = tuple(catalogue(name) for name in ("a", "b")[:count])
+        chosen = plan(Snapshot(known), Demand("j", "digits", 10, 1.0, None, 1))
+        assert isinstance(chosen, Plan)
+        found = [text for text in warnings_of(chosen, spec, {}, 0.0, weight) if "normalises by batches" in text]
+        assert len(found) == (told is not None and count == 2)
+        assert all(told is not None and told in text for text in found)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Federation, Running, check_succeeded, digits_sites
+from support.running import Federation, Running, check_succeeded, digits_sites, named
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -47,3 +47,23 @@ def test_a_task_is_probed_before_its_first_plan_and_the_run_sends_what_was_predi
         later = explained(running)["estimate"]
         assert (later["basis"], later["model_basis"]) == ("measured", "measured")
         assert later["model_bytes"] == first["model_bytes"], "what was counted is what has travelled"
+
+
+def test_a_plan_warns_of_batch_statistics_that_regions_share(running: Running) -> None:
+    task = f"""{named("batch statistics")}
+
+_model = model
+
+
+def model(config):
+    layers = list(_model(config))
+    return torch.nn.Sequential(layers[0], torch.nn.BatchNorm2d(layers[0].out_channels), *layers[1:])
+"""
+    job = str(running.job_folder(task) / "job.yaml")
+
+    def warned(*settings: str) -> bool:
+        ran = running.federation.control_plane("explain", job, *settings, "-o", "json", timeout=60)
+        return "the model normalises by batches (1), whose" in str(json.loads(ran.stdout)["data"]["warnings"])
+
+    assert warned()
+    assert not warned("--set", "train.local=['1.*']")

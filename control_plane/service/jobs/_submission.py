@@ -98,7 +98,7 @@ def _promise_of(decided: AdmittedJob, spec: JobSpec) -> dict[str, Any]:
 def _warnings_of(
     plan: Plan, spec: JobSpec, learnt: Learnt, regions: Mapping[str, RegionEntry], at: float
 ) -> tuple[str, ...]:
-    return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at))
+    return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at, learnt.weight))
 
 
 async def _code_digest(federation: Federation, bundle_digest: str) -> str:

@@ -24,6 +24,7 @@ from control_plane.service.measuring._measurements import MeasurementFailed, Mea
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
+from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
@@ -381,9 +382,11 @@ def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> We
     left_out = len(steps) < len(reported.steps) or start != reported.start_seconds
     warning = f"FRAME_INVALID: region {region} reported implausible values of a probe, which are ignored"
     note = _joined(warning if left_out else "", reported.note)
+    names = [clean(name, NAME_BYTES) for name in reported.batch_norms[:MOST_BATCH_NORMS]]
     return WeightRow(
-        key, region, at, reported.parameters, reported.model_bytes, json.dumps(steps), start, note, reported.held_bytes
-    )
+        key, region, at, reported.parameters, reported.model_bytes, json.dumps(steps), start, note,
+        reported.held_bytes, json.dumps(names),
+    )  # fmt: skip
 
 
 def _money(usd: float) -> float:

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
+import json
 from calendar import monthrange
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 
 from control_plane.pki import utc_now
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
+from control_plane.store import WeightRow
 from scheduler import Plan
 
 __all__ = ["warnings_of"]
 
+_NAMED = 2
+"""Layers that a warning names."""
 STALE_DAYS = 90
 """Age in days from which prices count as outdated: clouds change their price lists a few times a year."""
 
 
-def warnings_of(chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float) -> tuple[str, ...]:
+def warnings_of(
+    chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float, weight: WeightRow | None = None
+) -> tuple[str, ...]:
     """Return warnings about regions that are unreachable, lost, closed to new jobs or unreachable for each other, about
-    unencrypted channels, and about outdated prices."""
+    unencrypted channels, about outdated prices, and about batch statistics that regions do not share.
+
+    ``weight``: the task's probe; None: it was not probed.
+    """
     taken = [*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)]
     return (
         *_away(taken, spec, regions),
         *_apart(chosen, regions),
         *_stale(taken, regions, at),
         *_plaintext(chosen, regions),
+        *_batch_statistics(chosen, spec, weight),
     )
+
+
+def _batch_statistics(chosen: Plan, spec: JobSpec, weight: WeightRow | None) -> Iterator[str]:
+    """Layers that normalise by the batches of their own region (BatchNorm), with weights that all regions share."""
+    if weight is None or len(chosen.partitions) < 2:
+        return
+    names = [
+        name
+        for name in json.loads(weight.batch_norms_json)
+        if not any(fnmatchcase(f"{name}.running_mean", pattern) for pattern in spec.train.local)
+    ]
+    if names:
+        named = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+        patterns = ", ".join(f'"{name}.*"' for name in names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+        yield (
+            f"the model normalises by batches ({named}), whose statistics differ between regions with unlike data: a "
+            f"model averaged over them may lose accuracy; `train.local: [{patterns}]` keeps them in their region, "
+            "GroupNorm has none, a shorter `wan.interval` lets them differ less"
+        )
 
 
 def _apart(chosen: Plan, regions: Mapping[str, RegionEntry]) -> Iterator[str]:

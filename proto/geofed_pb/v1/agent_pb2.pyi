@@ -654,7 +654,7 @@ class ProfileReport(_message.Message):
     def __init__(self, id: _Optional[str] = ..., condition: _Optional[str] = ..., profile_json: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., weight: _Optional[_Union[TaskWeight, _Mapping]] = ..., usd: _Optional[float] = ..., model_digest: _Optional[str] = ...) -> None: ...
 
 class TaskWeight(_message.Message):
-    __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last", "held_bytes")
+    __slots__ = ("parameters", "model_bytes", "steps", "start_seconds", "usd", "note", "last", "held_bytes", "batch_norms")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_BYTES_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
@@ -663,6 +663,7 @@ class TaskWeight(_message.Message):
     NOTE_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BATCH_NORMS_FIELD_NUMBER: _ClassVar[int]
     parameters: int
     model_bytes: int
     steps: _containers.RepeatedCompositeFieldContainer[TimedStep]
@@ -671,7 +672,8 @@ class TaskWeight(_message.Message):
     note: str
     last: bool
     held_bytes: int
-    def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ..., held_bytes: _Optional[int] = ...) -> None: ...
+    batch_norms: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, parameters: _Optional[int] = ..., model_bytes: _Optional[int] = ..., steps: _Optional[_Iterable[_Union[TimedStep, _Mapping]]] = ..., start_seconds: _Optional[float] = ..., usd: _Optional[float] = ..., note: _Optional[str] = ..., last: bool = ..., held_bytes: _Optional[int] = ..., batch_norms: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TimedStep(_message.Message):
     __slots__ = ("batch", "seconds")
