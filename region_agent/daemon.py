@@ -42,6 +42,7 @@ from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_isolation, check_partition, check_sending, most_workers, over_quota
 from region_agent.profiling import Profiler
+from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.store import AgentStore, PartitionRow
@@ -102,7 +103,7 @@ class Agent:
             ),
             version("geofed"),
         )
-        self._offered_datasets = OfferedDatasets(config, self._hub.open_new_session)
+        self._offered_datasets = OfferedDatasets(config, self._hub.open_new_session, Indexes(state_dir / INDEXES))
         self._partitions: dict[str, PartitionRunner] = {}
         self._sendings: dict[str, Sending] = {}
         """Shards that are sent to other regions, by job."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -31,8 +31,10 @@ from region_agent.partition.calls import at_once, bundle_key, precision_of
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
+from region_agent.shards.indexing import INDEXES, Indexes, streams_of
 from region_agent.shards.reading import shard_files
 from region_agent.tasks.secrets import GivenSecrets, give_secrets, remove_secrets
+from region_agent.worker.data.spec import FormatSpec, Stream
 from region_agent.worker.invocation import ShardFile
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.channel import Usage
@@ -255,7 +257,22 @@ class Profiler:
     async def _with_data(self, command: agent_pb2.ProfileTask, body: ProfileCall) -> ProfileCall:
         dataset = self._context.config.datasets[command.task.dataset]
         splits = await asyncio.to_thread(shard_files, dataset, self._context.config.stores)
-        return body.model_copy(update={"splits": splits, "declared_samples": dataset.splits["train"].samples})
+        update: dict[str, Any] = {"splits": splits, "declared_samples": dataset.splits["train"].samples}
+        if dataset.format is not None:
+            update["streams"] = await asyncio.to_thread(self._put_indexes, command.id, dataset.format, splits)
+        return body.model_copy(update=update)
+
+    def _put_indexes(self, id: str, spec: FormatSpec, splits: Mapping[str, tuple[ShardFile, ...]]) -> dict[str, Stream]:
+        """Store the indexes of the splits in the channel; returns how the function reads them. Blocks."""
+        indexes = Indexes(self._context.state_dir / INDEXES)
+        streams, contents = streams_of(spec, {split: indexes.of(spec, files) for split, files in splits.items()})
+        channel = self._context.channel.open(id)
+        try:
+            for key, content in contents.items():
+                channel.put(key, [content])
+        finally:
+            channel.close()
+        return streams
 
     def _put_bundle(self, start: agent_pb2.StartPartition, bundle: bytes, meters: _Meters) -> None:
         channel = self._context.channel.open(start.job)

@@ -10,12 +10,12 @@ from geofed_pb.requirements import parse_requirements
 
 _CALLED = {"model": 1, "layers": 1, "dataset": 3, "loss": 2, "collate": 1, "schedule": 2, "on_round": 2}
 """Number of positional arguments with which each function of a task module is called."""
-_REQUIRED = (("model", "layers"), ("dataset",), ("loss",))
-"""Functions that every task module must define: one of each group."""
+_REQUIRED = (("model", "layers"), ("loss",))
+"""Functions that every task module must define: one of each group. Data with a format needs no `dataset`."""
 
 
 def check_task(folder: Path, module: str) -> None:
-    """Check that the module parses, and defines `dataset`, `loss`, and `model` or `layers` with the right arguments.
+    """Check that the module parses, and defines `loss`, and `model` or `layers`, with the right arguments.
 
     Raises ``GeofedError("TASK_INVALID")``.
     """

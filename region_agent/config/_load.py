@@ -27,6 +27,7 @@ def load_config(path: Path) -> RegionConfig:
     except strict_yaml.InvalidYaml as error:
         raise GeofedError("CONFIG_INVALID", str(error)) from None
     _check_stores(config, document)
+    _check_samples(config, document)
     return _resolved(config, path.parent.resolve())
 
 
@@ -35,6 +36,14 @@ def _check_stores(config: RegionConfig, document: strict_yaml.Document) -> None:
         if held.store and held.store not in config.stores:
             text = f"`datasets.{name}.store`: {held.store!r} is not in stores"
             raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "store"), text))
+
+
+def _check_samples(config: RegionConfig, document: strict_yaml.Document) -> None:
+    for name, held in config.datasets.items():
+        for split, part in held.splits.items():
+            if part.samples is None and held.format is None:
+                text = f"`datasets.{name}.splits.{split}.samples` is required without a `format`"
+                raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "splits", split), text))
 
 
 def _resolved(config: RegionConfig, folder: Path) -> RegionConfig:

@@ -19,6 +19,8 @@ from pydantic.alias_generators import to_camel
 
 from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
+from region_agent.worker.data.formats import check_format
+from region_agent.worker.data.spec import FormatSpec
 from sync.channel import channel_kind
 
 Positive = Annotated[float, Field(gt=0)]
@@ -116,8 +118,9 @@ class SplitConfig(Section):
 
     uri: str
     """Address of the data: a path, `file://`, or `s3://bucket/key`. One that ends with `/` is a folder."""
-    samples: Annotated[int, Field(ge=0)]
-    """Length of the task's dataset of this split."""
+    samples: Annotated[int, Field(ge=0)] | None = None
+    """Length of the task's dataset of this split; required unless the dataset has a `format`, whose samples are
+    counted."""
 
     @field_validator("uri")
     @classmethod
@@ -138,8 +141,16 @@ class DatasetConfig(Section):
     this one and those listed."""
     store: str = ""
     """Name of the object store in `stores`, for `s3://` addresses."""
+    format: Annotated[FormatSpec, AfterValidator(check_format)] | None = None
+    """Format of the files, whose samples geofed reads and counts itself (docs/data.md). Default: the task's `dataset`
+    reads them."""
     splits: dict[str, SplitConfig]
     """Splits of the shard, by name: `train`, `test` and others that the task's `dataset` knows."""
+
+    @property
+    def counted(self) -> bool:
+        """Whether the samples of all splits are known."""
+        return all(part.samples is not None for part in self.splits.values())
 
 
 class LinkConfig(Section):
@@ -597,7 +608,7 @@ class RegionConfig(Section):
                     },
                 }
                 for name, held in sorted(self.datasets.items())
-                if name not in withheld
+                if name not in withheld and held.counted
             ],
             "links": [
                 {"source": self.name, "destination": other, "rtt_ms": link.rtt_ms, "mbps": link.mbps}

@@ -68,6 +68,7 @@ class WorkerInputs(RegionInputs):
     """Values of the region that go into an invocation."""
 
     splits: Mapping[str, Any]
+    streams: Mapping[str, Any]
     samples: int | None
     """Samples of the training split by the region's file; None if unknown."""
     channel_costs: Mapping[str, float]
@@ -160,6 +161,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         env=dict(task.env),
         packages=str(inputs.packages or ""),
         splits=dict(inputs.splits),
+        streams=dict(inputs.streams),
         declared_samples=inputs.samples,
         region_batch=plan.batch * replicas,
         stretches=action.stretches,

@@ -19,6 +19,7 @@ from region_agent.partition.report import PartitionMeter
 from region_agent.partition.shards import PartitionShards
 from region_agent.shards.reading import SIGNATURE_LIFE
 from region_agent.state.store import PartitionRow
+from region_agent.worker.data.spec import Stream
 from region_agent.worker.invocation import ShardFile
 from sync.channel import channel_kind
 from sync.collective import DEFAULT, collective_named
@@ -41,6 +42,10 @@ class Invocations:
     packages: Path | None = None
     """Folder with the packages that the task requires; None: it requires none."""
     _splits: dict[str, tuple[ShardFile, ...]] = field(default_factory=dict)
+    _streams: dict[str, Stream] = field(default_factory=dict)
+    """Splits that workers read block by block."""
+    _indexes: dict[str, bytes] = field(default_factory=dict)
+    """Contents of the channel's keys that the streams name."""
     _signed_at: float = 0.0
     """Time at which the URLs in the splits were signed; they are valid for `SIGNATURE_LIFE`."""
     _opening_channel: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -52,6 +57,9 @@ class Invocations:
     async def sign_splits(self) -> None:
         """Sign the URLs of the partition's data."""
         self._splits = await asyncio.to_thread(self.shards.splits)
+        if not self._streams:
+            # Once: what a worker reads at a step must not change while the job runs.
+            self._streams, self._indexes = await asyncio.to_thread(self.shards.streams, self._splits)
         self._signed_at = time.monotonic()
 
     def grants(self) -> Grants:
@@ -66,6 +74,8 @@ class Invocations:
         channel = self.channel.open(self.start.job)
         try:
             channel.put(bundle_key(self.start), [bundle])
+            for key, content in self._indexes.items():
+                channel.put(key, [content])
         finally:
             self.meter.channel_used(channel.usage)
             channel.close()
@@ -100,7 +110,7 @@ class Invocations:
                 self._worker_channel = await asyncio.to_thread(self.channel.worker_address, self.start.job)
         inputs = WorkerInputs(
             self.identity, self.config.server, row, self.channel.kind, self._worker_channel,
-            splits=self._splits, samples=self.shards.declared_samples, channel_costs=self._costs,
+            splits=self._splits, streams=self._streams, samples=self.shards.declared_samples, channel_costs=self._costs,
             server_address=self._server_address(row), packages=self.packages,
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()

@@ -78,6 +78,7 @@ from region_agent.partition.report import PartitionMeter, report_of, view_of
 from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
+from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.tasks.environments import Environments
 from region_agent.worker.invocation import CALL_GRACE, Outcome
@@ -192,6 +193,7 @@ class PartitionRunner:
             context.identity.tls,
             start,
             context.state_dir / SHARDS / start.job,
+            Indexes(context.state_dir / INDEXES),
             lambda durable: self._report(durable=durable),
             lambda action: context.record_event(start.job, action),
         )

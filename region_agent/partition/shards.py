@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+import itertools
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.partition.events import RecordEvent
+from region_agent.shards.indexing import Indexes, streams_of
 from region_agent.shards.reading import shard_files
 from region_agent.shards.receiving import ShardPort, ShardStore, open_port
+from region_agent.worker.data.index import join_indexes
+from region_agent.worker.data.spec import Stream
 from region_agent.worker.invocation import ShardFile
 from sync.transport.sockets import Tls
 
@@ -37,12 +41,15 @@ class PartitionShards:
         identity: Callable[[], Tls],
         start: agent_pb2.StartPartition,
         folder: Path,
+        indexes: Indexes,
         report: Callable[[bool], None],
         record_event: Callable[[RecordEvent], None],
     ) -> None:
         """``report(durable)`` sends a report on the partition to the control plane."""
-        self._config, self._identity, self._start = config, identity, start
+        self._config, self._identity, self._start, self._indexes = config, identity, start, indexes
         self._report, self._record_event = report, record_event
+        self._dataset = config.datasets.get(start.task.dataset)
+        """The region's own shard, as it was when the job began, also if the region file changes."""
         self.folder = folder
         """Folder for the shards of other regions; it is deleted with the job."""
         self.address = ""
@@ -70,8 +77,7 @@ class PartitionShards:
     @property
     def declared_samples(self) -> int | None:
         """Samples of the training split by this region's file; None if other regions' shards are used as well."""
-        dataset = self._config.datasets.get(self._start.task.dataset)
-        return None if self.foreign or dataset is None else dataset.splits["train"].samples
+        return None if self.foreign or self._dataset is None else self._dataset.splits["train"].samples
 
     async def receive(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         """Wait until the shards of other regions are complete; ``run`` starts a background task.
@@ -119,14 +125,36 @@ class PartitionShards:
         """Return the files of each split, shard by shard. Blocks; raises ``GeofedError("SHARD_UNREADABLE")``."""
         found: dict[str, tuple[ShardFile, ...]] = {}
         if self.own:
-            dataset = self._config.datasets.get(self._start.task.dataset)
-            if dataset is None:
+            if self._dataset is None:
                 raise GeofedError("SHARD_UNREADABLE", f"this region has no shard of {self._start.task.dataset}")
-            found = shard_files(dataset, self._config.stores)
+            found = shard_files(self._dataset, self._config.stores)
         for shard_store in self._stores:
             for split, files in shard_store.link_splits().items():
                 found[split] = (*found.get(split, ()), *files)
         return found
+
+    def streams(self, splits: Mapping[str, tuple[ShardFile, ...]]) -> tuple[dict[str, Stream], dict[str, bytes]]:
+        """Return the splits that workers read block by block, and the channel's keys for it with their content. Blocks.
+
+        Raises ``GeofedError``: SHARD_UNREADABLE, also if two shards have different formats, columns or types;
+        LIMIT_EXCEEDED, CONFIG_INVALID.
+        """
+        own = self._dataset
+        formats = {self._config.name: own.format if own is not None else None} if self.own else {}
+        formats |= {one.source: one.list.format for one in self._stores if one.list is not None}
+        if len(told := set(formats.values())) > 1:
+            text = f"the shards of {' and '.join(formats)} have different formats"
+            raise GeofedError("SHARD_UNREADABLE", text, hint="state the same `format` in the regions' files")
+        spec = told.pop() if told else None
+        if spec is None:
+            return {}, {}
+        indexes = {}
+        for split, files in splits.items():
+            by_shard = [(shard, tuple(of_one)) for shard, of_one in itertools.groupby(files, lambda file: file.shard)]
+            indexes[split] = join_indexes(
+                [(shard or self._config.name, len(part), self._indexes.of(spec, part)) for shard, part in by_shard]
+            )
+        return streams_of(spec, indexes)
 
 
 def _received(region: str, shard_store: ShardStore) -> RecordEvent:

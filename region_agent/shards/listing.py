@@ -19,6 +19,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, StoreConfig
 from region_agent.shards.reading import shard_files
 from region_agent.worker.data.fetching import fetch_split
+from region_agent.worker.data.spec import FormatSpec
 from region_agent.worker.invocation import ShardFile
 from sync.framing import digest_of
 
@@ -82,6 +83,8 @@ class ShardList(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dataset: str
+    format: FormatSpec | None = None
+    """How the files are read; None: by the task."""
     files: tuple[ListedFile, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -103,7 +106,7 @@ class ShardList(BaseModel):
 
     def to_bytes(self) -> bytes:
         """Return the list as JSON."""
-        return self.model_dump_json().encode()
+        return self.model_dump_json(exclude=None if self.format else {"format"}).encode()
 
     @property
     def digest(self) -> str:
@@ -194,7 +197,7 @@ def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig],
                 files.append(entry)
                 paths.append(path)
                 marks.append(mark)
-    return Listed(ShardList(dataset=name, files=tuple(files)), tuple(paths), tuple(marks))
+    return Listed(ShardList(dataset=name, format=dataset.format, files=tuple(files)), tuple(paths), tuple(marks))
 
 
 def list_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> int:

@@ -11,6 +11,7 @@ import structlog
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited
 from region_agent.config import DatasetConfig, RegionConfig, load_config
+from region_agent.shards.indexing import Indexes, check_counts, with_samples
 from region_agent.shards.listing import shard_bytes
 from region_agent.shards.reading import shard_files
 
@@ -28,9 +29,9 @@ _CHECK_TIMEOUT_SECONDS = 20.0
 class OfferedDatasets:
     """Checks each dataset when the agent starts, and those that could not be read at an interval."""
 
-    def __init__(self, config: RegionConfig, changed: Callable[[], None]) -> None:
+    def __init__(self, config: RegionConfig, changed: Callable[[], None], indexes: Indexes) -> None:
         """``changed`` is called when a dataset has become readable."""
-        self._config, self._changed = config, changed
+        self._config, self._changed, self._indexes = config, changed, indexes
         self.withheld: dict[str, GeofedError] = {}
         """Datasets that cannot be read, with the error."""
         self.sizes: dict[str, dict[str, int]] = {}
@@ -107,6 +108,8 @@ class OfferedDatasets:
         except TimeoutError:
             self._checks[name] = check
             text = f"the store of dataset {name} did not answer within {_CHECK_TIMEOUT_SECONDS:.0f} s"
+            if self._config.datasets[name].format is not None:
+                text = f"the samples of dataset {name} are being counted"
             return GeofedError("SHARD_UNREADABLE", text)
         except GeofedError as error:
             return error
@@ -118,6 +121,11 @@ class OfferedDatasets:
         """Return the bytes of each split; blocks."""
         dataset = self._config.datasets[name]
         found = shard_files(dataset, self._config.stores)
+        if dataset.format is not None:
+            counted = {split: self._indexes.of(dataset.format, files).total for split, files in found.items()}
+            check_counts(dataset, counted)
+            if self._config.datasets.get(name) is dataset:
+                self._config.datasets[name] = with_samples(dataset, counted)
         return {} if dataset.residency == "region" else shard_bytes(found)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, StoreConfig
+from region_agent.worker.data.sources import version_of
 from region_agent.worker.invocation import ShardFile
 
 __all__ = ["SIGNATURE_LIFE", "shard_files"]
@@ -23,11 +24,25 @@ SIGNATURE_LIFE = timedelta(hours=1)
 
 def shard_files(dataset: DatasetConfig, stores: dict[str, StoreConfig]) -> dict[str, tuple[ShardFile, ...]]:
     """Return the files of each split. Blocks; raises ``GeofedError("SHARD_UNREADABLE")``."""
-    return {name: _split(part.uri, stores.get(dataset.store, StoreConfig())) for name, part in dataset.splits.items()}
+    store, versions = stores.get(dataset.store, StoreConfig()), dataset.format is not None
+    return {name: _split(part.uri, store, versions=versions) for name, part in dataset.splits.items()}
 
 
-def _split(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
-    return _objects(uri, store) if uri.startswith("s3://") else _local(Path(uri), folder=uri.endswith("/"))
+def _split(uri: str, store: StoreConfig, *, versions: bool) -> tuple[ShardFile, ...]:
+    """``versions``: state for each file what changes with its content."""
+    if not uri.startswith("s3://"):
+        found = _local(Path(uri), folder=uri.endswith("/"))
+        return tuple(_with_version(file) for file in found) if versions else found
+    found = _objects(uri, store)
+    return found if versions else tuple(file.model_copy(update={"version": ""}) for file in found)
+
+
+def _with_version(file: ShardFile) -> ShardFile:
+    try:
+        told = Path(file.path).stat()
+    except OSError as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{file.path}: {error.strerror}") from None
+    return file.model_copy(update={"version": version_of(told), "size": told.st_size})
 
 
 def _local(path: Path, *, folder: bool) -> tuple[ShardFile, ...]:
@@ -59,8 +74,9 @@ def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
     with contextlib.closing(client):
         try:
             if not uri.endswith("/"):
-                size = int(client.head_object(Bucket=bucket, Key=prefix)["ContentLength"])
-                return (_signed(client, bucket, prefix, prefix.rpartition("/")[2], size),)
+                told = client.head_object(Bucket=bucket, Key=prefix)
+                size, version = int(told["ContentLength"]), str(told.get("ETag", ""))
+                return (_signed(client, bucket, prefix, prefix.rpartition("/")[2], size, version),)
             pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
             listed = [entry for page in pages for entry in page.get("Contents", ()) if not entry["Key"].endswith("/")]
         except errors as error:
@@ -68,15 +84,25 @@ def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
         if not listed:
             raise GeofedError("SHARD_UNREADABLE", f"{uri} holds no objects")
         return tuple(
-            _signed(client, bucket, entry["Key"], entry["Key"].removeprefix(prefix), int(entry["Size"]), folder=True)
+            _signed(
+                client,
+                bucket,
+                entry["Key"],
+                entry["Key"].removeprefix(prefix),
+                int(entry["Size"]),
+                str(entry.get("ETag", "")),
+                folder=True,
+            )
             for entry in listed
         )
 
 
-def _signed(client: Any, bucket: str, key: str, name: str, size: int, *, folder: bool = False) -> ShardFile:
+def _signed(
+    client: Any, bucket: str, key: str, name: str, size: int, version: str, *, folder: bool = False
+) -> ShardFile:
     wanted = {"Bucket": bucket, "Key": key}
     url = client.generate_presigned_url("get_object", Params=wanted, ExpiresIn=int(SIGNATURE_LIFE.total_seconds()))
-    return ShardFile(name=name, folder=folder, url=url, size=size)
+    return ShardFile(name=name, folder=folder, url=url, size=size, version=version)
 
 
 def _client(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:

@@ -24,9 +24,12 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import keep_freed_memory
+from region_agent.worker.data.index import BlockIndex, index_key
 from region_agent.worker.data.scratch import scratch_folder
 from region_agent.worker.data.shard import fetch_split, joined
-from region_agent.worker.invocation import Invocation, Outcome, read_invocation
+from region_agent.worker.data.spec import Stream
+from region_agent.worker.data.streamed import Rows, Streamed
+from region_agent.worker.invocation import Invocation, Outcome, ShardFile, read_invocation
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
@@ -171,12 +174,16 @@ def _task_and_data(
         for split, of_split in invocation.splits.items()
     }
     made_of = [invocation.job, invocation.bundle_key, invocation.module, invocation.config, files, invocation.seed]
+    made_of += [{split: one.model_dump() for split, one in invocation.streams.items()}] if invocation.streams else []
     made_of += [invocation.env] if invocation.env else []
     made_of += [invocation.packages] if invocation.packages else []
     mark = json.dumps(made_of, sort_keys=True)
     if _loaded is None or _loaded.mark != mark or (keep and _loaded.data is None):
         _drop_loaded()
         _loaded = _load(channel, invocation, mark, keep=keep)
+    for split, data in (_loaded.data or {}).items():
+        if isinstance(data, Streamed):
+            data.rows.sources.renew(invocation.splits[split])
     if not _needs_data(invocation):
         return replace(_loaded.task, precision=invocation.precision), {}
     _check_samples(invocation, _loaded.samples)
@@ -191,7 +198,11 @@ def _drop_loaded() -> None:
     global _loaded
     if _loaded is None:
         return
-    folder, _loaded = _loaded.task.folder, None
+    folder, data, _loaded = _loaded.task.folder, _loaded.data, None
+    for one in (data or {}).values():
+        if isinstance(one, Streamed):
+            one.rows.close()
+    del data
     drop_task_modules()
     # Modules and their objects refer to each other, and may hold data.
     gc.collect()
@@ -238,6 +249,11 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
         for split in sorted(invocation.splits, key=lambda name: (name != "train", name)):
             seed_all(invocation.seed, zlib.crc32(invocation.region.encode()), zlib.crc32(split.encode()))
             files = invocation.splits[split]
+            if (stream := invocation.streams.get(split)) is not None:
+                data[split] = task.streamed(_rows(channel, stream, files), split)
+                if not keep:
+                    data[split] = range(len(data[split]))
+                continue
             shards = [
                 task.dataset(fetch_split(tuple(of_one), fetched / split / shard), split)
                 for shard, of_one in itertools.groupby(files, lambda file: file.shard)
@@ -247,6 +263,16 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
                 data[split] = range(len(data[split]))
         undo.pop_all()
     return _Loaded(mark, task, len(data.get("train", ())), data if keep else None)
+
+
+def _rows(channel: Channel, stream: Stream, files: tuple[ShardFile, ...]) -> Rows:
+    stored = channel.get(stream.index_key)
+    if stored is None:
+        raise GeofedError("SHARD_UNREADABLE", f"the index of a split, {stream.index_key}, is not in the channel")
+    if index_key(data := bytes(stored)) != stream.index_key:
+        text = f"the index of a split, {stream.index_key}, is not the one that was stored"
+        raise GeofedError("DIGEST_MISMATCH", text)
+    return Rows(stream.format, files, BlockIndex.from_bytes(data))
 
 
 def _check_samples(invocation: Invocation | ProfileCall, found: int) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.data.spec import Stream
 from sync.collective import DEFAULT
 
 __all__ = ["CALL_GRACE", "Invocation", "Outcome", "Precision", "Schedule", "ShardFile", "Stretch", "read_invocation"]
@@ -36,6 +37,8 @@ class ShardFile(BaseModel):
     """Bytes; None: unknown."""
     shard: str = ""
     """Region that the shard comes from; empty: this region."""
+    version: str = ""
+    """What changes with the file's content; empty: unknown."""
 
 
 class Schedule(BaseModel):
@@ -91,6 +94,8 @@ class Invocation(BaseModel):
     packages: str = ""
     """Folder with the packages that the task requires; empty: it requires none."""
     splits: dict[str, tuple[ShardFile, ...]]
+    streams: dict[str, Stream] = {}
+    """Splits that are read block by block."""
     declared_samples: int | None = None
     """Samples of the training split by the region's file, on which the plan's epochs and shares are based. None:
     unknown."""

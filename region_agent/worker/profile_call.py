@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.data.spec import Stream
 from region_agent.worker.invocation import Precision, ShardFile
 
 __all__ = [
@@ -45,6 +46,8 @@ class ProfileCall(_Body):
     packages: str = ""
     """Folder with the packages that the task requires; empty: it requires none."""
     splits: dict[str, tuple[ShardFile, ...]]
+    streams: dict[str, Stream] = {}
+    """Splits that are read block by block."""
     declared_samples: int | None = None
     """Samples of the training split by the region's file. None: unknown."""
     batch: int = Field(ge=1)

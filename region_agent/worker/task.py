@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 
 from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
+from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import Precision
 from region_agent.worker.modules import import_task
 from sync.pipeline import Layers, Taken
@@ -39,6 +40,8 @@ _FUNCTIONS = ("model", "layers", "dataset", "loss", "metrics", "optimizer", "col
 """Functions of a task module."""
 _MOST_READ = 50_000_000
 """Most samples of an iterable dataset, so that an endless one is reported instead of filling the memory for ever."""
+_AHEAD, _MOST_AHEAD = 2, 64
+"""Steps for which data with a format is read ahead: usually, and at most."""
 _MAX_FILES = 10_000
 """Largest number of files and folders in a task folder."""
 _DEFAULT_LEARNING_RATE = 0.05
@@ -65,6 +68,8 @@ class TaskModule:
     _functions: Mapping[str, Callable[..., Any]]
     precision: Precision = "fp32"
     """Precision in which losses and metrics are computed."""
+    ahead: Any = _AHEAD
+    """What the task module states as `prefetch`."""
 
     def calling(self, doing: str) -> AbstractContextManager[None]:
         """Return the context for a call of user code, which turns its exceptions into errors: see `task_errors`."""
@@ -97,11 +102,37 @@ class TaskModule:
         with self.calling("layers"):
             return Layers.declared(self._functions["layers"](dict(self.config)), seed)
 
-    def dataset(self, path: str, split: str) -> Any:
+    def streamed(self, rows: Rows, split: str) -> Streamed:
+        """Return data that geofed reads itself, with what the task's `dataset` makes of its rows, if it defines one.
+
+        Raises ``GeofedError("TASK_INVALID")``.
+        """
+        items = self.dataset(rows, split) if "dataset" in self._functions else rows
+        if len(items) != len(rows):
+            text = f"dataset(...) returned {len(items):,} samples for {len(rows):,} rows"
+            hint = "of data with a format, item i of what dataset returns must be made of row i; leave out by None"
+            raise GeofedError("TASK_INVALID", text, hint=hint)
+        return Streamed(rows, items, self.prefetch)
+
+    @property
+    def prefetch(self) -> int:
+        """Steps for which data is read ahead: `prefetch` of the task module.
+
+        Raises ``GeofedError("TASK_INVALID")``.
+        """
+        if not isinstance(self.ahead, int) or isinstance(self.ahead, bool) or not 0 <= self.ahead <= _MOST_AHEAD:
+            text = f"prefetch is {self.ahead!r}, not a number of steps up to {_MOST_AHEAD}"
+            raise GeofedError("TASK_INVALID", text)
+        return self.ahead
+
+    def dataset(self, path: str | Rows, split: str) -> Any:
         """Call the task's `dataset`; returns what has a length and items. Raises ``GeofedError("TASK_INVALID")``.
 
         An ``IterableDataset`` is read to its end, and its samples are kept.
         """
+        if "dataset" not in self._functions:
+            text = "the task does not define dataset(uri, split, config), and the region states no format of its data"
+            raise GeofedError("TASK_INVALID", text, hint="docs/data.md says which formats need no such function")
         with self.calling("dataset"):
             data = self._functions["dataset"](path, split, dict(self.config))
             if isinstance(data, IterableDataset):
@@ -277,12 +308,13 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> TaskModule:
     with task_errors(folder, "import"):
         loaded = import_task(folder, module)
     functions = {name: function for name in _FUNCTIONS if callable(function := getattr(loaded, name, None))}
-    missing = [name for name in ("dataset", "loss") if name not in functions]
+    # Whether dataset is needed depends on the region's data.
+    missing = [name for name in ("loss",) if name not in functions]
     if "model" not in functions and "layers" not in functions:
         missing.insert(0, "model")
     if missing:
         raise GeofedError("TASK_INVALID", f"{module} does not define {', '.join(missing)}")
-    return TaskModule(folder, config, functions)
+    return TaskModule(folder, config, functions, ahead=getattr(loaded, "prefetch", _AHEAD))
 
 
 @contextmanager

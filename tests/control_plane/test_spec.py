@@ -388,7 +388,7 @@ def test_a_large_folder_is_refused_with_its_largest_file(job_file: Path) -> None
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("def model(config): ...\n", "task.py:1: defines no dataset, no loss"),
+        ("def model(config): ...\n", "task.py:1: defines no loss"),
         ("def model(config):\n  return (\n", "task.py:2: "),
         ("def model(): ...\ndef dataset(u, s, c): ...\ndef loss(m, b): ...\n", "task.py:1: model is called with 1"),
     ],

@@ -174,6 +174,13 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     assert load_config(file).gateway.kind == "openfaas"
 
 
+def test_the_datasets_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    file = tmp_path / "region.yaml"
+    for block in _yamls("data.md"):
+        file.write_text(re.sub(r"^datasets:\n(?: .*\n)+", block, _yaml("region-file.md"), flags=re.MULTILINE))
+        assert all(held.format is not None for held in load_config(file).datasets.values())
+
+
 def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(_yaml("job-file.md"))

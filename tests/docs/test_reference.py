@@ -62,7 +62,7 @@ def test_every_key_has_a_row(write: Callable[[], str], model: type[BaseModel]) -
         "| `wan.interval` | `auto` or integer 1 to 2^31 - 1 | `auto` |",
         "| `function.slice` | string, like `30s`, `10m`, `1h30m` | `30s` |",
         "| `capacity.memoryMb` | integer ≥ 128 | 2048 |",
-        "| `datasets.NAME.splits.NAME.samples` | integer ≥ 0 | required |",
+        "| `datasets.NAME.splits.NAME.samples` | integer ≥ 0 | – |",
         "| `gateway.caFile` | path | – |",
         "| `channel.pathStyle` | boolean | `false` |",
         "| `prices.egressTo` | mapping of names to numbers ≥ 0 | `{}` |",

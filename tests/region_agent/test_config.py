@@ -230,7 +230,11 @@ def test_paths_are_taken_from_the_files_folder(tmp_path: Path) -> None:
             "sample: 10",
             "region.yaml:9:36: unknown key `sample` in datasets.digits.splits.train; did you mean `samples`?",
         ),
-        ("samples: 10", "sample: 10", "region.yaml:9:7: `datasets.digits.splits.train.samples` is required"),
+        (
+            ", samples: 10",
+            "",
+            "region.yaml:9:14: `datasets.digits.splits.train.samples` is required without a `format`",
+        ),
         ("name: east", "name: ../east", "region.yaml:3:18: `metadata.name` must be a DNS label"),
         ("store: minio", "store: mini", "region.yaml:12:12: `datasets.far.store`: 'mini' is not in stores"),
         (

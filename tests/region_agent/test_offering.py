@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.shards import offered as offered_datasets
+from region_agent.shards.indexing import Indexes
 from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.reading import shard_files
 from region_agent.worker.invocation import ShardFile
@@ -40,7 +41,7 @@ def test_what_cannot_be_read_is_withheld_until_it_can(tmp_path: Path, monkeypatc
 
     async def act() -> None:
         changed = asyncio.Event()
-        offered = OfferedDatasets(config, changed.set)
+        offered = OfferedDatasets(config, changed.set, Indexes(tmp_path / "indexes"))
         await offered.check()
         assert _told(config, offered) == ["a"]
         assert offered.condition == f"dataset b is not offered: SHARD_UNREADABLE: {tmp_path / 'b.npz'} not found"
@@ -77,7 +78,7 @@ def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
 
     async def act() -> None:
         monkeypatch.setattr(offered_datasets, "shard_files", files)
-        offered = OfferedDatasets(config, lambda: None)
+        offered = OfferedDatasets(config, lambda: None, Indexes(tmp_path / "indexes"))
         for _ in range(3):
             await offered.check()
             assert _told(config, offered) == ["a"]
@@ -99,6 +100,6 @@ def test_a_store_that_does_not_answer_keeps_nothing_else_from_being_offered(
 def test_the_size_of_what_never_leaves_is_nobody_s_business(tmp_path: Path) -> None:
     for name in ("a.npz", "b.npz"):
         (tmp_path / name).write_bytes(b"1234")
-    offered = OfferedDatasets(_config(tmp_path), lambda: None)
+    offered = OfferedDatasets(_config(tmp_path), lambda: None, Indexes(tmp_path / "indexes"))
     asyncio.run(offered.check())
     assert not any(offered.sizes.values())

@@ -13,11 +13,11 @@ import httpx2
 from geofed_pb.errors import GeofedError
 from region_agent.worker.invocation import ShardFile
 
-__all__ = ["fetch_split"]
+__all__ = ["RETRY_PAUSES_SECONDS", "fetch_split"]
 
 _CHUNK_BYTES = 1 << 20
 """Bytes that are read from the store at a time."""
-_RETRY_PAUSES_SECONDS = (0.2, 1.0, 4.0)
+RETRY_PAUSES_SECONDS = (0.2, 1.0, 4.0)
 """Pauses before the retries of a request that the store has not answered, or has answered with a status of 500 or
 more."""
 _NAME_HINT = (
@@ -73,7 +73,7 @@ def _checked(name: str) -> str:
 
 
 def _fetch_into(file: ShardFile, partial: Path) -> None:
-    for pause in (*_RETRY_PAUSES_SECONDS, None):
+    for pause in (*RETRY_PAUSES_SECONDS, None):
         try:
             _download(file, partial)
             return

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset, default_collate
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.data.fetching import fetch_split
+from region_agent.worker.data.streamed import Streamed
 
 __all__ = ["BatchStream", "Collate", "evaluation_batches", "fetch_split", "joined", "move", "parts_of", "share_of"]
 
@@ -112,6 +113,7 @@ class BatchStream:
             text = f"{self._batches.least} samples a step are too few for {workers} workers"
             raise GeofedError("CONFIG_INVALID", text)
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        self._blocks = data.order(self._seed, self._batches.of(1)) if isinstance(data, Streamed) else None
 
     def indices(self, step: int) -> list[int]:
         """Return the indices of this worker's samples in a step; steps count from 1."""
@@ -119,7 +121,10 @@ class BatchStream:
         at, stop, drawn = before + share.start, before + share.stop, list[int]()
         while at < stop:
             epoch, offset = divmod(at, self._size)
-            more = self._order(epoch)[offset : offset + stop - at].tolist()
+            if self._blocks is not None:
+                more = self._blocks.at(epoch, offset, min(self._size, offset + stop - at))
+            else:
+                more = self._order(epoch)[offset : offset + stop - at].tolist()
             drawn += more
             at += len(more)
         return drawn
@@ -141,6 +146,8 @@ class BatchStream:
         Samples that are None are left out, and so are batches without any other. Raises ``GeofedError("TASK_INVALID")``
         if there are no others in the step.
         """
+        if isinstance(self._data, Streamed):
+            self._data.expect([self.indices(step + ahead) for ahead in range(self._data.prefetch + 1)])
         indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
         made = [_collated(self._data, indices[start:stop], self._collate) for start, stop in itertools.pairwise(cut)]
         found = [one for one in made if one[0]]
@@ -183,12 +190,15 @@ def evaluation_batches(
 
     Samples that are None are left out; the sizes are corrected as the batches are drawn, to 0 for one without others.
     """
-    mine = range(worker, len(data), workers)
+    # Of data that is read in blocks, whole ones.
+    mine = share_of(worker, workers, len(data)) if isinstance(data, Streamed) else range(worker, len(data), workers)
     parts = [mine[start : start + batch] for start in range(0, len(mine), batch)]
     sizes = [len(part) for part in parts]
 
     def draw() -> Iterator[Any]:
         for place, part in enumerate(parts):
+            if isinstance(data, Streamed):
+                data.expect([list(one) for one in parts[place : place + data.prefetch + 1]])
             sizes[place], made = _collated(data, list(part), collate)
             if sizes[place]:
                 yield made
@@ -198,6 +208,8 @@ def evaluation_batches(
 
 def _collated(data: Any, indices: list[int], collate: Collate | None) -> tuple[int, Any]:
     """Return the number of samples that are not None, and the batch of these; None if there are none."""
+    if collate is None and isinstance(data, Streamed) and (made := data.batch(indices)) is not None:
+        return len(indices), made
     if collate is None and (stacked := _stacked(data, indices)) is not None:
         return len(indices), stacked
     items = _items(data, indices)

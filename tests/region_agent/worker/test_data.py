@@ -196,7 +196,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.setattr(module, "_RETRY_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(module, "RETRY_PAUSES_SECONDS", (0.0, 0.0, 0.0))
     with Store() as made:
         thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -50,7 +50,7 @@ def test_errors_name_the_users_line(tmp_path: Path, text: str, says: str) -> Non
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(GeofedError, match=r"task\.py does not define dataset, loss"):
+    with pytest.raises(GeofedError, match=r"task\.py does not define loss"):
         _load(tmp_path, {"task.py": "def model(config): ...\n"})
 
 

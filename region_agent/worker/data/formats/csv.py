@@ -1,0 +1,135 @@
+"""CSV files, read in blocks of lines."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import TYPE_CHECKING, Any
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.data.formats.lines import line_blocks
+from region_agent.worker.data.formats.tables import TableReader, arrow, checked_schema, chosen, data_files
+from region_agent.worker.data.index import Block, BlockIndex
+from region_agent.worker.data.sources import Source, Sources, file_faults
+from region_agent.worker.data.spec import FormatSpec
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["CsvFormat"]
+
+_MOST_HEADER_BYTES = 1 << 20
+
+
+class CsvFormat:
+    """CSV with a line of names first. Samples are counted, and types found, by reading every line once."""
+
+    kind = "csv"
+    options = ("columns",)
+
+    def index(self, spec: FormatSpec, sources: Sources) -> BlockIndex:
+        """Index a split in blocks of lines, and check all of them."""
+        arrow(self.kind)
+        blocks: list[Block] = []
+        found: dict[str, str] = {}
+        names: list[str] = []
+        for number in data_files(sources):
+            source = sources[number]
+            with file_faults(source.name):
+                header, begin = _header(source)
+                if names and header != names:
+                    raise GeofedError("SHARD_UNREADABLE", f"{source.name}: other columns than in the files before it")
+                names = header
+                for at, content in line_blocks(source, begin, quotes=True):
+                    table = _parsed(content, names, list(spec.columns) or names, None, f"{source.name}, byte {at:,}")
+                    found = _widened(found, table)
+                    blocks.append(Block(number, at, len(content), table.num_rows, max(table.nbytes, len(content))))
+        import pyarrow as pa
+
+        # A column that is empty everywhere has no type of its own.
+        kinds = {name: found.get(name, "null").replace("null", "float64") for name in spec.columns or names}
+        schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in kinds.items()])
+        return BlockIndex.of(blocks, checked_schema({}, chosen(spec, schema, "the split"), "the split"))
+
+    def reader(self, spec: FormatSpec, sources: Sources, index: BlockIndex) -> _CsvReader:
+        """Return a reader."""
+        arrow(self.kind)
+        return _CsvReader(sources, index)
+
+
+def _header(source: Source) -> tuple[list[str], int]:
+    """Return the names of the columns, and where the lines after them begin."""
+    import pyarrow.csv
+
+    content = source.read(0, min(_MOST_HEADER_BYTES, source.size))
+    end = content.find(b"\n") + 1 or len(content)
+    if not content[:end].strip() or len(content) == end == _MOST_HEADER_BYTES:
+        raise GeofedError("SHARD_UNREADABLE", f"{source.name}: the first line has no names of columns")
+    first = content[:end].removeprefix(b"\xef\xbb\xbf")
+    return list(pyarrow.csv.read_csv(io.BytesIO(first)).column_names), end
+
+
+def _parsed(content: bytes, names: list[str], columns: list[str], types: Any, where: str) -> pa.Table:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    for column in columns:
+        if column not in names:
+            text = f"{where.partition(',')[0]} has no column {column!r}, only {', '.join(names[:20])}"
+            raise GeofedError("SHARD_UNREADABLE", text, hint="correct `format.columns` in the region's file")
+    try:
+        return csv.read_csv(
+            io.BytesIO(content),
+            csv.ReadOptions(use_threads=False, block_size=len(content) + 1, column_names=names),
+            csv.ParseOptions(newlines_in_values=True),
+            csv.ConvertOptions(include_columns=columns, column_types=types, timestamp_parsers=[]),
+        )
+    except pa.ArrowInvalid as error:
+        raise GeofedError("SHARD_UNREADABLE", f"{where}: {error}"[:400], hint="correct the line") from None
+
+
+def _widened(found: dict[str, str], table: pa.Table) -> dict[str, str]:
+    """Return types that hold all values so far: int64, float64, bool or string, and float64 where some are missing."""
+    from pyarrow import types
+
+    widened = dict(found)
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        kind = column.type
+        if types.is_null(kind):
+            here = "null"
+        elif types.is_integer(kind) or types.is_floating(kind):
+            here = "int64" if types.is_integer(kind) and not column.null_count else "float64"
+        else:
+            here = "bool" if types.is_boolean(kind) and not column.null_count else "string"
+        pair = {widened.get(name, here), here}
+        if len(pair) > 1:
+            here = "float64" if pair <= {"int64", "float64", "null"} else "string"
+        widened[name] = here
+    return widened
+
+
+class _CsvReader(TableReader):
+    def __init__(self, sources: Sources, index: BlockIndex) -> None:
+        self._sources, self._index = sources, index
+        self._names: dict[int, list[str]] = {}
+
+    def load(self, number: int) -> pa.Table:
+        """Read a block of lines."""
+        import pyarrow as pa
+
+        block = self._index.block(number)
+        source = self._sources[block.file]
+        with file_faults(source.name):
+            if block.file not in self._names:
+                self._names[block.file] = _header(source)[0]
+            types = {name: pa.type_for_alias(kind) for name, kind in self._index.schema.items()}
+            content = source.read(block.offset, block.length)
+            where = f"{source.name}, byte {block.offset:,}"
+            table = _parsed(content, self._names[block.file], list(self._index.schema), types, where)
+            if table.num_rows != block.samples:
+                raise GeofedError("SHARD_UNREADABLE", f"{where}: other lines than when the job began")
+        for at, name in enumerate(table.column_names):
+            if table.column(name).null_count:
+                filled = table.column(name).fill_null(math.nan if types[name] == pa.float64() else "")
+                table = table.set_column(at, name, filled)
+        return table

@@ -1,0 +1,149 @@
+"""A job over data with a format: no code reads it, and no number of samples is stated."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.running import Federation, Running, digits_sites, eventually
+from support.stores import BUCKET, s3_server
+
+from tests.e2e.conftest import PAIR
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+pa = pytest.importorskip("pyarrow", reason="needs geofed[data]")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs geofed[data]")
+
+SAMPLES = {"shanghai": 600, "virginia": 400}
+_BLOCKS = re.findall(
+    r"^```python\n(.*?)^```$", (Path(__file__).parents[2] / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL
+)
+TABLE_TASK = _BLOCKS[0]
+ROWS_TASK = (
+    "\n".join(_BLOCKS[:2])
+    + """
+
+prefetch = 4
+
+
+def loss(model, batch):
+    x, y = batch
+    return torch.nn.functional.mse_loss(model(10 * x).squeeze(1), y)
+"""
+)
+"""Those of the documentation; the second one makes samples of the rows."""
+
+
+def _columns(region: str) -> dict[str, Any]:
+    a, b = np.random.default_rng(PAIR.index(region)).standard_normal((2, SAMPLES[region]))
+    return {"a": a, "b": b, "y": 3 * a - 2 * b + 1, "note": [f"of {region}"] * SAMPLES[region]}
+
+
+def _parquet(folder: Path, region: str) -> str:
+    folder.mkdir()
+    table = pa.table(_columns(region))
+    pq.write_table(table[:100], folder / "part-0.parquet", row_group_size=10)
+    pq.write_table(table[100:], folder / "part-1.parquet", row_group_size=10)
+    return f"{folder}/"
+
+
+def _csv(folder: Path, region: str) -> str:
+    columns = _columns(region)
+    with folder.with_suffix(".csv").open("w", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(columns)
+        out.writerows(zip(*columns.values(), strict=True))
+    return str(folder.with_suffix(".csv"))
+
+
+@contextmanager
+def _offered(running: Running, datasets: dict[str, dict[str, Any]], named: str) -> Iterator[None]:
+    """Each region offers a further dataset."""
+    files = {name: running.federation.region_state(name) / "region.yaml" for name in datasets}
+    before = {name: file.read_text() for name, file in files.items()}
+    try:
+        for name, file in files.items():
+            told = json.loads(before[name])
+            told["datasets"][named] = datasets[name]
+            file.write_text(json.dumps(told))
+        yield
+    finally:
+        for name, file in files.items():
+            file.write_text(before[name])
+
+
+def _counted(running: Running, region: str, dataset: str) -> dict[str, int]:
+    told = json.loads(running.federation.control_plane("region", "describe", region, "-o", "json").stdout)["data"]
+    (held,) = [one for one in told["datasets"] if one["name"] == dataset] or [{"splits": {}}]
+    return {split: part["samples"] for split, part in held["splits"].items()}
+
+
+def _check_learned(running: Running, task: str, dataset: str, *settings: str) -> None:
+    eventually(
+        lambda: {name: _counted(running, name, dataset).get("train") for name in PAIR} == SAMPLES,
+        "the samples are counted",
+        20,
+    )
+    few = ("train.end.epochs=2", "train.workers=2", "train.batch=10", "function.slice=2s")
+    job = running.submit(f"data.dataset={dataset}", *few, *settings, task=task)
+    described = running.wait_end(job)
+    assert described["state"] == "succeeded", described.get("error") or described
+    assert {part["region"] for part in described["partitions"]} == set(PAIR)
+    assert described["result"]["metrics"]["loss"] < 0.05, described["result"]
+
+
+@pytest.mark.parametrize("write", [_parquet, _csv])
+def test_tables_are_trained_on_without_code_that_reads_them(
+    running_pair: Running, tmp_path: Path, write: Callable[[Path, str], str]
+) -> None:
+    kind = write.__name__.removeprefix("_")
+    datasets = {}
+    for name in PAIR:
+        uri = write(tmp_path / f"{name}-{kind}", name)
+        datasets[name] = {"format": kind, "splits": {split: {"uri": uri} for split in ("train", "test")}}
+    with _offered(running_pair, datasets, kind):
+        _check_learned(running_pair, TABLE_TASK, kind)
+
+
+def _s3_federation(folder: Path, endpoint: str) -> Federation:
+    """Two regions whose further dataset, `table`, is in a store."""
+    stores = {"here": {"endpointUrl": endpoint, "region": "us-east-1"}}
+    sites = digits_sites(folder, PAIR, workers=2, stores=stores)
+    for site in sites:
+        splits = {split: {"uri": f"s3://{BUCKET}/{site.name}/"} for split in ("train", "test")}
+        form = {"kind": "parquet", "columns": ["a", "b", "y"]}
+        site.config["datasets"]["table"] = {"format": form, "store": "here", "splits": splits}
+    return Federation(folder / "federation", sites)
+
+
+def test_objects_of_a_store_are_read_in_parts(tmp_path: Path) -> None:
+    boto3 = pytest.importorskip("boto3")
+    with s3_server() as server:
+        client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+        for name in PAIR:
+            for file in Path(_parquet(tmp_path / name, name)).iterdir():
+                client.upload_file(str(file), BUCKET, f"{name}/{file.name}")
+        client.close()
+        with _s3_federation(tmp_path, server.endpoint) as federation:
+            _check_learned(Running(federation, tmp_path), ROWS_TASK, "table")
+            # Row groups of 10 samples are read by themselves.
+            assert server.counts()["gets"] > 2 * 100
+
+
+def test_a_dataset_that_cannot_be_counted_is_not_offered(running_pair: Running, tmp_path: Path) -> None:
+    file = tmp_path / "table.parquet"
+    file.write_bytes(b"PAR1 no more PAR1")
+    splits = {"train": {"uri": str(file)}}
+    with _offered(running_pair, {"shanghai": {"format": "parquet", "splits": splits}}, "broken"):
+        eventually(
+            lambda: "table.parquet: " in running_pair.federation.log("agent-shanghai"), "the log names the file", 20
+        )
+        assert not _counted(running_pair, "shanghai", "broken")
