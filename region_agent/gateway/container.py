@@ -4,7 +4,8 @@ It serves the handler on TCP with the watchdog's contract: ``/_/health`` as soon
 handler is loaded, 429 beyond ``max_inflight`` calls at the same time, 504 after ``exec_timeout`` or a shorter
 ``X-Timeout``, and after SIGTERM no further call, while those that run are answered. Settings come from the environment
 under the watchdog's names: ``port``, ``max_inflight``, ``write_timeout``, ``exec_timeout``. With ``GEOFED_CALL_TOKEN``
-it refuses calls whose header ``X-Geofed-Token`` differs, with 403.
+it refuses calls whose header ``X-Geofed-Token`` differs, with 403. With ``GEOFED_DIAL`` it listens on the loopback
+interface only, connects to its gateway, and serves what comes over these connections (`dial_out`).
 
 The handler runs in a process of its own (`handler_process`), so that this one, the container's first, handles signals
 from its beginning, and can end a call.
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -26,6 +26,7 @@ from types import FrameType
 
 from geofed_pb.errors import Exit, GeofedError
 from region_agent.gateway.call_token import CallToken
+from region_agent.gateway.dial_out import DialOut, is_open
 from region_agent.gateway.embedded.replicas.replica_http import Answer, CallEvent, ReplicaServer
 from region_agent.gateway.handler_process import HandlerProcess
 from region_agent.gateway.quantities import parse_duration
@@ -34,6 +35,8 @@ __all__ = ["main"]
 
 _HANDLER = "region_agent.worker.handler:handle"
 """Default handler: the worker function."""
+_MOST_CONNECTIONS = 64
+"""Most connections that a function keeps open to its gateway."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,20 +75,11 @@ class _Container(ReplicaServer):
                 limit = min(filter(None, (limit, parse_duration(asked))))
             except ValueError as error:
                 return Answer(400, {"Content-Type": "text/plain"}, f"X-Timeout: {error}".encode())
-        return self._process.call(event, lambda: _is_open(connection), limit.total_seconds() or None)
+        return self._process.call(event, lambda: is_open(connection), limit.total_seconds() or None)
 
 
 def _unused(event: CallEvent) -> Answer:
     raise NotImplementedError
-
-
-def _is_open(connection: socket.socket) -> bool:
-    """Whether the other side still waits for an answer."""
-    try:
-        readable, _, _ = select.select([connection], [], [], 0)
-        return not readable or bool(connection.recv(1, socket.MSG_PEEK))
-    except (OSError, ValueError):
-        return False
 
 
 def _serve(host: str, handler: str) -> int:
@@ -97,6 +91,9 @@ def _serve(host: str, handler: str) -> int:
     signal.signal(signal.SIGTERM, _ignore)
     signal.signal(signal.SIGINT, _ignore)
     port, inflight = _number("port", 8080), max(1, _number("max_inflight", 1))
+    dial = DialOut.taken()
+    if dial is not None:
+        host, port = "127.0.0.1", 0
     drain, limit = _duration("write_timeout", "60s"), _duration("exec_timeout", "30s")
     try:
         listener = socket.create_server((host, port), backlog=128)
@@ -107,7 +104,11 @@ def _serve(host: str, handler: str) -> int:
     server = _Container(listener, process, inflight, limit, token)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     process.start()
-    print(f"serving {handler} on port {listener.getsockname()[1]}", file=sys.stderr, flush=True)
+    if dial is not None:
+        # One more than the calls: a gateway that has just ended a call needs a connection before that one is made anew.
+        dial.serve(server, min(inflight, _MOST_CONNECTIONS) + 1, lambda: _end(int(Exit.UNAVAILABLE)))
+    where = f"for {dial.address}" if dial is not None else f"on port {listener.getsockname()[1]}"
+    print(f"serving {handler} {where}", file=sys.stderr, flush=True)
     ending = {bytes([signal.SIGTERM]), bytes([signal.SIGINT])}
     while signals.recv(1) not in ending:
         pass

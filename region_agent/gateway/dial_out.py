@@ -1,0 +1,163 @@
+"""A function that its gateway cannot reach connects to it instead, and serves calls over these connections.
+
+The function connects with TLS, sends one line with the name and token of its replica, and waits for a line that accepts
+it. From then on it is the HTTP server of that connection. The gateway's certificate is the only one that it trusts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import select
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from geofed_pb import address
+from geofed_pb.errors import GeofedError
+from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
+
+__all__ = ["ACCEPTED", "CERTIFICATE_NAME", "MOST_HELLO_BYTES", "DialOut", "is_open", "keep_alive"]
+
+ACCEPTED = b"ok\n"
+"""Line with which the gateway accepts a connection."""
+CERTIFICATE_NAME = "gateway.geofed"
+"""Name in the gateway's certificate."""
+MOST_HELLO_BYTES = 1024
+"""Longest first line."""
+_ADDRESS, _REPLICA, _TOKEN, _CERTIFICATE = (
+    "GEOFED_DIAL", "GEOFED_DIAL_REPLICA", "GEOFED_DIAL_TOKEN", "GEOFED_DIAL_CERTIFICATE",
+)  # fmt: skip
+_CONNECT_SECONDS = 10.0
+"""Timeout of a connection, until it is accepted."""
+_LONGEST_PAUSE_SECONDS = 5.0
+"""Longest pause between attempts to connect."""
+_GIVE_UP_SECONDS = 300.0
+"""Time without any connection after which the function ends: its agent is gone for good, and it costs money."""
+
+
+@dataclass(frozen=True)
+class DialOut:
+    """Where a function connects to, and as which replica."""
+
+    address: str
+    """``host:port`` of the gateway."""
+    replica: str
+    """Name of the replica."""
+    token: str = field(repr=False)
+    """Token of the replica."""
+    certificate: str = field(repr=False)
+    """The gateway's certificate, PEM."""
+
+    @classmethod
+    def taken(cls) -> DialOut | None:
+        """Remove this container's settings from the environment, which the handler inherits, and return them.
+
+        None: the function is to listen.
+        """
+        names = (_ADDRESS, _REPLICA, _TOKEN, _CERTIFICATE)
+        given = [os.environ.pop(name, "") for name in names]
+        if not any(given):
+            return None
+        if not all(given):
+            missing = ", ".join(name for name, value in zip(names, given, strict=True) if not value)
+            raise GeofedError("CONFIG_INVALID", f"{missing} is missing in the environment", hint="set all or none")
+        return cls(*given)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables of the function."""
+        return {
+            _ADDRESS: self.address, _REPLICA: self.replica, _TOKEN: self.token, _CERTIFICATE: self.certificate,
+        }  # fmt: skip
+
+    def serve(self, server: ReplicaServer, connections: int, gave_up: Callable[[], object]) -> None:
+        """Keep this many connections open in threads, and serve each. ``gave_up`` is called when none could be made
+        for five minutes."""
+        context = ssl.create_default_context(cadata=self.certificate)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        keeper = _Keeper(self, server, context, gave_up)
+        for number in range(connections):
+            threading.Thread(target=keeper.keep, name=f"connection {number}", daemon=True).start()
+
+    def connect(self, context: ssl.SSLContext) -> ssl.SSLSocket:
+        """Connect and be accepted; raises ``OSError``, also when the gateway does not accept the replica."""
+        raw = socket.create_connection(address.split(self.address), _CONNECT_SECONDS)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(raw)
+        connection = context.wrap_socket(raw, server_hostname=CERTIFICATE_NAME)
+        try:
+            hello = json.dumps({"replica": self.replica, "token": self.token})
+            connection.sendall(hello.encode() + b"\n")
+            answer = b""
+            while len(answer) < len(ACCEPTED) and (part := connection.recv(len(ACCEPTED) - len(answer))):
+                answer += part
+            if answer != ACCEPTED:
+                raise ConnectionRefusedError(f"the gateway at {self.address} does not accept this replica")
+            connection.settimeout(None)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+@dataclass
+class _Keeper:
+    """Keeps the connections of one function."""
+
+    dial: DialOut
+    server: ReplicaServer
+    context: ssl.SSLContext
+    gave_up: Callable[[], object]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    serving: int = 0
+    """Connections at present."""
+    connected_at: float = field(default_factory=time.monotonic)
+    """When there was a connection last, if there is none."""
+
+    def keep(self) -> None:
+        pause = 0.1
+        while not self.server.draining:
+            begun = time.monotonic()
+            try:
+                connection = self.dial.connect(self.context)
+            except (OSError, ValueError) as error:
+                if not self.serving and time.monotonic() - self.connected_at > _GIVE_UP_SECONDS:
+                    print(f"no connection to {self.dial.address}: {error}", file=sys.stderr, flush=True)
+                    self.gave_up()
+                    return
+                time.sleep(random.uniform(0, pause))
+                pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
+                continue
+            with self.lock:
+                self.serving += 1
+            self.server.process_request_thread(connection, self.dial.address)
+            with self.lock:
+                self.serving, self.connected_at = self.serving - 1, time.monotonic()
+            # A gateway that closes connections at once is not asked again and again.
+            pause = 0.1 if self.connected_at - begun > 1 else min(pause * 2, _LONGEST_PAUSE_SECONDS)
+            time.sleep(random.uniform(0, pause))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel notice within three minutes that the other side is gone, and keep routers from forgetting it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other side of a connection still waits for an answer; it sends nothing meanwhile."""
+    with contextlib.suppress(OSError, ValueError):
+        readable, _, _ = select.select([connection], [], [], 0)
+        if isinstance(connection, ssl.SSLSocket):
+            # What can be read is the end of the connection, as a record of TLS.
+            return not readable
+        return not readable or bool(connection.recv(1, socket.MSG_PEEK))
+    return False

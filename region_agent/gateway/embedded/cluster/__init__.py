@@ -1,0 +1,1 @@
+"""Replicas as Jobs of a Kubernetes cluster, which connect to the gateway."""

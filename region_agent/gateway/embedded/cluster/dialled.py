@@ -1,0 +1,180 @@
+"""The connections that replicas elsewhere open to the gateway, over which it calls them (`gateway.dial_out`)."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hmac
+import json
+import secrets
+import ssl
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from geofed_pb import address
+from geofed_pb.errors import GeofedError
+from region_agent.gateway.dial_out import ACCEPTED, CERTIFICATE_NAME, MOST_HELLO_BYTES, DialOut, keep_alive
+from region_agent.gateway.stream_transport import StreamTransport
+
+__all__ = ["Dialled"]
+
+_HELLO_SECONDS = 10.0
+"""Timeout of the handshake, and of the first line."""
+_MOST_STRANGERS = 256
+"""Most connections that have not said yet whose they are; further ones are closed."""
+_MOST_WAITING = 128
+"""Most connections of a replica that wait for a call; further ones are closed."""
+_VALID = datetime.timedelta(days=3650)
+"""Validity of the certificate, which is made anew with each start."""
+
+_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass
+class _Expected:
+    """A replica that may connect."""
+
+    token: str
+    connections: asyncio.Queue[_Connection | None] = field(default_factory=lambda: asyncio.Queue(_MOST_WAITING + 1))
+    """Those that wait for a call; None: there will be no more."""
+    open: set[asyncio.StreamWriter] = field(default_factory=set)
+
+
+class Dialled:
+    """The listener, and the connections of each replica."""
+
+    def __init__(self, greeted: Callable[[str], None]) -> None:
+        """``greeted`` is called with the name of a replica that has connected."""
+        self._greeted = greeted
+        self._expected: dict[str, _Expected] = {}
+        self._server: asyncio.Server | None = None
+        self._strangers = 0
+        self._address, self._certificate = "", ""
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; raises ``GeofedError("PORT_IN_USE")``."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        self._certificate, key = _certificate()
+        with tempfile.TemporaryDirectory(prefix="geofed-") as folder:
+            file = Path(folder) / "both.pem"
+            file.touch(mode=0o600)
+            file.write_text(self._certificate + key)
+            context.load_cert_chain(file)
+        try:
+            self._server = await asyncio.start_server(
+                self._accept, host.strip("[]"), port, ssl=context, ssl_handshake_timeout=_HELLO_SECONDS
+            )
+        except OSError as error:
+            text = f"cannot listen on {address.joined(host, port)} for functions: {error.strerror or error}"
+            hint = "set `server.workerHost` to an address of this machine, and `gateway.port` to a free port"
+            raise GeofedError("PORT_IN_USE", text, hint=hint) from error
+        self._address = address.joined(host.strip("[]"), self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close the listener and all connections."""
+        if self._server is not None:
+            self._server.close()
+        for replica in list(self._expected):
+            self.forget(replica)
+
+    def expect(self, replica: str) -> DialOut:
+        """Accept connections of a replica from now on; returns what it has to know."""
+        self._expected[replica] = _Expected(secrets.token_hex(32))
+        return DialOut(self._address, replica, self._expected[replica].token, self._certificate)
+
+    def forget(self, replica: str) -> None:
+        """Close a replica's connections and accept no more."""
+        expected = self._expected.pop(replica, None)
+        if expected is None:
+            return
+        for writer in expected.open:
+            writer.transport.abort()
+        while not expected.connections.empty():
+            expected.connections.get_nowait()
+        expected.connections.put_nowait(None)
+
+    def client(self, replica: str) -> httpx2.AsyncClient:
+        """Return a client of a replica; a call waits until it has a connection."""
+        expected = self._expected[replica]
+
+        async def connected() -> _Connection:
+            while True:
+                found = await expected.connections.get()
+                if found is None:
+                    expected.connections.put_nowait(None)  # for the next call
+                    raise ConnectionResetError("the replica has ended")
+                reader, writer = found
+                if not reader.at_eof() and not writer.is_closing():
+                    return reader, writer
+                writer.transport.abort()
+
+        # A connection that has served a call serves the next ones, however much later.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=None)
+        return httpx2.AsyncClient(
+            transport=StreamTransport(connected, limits), base_url="http://replica", timeout=None, trust_env=False
+        )
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._strangers >= _MOST_STRANGERS:
+            writer.transport.abort()
+            return
+        self._strangers += 1
+        keep_alive(writer.get_extra_info("socket"))
+        try:
+            async with asyncio.timeout(_HELLO_SECONDS):
+                replica = self._replica(await reader.readuntil(b"\n"))
+                expected = self._expected.get(replica)
+                if expected is None or expected.connections.qsize() >= _MOST_WAITING:
+                    raise ConnectionRefusedError
+                writer.write(ACCEPTED)
+                await writer.drain()
+        except (OSError, ValueError, EOFError, asyncio.LimitOverrunError):
+            writer.transport.abort()
+            return
+        finally:
+            self._strangers -= 1
+        expected.open = {one for one in expected.open if not one.is_closing()} | {writer}
+        expected.connections.put_nowait((reader, writer))
+        self._greeted(replica)
+
+    def _replica(self, line: bytes) -> str:
+        """Return the replica that a first line is from; raises ``ValueError``."""
+        hello = json.loads(line) if len(line) <= MOST_HELLO_BYTES else None
+        if not isinstance(hello, dict):
+            raise ValueError("not a first line")
+        replica, token = hello.get("replica"), hello.get("token")
+        expected = self._expected.get(replica) if isinstance(replica, str) else None
+        known = expected.token if expected is not None else secrets.token_hex(32)
+        if not isinstance(replica, str) or not hmac.compare_digest(str(token).encode(), known.encode()):
+            raise ValueError("not the token of a replica")
+        return replica
+
+
+def _certificate() -> tuple[str, str]:
+    """Make a certificate that is its own authority; returns it and its key, PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, CERTIFICATE_NAME)])
+    now = datetime.datetime.now(datetime.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + _VALID)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(CERTIFICATE_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    return made.public_bytes(pem).decode(), key.private_bytes(pem, plain, serialization.NoEncryption()).decode()
