@@ -25,7 +25,7 @@ from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.capacity import preemptible_workers
-from region_agent.config import DockerGateway, EmbeddedGateway, FileChannelConfig, OpenFaasGateway, RegionConfig
+from region_agent.config import EmbeddedGateway, FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, openfaas_client, reachable
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.owner import Owner
@@ -206,7 +206,7 @@ class Agent:
 
     def _owner(self) -> Owner:
         """Return the owner of the region's functions; those of the agent's own platform need no mark."""
-        if not isinstance(self._config.gateway, OpenFaasGateway):
+        if not self._config.platform.shared:
             return Owner()
         made = Owner.of(self._config.name, self._identity.authority)
         # The authority's key may change later.
@@ -237,10 +237,11 @@ class Agent:
             self._channel_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         self._gateway = EmbeddedGatewayProcess(
             self._state_dir,
-            profile=gateway.profile if isinstance(gateway, EmbeddedGateway) else "none",
-            docker=gateway if isinstance(gateway, DockerGateway) else None,
+            gateway,
             isolation=self._config.policy.isolation,
             warm=capacity.workers + capacity.preemptible > 0,
+            owner=self._owner().mark,
+            worker_host=self._config.server.worker_host,
             log_format=self._log_format,
         )
         return await self._gateway.start()

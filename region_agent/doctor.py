@@ -25,6 +25,7 @@ from region_agent.config import (
     DockerGateway,
     EmbeddedGateway,
     FileChannelConfig,
+    KubernetesGateway,
     OpenFaasGateway,
     RedisChannelConfig,
     RegionConfig,
@@ -155,6 +156,8 @@ async def _gateway(config: RegionConfig) -> str:
     gateway = config.gateway
     if isinstance(gateway, DockerGateway):
         return await asyncio.to_thread(_docker, gateway)
+    if isinstance(gateway, KubernetesGateway):
+        return await _kubernetes(config, gateway)
     if not isinstance(gateway, OpenFaasGateway):
         return "embedded; it starts with the agent"
     async with openfaas_client(gateway) as client:
@@ -192,24 +195,34 @@ def _docker(gateway: DockerGateway) -> str:
     return f"Docker {version} at {gateway.engine}, image {gateway.image}"
 
 
+async def _kubernetes(config: RegionConfig, gateway: KubernetesGateway) -> str:
+    """Ask the cluster for the account's rights, have it check a worker's Job, and compare quotas with the capacity."""
+    try:
+        from region_agent.gateway.embedded.cluster.examine import examine_cluster
+    except ImportError:
+        hint = "pip install 'geofed[kubernetes]'"
+        raise GeofedError("CONFIG_INVALID", "the package lightkube is not installed", hint=hint) from None
+    return await examine_cluster(config, gateway)
+
+
 def _check_visible(config: RegionConfig, dataset: DatasetConfig) -> None:
     """Check that functions can read a dataset where its region file says it is: containers elsewhere see no local file.
 
     Raises ``GeofedError("SHARD_UNREADABLE")``.
     """
     local = [part.uri for part in dataset.splits.values() if not part.uri.startswith("s3://")]
-    if local and isinstance(config.gateway, OpenFaasGateway):
-        text = f"{local[0]} is a path of this machine, which functions of OpenFaaS do not see"
+    if local and not config.platform.local_files:
+        text = f"{local[0]} is a path of this machine, which functions of {config.platform.title} do not see"
         hint = "put the shards into an object store of the region, and write s3://BUCKET/PATH"
         raise GeofedError("SHARD_UNREADABLE", text, hint=hint)
 
 
 async def _isolation(config: RegionConfig) -> str:
     """Try how functions are isolated, with a gateway of its own."""
-    if not isinstance(config.gateway, EmbeddedGateway):
+    if not config.platform.sandboxed:
         return CONTAINER.text
     with tempfile.TemporaryDirectory(prefix="geofed-doctor-") as folder:
-        gateway = EmbeddedGatewayProcess(Path(folder), profile="none", isolation=config.policy.isolation, warm=False)
+        gateway = EmbeddedGatewayProcess(Path(folder), EmbeddedGateway(), isolation=config.policy.isolation, warm=False)
         client = await gateway.start()
         try:
             isolation = await isolation_of(config, client)
@@ -228,14 +241,14 @@ async def _prices(config: RegionConfig) -> str:
 
 async def _channel(config: RegionConfig, state_dir: Path) -> str:
     if isinstance(config.channel, FileChannelConfig):
-        if isinstance(config.gateway, OpenFaasGateway):
-            text = "the channel is a folder of this machine, which functions of OpenFaaS do not see"
+        if not config.platform.local_files:
+            text = f"the channel is a folder of this machine, which functions of {config.platform.title} do not see"
             raise GeofedError("CONFIG_INVALID", text, hint="set `channel` to a Redis server or a bucket of the region")
         return "files on this machine"
     channel = RegionChannel(config.channel, state_dir / "channel", config.name)
     own = [place for place in channel.endpoints() if _is_own(split(place)[0])]
     unix = isinstance(config.channel, RedisChannelConfig) and config.channel.url.startswith("unix:")
-    if not isinstance(config.gateway, EmbeddedGateway) and (own or unix):
+    if not config.platform.sandboxed and (own or unix):
         text = f"the channel's address {[*own, 'a socket file'][0]} is of this machine only; functions do not reach it"
         raise GeofedError("CONFIG_INVALID", text, hint="write an address at which other machines reach the channel")
     measured = await asyncio.to_thread(channel.check)
@@ -253,7 +266,7 @@ def _is_own(host: str) -> bool:
 
 async def _ports(config: RegionConfig) -> str:
     server = config.server
-    if isinstance(config.gateway, OpenFaasGateway) and _is_own(server.worker_host):
+    if not config.platform.local_files and _is_own(server.worker_host):
         text = f"`server.workerHost` is {server.worker_host}, at which functions do not reach parameter servers"
         hint = "set it to this machine's address in the network of the functions"
         raise GeofedError("CONFIG_INVALID", text, hint=hint)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
-from region_agent.config import DockerGateway, OpenFaasGateway, RegionConfig
+from region_agent.config import DockerGateway, EmbeddedGateway, KubernetesGateway, OpenFaasGateway, RegionConfig
 from region_agent.gateway import BasicAuth, GatewayClient
 
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess", "openfaas_client", "reachable"]
@@ -51,18 +51,20 @@ class EmbeddedGatewayProcess:
     def __init__(
         self,
         state_dir: Path,
+        platform: EmbeddedGateway | DockerGateway | KubernetesGateway,
         *,
-        profile: str,
         isolation: str,
         warm: bool = True,
-        docker: DockerGateway | None = None,
+        owner: str = "",
+        worker_host: str = _LOOPBACK,
         log_format: str = "text",
     ) -> None:
         """``isolation``: "require", "prefer" or "none". ``warm``: start workers from a process that has imported what
-        they need. ``docker``: run them in containers instead."""
-        self._docker = docker
+        they need. ``owner``: mark of the region on a platform that others use, too. ``worker_host``: address to which
+        functions connect that the gateway cannot reach."""
+        self._platform, self._owner, self._worker_host = platform, owner, worker_host
         self._state_dir, self._folder = state_dir, state_dir / "gateway"
-        self._profile, self._isolation = profile, isolation
+        self._isolation = isolation
         self._warm, self._log_format = warm, log_format
         self._process: asyncio.subprocess.Process | None = None
 
@@ -83,7 +85,6 @@ class EmbeddedGatewayProcess:
             "ready_file": str(ready),
             "auth_user_file": str(user),
             "auth_password_file": str(password),
-            "profile": self._profile,
             "preload": ["numpy", "torch", "region_agent.worker.handler"] if self._warm else [],
             "isolation": self._isolation,
             "hide_paths": [str(self._state_dir)],
@@ -92,8 +93,14 @@ class EmbeddedGatewayProcess:
             # Short, since the agent deletes a function only when its answers are no longer needed.
             "drain_timeout": "500ms",
         }
-        if self._docker is not None:
-            config |= {"docker": self._docker.engine, "docker_network": self._docker.network}
+        match self._platform:
+            case EmbeddedGateway(profile=profile):
+                config["profile"] = profile
+            case DockerGateway(engine=engine, network=network):
+                config |= {"docker": engine, "docker_network": network}
+            case KubernetesGateway() as cluster:
+                settings = cluster.model_dump(mode="json", exclude_none=True)
+                config |= {"kubernetes": settings, "owner": self._owner, "dial_host": self._worker_host}
         config_file = self._folder / "config.json"
         write_durably(config_file, [json.dumps(config).encode()])
         log = (self._folder / "gateway.log").open("ab")

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from geofed_pb import address
-from region_agent.config import DatasetConfig, EmbeddedGateway, RegionConfig
+from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.functions import Grants
 from region_agent.partition.channel import RegionChannel
@@ -37,7 +37,7 @@ class Isolation:
     """How functions are isolated, from what was tried."""
 
     kind: str
-    """``bubblewrap``; ``container`` for functions of OpenFaaS, which its operator isolates; or ``none``."""
+    """``bubblewrap``; ``container`` for functions in containers, which the platform isolates; or ``none``."""
     reason: str = ""
     """Reason why they are not isolated."""
     limits_processes: bool = True
@@ -70,7 +70,7 @@ NOT_ISOLATED = Isolation("none")
 
 async def isolation_of(config: RegionConfig, client: GatewayClient) -> Isolation:
     """Ask the gateway how it isolates functions."""
-    if not isinstance(config.gateway, EmbeddedGateway):
+    if not config.platform.sandboxed:
         return CONTAINER
     told: Mapping[str, Any] = (await client.info())["provider"]["isolation"]
     # A user other than root has a limit of its own.

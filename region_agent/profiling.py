@@ -45,8 +45,6 @@ _log = structlog.get_logger("geofed.profile")
 _FUNCTION = "geofed-profile"
 """Prefix of functions' names; region, mark of the region and memory follow. Each memory has a name of its own, since a
 platform that replaces a function may route calls to the old one for a while."""
-_READY = timedelta(seconds=60)
-"""Timeout of the function's first replica."""
 _GRACE = timedelta(seconds=60)
 """Time beyond its limit in which an invocation may finish the present measurement, and those that every profile
 needs."""
@@ -304,20 +302,20 @@ class Profiler:
         grants = await asyncio.to_thread(self._grants, command)
         task = command.task
         self._secrets = await give_secrets(context.config, context.gateway, context.owner, command.id, task.secrets)
-        self._token = CallToken() if context.config.isolated_functions else CallToken.new()
+        self._token = CallToken.new() if context.config.platform.callable_by_others else CallToken()
         await context.gateway.deploy(
             FunctionSpec(
                 service=name,
                 image=context.image,
                 labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
-                annotations=grants.annotations() if context.config.local_functions else {},
+                annotations=grants.annotations() if context.config.platform.local_files else {},
                 env_vars={**timeout_env(limit), **context.channel.worker_env(), **self._token.env, **self._secrets.env},
                 secrets=self._secrets.names,
                 limits={"memory": f"{memory_mb}Mi"},
             )
         )
         await context.gateway.scale(name, 1)
-        await context.gateway.wait_ready(name, 1, _READY)
+        await context.gateway.wait_ready(name, 1, timedelta(seconds=context.config.start_seconds))
         return name
 
     def _grants(self, command: agent_pb2.ProfileTask) -> Grants:

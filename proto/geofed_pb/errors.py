@@ -132,6 +132,15 @@ CATALOGUE: dict[str, Entry] = {
         True,
         "raise the function's and the gateway's time-outs together, or shorten the time slice",
     ),
+    "FUNCTION_EVICTED": Entry(
+        Exit.UNAVAILABLE, True, "the platform ended it, as for a node that is removed; it is started again"
+    ),
+    "FUNCTION_UNSCHEDULABLE": Entry(
+        Exit.UNAVAILABLE, False, "the platform has no room for it: add nodes, or lower `capacity` and memory"
+    ),
+    "IMAGE_UNAVAILABLE": Entry(
+        Exit.UNAVAILABLE, False, "check the image's name, and that the platform may pull it: `gateway.image`"
+    ),
     "FUNCTION_OUT_OF_MEMORY": Entry(
         Exit.JOB_ENDED_BADLY,
         False,

@@ -3,14 +3,18 @@
 from typing import Any
 
 from geofed_pb import file_schema
+from region_agent.config._gateways import (
+    DockerGateway,
+    EmbeddedGateway,
+    KubernetesGateway,
+    OpenFaasGateway,
+    PlacementConfig,
+)
 from region_agent.config._load import load_config
 from region_agent.config._model import (
     ChannelPricesConfig,
     DatasetConfig,
-    DockerGateway,
-    EmbeddedGateway,
     FileChannelConfig,
-    OpenFaasGateway,
     PricesConfig,
     RedisChannelConfig,
     RegionConfig,
@@ -28,7 +32,9 @@ __all__ = [
     "DockerGateway",
     "EmbeddedGateway",
     "FileChannelConfig",
+    "KubernetesGateway",
     "OpenFaasGateway",
+    "PlacementConfig",
     "PricesConfig",
     "RedisChannelConfig",
     "RegionConfig",

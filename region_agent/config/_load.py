@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from geofed_pb import strict_yaml
 from geofed_pb.errors import GeofedError
-from region_agent.config._model import RegionConfig, Section
+from region_agent.config._model import RegionConfig
+from region_agent.config._section import Section
 
 _Resolved = TypeVar("_Resolved", bound=Section)
 

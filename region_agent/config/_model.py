@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
+from geofed_pb.platforms import PLATFORMS, Platform
+from region_agent.config._gateways import DockerGateway, EmbeddedGateway, KubernetesGateway, OpenFaasGateway
+from region_agent.config._section import Section
 from region_agent.worker.data.formats import check_format
 from region_agent.worker.data.spec import FormatSpec
 from sync.channel import channel_kind
@@ -46,14 +48,6 @@ def _is_loopback(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-class Section(BaseModel):
-    """A section of the region file."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True, use_attribute_docstrings=True
-    )
 
 
 class Metadata(Section):
@@ -171,52 +165,6 @@ class StoreConfig(Section):
     """Region of the store. Default: the SDK's."""
     profile: str | None = None
     """Profile of the SDK's configuration. Default: the SDK's."""
-
-
-class EmbeddedGateway(Section):
-    """Functions are processes of this machine."""
-
-    kind: Literal["embedded"] = "embedded"
-    """Kind of the gateway."""
-    profile: Literal["none", "ce", "faasd"] = "none"
-    """`ce`: the limits of OpenFaaS's community edition. `faasd`: one replica of a function, and faasd's conduct."""
-
-
-class DockerGateway(Section):
-    """Functions are containers of this machine's Docker engine (docs/containers.md)."""
-
-    kind: Literal["docker"]
-    """Kind of the gateway."""
-    image: Annotated[str, Field(min_length=1)]
-    """Image of the worker function; the engine has it, or pulls it."""
-    engine: Annotated[str, Field(pattern=r"^unix:///")] = "unix:///var/run/docker.sock"
-    """Socket of the engine; the agent's user must be allowed to use it."""
-    network: str = ""
-    """Docker network of the containers. Default: one of the region's own, from which only this machine is reached."""
-
-
-class OpenFaasGateway(Section):
-    """Functions run on an OpenFaaS installation (docs/production.md)."""
-
-    kind: Literal["openfaas"]
-    """Kind of the gateway."""
-    url: str
-    """Address of the gateway."""
-    user_file: Path | None = None
-    """File with the user's name."""
-    password_file: Path | None = None
-    """File with the password."""
-    ca_file: Path | None = None
-    """File with the authority of the gateway's certificate. Default: the system's authorities."""
-    image: str
-    """Container image of the worker function."""
-    namespace: str = ""
-    """Namespace of the functions. Empty: the gateway's own."""
-    edition: Literal["auto", "ce", "pro", "faasd"] = "auto"
-    """Edition, which limits functions and replicas: `faasd` (one replica of a function), `ce` (five, 15 functions), or
-    `pro` (no limit). `auto`: what the gateway says, and on Kubernetes `ce`, which works with all."""
-    preemptible_constraints: tuple[str, ...] = ()
-    """Placement constraints of functions on preemptible capacity; required with `capacity.preemptible`."""
 
 
 class ChannelPricesConfig(Section):
@@ -490,9 +438,9 @@ class RegionConfig(Section):
     150 ms."""
     stores: dict[str, StoreConfig] = {}
     """S3-compatible object stores, by name; their credentials come from the SDK's credential chain."""
-    gateway: Annotated[EmbeddedGateway | DockerGateway | OpenFaasGateway, Field(discriminator="kind")] = (
-        EmbeddedGateway()
-    )
+    gateway: Annotated[
+        EmbeddedGateway | DockerGateway | OpenFaasGateway | KubernetesGateway, Field(discriminator="kind")
+    ] = EmbeddedGateway()
     """Where functions run. Default: `kind: embedded`."""
     channel: Annotated[FileChannelConfig | RedisChannelConfig | S3ChannelConfig, Field(discriminator="kind")] = (
         FileChannelConfig()
@@ -524,18 +472,17 @@ class RegionConfig(Section):
                 raise ValueError(
                     "`prices.preemptibleUsdPerGbSecond` is missing: an unknown price is never assumed to be zero"
                 )
-            if isinstance(self.gateway, OpenFaasGateway) and not self.gateway.preemptible_constraints:
-                raise ValueError(
-                    "`gateway.preemptibleConstraints` is missing: it places preemptible workers on their nodes"
-                )
+            if self.platform.places_preemptible and not self._preemptible_placement:
+                key = "preemptible" if isinstance(self.gateway, KubernetesGateway) else "preemptibleConstraints"
+                raise ValueError(f"`gateway.{key}` is missing: it places preemptible workers on their nodes")
         return self
 
     @model_validator(mode="after")
     def _check_secrets(self) -> RegionConfig:
         known = self.policy.allow_users
         for name, secret in self.secrets.items():
-            if secret.file is None and isinstance(self.gateway, EmbeddedGateway):
-                raise ValueError(f"`secrets.{name}.file` is missing: the embedded gateway has no secrets of its own")
+            if secret.file is None and not self.platform.own_secrets:
+                raise ValueError(f"`secrets.{name}.file` is missing: {self.platform.title} has no secrets of its own")
             if secret.users is not None and not set(secret.users) <= set(known or {}):
                 raise ValueError(f"`secrets.{name}.users`: whose keys are not in `policy.allowUsers` is not known here")
         return self
@@ -546,25 +493,33 @@ class RegionConfig(Section):
         return self.metadata.name
 
     @property
-    def local_functions(self) -> bool:
-        """Whether functions run on this machine and are given its files."""
-        return not isinstance(self.gateway, OpenFaasGateway)
+    def platform(self) -> Platform:
+        """What holds for the platform of the region's functions."""
+        return PLATFORMS[self.gateway.kind]
 
     @property
-    def isolated_functions(self) -> bool:
-        """Whether functions are processes that only their gateway can call; others are containers with a port."""
-        return isinstance(self.gateway, EmbeddedGateway)
+    def start_seconds(self) -> float:
+        """Longest time until the first replicas of a function are ready."""
+        gateway = self.gateway
+        return gateway.start_seconds if isinstance(gateway, KubernetesGateway) else self.platform.start_seconds
+
+    @property
+    def _preemptible_placement(self) -> object:
+        gateway = self.gateway
+        if isinstance(gateway, KubernetesGateway):
+            return gateway.preemptible
+        return isinstance(gateway, OpenFaasGateway) and gateway.preemptible_constraints
 
     @property
     def takes_shards(self) -> bool:
         """Whether other regions' shards can be processed here: functions must be able to read the agent's files."""
         policy = self.policy
-        return policy.accept_jobs and policy.accept_shards and self.local_functions
+        return policy.accept_jobs and policy.accept_shards and self.platform.local_files
 
     @property
     def installs(self) -> bool:
         """Whether packages are installed for tasks: functions must be able to read the agent's files."""
-        return self.task_packages is not None and self.isolated_functions
+        return self.task_packages is not None and self.platform.sandboxed
 
     def catalogue(
         self,
@@ -585,7 +540,7 @@ class RegionConfig(Section):
         if preemptible is not None:
             capacity["preemptible"] = preemptible
         if self.capacity.cores is None:
-            capacity["cores"] = float(len(os.sched_getaffinity(0))) if self.local_functions else 0.0
+            capacity["cores"] = float(len(os.sched_getaffinity(0))) if self.platform.local_files else 0.0
         return {
             "name": self.name,
             "cloud": self.cloud,

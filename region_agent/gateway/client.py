@@ -21,7 +21,7 @@ from tenacity import retry_if_exception, retry_if_result
 from tenacity.retry import retry_base
 
 from geofed_pb.errors import GeofedError
-from region_agent.gateway.editions import EDITIONS, Edition, edition_of
+from geofed_pb.platforms import EDITIONS, Edition, edition_of
 from region_agent.gateway.functions import (
     DIGEST_ANNOTATION,
     EXIT_HEADER,
@@ -56,6 +56,13 @@ _MAY_PASS = retry_if_exception(
 ) | retry_if_result(lambda answer: is_retryable(answer.status_code, answer.headers))
 """Failures of a request that may be temporary."""
 _SERVER_FAILED = retry_if_result(lambda answer: answer.status_code >= 500)
+_HOPELESS = frozenset(
+    {
+        "CONFIG_INVALID", "FORBIDDEN", "FUNCTION_UNSCHEDULABLE", "IMAGE_UNAVAILABLE", "LIMIT_EXCEEDED",
+        "QUOTA_EXCEEDED", "UNAUTHENTICATED",
+    }
+)  # fmt: skip
+"""Codes of replicas that will not start soon by themselves."""
 _UNREACHABLE = "Can't reach service"
 """Text of OpenFaaS for a function that does not listen yet, or has ended during a call."""
 _UNKNOWN = "error finding function"
@@ -183,18 +190,26 @@ class GatewayClient:
     async def wait_ready(self, name: str, replicas: int, timeout: timedelta) -> FunctionStatus:
         """Poll until exactly this number of replicas is available, and the function answers that it is ready.
 
-        Platforms report a container as available before it listens. Raises ``FUNCTION_FAILED`` after the timeout.
+        Platforms report a container as available before it listens. Raises ``FUNCTION_FAILED`` after the timeout, or
+        the error of the replicas if the gateway tells it, and at once if they will not start without a change.
         """
         deadline = time.monotonic() + timeout.total_seconds()
-        pause_s = 0.01
+        pause_s, failures = 0.01, -1
         while True:
             status = await self.get(name)
+            failure = status.failure
+            if failure is not None and failure.code in _HOPELESS and 0 <= failures < failure.count:
+                raise failure.error
+            # What is there at the beginning may be of an earlier attempt.
+            failures = max(failures, 0 if failure is None else failure.count)
             there = status.replicas == replicas and status.available_replicas == replicas
             # A function without replicas is started by a call.
             answers = (there or (replicas > 0 and not status.replicas)) and await self.answers(name)
             if there and (answers or not replicas):
                 return status
             if time.monotonic() + pause_s > deadline:
+                if failure is not None and not there:
+                    raise failure.error
                 raise GeofedError(
                     "FUNCTION_FAILED",
                     f"function {name}: {status.available_replicas} of {replicas} replicas are available "
@@ -347,6 +362,8 @@ class GatewayClient:
             return GeofedError("UNAUTHENTICATED", f"the gateway at {self._url} refused the user or password")
         if answer.headers.get(EXIT_HEADER) == "memory":
             return GeofedError("FUNCTION_OUT_OF_MEMORY", text)
+        if answer.headers.get(EXIT_HEADER) == "evicted":
+            return GeofedError("FUNCTION_EVICTED", text)
         if status == 413:
             return GeofedError("LIMIT_EXCEEDED", text)
         codes = {404: "FUNCTION_NOT_FOUND", 429: "FUNCTION_BUSY", 504: "FUNCTION_TIMEOUT"}

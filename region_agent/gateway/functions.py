@@ -6,17 +6,19 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from geofed_pb import address
-from geofed_pb.errors import GeofedError
+from geofed_pb.bounds import clean
+from geofed_pb.errors import CATALOGUE, GeofedError
 from region_agent.gateway.quantities import format_duration
 
 __all__ = [
     "BasicAuth",
+    "Failure",
     "FunctionSpec",
     "FunctionStatus",
     "Grants",
@@ -214,6 +216,32 @@ class FunctionSpec:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """How a replica has ended last, or why it could not start; only the agent's own gateway tells."""
+
+    count: int
+    """Number of such ends since the deployment."""
+    code: str
+    """Code of the error."""
+    message: str
+    """What happened."""
+    hint: str = ""
+    """What to do; empty: what the code's hint says."""
+
+    @property
+    def error(self) -> GeofedError:
+        """The failure as an error."""
+        code = self.code if self.code in CATALOGUE else "FUNCTION_FAILED"
+        return GeofedError(code, self.message, hint=self.hint or None)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Failure:
+        """The failure in an answer; raises ``ValueError`` or ``TypeError``."""
+        texts = (clean(str(body.get(key) or "")) for key in ("code", "message", "hint"))
+        return cls(int(body.get("count") or 0), *texts)
+
+
+@dataclass(frozen=True)
 class FunctionStatus:
     """A function as the gateway reports it."""
 
@@ -227,6 +255,8 @@ class FunctionStatus:
     """Calls since the deployment."""
     created_at: datetime | None
     """Time of the deployment, if the gateway reports it."""
+    failure: Failure | None = None
+    """The last failure of a replica, if the gateway reports it."""
 
     @property
     def name(self) -> str:
@@ -240,6 +270,8 @@ class FunctionStatus:
         body["replicas"] = self.replicas
         body["availableReplicas"] = self.available_replicas
         body["invocationCount"] = self.invocation_count
+        if self.failure is not None:
+            body["failure"] = asdict(self.failure)
         if self.created_at is not None:
             body["createdAt"] = self.created_at.isoformat().replace("+00:00", "Z")
         return body
@@ -247,13 +279,14 @@ class FunctionStatus:
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> FunctionStatus:
         """The status in an answer; raises ``ValueError`` where it is none."""
-        created = body.get("createdAt")
+        created, failure = body.get("createdAt"), body.get("failure")
         return cls(
             spec=FunctionSpec.from_json({**body, "service": body.get("name")}),
             replicas=int(body.get("replicas") or 0),
             available_replicas=int(body.get("availableReplicas") or 0),
             invocation_count=int(body.get("invocationCount") or 0),
             created_at=parse_timestamp(created) if isinstance(created, str) and created else None,
+            failure=Failure.from_json(failure) if isinstance(failure, dict) else None,
         )
 
 

@@ -33,8 +33,6 @@ from region_agent.worker.invocation import CALL_GRACE, Outcome
 __all__ = ["WorkerFunction"]
 
 _Value = TypeVar("_Value")
-_READY = timedelta(seconds=60)
-"""Timeout of the function's first replicas."""
 _CAPACITY_LABEL = "geofed.capacity"
 """Label of a function on preemptible capacity."""
 _LONGEST_PAUSE_SECONDS = 15.0
@@ -66,6 +64,8 @@ class WorkerFunction:
         """Functions with a failed call: one that has ended may be called only when it listens again."""
         self._start, self._machine = start, machine
         self._gateway, self._config, self._channel, self._image = gateway, config, channel, image
+        self._ready = timedelta(seconds=config.start_seconds)
+        """Longest time until the function's first replicas are ready."""
         self._call_seconds = timedelta(seconds=start.plan.slice_seconds) + CALL_GRACE
         self._secrets = GivenSecrets()
         self.grants: Grants | None = None
@@ -109,7 +109,7 @@ class WorkerFunction:
 
     async def connect_to_server(self, server: str) -> None:
         """Let the replicas connect to the parameter server at an address from now on."""
-        if self._config.isolated_functions:
+        if self._config.platform.sandboxed:
             self._server = server
             # The server may be ready first; the first deployment then takes its address.
             if self.grants is not None:
@@ -135,9 +135,9 @@ class WorkerFunction:
 
     def _annotations(self) -> dict[str, str]:
         grants = self.grants or Grants()
-        if self._config.isolated_functions:
+        if self._config.platform.sandboxed:
             return with_server(grants, self._server).annotations()
-        return grants.annotations() if self._config.local_functions else {}
+        return grants.annotations() if self._config.platform.local_files else {}
 
     def _constraints(self, *, preemptible: bool) -> tuple[str, ...]:
         """Return the placement constraints of the function."""
@@ -149,7 +149,7 @@ class WorkerFunction:
     async def wait_ready(self) -> None:
         """Wait until a replica for each worker is ready."""
         wanted = await self._wanted(self._machine.workers)
-        await asyncio.gather(*(self._gateway.wait_ready(name, count, _READY) for name, count in wanted.items()))
+        await asyncio.gather(*(self._gateway.wait_ready(name, count, self._ready) for name, count in wanted.items()))
 
     async def remove_replicas(self) -> None:
         """Remove the replicas, and the functions, beyond the number of workers."""
@@ -173,7 +173,7 @@ class WorkerFunction:
         while True:
             try:
                 if name in self._doubtful:
-                    await self._gateway.wait_answering(name, _READY)
+                    await self._gateway.wait_answering(name, self._ready)
                     self._doubtful.discard(name)
                 answer = await self._gateway.invoke(name, body, headers=self._token.headers, timeout=self._call_seconds)
             except GeofedError as error:

@@ -93,6 +93,8 @@ _MAX_PORT_FAILURES = 4
 another process holds them, the job's workers in all regions would wait at cost."""
 _MAX_TIMEOUT_FAILURES = 2
 """The same limit for calls that time out, as in an evaluation that hangs. Each takes minutes and is billed."""
+_MAX_START_FAILURES = 2
+"""The same limit for functions without a node or an image. The platform has tried for minutes each time."""
 _IDLE_SECONDS = 20.0
 """Time without a step after which the condition reports it."""
 _FIRST_PAUSE_SECONDS = 0.2
@@ -605,5 +607,7 @@ def _failure_limit(error: GeofedError) -> int:
         "FUNCTION_OUT_OF_MEMORY": _MAX_OUT_OF_MEMORY_FAILURES,
         "FUNCTION_TIMEOUT": _MAX_TIMEOUT_FAILURES,
         "PORT_IN_USE": _MAX_PORT_FAILURES,
+        "FUNCTION_UNSCHEDULABLE": _MAX_START_FAILURES,
+        "IMAGE_UNAVAILABLE": _MAX_START_FAILURES,
     }
     return limits.get(error.code, _MAX_FAILURES)

@@ -180,7 +180,7 @@ class PartitionRunner:
             context.channel,
             context.image,
             context.owner,
-            CallToken() if context.config.isolated_functions else CallToken.derived(row.token_key),
+            CallToken.derived(row.token_key) if context.config.platform.callable_by_others else CallToken(),
         )
         self._logs = FunctionLogs(context.gateway, lambda: self._function.names, self._log_of_worker)
         self._ps: PsProcess | None = None

@@ -33,7 +33,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.requirements import LONGEST_FILE, parse_requirements
 from geofed_pb.storage import used_bytes
 from geofed_pb.tasks import awaited
-from region_agent.config import EmbeddedGateway, RegionConfig, TaskPackagesConfig
+from region_agent.config import RegionConfig, TaskPackagesConfig
 
 __all__ = ["FOLDER", "Environments", "check_packages"]
 
@@ -59,7 +59,7 @@ def check_packages(config: RegionConfig, requirements: str) -> None:
     Raises ``GeofedError("PACKAGES_UNAVAILABLE")``.
     """
     if requirements and not config.installs:
-        why = "" if isinstance(config.gateway, EmbeddedGateway) else ": its functions run in images"
+        why = "" if config.platform.sandboxed else ": its functions run in images"
         text = f"region {config.name} installs no packages for tasks{why}"
         raise GeofedError("PACKAGES_UNAVAILABLE", text, hint=_NOT_ALLOWED)
 

@@ -20,6 +20,7 @@ from support.commands import PROGRAMS, run_here
 from support.failures import command
 
 from control_plane.spec import load
+from geofed_pb.platforms import PLATFORMS
 from region_agent.config import load_config
 from scheduler.simulate._trace import _CHRONUS, _HEADERS
 
@@ -172,6 +173,28 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     other = "".join(line.removeprefix("    ") + "\n" for line in gateway[0].splitlines())
     file.write_text(re.sub(r"^gateway:.*\n", other, _yaml("region-file.md"), flags=re.MULTILINE))
     assert load_config(file).gateway.kind == "openfaas"
+    cluster, server = re.fullmatch(r"(gateway:.*)(server:.*)", _yaml("kubernetes.md"), re.DOTALL).groups()  # type: ignore[union-attr]
+    changed = re.sub(r"^gateway:.*\n", cluster, _yaml("region-file.md"), flags=re.MULTILINE)
+    file.write_text(re.sub(r"^server:.*\n(?: .*\n)*", "", changed, flags=re.MULTILINE) + server)
+    config = load_config(file)
+    assert (config.gateway.kind, config.start_seconds) == ("kubernetes", 300)
+
+
+def test_the_documented_table_of_platforms_is_the_one_that_is_used() -> None:
+    text = (ROOT / "docs" / "gateway.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| ([^|]+) \| the (\w+) \| (\w+) \| (\d+) s \|$", text, re.MULTILINE)
+    answer = {True: "yes", False: "no"}
+    assert rows == [
+        (
+            one.name,
+            answer[one.local_files],
+            "the agent's sandboxes" if one.sandboxed else "containers",
+            "function" if one.dials_out else "agent",
+            answer[one.shared],
+            f"{one.start_seconds:g}",
+        )
+        for one in PLATFORMS.values()
+    ]
 
 
 def test_the_datasets_of_the_documentation_are_valid(tmp_path: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
@@ -75,6 +77,59 @@ def test_two_regions_with_two_workers_each_share_one_faasd(faasd: Embedded, tmp_
         for kind in ("functions", "secrets"):
             found = partial(httpx2.get, f"{faasd.url}/system/{kind}")
             eventually(lambda found=found: {one["name"] for one in found().json()} == {"strange"}, f"only its {kind}")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Any]:
+    """A cluster of Kubernetes that has the worker's image."""
+    pytest.importorskip("lightkube")
+    from support.kubernetes_cluster import Cluster, worker_command
+
+    (tmp_path / "cluster").mkdir()
+    with Cluster(tmp_path / "cluster", {"geofed/worker": worker_command()}) as cluster:
+        yield cluster
+
+
+def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_path: Path) -> None:
+    platform = {"kind": "kubernetes", "image": "geofed/worker", "kubeconfig": str(cluster.kubeconfig())}
+    sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=platform)
+    for site in sites:
+        (tmp_path / f"{site.name}.token").write_text(f"value of {site.name}")
+        site.config["secrets"] = {"token": {"file": str(tmp_path / f"{site.name}.token")}}
+    with Federation(tmp_path / "federation", sites) as federation:
+        running = Running(federation, tmp_path)
+        settings = "train.workers=2", "train.end.epochs=12", "wan.interval=20", "task.secrets=[token]"
+        job = running.submit(*settings, task=named("reads a secret in a cluster") + READS)
+        running.wait_round(job, 1)
+        jobs = cluster.of_kind("jobs")
+        labels = [one["metadata"]["labels"] for one in jobs]
+        assert sorted(one["geofed.region"] for one in labels) == sorted(REGIONS * 2)
+        assert {one["geofed.job"] for one in labels} == {job}
+        assert len({one["geofed.gateway"] for one in labels}) == 2
+        pod = next(one for one in cluster.of_kind("pods") if one["metadata"]["labels"]["geofed.region"] == REGIONS[0])
+        cluster.evict(pod["metadata"]["name"], "The node was low on resource: memory.")
+        described = running.wait_end(job)
+        check_succeeded(described)
+        failed = [event for event in running.events(job) if event["kind"] == "worker-failed"]
+        assert [event for event in failed if "low on resource: memory" in event["text"]], failed
+        eventually(lambda: not cluster.of_kind("jobs"), "the Jobs are deleted")
+        eventually(lambda: not cluster.of_kind("secrets"), "and their Secrets")
+
+        # A function's start is measured, and plans use it.
+        measured = running.job_folder(named("starts in a cluster")) / "job.yaml"
+        told = json.loads(federation.control_plane("profile", str(measured), "-o", "json", timeout=120).stdout)
+        starts = {region: one["start_seconds"] for region, one in told["data"]["regions"].items()}
+        assert starts.keys() == set(REGIONS)
+        assert all(0.5 < seconds < 60 for seconds in starts.values()), starts
+        assert not cluster.of_kind("jobs")
+
+        # An image that is not there fails a job, and says so.
+        images = dict(cluster.images)
+        cluster.images.clear()
+        failing = running.submit("train.workers=2", "train.end.epochs=1", task=named("finds no image"))
+        ended = running.wait_end(failing)
+        assert (ended["state"], ended["error"]["code"]) == ("failed", "IMAGE_UNAVAILABLE"), ended
+        cluster.images.update(images)
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ from support.pki import Authority, write
 from support.processes import running_as
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.platforms import EDITIONS, Edition
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
-from region_agent.gateway.editions import EDITIONS, Edition
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import whole_pipelines
 from region_agent.partition.channel import RegionChannel

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.platforms import EDITIONS, Edition
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import FunctionSpec
 from region_agent.gateway.call_token import CallToken
-from region_agent.gateway.editions import EDITIONS, Edition
 from region_agent.gateway.owner import Owner
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.function import WorkerFunction

@@ -19,7 +19,7 @@ __all__ = ["Engine", "debian_with_our_packages", "docker_engine", "worker_image"
 
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
-_EXTRAS = ("worker", "redis", "s3", "postgres")
+_EXTRAS = ("worker", "redis", "s3", "postgres", "kubernetes")
 """What the images have, so that their builds download next to nothing."""
 
 

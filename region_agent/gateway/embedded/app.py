@@ -16,6 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited
 from region_agent.gateway.embedded.async_queue import AsyncQueue, QueuedCall
 from region_agent.gateway.embedded.config import Config
@@ -83,11 +84,18 @@ def create_app(config: Config, on_ready: Callable[[], None]) -> tuple[Starlette,
 
 
 def _provider_of(config: Config) -> Provider:
-    if not config.docker:
-        return Provider(config)
-    from region_agent.gateway.embedded.containers import ContainerProvider
+    if config.docker:
+        from region_agent.gateway.embedded.containers import ContainerProvider
 
-    return ContainerProvider(config)
+        return ContainerProvider(config)
+    if config.kubernetes is not None:
+        try:
+            from region_agent.gateway.embedded.cluster.provider import ClusterProvider
+        except ImportError:
+            hint = "pip install 'geofed[kubernetes]'"
+            raise GeofedError("CONFIG_INVALID", "the package lightkube is not installed", hint=hint) from None
+        return ClusterProvider(config)
+    return Provider(config)
 
 
 class _SystemAuth:

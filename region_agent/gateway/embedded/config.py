@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from geofed_pb.address import bracketed
 from geofed_pb.errors import GeofedError
+from geofed_pb.platforms import EDITIONS, Edition
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.editions import EDITIONS, Edition
 from region_agent.gateway.functions import BasicAuth
 from region_agent.gateway.quantities import parse_duration
+
+if TYPE_CHECKING:
+    from region_agent.config import KubernetesGateway
 
 __all__ = ["Config", "Profile", "load"]
 
@@ -85,6 +88,12 @@ class Config:
     image is one of the engine's. Empty: replicas are processes."""
     docker_network: str = ""
     """Network of the containers; empty: one of the gateway's own, from which only this machine is reached."""
+    kubernetes: KubernetesGateway | None = None
+    """The section ``gateway`` of a region file with the kind ``kubernetes``: replicas are Jobs of its cluster."""
+    owner: str = "local"
+    """Mark of the gateway's objects in the cluster, a label's value that no other gateway there has."""
+    dial_host: str = "127.0.0.1"
+    """Address of this machine at which it listens for the pods, and to which they connect."""
     read_timeout: timedelta = timedelta(seconds=60)
     """Longest time for a request's body to arrive."""
     write_timeout: timedelta = timedelta(seconds=60)
@@ -180,6 +189,10 @@ def parse(raw: Mapping[str, Any], where: str) -> Config:
 def _convert(kind: str, value: Any) -> Any:
     if kind.startswith("Path"):
         return Path(_expect(value, str)) if value is not None else None
+    if kind.startswith("KubernetesGateway"):
+        from region_agent.config import KubernetesGateway
+
+        return KubernetesGateway.model_validate(_expect(value, dict))
     if kind == "timedelta":
         return parse_duration(value if isinstance(value, str) else str(_expect(value, int | float)))
     if kind.startswith("tuple"):

@@ -53,6 +53,7 @@ class ContainerProvider(Provider):
     """The functions of one gateway, as containers of this machine's engine."""
 
     answer_grace = timedelta(seconds=2)  # the container's own 504 arrives first
+    orchestration = "docker"
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

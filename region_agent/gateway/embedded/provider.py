@@ -50,7 +50,7 @@ from region_agent.gateway.embedded.table import (
     StartReplica,
     StopReplica,
 )
-from region_agent.gateway.functions import FunctionSpec, FunctionStatus, Grants
+from region_agent.gateway.functions import Failure, FunctionSpec, FunctionStatus, Grants
 from region_agent.gateway.redaction import Redaction
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
 
@@ -68,7 +68,7 @@ class Isolation:
     """How functions are isolated."""
 
     kind: str
-    """``bubblewrap``, or ``none``."""
+    """``bubblewrap``, ``container``, or ``none``."""
     reason: str
     """Reason why they are not."""
     limits_processes: bool = False
@@ -85,6 +85,10 @@ class Provider:
 
     answer_grace = timedelta(0)
     """Time beyond a call's limit in which a replica may tell that it has ended the call itself."""
+    exit_grace = timedelta(seconds=2)
+    """Time in which the end of a replica that has closed its connection is known."""
+    orchestration = "processes"
+    """What replicas are."""
     host = ""
     """Address of this machine for functions; empty: its loopback addresses."""
 
@@ -98,7 +102,8 @@ class Provider:
         self._temporary: Path | None = None
         self._running: dict[str, Running] = {}
         self._created: dict[str, datetime] = {}
-        self._last_failure: dict[str, str] = {}
+        self._last_failure: dict[str, Failure] = {}
+        """How a replica of each function has ended last, unless a request ended it."""
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._system_view: list[str] = []
@@ -187,6 +192,7 @@ class Provider:
             available_replicas=self.table.available(name),
             invocation_count=self.table.invocations(name),
             created_at=self._created.get(name),
+            failure=self._last_failure.get(name),
         )
 
     def usage(self, name: str) -> dict[str, float]:
@@ -228,7 +234,8 @@ class Provider:
             try:
                 await asyncio.wait_for(self._changed.wait(), deadline - loop.time())
             except TimeoutError:
-                cause = self._last_failure.get(name, "its replicas are still starting")
+                last = self._last_failure.get(name)
+                cause = "its replicas are still starting" if last is None else last.message
                 raise Refused(503, f"function {name} has no replica that answers: {cause}") from None
         self.apply(CallStarted(replica))
         return self._running[replica]
@@ -384,7 +391,9 @@ class Provider:
         text = running.end_text(status)
         expected = running.kill_text.endswith("by a request")
         if not expected:
-            self._last_failure[running.spec.service] = text
+            last = self._last_failure.get(running.spec.service)
+            count = 1 if last is None else last.count + 1
+            self._last_failure[running.spec.service] = Failure(count, running.kill_code, text, running.kill_hint)
             _log.warning("replica ended", replica=name, cause=text)
         running.exited.set_result(text)
         self._run_task(running.clean(), log_only)

@@ -128,7 +128,7 @@ class Proxy:
     async def _cause(self, running: Running, error: httpx2.HTTPError) -> str:
         """Return the reason of a lost connection; the exit of the process is reported slightly later than that."""
         try:
-            return await asyncio.wait_for(asyncio.shield(running.exited), 2)
+            return await asyncio.wait_for(asyncio.shield(running.exited), self._provider.exit_grace.total_seconds())
         except TimeoutError:
             return f"replica {running.name} closed the connection: {error}"
 

@@ -68,7 +68,7 @@ class SystemRoutes:
             {
                 "provider": {
                     "provider": "faasd" if bare else "geofed-embedded",
-                    "orchestration": "containerd" if bare else "docker" if self._provider.host else "processes",
+                    "orchestration": "containerd" if bare else self._provider.orchestration,
                     "host": self._provider.host,
                     "version": {"sha": "", "release": release},
                     "isolation": dataclasses.asdict(self._provider.isolation),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import Enum
 
-from region_agent.gateway.editions import EDITIONS, Edition
+from geofed_pb.platforms import EDITIONS, Edition
 from region_agent.gateway.functions import DIGEST_ANNOTATION, GRANTS_ANNOTATION, SCALE_MIN_LABEL, FunctionSpec, Grants
 
 __all__ = ["FunctionTable", "Refused"]

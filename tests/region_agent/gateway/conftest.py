@@ -6,6 +6,7 @@ whose handler is ``handlers/gateway_probe.py``. Callbacks are tested against it 
 names an address at which it reaches this machine's port 8765.
 
 Containers join in when GEOFED_TEST_DOCKER names the socket of an engine, as unix:///path: its images are built first.
+The Jobs of a Kubernetes cluster are those of `support.kubernetes_cluster`.
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ def embedded_sessions(
 
 def _kinds() -> list[str]:
     named = {"docker": "GEOFED_TEST_DOCKER", "real": "GEOFED_TEST_GATEWAY_URL"}
-    return [*PROFILES, *(kind for kind, variable in named.items() if os.environ.get(variable))]
+    return [*PROFILES, "kubernetes", *(kind for kind, variable in named.items() if os.environ.get(variable))]
 
 
 @pytest.fixture(scope="session")
@@ -314,6 +315,22 @@ def docker_session(
         embedded.stop()
 
 
+@pytest.fixture(scope="session")
+def kubernetes_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    """An embedded gateway whose replicas are Jobs of a cluster in this process."""
+    pytest.importorskip("lightkube")
+    from support.kubernetes_cluster import Cluster, worker_command
+
+    command = worker_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
+    with Cluster(tmp_path_factory.mktemp("cluster"), {"probe": command}) as cluster:
+        settings = {"kind": "kubernetes", "image": "probe", "kubeconfig": str(cluster.kubeconfig())}
+        config = {"kubernetes": settings, "owner": "contract", "drain_timeout": "1s"}
+        embedded = Embedded(tmp_path_factory.mktemp("gateway-kubernetes"), config)
+        embedded.start()
+        yield embedded
+        embedded.stop()
+
+
 @pytest.fixture(params=_kinds())
 async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[Target]:
     """The gateway that the contract is checked on."""
@@ -325,6 +342,10 @@ async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIt
     if request.param == "docker":
         embedded, image = request.getfixturevalue("docker_session")
         async with open_url(embedded.url, None, None, image, embedded) as target:
+            yield target
+        return
+    if request.param == "kubernetes":
+        async with open_target(request.getfixturevalue("kubernetes_session")) as target:
             yield target
         return
     setting = os.environ.get
@@ -345,3 +366,5 @@ def _gateways_live_longer_than_a_test(request: pytest.FixtureRequest) -> None:
             request.getfixturevalue(name)
         if any("[docker" in item.nodeid for item in request.session.items):
             request.getfixturevalue("docker_session")
+        if any("[kubernetes" in item.nodeid for item in request.session.items):
+            request.getfixturevalue("kubernetes_session")

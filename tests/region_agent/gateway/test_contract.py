@@ -317,16 +317,18 @@ async def test_logs_follow(gateway) -> None:
 
 async def test_logs_tail_and_since(gateway) -> None:
     probe = await gateway.deploy()
-    for number in range(5):
-        await probe("print", b"line %d" % number)
-    start = datetime.now(UTC)
-    await probe("print", b"last")
 
-    async def has_last() -> None:
-        while not [line async for line in gateway.client.logs(probe.name) if "last" in line.text]:
+    async def has(text: str) -> None:
+        while not [line async for line in gateway.client.logs(probe.name) if text in line.text]:
             pass
 
-    await asyncio.wait_for(has_last(), 10)
+    for number in range(5):
+        await probe("print", b"line %d" % number)
+    # A line has the time at which the gateway read it.
+    await asyncio.wait_for(has("line 4"), 10)
+    start = datetime.now(UTC)
+    await probe("print", b"last")
+    await asyncio.wait_for(has("last"), 10)
     recent = [line.text async for line in gateway.client.logs(probe.name, since=start)]
     assert any("last" in text for text in recent)
     assert not any("line 0" in text for text in recent)

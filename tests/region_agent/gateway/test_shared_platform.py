@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.platforms import EDITIONS, edition_of
 from region_agent import doctor
 from region_agent.config import RegionConfig
 from region_agent.doctor import Finding, examine
 from region_agent.gateway import FunctionSpec, FunctionStatus
-from region_agent.gateway.editions import EDITIONS, edition_of
 from region_agent.gateway.functions import is_dns_label
 from region_agent.gateway.owner import Owner
 from region_agent.state.store import AgentStore

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
+from geofed_pb.platforms import EDITIONS, Edition
 from region_agent.gateway import FunctionSpec, fixed_scale_labels
-from region_agent.gateway.editions import EDITIONS, Edition
 from region_agent.gateway.embedded.table import (
     CallEnded,
     CallStarted,

@@ -101,6 +101,9 @@ class Running:
     output: LinePipe | None = None
     kill_reason: str = ""
     kill_text: str = ""
+    kill_code: str = "FUNCTION_FAILED"
+    """Code of the error of a start that failed."""
+    kill_hint: str = ""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
