@@ -90,6 +90,10 @@ def cluster(tmp_path: Path) -> Iterator[Any]:
         yield cluster
 
 
+def _region_of(one: dict[str, Any]) -> str:
+    return str(one["metadata"]["labels"]["geofed.region"])
+
+
 def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_path: Path) -> None:
     platform = {"kind": "kubernetes", "image": "geofed/worker", "kubeconfig": str(cluster.kubeconfig())}
     sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=platform)
@@ -98,7 +102,7 @@ def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_pat
         site.config["secrets"] = {"token": {"file": str(tmp_path / f"{site.name}.token")}}
     with Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
-        settings = "train.workers=2", "train.end.epochs=12", "wan.interval=20", "task.secrets=[token]"
+        settings = "train.workers=2", "train.end.epochs=40", "wan.interval=20", "task.secrets=[token]"
         job = running.submit(*settings, task=named("reads a secret in a cluster") + READS)
         running.wait_round(job, 1)
         jobs = cluster.of_kind("jobs")
@@ -106,8 +110,15 @@ def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_pat
         assert sorted(one["geofed.region"] for one in labels) == sorted(REGIONS * 2)
         assert {one["geofed.job"] for one in labels} == {job}
         assert len({one["geofed.gateway"] for one in labels}) == 2
-        pod = next(one for one in cluster.of_kind("pods") if one["metadata"]["labels"]["geofed.region"] == REGIONS[0])
+        pod = next(one for one in cluster.of_kind("pods") if _region_of(one) == REGIONS[0])
         cluster.evict(pod["metadata"]["name"], "The node was low on resource: memory.")
+        running.wait_round(job, 3)
+        # An agent that is killed finds its Jobs when it starts again, and makes others.
+        of_killed = {one["metadata"]["name"] for one in cluster.of_kind("jobs") if _region_of(one) == REGIONS[1]}
+        federation.processes[REGIONS[1]].kill()
+        federation.processes[REGIONS[1]].wait(timeout=30)
+        federation.start_agent(REGIONS[1])
+        eventually(lambda: not of_killed & {one["metadata"]["name"] for one in cluster.of_kind("jobs")}, "others")
         described = running.wait_end(job)
         check_succeeded(described)
         failed = [event for event in running.events(job) if event["kind"] == "worker-failed"]
