@@ -39,6 +39,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.kubernetes_rules import Invalid, amount, below_restricted, checked
+from support.pki import Authority, write
 
 __all__ = ["Cluster", "Node", "agent_role", "manifests", "worker_command"]
 
@@ -102,19 +103,20 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.url = f"https://localhost:{listener.getsockname()[1]}"
+        tls = Authority("a cluster").issue("API", "localhost")
+        self._authority, certificate, key = write(tls, self.folder / "tls")
         space = "/namespaces/{namespace}/{plural}"
         routes = [
             Route("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", self._review, methods=["POST"]),
             Route("/api/v1/namespaces/{namespace}/pods/{name}/log", self._log),
-            *(Route(f"{root}{space}", self._many, methods=["GET", "POST"]) for root in ("/api/v1", "/apis/batch/v1")),
-            *(
-                Route(f"{root}{space}/{{name}}", self._one, methods=["DELETE"])
-                for root in ("/api/v1", "/apis/batch/v1")
-            ),
+            *(Route(f"{root}{space}", self._many, methods=["GET", "POST"]) for root in _ROOTS),
+            *(Route(f"{root}{space}/{{name}}", self._one, methods=["DELETE"]) for root in _ROOTS),
         ]
-        config = uvicorn.Config(Starlette(routes=routes), log_config=None, ws="none", lifespan="off")
-        config.timeout_graceful_shutdown = 1
+        config = uvicorn.Config(
+            Starlette(routes=routes), log_config=None, ws="none", lifespan="off", timeout_graceful_shutdown=1,
+            ssl_certfile=certificate, ssl_keyfile=str(key),
+        )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._threads = [
             threading.Thread(target=self._server.run, args=([listener],)),
@@ -138,9 +140,10 @@ class Cluster:
     def kubeconfig(self, name: str = "kubeconfig", token: str = "") -> Path:
         """Write a kubeconfig for the cluster, with another token if one is given."""
         file = self.folder / name
+        authority = base64.b64encode(self._authority.read_bytes()).decode()
         body = {
             "apiVersion": "v1", "kind": "Config", "current-context": "tests",
-            "clusters": [{"name": "tests", "cluster": {"server": self.url}}],
+            "clusters": [{"name": "tests", "cluster": {"server": self.url, "certificate-authority-data": authority}}],
             "users": [{"name": "agent", "user": {"token": token or self.token}}],
             "contexts": [
                 {"name": "tests", "context": {"cluster": "tests", "user": "agent", "namespace": self.namespace}}

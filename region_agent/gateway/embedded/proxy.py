@@ -12,12 +12,17 @@ import httpx2
 
 from region_agent.gateway.embedded.metrics import Metrics
 from region_agent.gateway.embedded.provider import Provider, unreachable
+from region_agent.gateway.embedded.replicas.replica_http import LEAVING
 from region_agent.gateway.embedded.replicas.running import Running
-from region_agent.gateway.embedded.table import Refused
+from region_agent.gateway.embedded.table import Condemned, Refused
+from region_agent.gateway.functions import EXIT_HEADER
 from region_agent.gateway.quantities import format_duration, parse_duration
 
 __all__ = ["Answered", "ProxiedCall", "Proxy"]
 
+_EXIT = EXIT_HEADER.lower()
+_MOST_LEAVING = 5
+"""Most replicas of which each may say that it ends, for one call."""
 _HOP_HEADERS = frozenset(
     ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length", "expect")
 )
@@ -85,11 +90,21 @@ class Proxy:
             self._metrics.ended(call.function, status, time.monotonic() - started)
 
     async def _call(self, call: ProxiedCall) -> Answered:
+        """Call a replica, and another one if the platform is just ending the first."""
+        for _ in range(_MOST_LEAVING):
+            answered = await self._call_one(call)
+            if answered.headers.get(_EXIT) != LEAVING:
+                return answered
+        raise Refused(503, f"function {call.function} has only replicas that end")
+
+    async def _call_one(self, call: ProxiedCall) -> Answered:
         running = await self._provider.acquire(call.function)
         try:
             limit = time_limit(running.limits.call_timeout, call.headers)
             started = time.monotonic()
             answer = await self._exchange(running, call, limit)
+            if answer.headers.get(_EXIT) == LEAVING:
+                self._provider.apply(Condemned(running.name))
             duration = timedelta(seconds=time.monotonic() - started)
             headers = {key: value for key, value in answer.headers.items() if key not in _HOP_HEADERS | _OWN_HEADERS}
             return Answered(answer.status_code, headers, answer.content, duration, running.name)

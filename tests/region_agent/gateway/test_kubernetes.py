@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ pytest.importorskip("lightkube")
 from lightkube.models.core_v1 import Event, Pod, ResourceQuota
 from support.kubernetes_cluster import Cluster, Node, agent_role, manifests, worker_command
 from support.kubernetes_rules import Invalid, below_restricted, checked
+from support.pki import Authority
 
 from region_agent.gateway.embedded.cluster.api import RIGHTS
 from region_agent.gateway.embedded.cluster.dialled import Dialled
@@ -363,6 +365,16 @@ async def test_doctor_examines_the_cluster(cluster: Cluster, tmp_path: Path) -> 
     assert "may not, in namespace workers: create jobs, list jobs, delete jobs" in forbidden.text
     assert "refuses the credentials" in (await found(kubeconfig=str(cluster.kubeconfig("w", token="w")))).text
     assert "cannot be read" in (await found(kubeconfig=str(tmp_path / "none"))).text
+    # Another server than the one whose authority the file names.
+    strange = cluster.kubeconfig("strange")
+    authority = base64.b64encode(Authority("another").pem).decode()
+    body = json.loads(strange.read_text())
+    body["clusters"][0]["cluster"]["certificate-authority-data"] = authority
+    strange.write_text(json.dumps(body))
+    assert "CERTIFICATE_VERIFY_FAILED" in (await found(kubeconfig=str(strange))).text
+    body["clusters"][0]["cluster"]["server"] = "http://203.0.113.7"
+    strange.write_text(json.dumps(body))
+    assert "in plaintext; use https://" in (await found(kubeconfig=str(strange))).text
 
 
 def test_quotas_without_limits_are_enough() -> None:

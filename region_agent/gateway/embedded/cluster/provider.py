@@ -37,7 +37,9 @@ __all__ = ["ClusterProvider"]
 
 _log = structlog.get_logger("gateway.cluster")
 _LOOK_SECONDS = 1.0
-"""Interval at which the pods are looked at."""
+"""Interval at which the pods are looked at while replicas start."""
+_QUIET_SECONDS = 3.0
+"""Interval at which they are looked at otherwise."""
 _LEAST_PAUSE_SECONDS = 0.1
 """Least time between two looks, however often replicas connect."""
 _PROBE_SECONDS = 5.0
@@ -120,6 +122,7 @@ class ClusterProvider(Provider):
         running = Running.create(name, spec, self.config, None)
         self._running[name] = running
         self._number += 1
+        self._look_now.set()
         begun = time.monotonic()
         placed = self._placed[name] = _Placed(self._identity.name(self._number), begun)
         try:
@@ -193,9 +196,14 @@ class ClusterProvider(Provider):
                     told = str(error)
                     _log.warning("the cluster could not be looked at", cause=told)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look_now.wait(), _LOOK_SECONDS)
+                await asyncio.wait_for(self._look_now.wait(), self._pause)
             self._look_now.clear()
             await asyncio.sleep(_LEAST_PAUSE_SECONDS)
+
+    @property
+    def _pause(self) -> float:
+        starting = any(one.http is None for one in self._running.values())
+        return _LOOK_SECONDS if starting or self._left else _QUIET_SECONDS
 
     async def _look(self) -> None:
         for name in list(self._left):

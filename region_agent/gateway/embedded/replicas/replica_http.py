@@ -15,7 +15,12 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-__all__ = ["Answer", "CallEvent", "ReplicaServer"]
+from region_agent.gateway.functions import EXIT_HEADER
+
+__all__ = ["LEAVING", "Answer", "CallEvent", "ReplicaServer"]
+
+LEAVING = "leaving"
+"""Value of the header by which a replica says that it has not begun a call, since it ends."""
 
 _MAX_LINE_BYTES = 65536
 """Longest line of a request."""
@@ -150,7 +155,7 @@ class _Connection(BaseHTTPRequestHandler):
     def _answer(self, body: bytes) -> Answer:
         parts = urlsplit(self.path)
         if self.server.draining:
-            return Answer(503, {"Retry-After": "1"}, b"draining")
+            return Answer(503, {"Retry-After": "1", EXIT_HEADER: LEAVING}, b"draining")
         if parts.path == "/_/health":
             return Answer(200, {}, b"OK")
         ready = parts.path == "/_/ready"
