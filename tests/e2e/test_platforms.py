@@ -94,6 +94,7 @@ def _region_of(one: dict[str, Any]) -> str:
     return str(one["metadata"]["labels"]["geofed.region"])
 
 
+@pytest.mark.timeout(600)
 def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_path: Path) -> None:
     platform = {"kind": "kubernetes", "image": "geofed/worker", "kubeconfig": str(cluster.kubeconfig())}
     sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=platform)
