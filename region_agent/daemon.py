@@ -99,6 +99,7 @@ class Agent:
                     self._offered_datasets.sizes,
                     self._offered_datasets.withheld,
                     self._isolation.kind,
+                    self._offered_datasets.schemas,
                 )
             ),
             version("geofed"),

@@ -36,6 +36,7 @@ from region_agent.link.identity import Identity
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.server_process import free_ports
 from region_agent.policy import check_isolation
+from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.reading import shard_files
 
 __all__ = ["Finding", "examine"]
@@ -66,7 +67,12 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
     async def dataset(name: str) -> str:
         _check_visible(config, config.datasets[name])
         files = await asyncio.to_thread(shard_files, config.datasets[name], config.stores)
-        return ", ".join(f"{split}: {len(found)} file{'s' * (len(found) != 1)}" for split, found in files.items())
+        told = ", ".join(f"{split}: {len(found)} file{'s' * (len(found) != 1)}" for split, found in files.items())
+        if (spec := config.datasets[name].format) is None or "train" not in files:
+            return told
+        index = await asyncio.to_thread(Indexes(state_dir / INDEXES).of, spec, files["train"])
+        parts = ", ".join(f"{part}: {kind}" for part, kind in index.schema.items())
+        return f"{told}; {index.total:,} training samples of {parts[:500]}"
 
     checks: list[tuple[str, Callable[[], Awaitable[str]]]] = [
         ("identity", lambda: _identity(identity, config)),

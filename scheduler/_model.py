@@ -67,6 +67,9 @@ class Dataset:
     """Splits by name; a region needs "train" to train on the shard."""
     residency: str | tuple[str, ...] = "region"
     """Where the data may be processed: "region": only there; "cloud", "anywhere", or the names of further regions."""
+    schema: str = ""
+    """Digest of what a sample consists of, which must be the same in all regions of a job; empty: the task reads the
+    data."""
 
 
 @dataclass(frozen=True)

@@ -349,7 +349,21 @@ def _candidates(snapshot: Snapshot, demand: Demand) -> tuple[list[Region], list[
         for region in holders
         if region.prices is None
     ]
-    return holders, reasons
+    return holders, [*reasons, *_other_schemas(holders, demand.dataset)]
+
+
+def _other_schemas(holders: list[Region], dataset: str) -> list[Reason]:
+    """Regions whose samples differ from the first one's, with which no task can work."""
+    held = [(region.name, one.schema) for region in holders for one in region.datasets if one.name == dataset]
+    return [
+        Reason(
+            "INADMISSIBLE",
+            f"the samples of {dataset} in {name} differ from those in {held[0][0]}: other columns, types or classes",
+            f"`geofed agent doctor` there shows them; correct `format` in a region's file, or leave {name} out",
+        )
+        for name, schema in held
+        if schema != held[0][1]
+    ]
 
 
 def _unknown_use(snapshot: Snapshot, demand: Demand) -> list[Reason]:

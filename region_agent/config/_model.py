@@ -527,12 +527,13 @@ class RegionConfig(Section):
         sizes: Mapping[str, Mapping[str, int]] | None = None,
         withheld: Collection[str] = (),
         isolation: str = "",
+        schemas: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """Return the region's description for the control plane, as its scheduler reads it; it contains no paths.
 
         ``preemptible``: present number of preemptible workers; None: all. ``sizes``: bytes of splits by dataset, for
         datasets that may be processed elsewhere. ``withheld``: datasets that are not offered. ``isolation``: kind
-        of the isolation of job code that is in force; empty: unknown.
+        of the isolation of job code that is in force; empty: unknown. ``schemas``: digests of what samples consist of.
         """
         sizes = sizes or {}
         prices = self.prices.model_dump(exclude={"preemptible_usd_per_gb_second"}) if self.prices else None
@@ -557,6 +558,7 @@ class RegionConfig(Section):
                 {
                     "name": name,
                     "residency": held.residency,
+                    **({"schema": schemas[name]} if schemas and name in schemas else {}),
                     "splits": {
                         split: {"samples": part.samples, "bytes": sizes.get(name, {}).get(split)}
                         for split, part in held.splits.items()

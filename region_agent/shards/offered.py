@@ -14,6 +14,7 @@ from region_agent.config import DatasetConfig, RegionConfig, load_config
 from region_agent.shards.indexing import Indexes, check_counts, with_samples
 from region_agent.shards.listing import shard_bytes
 from region_agent.shards.reading import shard_files
+from region_agent.worker.data.index import schema_digest
 
 __all__ = ["OfferedDatasets"]
 
@@ -36,6 +37,8 @@ class OfferedDatasets:
         """Datasets that cannot be read, with the error."""
         self.sizes: dict[str, dict[str, int]] = {}
         """Bytes of each split, by dataset; empty for data that must stay in the region."""
+        self.schemas: dict[str, str] = {}
+        """Digests of what the training samples consist of, by dataset, for those with a format."""
         self._checks: dict[str, asyncio.Future[dict[str, int]]] = {}
         """Checks that have timed out but still run; the next check of the dataset waits for the same one."""
 
@@ -75,6 +78,7 @@ class OfferedDatasets:
             # The withheld and the sizes first: they name only datasets that there are.
             self.withheld.pop(name, None)
             self.sizes.pop(name, None)
+            self.schemas.pop(name, None)
             del held[name]
         held.update(datasets)
         _log.info("the region file has changed", datasets=sorted(held))
@@ -122,9 +126,12 @@ class OfferedDatasets:
         dataset = self._config.datasets[name]
         found = shard_files(dataset, self._config.stores)
         if dataset.format is not None:
-            counted = {split: self._indexes.of(dataset.format, files).total for split, files in found.items()}
+            indexes = {split: self._indexes.of(dataset.format, files) for split, files in found.items()}
+            counted = {split: index.total for split, index in indexes.items()}
             check_counts(dataset, counted)
             if self._config.datasets.get(name) is dataset:
+                if (train := indexes.get("train")) is not None:
+                    self.schemas[name] = schema_digest(train.schema)
                 self._config.datasets[name] = with_samples(dataset, counted)
         return {} if dataset.residency == "region" else shard_bytes(found)
 

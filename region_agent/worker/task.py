@@ -70,6 +70,8 @@ class TaskModule:
     """Precision in which losses and metrics are computed."""
     ahead: Any = _AHEAD
     """What the task module states as `prefetch`."""
+    tokenizer: Any = None
+    """What the task module states as `tokenizer`; None: nothing."""
 
     def calling(self, doing: str) -> AbstractContextManager[None]:
         """Return the context for a call of user code, which turns its exceptions into errors: see `task_errors`."""
@@ -107,12 +109,20 @@ class TaskModule:
 
         Raises ``GeofedError("TASK_INVALID")``.
         """
+        if self.tokenizer is not None:
+            rows.use_tokenizer(self._tokenizer_file())
         items = self.dataset(rows, split) if "dataset" in self._functions else rows
         if len(items) != len(rows):
             text = f"dataset(...) returned {len(items):,} samples for {len(rows):,} rows"
             hint = "of data with a format, item i of what dataset returns must be made of row i; leave out by None"
             raise GeofedError("TASK_INVALID", text, hint=hint)
         return Streamed(rows, items, self.prefetch)
+
+    def _tokenizer_file(self) -> Path:
+        path = (self.folder / str(self.tokenizer)).resolve()
+        if not path.is_relative_to(self.folder.resolve()) or not path.is_file():
+            raise GeofedError("TASK_INVALID", f"there is no file {self.tokenizer} in the task folder: `tokenizer`")
+        return path
 
     @property
     def prefetch(self) -> int:
@@ -314,7 +324,13 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> TaskModule:
         missing.insert(0, "model")
     if missing:
         raise GeofedError("TASK_INVALID", f"{module} does not define {', '.join(missing)}")
-    return TaskModule(folder, config, functions, ahead=getattr(loaded, "prefetch", _AHEAD))
+    return TaskModule(
+        folder,
+        config,
+        functions,
+        ahead=getattr(loaded, "prefetch", _AHEAD),
+        tokenizer=getattr(loaded, "tokenizer", None),
+    )
 
 
 @contextmanager

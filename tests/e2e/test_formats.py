@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.running import Federation, Running, digits_sites, eventually
 from support.stores import BUCKET, s3_server
 
@@ -26,9 +27,9 @@ SAMPLES = {"shanghai": 600, "virginia": 400}
 _BLOCKS = re.findall(
     r"^```python\n(.*?)^```$", (Path(__file__).parents[2] / "docs" / "data.md").read_text(), re.MULTILINE | re.DOTALL
 )
-TABLE_TASK = _BLOCKS[0]
+TABLE_TASK, IMAGE_TASK, TEXT_TASK = _BLOCKS[:3]
 ROWS_TASK = (
-    "\n".join(_BLOCKS[:2])
+    "\n".join([TABLE_TASK, _BLOCKS[3]])
     + """
 
 prefetch = 4
@@ -39,7 +40,7 @@ def loss(model, batch):
     return torch.nn.functional.mse_loss(model(10 * x).squeeze(1), y)
 """
 )
-"""Those of the documentation; the second one makes samples of the rows."""
+"""Those of the documentation; the last one makes samples of the rows."""
 
 
 def _columns(region: str) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def _counted(running: Running, region: str, dataset: str) -> dict[str, int]:
     return {split: part["samples"] for split, part in held["splits"].items()}
 
 
-def _check_learned(running: Running, task: str, dataset: str, *settings: str) -> None:
+def _check_learned(running: Running, task: str, dataset: str, *settings: str, loss: float = 0.05) -> None:
     eventually(
         lambda: {name: _counted(running, name, dataset).get("train") for name in PAIR} == SAMPLES,
         "the samples are counted",
@@ -97,7 +98,7 @@ def _check_learned(running: Running, task: str, dataset: str, *settings: str) ->
     described = running.wait_end(job)
     assert described["state"] == "succeeded", described.get("error") or described
     assert {part["region"] for part in described["partitions"]} == set(PAIR)
-    assert described["result"]["metrics"]["loss"] < 0.05, described["result"]
+    assert described["result"]["metrics"]["loss"] < loss, described["result"]
 
 
 @pytest.mark.parametrize("write", [_parquet, _csv])
@@ -136,6 +137,73 @@ def test_objects_of_a_store_are_read_in_parts(tmp_path: Path) -> None:
             _check_learned(Running(federation, tmp_path), ROWS_TASK, "table")
             # Row groups of 10 samples are read by themselves.
             assert server.counts()["gets"] > 2 * 100
+
+
+def _image_folder(folder: Path, region: str) -> dict[str, Any]:
+    """Dark crows and bright herons."""
+    rng = np.random.default_rng(PAIR.index(region))
+    for at in range(SAMPLES[region]):
+        name, light = ("crow", 40) if at % 2 else ("heron", 160)
+        file = folder / name / f"{at}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(light, light + 60, (9, 7, 3), np.uint8)).save(file)
+    form = {"kind": "image-folder", "size": 32, "classes": ["crow", "heron"]}
+    return {"format": form, "splits": {split: {"uri": f"{folder}/"} for split in ("train", "test")}}
+
+
+def _tokenizer() -> str:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs geofed[data]")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        ["the wire hums"],
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    return str(made.to_str())
+
+
+def _documents(folder: Path, region: str) -> dict[str, Any]:
+    folder.mkdir()
+    lines = [json.dumps({"body": "the wire hums " * 9}) for _ in range(SAMPLES[region])]
+    # Of 127 bytes each, with the end of the document: samples of 127 bytes are as many.
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    form = {"kind": "jsonl", "field": "body", "sequence": 127}
+    return {"format": form, "splits": {split: {"uri": f"{folder}/a.jsonl"} for split in ("train", "test")}}
+
+
+@pytest.mark.parametrize("kind", ["images", "documents"])
+def test_images_and_text_are_trained_on_without_code_that_reads_them(
+    running_pair: Running, tmp_path: Path, kind: str
+) -> None:
+    write, task, loss = {
+        "images": (_image_folder, IMAGE_TASK, 0.1),
+        "documents": (_documents, f'tokenizer = "tokenizer.json"\n{TEXT_TASK}', 1.0),
+    }[kind]
+    if kind == "documents":
+        (running_pair.job_folder() / "tokenizer.json").write_text(_tokenizer())
+    with _offered(running_pair, {name: write(tmp_path / name, name) for name in PAIR}, kind):
+        _check_learned(running_pair, task, kind, loss=loss)
+
+
+def test_regions_with_other_columns_take_no_part_in_one_job(running_pair: Running, tmp_path: Path) -> None:
+    datasets = {}
+    for name in PAIR:
+        folder = Path(_parquet(tmp_path / name, name))
+        form: dict[str, Any] = {"kind": "parquet"} | ({"columns": ["a", "y"]} if name == "virginia" else {})
+        datasets[name] = {"format": form, "splits": {"train": {"uri": f"{folder}/"}}}
+    with _offered(running_pair, datasets, "differing"):
+        eventually(
+            lambda: all(_counted(running_pair, name, "differing") for name in PAIR), "the samples are counted", 20
+        )
+        job = running_pair.job_folder(TABLE_TASK) / "job.yaml"
+        declined = running_pair.federation.control_plane(
+            "submit", str(job), "--set", "data.dataset=differing", check=False
+        )
+        assert declined.returncode == 9, declined.stderr
+        assert "the samples of differing in virginia differ from those in shanghai" in declined.stderr
 
 
 def test_a_dataset_that_cannot_be_counted_is_not_offered(running_pair: Running, tmp_path: Path) -> None:

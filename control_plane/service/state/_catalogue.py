@@ -136,6 +136,8 @@ def _dataset_faults(catalogue: Catalogue) -> Iterator[str]:
         where = f"datasets.{held.name}"
         if not 0 < len(held.name) <= _TEXT or len(held.splits) > _MOST_SPLITS:
             yield f"{where}: the name has no character or more than {_TEXT}, or there are over {_MOST_SPLITS} splits"
+        if len(held.schema) > _TEXT:
+            yield f"{where}.schema: more than {_TEXT} characters"
         if isinstance(held.residency, str) and held.residency not in ("region", "cloud", "anywhere"):
             yield f"{where}.residency: {held.residency!r} is unknown"
         for split, part in held.splits.items():

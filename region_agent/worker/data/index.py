@@ -14,7 +14,7 @@ from safetensors.numpy import load, save
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["MOST_BLOCKS", "Block", "BlockIndex", "index_key", "join_indexes", "least_block_bytes"]
+__all__ = ["MOST_BLOCKS", "Block", "BlockIndex", "index_key", "join_indexes", "least_block_bytes", "schema_digest"]
 
 MOST_BLOCKS = 1 << 20
 """Most blocks of a split, so that its index has at most 40 MiB."""
@@ -23,6 +23,11 @@ _BLOCK_BYTES = 256 << 10
 dozens."""
 _USUAL_BLOCKS = 1 << 16
 """Blocks of a file beyond which they become larger, so that an index does not grow with the file."""
+_NUMBERS = {
+    **dict.fromkeys(("float", "double", "halffloat", "float16", "float32", "float64"), "number"),
+    **{f"{sign}int{bits}": "int64" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}
+"""Types of numbers in files that become the same type in a sample."""
 _COLUMNS = ("file", "offset", "length", "samples", "held")
 
 
@@ -122,6 +127,12 @@ def join_indexes(parts: Sequence[tuple[str, int, BlockIndex]]) -> BlockIndex:
     moved = np.concatenate([index.file + start for start, (_, _, index) in zip(before, parts, strict=True)])
     rest = [np.concatenate([getattr(index, name) for _, _, index in parts]) for name in _COLUMNS[1:]]
     return BlockIndex._of_columns([moved, *rest], first[2].schema)
+
+
+def schema_digest(schema: dict[str, str]) -> str:
+    """Return what equals for schemas whose samples are alike: whatever the order, and the width of numbers in files."""
+    plain = {name: _NUMBERS.get(kind, kind.removeprefix("large_")) for name, kind in schema.items()}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def difference(one: dict[str, str], other: dict[str, str]) -> str:

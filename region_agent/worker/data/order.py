@@ -41,7 +41,7 @@ class BlockOrder:
         """Whether the split is shuffled as a whole."""
         largest = max(1, int(index.held.max(initial=1)))
         most = max(1, min(batch, _MOST_LANES, len(index) // _BLOCKS_OF_LANE, _HELD_BYTES // largest))
-        self._batch, self._slots = batch, -(-batch // most)
+        self._batch, self._slots = batch, _slots(batch, most)
         self.lanes = -(-batch // self._slots)
         """Lanes; every lane has the same number of samples in a step, but for the last one."""
         self._epochs: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
@@ -93,3 +93,12 @@ class BlockOrder:
             rng = np.random.default_rng([*self._seed, epoch, 1 + block])
             self._inside[key] = rng.permutation(int(self._samples[block]))
         return int(self._first[block] + self._inside[key][place])
+
+
+def _slots(batch: int, most: int) -> int:
+    """Return the samples that each lane has in a step, so that there are at most so many lanes.
+
+    A divisor of the batch, if there is one near, so that the samples of a worker come from whole lanes.
+    """
+    least = -(-batch // most)
+    return next((slots for slots in range(least, 2 * least + 1) if batch % slots == 0), least)

@@ -22,9 +22,17 @@ class FormatSpec(BaseModel):
     )
 
     kind: str
-    """Kind of the files: `parquet` or `csv`."""
+    """Kind of the files: `parquet`, `csv`, `image-folder`, `webdataset`, `jsonl` or `text`."""
     columns: Annotated[tuple[Name, ...], Field(max_length=_MOST_NAMES)] = ()
-    """Columns that jobs get; the others are not read. Default: all."""
+    """Of `parquet` and `csv`: columns that jobs get; the others are not read. Default: all."""
+    classes: Annotated[tuple[Name, ...], Field(max_length=100_000)] = ()
+    """Of `image-folder`: the classes, in the order of their labels. Default: the folders by name."""
+    size: Annotated[int, Field(ge=1, le=8192)] | None = None
+    """Of `image-folder` and `webdataset`: height and width to which images are scaled. Default: their own."""
+    sequence: Annotated[int, Field(ge=2, le=1 << 20)] = 512
+    """Of `text` and `jsonl`: bytes of text in a sample."""
+    field: Name = "text"
+    """Of `jsonl`: key of the text in each line's object."""
 
     @model_validator(mode="before")
     @classmethod

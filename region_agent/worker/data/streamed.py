@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.formats import format_of
+from region_agent.worker.data.formats.text import TextReader
 from region_agent.worker.data.index import BlockIndex
 from region_agent.worker.data.order import SMALL_BYTES, BlockOrder
 from region_agent.worker.data.sources import Sources
@@ -72,6 +74,15 @@ class Rows(Dataset[Any]):
             self._forget(block)
         for block in blocks:
             self._begin(block)
+
+    def use_tokenizer(self, path: Path) -> None:
+        """Make the text's tokens by a file of the package tokenizers.
+
+        Raises ``GeofedError``: TASK_INVALID, also if the split has no text; CONFIG_INVALID.
+        """
+        if not isinstance(self._reader, TextReader):
+            raise GeofedError("TASK_INVALID", "the task states a tokenizer, and the format of the data is no text")
+        self._reader.use_tokenizer(path)
 
     def close(self) -> None:
         """Forget all blocks, and close the files."""

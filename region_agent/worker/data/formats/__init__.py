@@ -5,12 +5,17 @@ from __future__ import annotations
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.formats.contract import Format
 from region_agent.worker.data.formats.csv import CsvFormat
+from region_agent.worker.data.formats.image_folder import ImageFolderFormat
 from region_agent.worker.data.formats.parquet import ParquetFormat
+from region_agent.worker.data.formats.text import JsonLinesFormat, TextFormat
+from region_agent.worker.data.formats.webdataset import WebDatasetFormat
 from region_agent.worker.data.spec import FormatSpec
 
 __all__ = ["FORMATS", "check_format", "format_of"]
 
-_ALL: tuple[Format, ...] = (CsvFormat(), ParquetFormat())
+_ALL: tuple[Format, ...] = (
+    CsvFormat(), ImageFolderFormat(), JsonLinesFormat(), ParquetFormat(), TextFormat(), WebDatasetFormat()
+)  # fmt: skip
 FORMATS: dict[str, Format] = {one.kind: one for one in _ALL}
 """All formats by name."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 from geofed_pb.errors import GeofedError
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CsvFormat"]
 
-_MOST_HEADER_BYTES = 1 << 20
+_HEADER_BYTES, _MOST_HEADER_BYTES = 16 << 10, 1 << 20
+"""Bytes that are read at a time for the first line, and at most."""
 
 
 class CsvFormat:
@@ -61,9 +63,11 @@ def _header(source: Source) -> tuple[list[str], int]:
     """Return the names of the columns, and where the lines after them begin."""
     import pyarrow.csv
 
-    content = source.read(0, min(_MOST_HEADER_BYTES, source.size))
+    content = b""
+    while b"\n" not in content and len(content) < min(_MOST_HEADER_BYTES, source.size):
+        content += source.read(len(content), min(_HEADER_BYTES, source.size - len(content)))
     end = content.find(b"\n") + 1 or len(content)
-    if not content[:end].strip() or len(content) == end == _MOST_HEADER_BYTES:
+    if not content[:end].strip() or len(content) >= end > _MOST_HEADER_BYTES:
         raise GeofedError("SHARD_UNREADABLE", f"{source.name}: the first line has no names of columns")
     first = content[:end].removeprefix(b"\xef\xbb\xbf")
     return list(pyarrow.csv.read_csv(io.BytesIO(first)).column_names), end
@@ -112,6 +116,7 @@ class _CsvReader(TableReader):
     def __init__(self, sources: Sources, index: BlockIndex) -> None:
         self._sources, self._index = sources, index
         self._names: dict[int, list[str]] = {}
+        self._lock = threading.Lock()
 
     def load(self, number: int) -> pa.Table:
         """Read a block of lines."""
@@ -120,8 +125,9 @@ class _CsvReader(TableReader):
         block = self._index.block(number)
         source = self._sources[block.file]
         with file_faults(source.name):
-            if block.file not in self._names:
-                self._names[block.file] = _header(source)[0]
+            with self._lock:
+                if block.file not in self._names:
+                    self._names[block.file] = _header(source)[0]
             types = {name: pa.type_for_alias(kind) for name, kind in self._index.schema.items()}
             content = source.read(block.offset, block.length)
             where = f"{source.name}, byte {block.offset:,}"

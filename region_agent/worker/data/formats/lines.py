@@ -16,13 +16,15 @@ _READ_BYTES = 4 << 20
 """Bytes that are read at a time for the index."""
 
 
-def line_blocks(source: Source, begin: int = 0, *, quotes: bool = False) -> Iterator[tuple[int, bytes]]:
+def line_blocks(
+    source: Source, begin: int = 0, *, quotes: bool = False, least: int | None = None
+) -> Iterator[tuple[int, bytes]]:
     """Yield a file's blocks of whole lines from a position on, each with its first byte's position.
 
-    ``quotes``: a line does not end within double quotes. Raises ``GeofedError("LIMIT_EXCEEDED")`` for a line that is
-    too long.
+    ``quotes``: a line does not end within double quotes. ``least``: bytes of a block, unless the file ends; None: the
+    usual. Raises ``GeofedError("LIMIT_EXCEEDED")`` for a line that is too long.
     """
-    least, held, at = least_block_bytes(source.size), b"", begin
+    least, held, at = least or least_block_bytes(source.size), b"", begin
     for start in range(begin, source.size, _READ_BYTES):
         held += source.read(start, min(_READ_BYTES, source.size - start))
         last = start + _READ_BYTES >= source.size

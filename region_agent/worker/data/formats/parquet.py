@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any
 
 from geofed_pb.errors import GeofedError
@@ -84,17 +85,20 @@ class _ParquetReader(TableReader):
         self._sources, self._index = sources, index
         self._strings = [name for name, kind in index.schema.items() if "string" in kind or "binary" in kind]
         self._metadata: dict[int, Any] = {}
+        self._lock = threading.Lock()
 
     def load(self, number: int) -> pa.Table:
         """Read a row group."""
         block = self._index.block(number)
         source = self._sources[block.file]
         with file_faults(source.name):
-            if block.file not in self._metadata:
-                if len(self._metadata) > 256:
-                    self._metadata.clear()
-                self._metadata[block.file] = _opened(source).metadata
-            opened = _opened(source, self._metadata[block.file], self._strings)
+            with self._lock:
+                if block.file not in self._metadata:
+                    if len(self._metadata) > 256:
+                        self._metadata.clear()
+                    self._metadata[block.file] = _opened(source).metadata
+                metadata = self._metadata[block.file]
+            opened = _opened(source, metadata, self._strings)
             table = opened.read_row_group(block.offset, columns=list(self._index.schema), use_threads=False)
             for column in table.column_names:
                 table = _without_nulls(table, column, f"{source.name}: row group {block.offset}")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.formats.contract import missing_package
@@ -122,6 +121,7 @@ class TableReader:
 
 def _values(column: pa.ChunkedArray, name: str, stack: bool) -> Any:
     import pyarrow as pa
+    import torch
     from pyarrow import types
 
     if types.is_dictionary(column.type):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import itertools
+import json
 import os
+import subprocess
+import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import default_collate
 
 from geofed_pb.errors import GeofedError
@@ -299,11 +305,247 @@ def test_text_that_a_dictionary_repeats_takes_no_more_memory_than_the_index_says
     assert 300 * len(text) > parquet_files._MOST_GROUP_BYTES
 
 
+@pytest.mark.processes
+def test_an_agent_loads_no_package_that_reads_data_until_it_has_such_data() -> None:
+    program = "import sys, region_agent.daemon; print({'torch', 'pyarrow', 'PIL', 'tokenizers'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"
+
+
+def _pixels(label: int, at: int) -> bytes:
+    image = Image.new("RGB", (12 + at % 3, 10), (label * 100, at, 0))
+    held = io.BytesIO()
+    image.save(held, "PNG")
+    return held.getvalue()
+
+
+def _image_folder(folder: Path) -> list[ShardFile]:
+    for label, name in enumerate(("cat", "dog")):
+        (folder / name).mkdir(parents=True)
+        for at in range(20):
+            (folder / name / f"{at}.png").write_bytes(_pixels(label, at))
+    (folder / "README.txt").write_text("not an image")
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [ShardFile(name=str(path.relative_to(folder)), path=str(path), folder=True) for path in paths]
+
+
+def _of_files(files: list[ShardFile], **options: Any) -> Rows:
+    spec = check_format(FormatSpec(**options))
+    return Rows(spec, files, BlockIndex.from_bytes(FORMATS[spec.kind].index(spec, Sources(files)).to_bytes()))
+
+
+def test_a_folder_of_images_is_labelled_by_its_folders(tmp_path: Path) -> None:
+    files = _image_folder(tmp_path)
+    rows = _of_files(files, kind="image-folder", size=8)
+    assert (len(rows), rows.schema) == (40, {"image": "uint8", "label": "int64, cat dog"})
+    batch = rows.batch([0, 39, 21])
+    assert (batch["image"].shape, batch["image"].dtype, batch["label"].tolist()) == (
+        (3, 3, 8, 8),
+        torch.uint8,
+        [0, 1, 1],
+    )
+    assert batch["image"][:, 0, 0, 0].tolist() == [0, 100, 100]
+    single = default_collate([rows[at] for at in (0, 39, 21)])
+    assert all(torch.equal(single[name], batch[name]) for name in batch)
+    turned = _of_files(files, kind="image-folder", size=8, classes=["dog", "cat"])
+    assert turned.batch([0, 39])["label"].tolist() == [1, 0]
+    with pytest.raises(GeofedError, match="images of a batch have different sizes") as refused:
+        _of_files(files, kind="image-folder").batch([0, 1, 2])
+    assert refused.value.code == "TASK_INVALID"
+
+
+def test_faulty_folders_of_images_are_refused_by_the_name_of_the_file(tmp_path: Path) -> None:
+    files = _image_folder(tmp_path)
+    with pytest.raises(GeofedError, match=r"dog/0\.png: 'dog' is none of the classes cat, bird"):
+        _of_files(files, kind="image-folder", classes=["cat", "bird"])
+    with pytest.raises(GeofedError, match=r"0\.png lies in no folder that names its class"):
+        _of_files([_file(tmp_path / "cat" / "0.png")], kind="image-folder")
+    (tmp_path / "cat" / "0.png").write_bytes(_pixels(0, 0)[:45])
+    with pytest.raises(GeofedError, match=r"cat/0\.png: ") as refused:
+        _of_files(files, kind="image-folder")[0]
+    assert refused.value.code == "SHARD_UNREADABLE"
+
+
+@pytest.mark.parametrize("side", [9_000, 20_000])
+def test_an_image_with_very_many_pixels_is_refused_before_it_is_decoded(tmp_path: Path, side: int) -> None:
+    (tmp_path / "cat").mkdir()
+    whole = io.BytesIO()
+    Image.new("1", (side, side)).save(whole, "PNG")
+    (tmp_path / "cat" / "bomb.png").write_bytes(whole.getvalue())
+    file = ShardFile(name="cat/bomb.png", path=str(tmp_path / "cat" / "bomb.png"), folder=True)
+    with pytest.raises(GeofedError, match=r"cat/bomb\.png: the image has more than 64,000,000 pixels") as refused:
+        _of_files([file], kind="image-folder", size=8)[0]
+    assert refused.value.code == "LIMIT_EXCEEDED"
+
+
+def _tar(path: Path, members: list[tuple[str, bytes]], **more: Any) -> ShardFile:
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        archive.addfile(tarfile.TarInfo("README"), io.BytesIO())
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            for key, value in more.items():
+                setattr(info, key, value)
+            archive.addfile(info, io.BytesIO(content) if not more else None)
+    return _file(path)
+
+
+def _npy(array: Any) -> bytes:
+    held = io.BytesIO()
+    np.save(held, array)
+    return held.getvalue()
+
+
+HUGE = _npy(np.zeros(3)).replace(b"(3,), }         ", b"(9999999999,), }")
+"""It claims 80 GB."""
+
+
+def _samples_of_tar(first: int, last: int) -> list[tuple[str, bytes]]:
+    long = "a" * 150
+    return [
+        part
+        for at in range(first, last)
+        for part in (
+            (f"{long}/{at:05}.cls", b"%d" % at),
+            (f"{long}/{at:05}.json", json.dumps({"at": at}).encode()),
+            (f"{long}/{at:05}.left.png", _pixels(at % 2, at % 100)),
+            (f"{long}/{at:05}.x.npy", _npy(np.full(3, at, np.float32))),
+            (f"{long}/{at:05}.txt", f"ü {at}".encode()),
+            (f"{long}/{at:05}.bin", os.urandom(at % 700)),
+        )
+    ]
+
+
+def test_samples_of_tar_shards_are_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "SMALL_BYTES", 0)
+    files = [_tar(tmp_path / f"{at}.tar", _samples_of_tar(200 * at, 200 * at + 200)) for at in range(2)]
+    rows = _of_files(files, kind="webdataset", size=6)
+    assert len(rows) == 400
+    assert len(rows.index) > 100
+    row = rows[321]
+    assert (row["__key__"][-6:], int(row["cls"]), row["json"], row["txt"]) == ("/00321", 321, {"at": 321}, "ü 321")
+    assert (row["left.png"].shape, row["x.npy"].tolist(), len(row["bin"])) == ((3, 6, 6), [321.0] * 3, 321)
+    streams = [BatchStream(Streamed(rows, rows, 2), 1, "east", worker, 2, 10, lambda found: found) for worker in (0, 1)]
+    drawn = [int(one["cls"]) for step in range(1, 41) for stream in streams for one in stream.batch(step)]
+    assert sorted(drawn) == list(range(400))
+
+
+def _overwritten(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for at in range(20_000, len(content) - 2000, 512):
+        content[at : at + 512] = b"x" * 512
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("members", "more", "code", "text"),
+    [
+        ([("../a.txt", b"")], {}, "SHARD_UNREADABLE", r"'\.\./a\.txt' leads out of the archive"),
+        ([("/a.txt", b"")], {}, "SHARD_UNREADABLE", r"'/a\.txt' leads out of the archive"),
+        ([("a.txt", b"")], {"type": tarfile.SYMTYPE, "linkname": "/etc"}, "SHARD_UNREADABLE", "not a plain file"),
+        ([("a.txt", b"")], {"type": tarfile.CHRTYPE}, "SHARD_UNREADABLE", "not a plain file"),
+        ([("a.txt", b""), ("b.cls", b"1")], {}, "SHARD_UNREADABLE", r"sample 'b' has cls, the first one txt"),
+        ([("a.txt", b""), ("a.txt", b"")], {}, "SHARD_UNREADABLE", "sample 'a' has too many files"),
+        ([("a.npy", _npy(np.zeros(3))[:-8])], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: EOF"),
+        ([("a.npy", HUGE)], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: not an array"),
+        ([("a.npy", _npy(np.array([{}], object)))], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: not an array"),
+        ([("a.cls", b"one")], {}, "SHARD_UNREADABLE", r"s\.tar, a\.cls: invalid literal"),
+        ([("a.json", b"[" * 100_000)], {}, "SHARD_UNREADABLE", r"s\.tar, a\.json: "),
+    ],
+)  # fmt: skip
+def test_faulty_tar_shards_are_refused_by_the_name_of_the_file(
+    tmp_path: Path, members: list[tuple[str, bytes]], more: dict[str, Any], code: str, text: str
+) -> None:
+    file = _tar(tmp_path / "s.tar", members, **more)
+    with pytest.raises(GeofedError, match=text) as refused:
+        _of_files([file], kind="webdataset")[0]
+    assert refused.value.code == code
+    assert "s.tar" in refused.value.message
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:30_000]), _overwritten])
+def test_damaged_tar_shards_are_refused(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    file = _tar(tmp_path / "s.tar", _samples_of_tar(0, 50))
+    damage(tmp_path / "s.tar")
+    with pytest.raises(GeofedError, match=r"s\.tar: ") as refused:
+        _of_files([file], kind="webdataset")
+    assert refused.value.code == "SHARD_UNREADABLE"
+    (tmp_path / "s.tar.gz").write_bytes(b"")
+    with pytest.raises(GeofedError, match=r"s\.tar\.gz: not a \.tar file"):
+        _of_files([_file(tmp_path / "s.tar.gz")], kind="webdataset")
+
+
+LINES = [f"line {at} of a text with ü in it\n" for at in range(4000)]
+
+
+def _bytes_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    kept = [row[row >= 0].tolist() for row in batch["labels"]]
+    assert all(ids[: len(row)].tolist() == row for ids, row in zip(batch["input_ids"], kept, strict=True))
+    return kept
+
+
+def test_text_is_packed_into_sequences_that_lose_nothing(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    paths[0].write_text("".join(LINES))
+    paths[1].write_text("short")
+    rows = _of_files([_file(path) for path in paths], kind="text", sequence=64)
+    found = list(itertools.chain.from_iterable(_bytes_of(rows.batch(list(range(len(rows)))))))
+    whole = [*"".join(LINES).encode(), 256, *b"short", 256]
+    assert found == whole
+    assert len(rows) < 1.02 * len(whole) / 64 + 2
+    assert rows[-1]["input_ids"].tolist()[:6] == [*b"short", 256]
+    assert rows[-1]["labels"][6:].eq(-100).all()
+
+
+def test_lines_of_json_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n\n".join(json.dumps({"id": at, "body": text}) for at, text in enumerate(LINES)))
+    rows = _of_files([_file(path)], kind="jsonl", sequence=100, field="body")
+    found = list(itertools.chain.from_iterable(_bytes_of(rows.batch(list(range(len(rows)))))))
+    assert found == [one for text in LINES for one in (*text.encode(), 256)]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": 1}', '{"other": "x"}', "[" * 100_000])
+def test_a_line_that_is_no_document_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(GeofedError, match=r"a\.jsonl, byte 17: ") as refused:
+        _of_files([_file(path)], kind="jsonl")
+    assert refused.value.code == "SHARD_UNREADABLE"
+
+
+def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs geofed[data]")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["</s>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(LINES, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in LINES))
+    rows = _of_files([_file(path)], kind="jsonl", sequence=256)
+    rows.use_tokenizer(tmp_path / "tokenizer.json")
+    batch = rows.batch(list(range(len(rows))))
+    assert batch["input_ids"].shape[1] < 128
+    assert int(batch["labels"].max()) < 400
+    text = "".join(made.decode(row, skip_special_tokens=True) for row in _bytes_of(batch))
+    # A character that two sequences part is left out.
+    assert len(text) > 0.99 * len("".join(LINES))
+    assert sum(row.count(made.token_to_id("</s>")) for row in _bytes_of(batch)) == len(LINES)
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(GeofedError, match=r"other\.json is no file of a tokenizer"):
+        rows.use_tokenizer(tmp_path / "other.json")
+
+
 @pytest.mark.parametrize(
     ("format", "text"),
     [
         ("parquett", "'parquett' is not one of csv, "),
         ({"kind": "parquet", "colums": ["x"]}, "Extra inputs are not permitted"),
+        ({"kind": "parquet", "size": 8}, "'size' has no meaning for parquet"),
     ],
 )
 def test_a_format_that_is_not_known_is_refused(format: Any, text: str) -> None:
