@@ -342,6 +342,12 @@ class ControlClient:
         )
         return list(reply.users)
 
+    async def audit(self) -> AsyncIterator[str]:
+        """Yield the lines of the audit log's file; only the operator may."""
+        async with self._calling():
+            async for reply in self._stub.Audit(control_pb2.AuditRequest(), metadata=self._metadata):
+                yield reply.line
+
     async def watch(
         self, job: str, *, cursor: int = 0, follow: bool = True, on_break: OnBreak | None = None
     ) -> AsyncIterator[control_pb2.Event]:

@@ -30,7 +30,7 @@ from control_plane._tracker import keep_tracking
 from control_plane._web import Web, serving_routes, standby_routes
 from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
-from control_plane.pki import REGION_LIFE, Authority, GivenAuthority, hash_secret, new_secret, utc_now
+from control_plane.pki import REGION_LIFE, Authority, GivenAuthority, audit_key, hash_secret, new_secret, utc_now
 from control_plane.service import (
     AGENT_RULES,
     CONTROL_RULES,
@@ -296,6 +296,7 @@ async def _open_state(config: ServeConfig, store: Store, leading: Leading, stack
     store.put_meta(_AUTHORITY, authority.fingerprint)
     certificate, key = authority.server_certificate(_own_names(config), now)
     federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, name, leading)
+    federation.audit.key = audit_key(config.state_dir / "pki")
     federation.issues_certificates = authority.issues
     federation.ca_pem = lambda: authority.ca_pem
     stack.push_async_callback(federation.close)

@@ -163,6 +163,18 @@ def approve(
     _say(f"{found.job} of user {found.user} may run on {found.dataset}")
 
 
+@app.command(epilog="Example: geofed agent audit")
+def audit(state_dir: StateDir = DEFAULT_STATE) -> None:
+    """Print the heads of the control plane's audit log that this region has: for `geofed audit verify --witness`."""
+    from region_agent.link.identity import Identity
+    from region_agent.link.witness import AUDIT_HEADS
+
+    try:
+        print((Identity(state_dir).folder / AUDIT_HEADS).read_text(), end="")
+    except FileNotFoundError:
+        raise GeofedError("UNAVAILABLE", f"no agent with {state_dir} has been connected yet") from None
+
+
 @app.command(epilog="Example: geofed agent doctor --config home.yaml")
 def doctor(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],

@@ -12,6 +12,7 @@ import typer
 from control_plane.cli._output import emit_error
 from control_plane.cli._settings import settings
 from control_plane.cli.commands import (
+    audit,
     catalogue,
     context,
     export,
@@ -76,7 +77,10 @@ COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
     },
 }
 """Commands without a group of their own, with the arguments of an example, by the heading of `--help`."""
-GROUPS = {"To begin with": (template.app,), "The federation": (region.app, context.app, user.app, catalogue.app)}
+GROUPS = {
+    "To begin with": (template.app,),
+    "The federation": (region.app, context.app, user.app, audit.app, catalogue.app),
+}
 """Groups of commands, by the heading."""
 
 

@@ -234,6 +234,7 @@ class Dashboard:
     async def _file(self, request: Request, caller: Caller) -> Response:
         entry, name = await self._find(request.path_params["job"], caller), request.path_params["name"]
         if name == "task.tar":
+            await self._federation.note_read(entry, caller.user, entry.row.bundle_digest)
             return await self._blob(entry.row.bundle_digest, f"{entry.row.id}-task.tar")
         view, key = (
             job_view(self._federation.describe(entry)),
@@ -247,6 +248,7 @@ class Dashboard:
     async def _model(self, request: Request, caller: Caller) -> Response:
         entry = await self._find(request.path_params["job"], caller)
         model = kept_model(entry, request.path_params["round"] or None)
+        await self._federation.note_read(entry, caller.user, model.digest)
         return await self._blob(model.digest, f"{entry.row.id}-round-{model.round}.safetensors")
 
     async def _blob(self, digest: str, name: str) -> Response:

@@ -3,6 +3,7 @@
 from control_plane.store._copying import Line, copy_rows, from_line, replace_rows, to_line
 from control_plane.store._open import open_store, sqlite_file, upgrade_store
 from control_plane.store._records import (
+    AuditRow,
     Change,
     CommandRow,
     Committed,
@@ -25,6 +26,7 @@ from control_plane.store._store import HISTORIES, OutcomeUnknown, Store
 
 __all__ = [
     "HISTORIES",
+    "AuditRow",
     "Change",
     "CommandRow",
     "Committed",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -232,6 +234,18 @@ class WeightRow:
 
 
 @dataclass(frozen=True)
+class AuditRow:
+    """An entry of the audit log."""
+
+    text: str
+    """JSON object."""
+    seq: int = 0
+    """Its number, from 1; assigned when it is stored."""
+    hash: str = ""
+    """Assigned when it is stored (`geofed_pb.audit`)."""
+
+
+@dataclass(frozen=True)
 class Change:
     """All changes caused by one message, stored in one transaction."""
 
@@ -253,6 +267,8 @@ class Change:
     """Region to forget with its commands and invitations; empty: none."""
     revocations: tuple[Revocation, ...] = ()
     """Newly revoked certificates."""
+    audit: tuple[Mapping[str, Any], ...] = ()
+    """New entries of the audit log, without their numbers."""
     report_cursor: tuple[str, int] | None = None
     """Region and sequence number of the report that is applied."""
     command_cursor: tuple[str, int] | None = None
@@ -274,6 +290,8 @@ class Committed:
     commands: tuple[CommandRow, ...] = ()
     logged: bool = False
     """Whether log lines were stored."""
+    audit: AuditRow | None = None
+    """The last new entry of the audit log."""
 
 
 @dataclass(frozen=True)

@@ -163,6 +163,13 @@ weights = Table(
     Column("held_bytes", BigInteger, nullable=False, server_default="0"),
     Column("batch_norms_json", Text, nullable=False, server_default="[]"),
 )
+audit = Table(
+    "audit",
+    metadata,
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("text", Text, nullable=False),
+    Column("hash", String(64), nullable=False),
+)
 meta = Table(
     "meta",
     metadata,

@@ -32,6 +32,7 @@ from sqlalchemy.exc import DatabaseError, DataError, IntegrityError, Operational
 
 from control_plane.store import _schema as t
 from control_plane.store._records import (
+    AuditRow,
     Change,
     CommandRow,
     Committed,
@@ -50,6 +51,7 @@ from control_plane.store._records import (
     UserRow,
     WeightRow,
 )
+from geofed_pb.audit import GENESIS, hash_of
 from geofed_pb.errors import GeofedError
 
 MAX_LOG_LINES = 20_000
@@ -169,7 +171,19 @@ class Store:
         if change.logs:
             self._append_logs(connection, change.logs)
         self._move_cursors(connection, change)
-        return Committed(events, commands, bool(change.logs))
+        return Committed(events, commands, bool(change.logs), _append_audit(connection, change.audit))
+
+    def last_audit(self) -> AuditRow | None:
+        """Return the last entry of the audit log; None: it is empty."""
+        with self._reading() as connection:
+            row = connection.execute(select(t.audit).order_by(t.audit.c.seq.desc()).limit(1)).mappings().first()
+            return AuditRow(**row) if row is not None else None
+
+    def audit_after(self, seq: int, limit: int = 1000) -> list[AuditRow]:
+        """Return a page of the audit log, after an entry."""
+        wanted = select(t.audit).where(t.audit.c.seq > seq).order_by(t.audit.c.seq).limit(limit)
+        with self._reading() as connection:
+            return [AuditRow(**row) for row in connection.execute(wanted).mappings()]
 
     def remove_rows(self, table: str, until: float, job: str | None = None, limit: int = 2000) -> int:
         """Remove up to `limit` rows of a history that are not later than `until`, the oldest first; return how many.
@@ -675,3 +689,19 @@ def _mapped() -> Iterator[None]:
         if "not a database" in text or "malformed" in text:
             raise GeofedError("STATE_INVALID", f"the database is damaged: {text}") from error
         raise GeofedError("UNAVAILABLE", f"the database is unavailable: {text.splitlines()[0]}") from error
+
+
+def _append_audit(connection: Connection, entries: Sequence[Mapping[str, Any]]) -> AuditRow | None:
+    """Append to the audit log; return the last entry. Only the leader writes, so that nobody appends meanwhile."""
+    if not entries:
+        return None
+    found = connection.execute(select(t.audit.c.seq, t.audit.c.hash).order_by(t.audit.c.seq.desc()).limit(1)).first()
+    seq, before = (found.seq, found.hash) if found is not None else (0, GENESIS)
+    rows = []
+    for facts in entries:
+        seq += 1
+        text = json.dumps({"seq": seq, **facts}, ensure_ascii=False, sort_keys=True, allow_nan=False)
+        before = hash_of(before, text)
+        rows.append(AuditRow(text, seq, before))
+    connection.execute(insert(t.audit), [vars(row) for row in rows])
+    return rows[-1]

@@ -116,6 +116,9 @@ CATALOGUE: dict[str, Entry] = {
     "REGION_LOST": Entry(Exit.JOB_ENDED_BADLY, True, "see that the region's agent runs and reaches the control plane"),
     # services and processes
     "UNAVAILABLE": Entry(Exit.UNAVAILABLE, True, "see that the control plane runs and that its address is right"),
+    "AUDIT_BROKEN": Entry(
+        Exit.CONFLICT, False, "ask the operator for the log again; if it stays so, it is not what was recorded"
+    ),
     "STANDBY": Entry(
         Exit.UNAVAILABLE, True, "ask the control plane that leads; a context's address may list both, with a comma"
     ),

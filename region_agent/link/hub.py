@@ -28,6 +28,7 @@ from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.identity import Identity
 from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_large
+from region_agent.link.witness import AUDIT_HEADS, Witness
 from region_agent.state.store import AgentStore
 from sync.framing import digest_of
 
@@ -115,6 +116,7 @@ class Hub:
         self._session_changed = asyncio.Event()
         """A session has begun or ended since the last `session_changed`."""
         self._reports = ReportQueue(store)
+        self._witness = Witness(identity.folder / AUDIT_HEADS)
         self.last_heard = 0.0
         """Unix seconds of the last message from the control plane."""
         self.refusal: GeofedError | None = None
@@ -253,6 +255,15 @@ class Hub:
             _log.warning("this state directory is older than the control plane's records: it was lost or restored")
             commands.state_restored()
 
+    def _keep_head(self, told: agent_pb2.AuditHead) -> None:
+        value = {field.name: getattr(told, field.name) for field in told.DESCRIPTOR.fields}
+        try:
+            wrong = self._witness.add(value)
+        except OSError as error:
+            wrong = f"the head of the control plane's audit log cannot be kept: {error}"
+        if wrong:
+            _log.error(wrong)
+
     def _take_certificates(self, told: agent_pb2.RevokedCertificates) -> None:
         self._identity.revoke(told.serials)
         self._identity.trust(told.ca_pem)
@@ -326,6 +337,8 @@ class Hub:
                 commands.probe(message.probe)
             case "own_model":
                 commands.own_model(message.own_model)
+            case "audit_head":
+                self._keep_head(message.audit_head)
 
     async def _send(self, call: Any, cursor: int) -> None:
         heartbeat_due = 0.0

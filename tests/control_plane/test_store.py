@@ -249,6 +249,7 @@ class Contract:
             connection.exec_driver_sql("DROP TABLE leadership")
             connection.exec_driver_sql("DROP TABLE revocations")
             connection.exec_driver_sql("DROP TABLE deletions")
+            connection.exec_driver_sql("DROP TABLE audit")
             new = ("signature_json", "shared_with", "ended_at", "model_digests")
             probed = (("weights", column) for column in ("held_bytes", "batch_norms_json"))
             added = (("users", "public_key"), *probed, *(("jobs", column) for column in new))

@@ -52,6 +52,7 @@ THREADS = {
     "control_plane/service/state/_leading.py",  # its pool's results are awaited
     "control_plane/tracking/_track.py",  # its pool's results are awaited
     "region_agent/gateway/container.py",  # accept, and the signals that end the process
+    "region_agent/gateway/dial_out.py",  # a connection is opened anew; after too many failures the process ends
     "region_agent/gateway/embedded/containers.py",  # whatever ends a thread, its container is told to have ended
     "region_agent/gateway/embedded/replicas/calls.py",  # a call's error is its answer
     "region_agent/gateway/embedded/replicas/relay.py",  # an error closes the connection

@@ -6,6 +6,7 @@ import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 from google.protobuf.json_format import MessageToJson
@@ -236,6 +237,14 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
     start = f", to start from {model.text}" if model is not None else ""
     data = {"user": row.user or OPERATOR, "initial_model": asdict(model) if model is not None else None}
     draft.record("job.submitted", f"job {row.id} was submitted{by}{start}", job=row.id, data=data)
+    draft.audit(
+        "job.submitted", job=row.id, user=data["user"], initial_model=data["initial_model"],
+        code=row.bundle_digest, spec_and_code=row.content_digest, dataset=spec.data.dataset,
+        residency=decided.plan.residency, plan=_digest_of(row.plan_json),
+        regions={part.region: part.workers for part in decided.plan.partitions},
+        copies={copy.source: copy.destination for copy in decided.plan.copies},
+        secure_aggregation=spec.privacy.secure_aggregation, geofed=version("geofed"),
+    )  # fmt: skip
     if decided.waits_for:
         draft.apply_to_job(row.id, StartDelayed(draft.at, decided.waits_for))
     else:
@@ -294,6 +303,10 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
         draft.apply_to_job(entry.row.id, ScaleRequested(draft.at, workers, reason))
 
 
+def _digest_of(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
 def _content_digest(spec: JobSpec, bundle_digest: str) -> str:
     content = f"{spec.to_json()}\n{bundle_digest}"
-    return f"sha256:{hashlib.sha256(content.encode()).hexdigest()}"
+    return _digest_of(content)

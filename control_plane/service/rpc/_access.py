@@ -43,6 +43,7 @@ _CONTROL = {
     "ChangeUser": Rule(("operator",)),
     "RemoveUser": Rule(("operator",)),
     "ListUsers": Rule(_BOTH, note="a user gets only its own entry"),
+    "Audit": Rule(("operator",)),
 }
 CONTROL_RULES = {
     **{f"/geofed.v1.Control/{name}": rule for name, rule in _CONTROL.items()},

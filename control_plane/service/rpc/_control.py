@@ -49,7 +49,8 @@ from control_plane.service.storage._deletion import delete_job
 from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_request
-from control_plane.store import EventRow, Invitation, Store
+from control_plane.store import AuditRow, EventRow, Invitation, Store
+from geofed_pb.audit import GENESIS, entry_line, head_line, header_line
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, streaming
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
@@ -354,6 +355,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         entry = await self._find(request.job)
         if request.region:
             digest = await own_model(self._measurements, entry, request.region)
+            await self._federation.note_read(entry, caller_now().user, digest, request.region)
             async for chunk in self._federation.blobs.send(digest, request.offset):
                 yield chunk
             return
@@ -361,8 +363,19 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if self._federation.blobs.size(model.digest) is None:
             hint = "`geofed storage` shows the rules"
             raise GeofedError("MODEL_NOT_FOUND", f"the model of {entry.row.id} is not kept any more", hint=hint)
+        await self._federation.note_read(entry, caller_now().user, model.digest)
         async for chunk in self._federation.blobs.send(model.digest, request.offset):
             yield chunk
+
+    @streaming
+    async def Audit(self, request: control_pb2.AuditRequest, context: Context) -> AsyncIterator[control_pb2.AuditLine]:
+        """Stream the lines of the audit log's file."""
+        yield control_pb2.AuditLine(line=header_line(self._federation.name))
+        last: AuditRow | None = None
+        while page := await self._federation.read(partial(Store.audit_after, seq=last.seq if last else 0)):
+            for last in page:
+                yield control_pb2.AuditLine(line=entry_line(last.text, last.hash))
+        yield control_pb2.AuditLine(line=head_line(self._federation.audit.head(last or AuditRow("", 0, GENESIS))))
 
     # --- helpers
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from control_plane.core import (
     EndSession,
@@ -42,6 +44,14 @@ from control_plane.store import (
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 
+AUDITED = frozenset({
+    "authority.rotated", "control-plane.started", "job.cancelling", "job.deleted", "job.renamed", "job.replanned",
+    "job.shared", "region.drained", "region.enrolled", "region.invited", "region.removed", "region.revoked",
+    "shard.received", "shard.sent", "user.added", "user.changed", "user.key", "user.removed",
+})  # fmt: skip
+"""Kinds of events that are in the audit log, too."""
+_NAMES = ("at", "kind", "job", "region", "by", "seq")
+"""Keys of an entry that an event's data may not replace."""
 OPERATOR = "operator"
 """User name of the holder of the operator's token; no other user may have it."""
 
@@ -63,6 +73,7 @@ class Draft:
     events: list[EventRow] = field(default_factory=list)
     commands: list[CommandRow] = field(default_factory=list)
     runs: list[RunRow] = field(default_factory=list)
+    audits: list[dict[str, Any]] = field(default_factory=list)
     weights: list[WeightRow] = field(default_factory=list)
     logs: list[LogRow] = field(default_factory=list)
     invitations: list[Invitation] = field(default_factory=list)
@@ -180,12 +191,21 @@ class Draft:
         self.changed_users[name] = None
 
     def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
-        """Add an event to the history."""
+        """Add an event to the history, and to the audit log if it is of an audited kind."""
+        if kind in AUDITED:
+            self.audit(kind, job=job, region=region, **self._facts(data))
         self.events.append(
             EventRow(
                 self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(self._with_user(data or {}))
             )
         )
+
+    def audit(self, kind: str, *, job: str = "", region: str = "", **facts: object) -> None:
+        """Add an entry to the audit log, which is stored with the change."""
+        named = {"job": clean(job, 64), "region": clean(region, 64), "by": self.by}
+        told = json.loads(to_json(facts))
+        given = {key: value for key, value in named.items() if value}
+        self.audits.append({"at": self.at, "kind": kind, **given, **told})
 
     def resend_commands(self, region: str, why: str) -> None:
         """Have the jobs send a region all their commands again, since one side has lost some state."""
@@ -222,9 +242,15 @@ class Draft:
         self.dropped_models += [model.digest for model in models_of(entry.state) if model.digest not in kept]
         row = entry.row
         if machine.state.terminal:
+            result = result_of(row, machine.state, entry.plan)
+            self.audit(
+                "job.ended", job=job_id, state=machine.state.phase, error=result["error"], model=result["model"],
+                metrics=result["metrics"], usd=result["usd"], wan_bytes=result["wan_bytes"],
+                applied_updates=result["applied_updates"],
+            )  # fmt: skip
             row = replace(
                 row,
-                result_json=to_json(result_of(row, machine.state, entry.plan)),
+                result_json=to_json(result),
                 unpromised_worker_seconds=unpromised_worker_seconds(machine.state, entry.plan),
             )
             self.runs += runs_of(row, machine.state, entry.spec, entry.plan)
@@ -271,7 +297,8 @@ class Draft:
         """Return the transaction for the store; None if nothing durable has changed."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
         known = known or self.met or self.dropped_command or self.command_cursor
-        if not (self._durable or known or self.weights or self.revocations or self.removed_region or self.deletions):
+        durable = self._durable or bool(known or self.audits or self.weights)
+        if not (durable or self.revocations or self.removed_region or self.deletions):
             return None
         return Change(
             jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
@@ -283,6 +310,7 @@ class Draft:
             events=tuple(self.events),
             commands=tuple(self.commands),
             runs=tuple(self.runs),
+            audit=tuple(self.audits),
             weights=tuple(self.weights),
             logs=tuple(self.logs),
             invitations=tuple(self.invitations),
@@ -301,7 +329,13 @@ class Draft:
     def _with_user(self, data: object) -> object:
         return {**data, "by": self.by} if self.by and isinstance(data, dict) else data
 
+    @staticmethod
+    def _facts(data: object) -> dict[str, Any]:
+        return {key: value for key, value in data.items() if key not in _NAMES} if isinstance(data, dict) else {}
+
     def _take_record(self, job_id: str, record: Record) -> None:
+        if record.kind in AUDITED:
+            self.audit(record.kind, job=job_id, region=record.region, **self._facts(record.data))
         self.events.append(
             EventRow(
                 self.at,

@@ -39,10 +39,11 @@ from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._routing import Routing
 from control_plane.service.rpc._session import AgentSession
 from control_plane.service.rpc._wire import job_message, to_json
+from control_plane.service.state._audit import AuditLog
 from control_plane.service.state._catalogue import fault_of, read_catalogue
 from control_plane.service.state._certificates import Certificate, admit_certificate
 from control_plane.service.state._changes import Changes
-from control_plane.service.state._draft import Draft
+from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
@@ -110,6 +111,7 @@ class Federation:
         self.routing = Routing()
         self._logged_failures: set[tuple[str, type[Exception]]] = set()
         """Reviews and exception types that were logged already."""
+        self.audit = AuditLog(clock)
         self._threads = StoreThreads(store, 4)
 
     @property
@@ -150,6 +152,7 @@ class Federation:
 
     async def _load_rows(self) -> None:
         await self.read(lambda store: store.begin())
+        await self.read(self.audit.load)
         self.users.update({user.name: user for user in await self.read(lambda store: store.users())})
         at = self.clock()
         self.revoked = {row.serial: row.expires for row in await self.read(lambda store: store.revocations(at))}
@@ -249,10 +252,29 @@ class Federation:
             self.tell_certificates()
         for event in committed.events:
             _log.info(event.text, kind=event.kind, job=event.job or None, region=event.region or None)
+        if committed.audit is not None:
+            self.audit.appended(committed.audit)
+            self._tell_witnesses(draft)
         if committed.events:
             self.events_notifier.ring()
         if committed.logged:
             self.logs_notifier.ring()
+
+    async def note_read(self, entry: JobEntry, user: str, digest: str, region: str = "") -> None:
+        """Record in the audit log that a user is about to get a model, or the code, of a job.
+
+        ``region``: whose own model it is.
+        """
+        async with self.change() as draft:
+            draft.by = user or OPERATOR
+            draft.audit("job.read", job=entry.row.id, region=region, digest=digest)
+
+    def _tell_witnesses(self, draft: Draft) -> None:
+        """Give the head of the audit log to the regions of jobs that have ended."""
+        ended = [entry for entry in draft.changed_jobs.values() if entry.state.terminal]
+        regions = {part.region for entry in ended for part in entry.state.partitions}
+        for session in (self.sessions[region] for region in sorted(regions & self.sessions.keys())):
+            session.send(self.audit.message())
 
     async def write(self, change: Callable[[Store], _T]) -> _T:
         """Change rows of the store that are not in memory."""
@@ -342,6 +364,7 @@ class Federation:
             _, applied = draft.report_cursor or (region, self.report_cursor(region))
             session = AgentSession(region, entry.state.session, hello.command_cursor, applied)
         self.sessions[region] = session
+        session.send(self.audit.message())
         session.wake()
         return session
 

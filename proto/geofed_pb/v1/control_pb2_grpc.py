@@ -170,6 +170,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersReply.FromString,
                 _registered_method=True)
+        self.Audit = channel.unary_stream(
+                '/geofed.v1.Control/Audit',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.AuditRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.AuditLine.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_stream(
                 '/geofed.v1.Control/GetModel',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ModelRequest.SerializeToString,
@@ -362,6 +367,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Audit(self, request, context):
+        """The audit log, its oldest entry first, and then its signed head.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Downloads a kept model as safetensors bytes; the manifest is in the job's result.
         """
@@ -506,6 +518,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.ListUsers,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.ListUsersReply.SerializeToString,
+            ),
+            'Audit': grpc.unary_stream_rpc_method_handler(
+                    servicer.Audit,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.AuditRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.AuditLine.SerializeToString,
             ),
             'GetModel': grpc.unary_stream_rpc_method_handler(
                     servicer.GetModel,
@@ -1242,6 +1259,33 @@ class Control(object):
             '/geofed.v1.Control/ListUsers',
             geofed__pb_dot_v1_dot_control__pb2.ListUsersRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.ListUsersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Audit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/geofed.v1.Control/Audit',
+            geofed__pb_dot_v1_dot_control__pb2.AuditRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.AuditLine.FromString,
             options,
             channel_credentials,
             insecure,

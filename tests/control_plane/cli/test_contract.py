@@ -106,6 +106,8 @@ CONTRACTS = {
     "completion": Contract(remote=False, formats=NONE),
     "support-bundle": Contract("{fresh}.tar.gz {job}"),
     "serve": Contract(remote=False, formats=NONE),
+    "audit export": Contract("{fresh}.jsonl"),
+    "audit verify": Contract("{log}", remote=False),
     "backup": Contract("{fresh}.backup --state-dir {state}", remote=False),
     "restore": Contract("{backup} --state-dir s-{fresh} --yes", remote=False),
     "simulate": Contract("{trace} --cluster 1x4", remote=False),
@@ -195,7 +197,8 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     given = {"file": file, "running": running, "prices": str(prices), "store": store, "trace": str(trace)}
     state, backup = str(federation.context.parent), str(folder / "backup")
     told("backup", backup, "--state-dir", state)
-    given |= {"state": state, "backup": backup, "context": str(federation.context)}
+    told("audit", "export", str(folder / "log"))
+    given |= {"state": state, "backup": backup, "log": str(folder / "log"), "context": str(federation.context)}
     given |= {"cancelled": held, "ended": ended, "kept": kept}
     return {"job": told("submit", file, "--wait", "-o", "name"), **given}
 

@@ -1,0 +1,91 @@
+"""The audit log of a federation: what it says of a job, and what becomes of attempts to change it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.running import Federation, Running, digits_sites
+
+from geofed_pb.audit import GENESIS, hash_of
+from region_agent.link.witness import AUDIT_HEADS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+def entries(file: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line["entry"]) for line in lines if "entry" in line]
+
+
+def written_anew(database: Path, after: int, last: int) -> None:
+    """Change an entry of the stored log, drop those beyond another one, and compute all hashes anew, as whoever has the
+    database can."""
+    with sqlite3.connect(database) as connection:
+        connection.execute("DELETE FROM audit WHERE seq > ?", (last,))
+        before = GENESIS
+        for seq, text in connection.execute("SELECT seq, text FROM audit ORDER BY seq").fetchall():
+            changed = text.replace('"digits"', '"others"') if seq > after else text
+            before = hash_of(before, changed)
+            connection.execute("UPDATE audit SET text = ?, hash = ? WHERE seq = ?", (changed, before, seq))
+
+
+def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    with Federation(tmp_path / "federation", digits_sites(tmp_path, ["a", "b"])) as federation:
+        running, of = Running(federation, tmp_path / "jobs"), federation.control_plane
+        token = json.loads(of("user", "add", "ann", "-o", "json").stdout)["data"]["token"]
+        job = running.submit("train.end.epochs=1", "train.evaluateEvery=0")
+        ended = running.wait_end(job)
+        of("share", job, "ann")
+        context = json.loads(federation.context_file.read_text())
+        (tmp_path / "ann.token").write_text(token)
+        (tmp_path / "ann.json").write_text(json.dumps(context | {"token_file": str(tmp_path / "ann.token")}))
+        of("export", job, "--output-file", str(tmp_path / "model.safetensors"), "--context", str(tmp_path / "ann.json"))
+        refused = of("audit", "export", str(log), "--context", str(tmp_path / "ann.json"), check=False)
+        assert (refused.returncode, log.exists()) == (5, False), "only the operator may"
+        told = json.loads(of("audit", "export", str(log), "-o", "json").stdout)["data"]
+        found = {entry["kind"]: entry for entry in entries(log)}
+        submitted, end, read = found["job.submitted"], found["job.ended"], found["job.read"]
+        assert (submitted["user"], submitted["dataset"], submitted["job"]) == ("operator", "digits", job)
+        assert submitted["code"] == ended["result"]["digests"]["code"]
+        assert submitted["spec_and_code"] == ended["result"]["digests"]["spec_and_code"]
+        assert set(submitted["regions"]) == {"a", "b"}
+        assert end["model"] == ended["result"]["model"]
+        assert end["wan_bytes"] == ended["result"]["wan_bytes"]
+        assert (read["by"], read["digest"], read["job"]) == ("ann", ended["result"]["model"]["digest"], job)
+        assert {"region.invited", "region.enrolled", "user.added", "job.shared"} <= set(found)
+        assert told["entries"] == len(entries(log))
+
+        heads = next(federation.folder.rglob(AUDIT_HEADS))
+        state_dir = str(heads.parent.parent)
+        argv = [sys.executable, "-m", "geofed.cli", "agent", "audit", "--state-dir", state_dir]
+        (tmp_path / "heads").write_bytes(subprocess.run(argv, capture_output=True, check=True).stdout)
+        seen = [json.loads(line)["seq"] for line in heads.read_text().splitlines()]
+        assert seen[-1] >= end["seq"], "the regions have the head of the job's end"
+        verify = ("audit", "verify", str(log), "--witness", str(tmp_path / "heads"), "--public-key", told["public_key"])
+        good = json.loads(of(*verify, "-o", "json").stdout)["data"]
+        assert (good["witnessed"], good["witnessed_entries"]) == (len(seen), seen[-1])
+
+        database = next(federation.control_state.glob("*.db"))
+        with sqlite3.connect(database) as connection:
+            of_entry = "UPDATE audit SET text = replace(text, ?, ?) WHERE seq = ?"
+            connection.execute(of_entry, ("digits", "others", submitted["seq"]))
+            connection.commit()
+            broken = of("audit", "export", str(log), check=False)
+            connection.execute(of_entry, ("others", "digits", submitted["seq"]))
+        assert broken.returncode == 8
+        assert f"entry {submitted['seq']} is not the one that was recorded here" in broken.stderr
+        for after, last, why in (
+            (0, 10**6, f"entry {min(one for one in seen if one >= submitted['seq'])} differs from what a witness"),
+            (10**6, end["seq"] - 1, "are missing: a witness has received a head with them"),
+        ):
+            written_anew(database, after, last)
+            assert of("audit", "export", str(log)).returncode == 0, "by itself it is a log like any other"
+            found_out = of(*verify, check=False)
+            assert (found_out.returncode, why in found_out.stderr) == (8, True), found_out.stderr
