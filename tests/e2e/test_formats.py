@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import re
@@ -16,6 +17,7 @@ from PIL import Image
 from support.running import Federation, Running, digits_sites, eventually
 from support.stores import BUCKET, s3_server
 
+from deploy.local import RegionSite
 from tests.e2e.conftest import PAIR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -204,6 +206,36 @@ def test_regions_with_other_columns_take_no_part_in_one_job(running_pair: Runnin
         )
         assert declined.returncode == 9, declined.stderr
         assert "the samples of differing in virginia differ from those in shanghai" in declined.stderr
+
+
+def _lending(folder: Path) -> Federation:
+    """Shanghai and Virginia have data and no worker, Oslo workers and no data."""
+    sites = digits_sites(folder, PAIR)
+    for site in sites:
+        uri = _parquet(folder / f"{site.name}-lent", site.name)
+        splits = {split: {"uri": uri} for split in ("train", "test")}
+        site.config["datasets"]["lent"] = {"format": "parquet", "residency": ["oslo"], "splits": splits}
+        site.config["capacity"] = {"workers": 0}
+    oslo = copy.deepcopy(sites[0].config) | {"datasets": {}, "capacity": {"workers": 2, "memoryMb": 1024}}
+    oslo["channel"]["path"] = str(folder / "channels" / "oslo")
+    return Federation(folder / "federation", [*sites, RegionSite("oslo", oslo)])
+
+
+def test_shards_of_two_regions_are_read_as_one_where_there_are_workers(tmp_path: Path) -> None:
+    with _lending(tmp_path) as federation:
+        running = Running(federation, tmp_path)
+        eventually(
+            lambda: all(_counted(running, name, "lent").get("train") == SAMPLES[name] for name in PAIR),
+            "the samples are counted",
+            20,
+        )
+        set_to = ("data.dataset=lent", "data.residency=anywhere", "train.end.epochs=2", "train.batch=10")
+        described = running.wait_end(running.submit(*set_to, task=TABLE_TASK))
+        assert described["state"] == "succeeded", described.get("error") or described
+        assert [part["region"] for part in described["partitions"]] == ["oslo"]
+        assert described["result"]["metrics"]["loss"] < 0.05, described["result"]
+        (region,) = described["result"]["regions"]
+        assert region["metrics_samples"] == sum(SAMPLES.values()), region
 
 
 def test_a_dataset_that_cannot_be_counted_is_not_offered(running_pair: Running, tmp_path: Path) -> None:
