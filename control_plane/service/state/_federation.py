@@ -64,6 +64,8 @@ SERVED_SECONDS = 7 * 86_400.0
 """Period over which the workers of a user's jobs without a promise count for the user's place in the queue."""
 _LOADED_JOBS = 500
 """Number of active jobs that one query loads at the start: some tenths of a second."""
+_READ_SECONDS = 60.0
+"""Time within which reading the same thing again is not recorded again, so that nobody fills the disk by reading."""
 _SERVICE_REFRESH_SECONDS = 60.0
 """Time between two sums of what users' ended jobs have used."""
 ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
@@ -112,6 +114,8 @@ class Federation:
         self._logged_failures: set[tuple[str, type[Exception]]] = set()
         """Reviews and exception types that were logged already."""
         self.audit = AuditLog(clock)
+        self._noted_reads: dict[tuple[str, str, str], float] = {}
+        """When who has read what, within `_READ_SECONDS`."""
         self._threads = StoreThreads(store, 4)
 
     @property
@@ -261,10 +265,15 @@ class Federation:
             self.logs_notifier.ring()
 
     async def note_read(self, entry: JobEntry, user: str, digest: str, region: str = "") -> None:
-        """Record in the audit log that a user is about to get a model, or the code, of a job.
+        """Record in the audit log that a user is about to get a model, or the code, of a job; once in a minute.
 
         ``region``: whose own model it is.
         """
+        at, read = self.clock(), (user, entry.row.id, digest)
+        self._noted_reads = {one: then for one, then in self._noted_reads.items() if at - then < _READ_SECONDS}
+        if read in self._noted_reads:
+            return
+        self._noted_reads[read] = at
         async with self.change() as draft:
             draft.by = user or OPERATOR
             draft.audit("job.read", job=entry.row.id, region=region, digest=digest)
