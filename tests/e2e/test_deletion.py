@@ -56,7 +56,9 @@ def test_nothing_is_left_of_a_deleted_job_and_others_run_on(running: Running) ->
     federation.wait_connected(["virginia"])
 
     def gone() -> bool:
-        left = [one for one in _left(running, {job, model}) if not one.startswith(("audit: ", "deletions: ", "events: "))]
+        left = [
+            one for one in _left(running, {job, model}) if not one.startswith(("audit: ", "deletions: ", "events: "))
+        ]
         return not left
 
     eventually(gone, "nothing is left of the deleted job")
