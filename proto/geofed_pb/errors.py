@@ -85,6 +85,11 @@ CATALOGUE: dict[str, Entry] = {
     "RESIDENCY_VIOLATION": Entry(
         Exit.INADMISSIBLE, False, "the region's policy does not let this data be used so; ask its operator"
     ),
+    "PRIVACY_EXHAUSTED": Entry(
+        Exit.INADMISSIBLE,
+        False,
+        "use more noise or fewer rounds, or ask the data's owner; `geofed agent privacy` there shows what is spent",
+    ),
     "INADMISSIBLE": Entry(Exit.INADMISSIBLE, False, "the reasons name what would have to change"),
     "QUOTA_EXCEEDED": Entry(Exit.INADMISSIBLE, True, "wait until one of your jobs has ended, or ask the operator"),
     # identity

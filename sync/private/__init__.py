@@ -1,0 +1,23 @@
+"""Differential privacy: clipped updates with Gaussian noise, what that costs, and the ledger of what was spent.
+
+`Release` is what is given out once: Gaussian noise on something of bounded norm, of all data or of a random part.
+`epsilon_of` composes releases with Google's `dp-accounting`. `PrivacyLedger` is the region's own durable record.
+"""
+
+from sync.private._account import Release, affordable, epsilon_of, noise_for, require_accounting
+from sync.private._ledger import LedgerRow, PrivacyLedger
+from sync.private._noise import clipped, gaussian_noise, noisy_update, standard_deviation
+
+__all__ = [
+    "LedgerRow",
+    "PrivacyLedger",
+    "Release",
+    "affordable",
+    "clipped",
+    "epsilon_of",
+    "gaussian_noise",
+    "noise_for",
+    "noisy_update",
+    "require_accounting",
+    "standard_deviation",
+]

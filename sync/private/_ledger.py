@@ -1,0 +1,166 @@
+"""The region's record of every release that was made of its data. It belongs to the region: the agent grants releases
+to a job, and the job's parameter server takes them before each update that leaves. What cannot be read is refused.
+
+The file is one JSON object with a digest of its rows. It is replaced as a whole, durably, under a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from geofed_pb.durable import write_durably
+from geofed_pb.errors import GeofedError
+from sync.private._account import Release
+
+__all__ = ["LedgerRow", "PrivacyLedger"]
+
+_VERSION = 1
+_MOST_BYTES = 256 << 20
+_DAMAGED = "restore it from a backup that is not older than its last job; without it, nothing more may be released"
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """The releases of one job of one dataset."""
+
+    job: str
+    dataset: str
+    level: str
+    """What is protected: "region" or "sample"."""
+    noise: float
+    """Noise multiplier, see `Release`."""
+    rate: float
+    """Sampling rate."""
+    delta: float
+    """That of the job file."""
+    planned: int
+    """Releases that the job's plan makes."""
+    granted: int
+    """Releases that the job may make."""
+    spent: int = 0
+    """Releases that it has made."""
+    last: int = 0
+    """The last round that was released."""
+    open: bool = True
+    """Whether the job may make more."""
+    at: float = 0.0
+    """Begin of the job, in Unix seconds."""
+
+    @property
+    def release(self) -> Release:
+        """One of its releases."""
+        return Release(self.noise, self.rate)
+
+    @property
+    def counted(self) -> int:
+        """Releases that count against the budget: an open job's granted ones, since it may make them at any time."""
+        return max(self.spent, self.granted) if self.open else self.spent
+
+
+class PrivacyLedger:
+    """A ledger in a folder of its own. May be used by several processes at the same time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / "ledger.json"
+        self._mark = folder / "begun"
+        """Exists once there is a ledger, so that a lost one is not taken for a new one."""
+
+    def rows(self) -> tuple[LedgerRow, ...]:
+        """Return all rows, the oldest job first. Raises ``GeofedError("STATE_INVALID")`` if the file is damaged."""
+        if not self._folder.exists():
+            return ()
+        with self._locked():
+            return tuple(self._read())
+
+    def change(self, made: Callable[[Sequence[LedgerRow]], Sequence[LedgerRow]]) -> None:
+        """Replace all rows by those that ``made`` returns for the present ones; durable when this returns.
+
+        Raises ``GeofedError``: STATE_INVALID, DISK_FULL, or what ``made`` raises; nothing is changed then.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._locked():
+            before = self._read()
+            after = list(made(tuple(before)))
+            if after != before:
+                self._write(after)
+
+    def spend(self, job: str, sequence: int, count: int) -> None:
+        """Take releases for a round of a job, before its update may leave; durable when this returns.
+
+        A round that is made again, since its update was not durable, takes none. Raises ``GeofedError``:
+        PRIVACY_EXHAUSTED if they are not granted; STATE_INVALID if the ledger is damaged, or has a later round.
+        """
+
+        def taken(rows: Sequence[LedgerRow]) -> Sequence[LedgerRow]:
+            row = next((one for one in rows if one.job == job and one.open), None)
+            if row is None:
+                raise GeofedError("PRIVACY_EXHAUSTED", f"the region has granted {job} no release of its data")
+            if sequence < row.last:
+                text = f"round {sequence} of {job} was released before, and {row.last - sequence} rounds after it"
+                raise GeofedError("STATE_INVALID", f"{text}: the region's state is older than its ledger")
+            if sequence == row.last:
+                return rows
+            if row.spent + count > row.granted:
+                text = f"{job} has made {row.spent} releases of {row.dataset}, and may make {row.granted}"
+                raise GeofedError("PRIVACY_EXHAUSTED", text)
+            paid = replace(row, spent=row.spent + count, last=sequence)
+            return [paid if one is row else one for one in rows]
+
+        self.change(taken)
+
+    def close(self, job: str) -> None:
+        """Note that a job makes no more releases."""
+        if self._folder.exists():
+            self.change(lambda rows: [replace(one, open=False) if one.job == job else one for one in rows])
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _read(self) -> list[LedgerRow]:
+        try:
+            if self._path.stat().st_size > _MOST_BYTES:
+                raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
+            held = json.loads(self._path.read_bytes())
+            rows = held["rows"]
+            if held["version"] != _VERSION or held["digest"] != _digest(rows):
+                raise ValueError("its digest does not fit, or it is of a newer version")
+            return [_checked(LedgerRow(**row)) for row in rows]
+        except FileNotFoundError:
+            if self._mark.exists():
+                raise GeofedError("STATE_INVALID", f"{self._path} is lost", hint=_DAMAGED) from None
+            return []
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            text = f"the ledger of what is spent of privacy, {self._path}, cannot be read: {error}"
+            raise GeofedError("STATE_INVALID", text, hint=_DAMAGED) from None
+
+    def _write(self, rows: Sequence[LedgerRow]) -> None:
+        plain = [asdict(row) for row in rows]
+        content = json.dumps({"version": _VERSION, "digest": _digest(plain), "rows": plain}, indent=1)
+        write_durably(self._path, [content.encode()], mode=0o600)
+        if not self._mark.exists():
+            write_durably(self._mark, [b""])
+
+
+def _digest(rows: Any) -> str:
+    return sha256(json.dumps(rows, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _checked(row: LedgerRow) -> LedgerRow:
+    counts = (row.planned, row.granted, row.spent, row.last)
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise ValueError(f"negative counts of {row.job}")
+    if not (math.isfinite(row.noise) and row.noise > 0 and 0 < row.rate <= 1):
+        raise ValueError(f"impossible noise of {row.job}")
+    return row
