@@ -175,6 +175,41 @@ def audit(state_dir: StateDir = DEFAULT_STATE) -> None:
         raise GeofedError("UNAVAILABLE", f"no agent with {state_dir} has been connected yet") from None
 
 
+@app.command(epilog="Example: geofed agent privacy --config home.yaml")
+def privacy(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The region's configuration, which has the budgets.")
+    ] = None,
+    state_dir: StateDir = DEFAULT_STATE,
+    output: Annotated[str, typer.Option("--output", "-o", help="table or json.")] = "table",
+) -> None:
+    """Show what jobs have spent of the privacy of the region's data, and what is left of the budgets."""
+    from dataclasses import asdict
+
+    from region_agent.config import load_config
+    from region_agent.privacy import LEDGER, accounts_of
+    from sync.private import PrivacyLedger, epsilon_of
+
+    rows = PrivacyLedger(state_dir / LEDGER).rows()
+    accounts = accounts_of(load_config(config) if config is not None else None, rows)
+    costs = [epsilon_of([(row.release, row.spent)], row.delta) for row in rows]
+    if output == "json":
+        jobs = [asdict(row) | {"epsilon": cost} for row, cost in zip(rows, costs, strict=True)]
+        data = {"datasets": [asdict(one) for one in accounts], "jobs": jobs}
+        print(json.dumps({"schema_version": 1, "status": "ok", "data": data}))
+        return
+    for one in accounts:
+        left = "no budget" if one.budget is None else f"of {one.budget:g} allowed"
+        spent = f"epsilon {one.epsilon:.3g} spent, {one.reserved:.3g} with what open jobs may still spend"
+        print(f"{one.dataset}  {spent}, {left}, at delta {one.delta:g}")
+    for row, cost in zip(rows, costs, strict=True):
+        of = f"{row.spent} of {row.granted} releases, open" if row.open else f"{row.spent} releases, ended"
+        level, noise = f"level {row.level}", f"epsilon {cost:.3g} at delta {row.delta:g}"
+        print(f"  {row.job}  {row.dataset}, {level}: {noise}, by {of}")
+    if not rows:
+        _say("no job has released anything under differential privacy")
+
+
 @app.command(epilog="Example: geofed agent doctor --config home.yaml")
 def doctor(
     config: Annotated[Path, typer.Option("--config", help="The region's configuration.")],

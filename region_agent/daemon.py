@@ -41,6 +41,7 @@ from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_isolation, check_partition, check_sending, most_workers, over_quota
+from region_agent.privacy import PrivacyGuard
 from region_agent.profiling import Profiler
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.offered import OfferedDatasets
@@ -112,6 +113,7 @@ class Agent:
         self._context: PartitionContext | None = None
         self._profiler: Profiler | None = None
         self._approvals = Approvals(state_dir, config.policy.approve)
+        self._privacy = PrivacyGuard(config, state_dir)
         self._unapproved: dict[str, agent_pb2.StartPartition] = {}
         """Partitions that wait for the operator's approval, by job."""
         self._logs = LogShipping(self._store, self._hub.send_durably)
@@ -137,6 +139,7 @@ class Agent:
         if self._gateway is not None:
             tasks.append(awaited(self._watch_gateway(self._gateway)))
         try:
+            self._privacy.reconcile({row.job for row in self._store.open_partitions()})
             for row in self._store.open_partitions():
                 self._start_or_wait(agent_pb2.StartPartition.FromString(row.start))
             for row, discard in self._store.stopped_partitions():
@@ -416,6 +419,7 @@ class Agent:
         try:
             check_partition(self._config, command)
             check_isolation(self._config, self._isolation)
+            self._privacy.admit(command)
         except GeofedError as error:
             self._store.took(seq)
             self._refuse(command, error)
@@ -611,6 +615,7 @@ class Agent:
         self._approvals.done(command.job)
         if self._unapproved.pop(command.job, None) is not None:
             self._store.forget(command.job)
+            self._privacy.close(command.job)
         partition = self._partitions.pop(command.job, None)
         if partition is None:
             report = agent_pb2.PartitionReport(job=command.job, epoch=command.epoch, state="stopped")
@@ -623,6 +628,7 @@ class Agent:
 
         async def drain() -> None:
             await partition.drained()
+            self._privacy.close(partition.job)
             self._store.forget(partition.job)
 
         partition.feed(Stopped(reason, discard))

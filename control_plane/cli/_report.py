@@ -279,9 +279,15 @@ def exchange_text(plan: Data) -> str:
 
 def privacy_text(plan: Data) -> str:
     """Format what hides the updates of single regions; empty: nothing does."""
-    if not plan.get("wan_settings", {}).get("secure"):
-        return ""
-    return f"secure aggregation: only the sum over all {len(plan['partitions'])} regions can be read"
+    settings, told = plan.get("wan_settings", {}), []
+    if settings.get("secure"):
+        told.append(f"secure aggregation: only the sum over all {len(plan['partitions'])} regions can be read")
+    if settings.get("noise"):
+        what = "samples" if settings["sampled"] else "regions"
+        noise = f"noise {settings['noise']:.3g} x norm {settings['clip']:g}"
+        cost = f"epsilon {settings['epsilon']:.3g} at delta {settings['delta']:g} when all rounds are made"
+        told.append(f"differential privacy of {what}: {noise}, {cost}")
+    return "; ".join(told)
 
 
 def _in_background(plan: Data) -> bool:
@@ -340,6 +346,7 @@ def result_text(view: Data) -> str:
             ("rounds", f"{rounds_text([region['rounds'] for region in result['regions']])}{_early(result)}"),
             ("time", _time(result)),
             ("model", f"{model['digest']} ({bytes_text(model['bytes'])}, {model['format']})" if model else "none"),
+            ("privacy", _spent_text(result)),
         ]
     )
     regions = columns(
@@ -360,6 +367,15 @@ def result_text(view: Data) -> str:
     )
     parts = [head, regions, link_table(result["wan_bytes"], result["predicted"]), money_table(result["money"])]
     return "\n\n".join([*(part for part in parts if part), comparison_table(result)])
+
+
+def _spent_text(result: Data) -> str:
+    """Format what a job with differential privacy has spent; empty: it has none."""
+    spent = [(region["name"], region["privacy"]) for region in result["regions"] if region.get("privacy")]
+    return "; ".join(
+        f"epsilon {cost['epsilon']:.3g} at delta {cost['delta']:g} spent in {name}, by {cost['releases']} releases"
+        for name, cost in spent
+    )
 
 
 def comparison_table(result: Data) -> str:

@@ -29,7 +29,8 @@ def records_of(part: Partition, report: Report) -> list[Record]:
         usd, sent = sum(charge.usd for charge in report.totals.money), sum(report.totals.sent_bytes.values())
         used = asdict(report.usage) | {"usd": usd, "wan_bytes": sent}
         figures |= {name: value for name, value in used.items() if value}
-        found.append(Record("partition.round", f"{name}: round {report.round}, loss {loss:.4f}", name, figures))
+        told = "not told" if report.privacy is not None else f"{loss:.4f}"
+        found.append(Record("partition.round", f"{name}: round {report.round}, loss {told}", name, figures))
     if report.logged.round > last.logged.round and report.logged.values:
         text = f"{name}: logged in round {report.logged.round}: {_values_text(report.logged.values)}"
         data = {"round": report.logged.round, "values": report.logged.values}

@@ -145,6 +145,15 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class Privacy:
+    """What a job with differential privacy has spent of a region's dataset, by the region's ledger."""
+
+    epsilon: float = 0.0
+    delta: float = 0.0
+    releases: int = 0
+
+
+@dataclass(frozen=True)
 class Report:
     """An agent's report on its partition; the fields of the protocol's PartitionReport."""
 
@@ -189,6 +198,8 @@ class Report:
     """Answer to the last command to upload one."""
     logged: Logged = Logged()
     usage: Usage = Usage()
+    privacy: Privacy | None = None
+    """None: the job has no differential privacy. Otherwise its loss is not told."""
 
 
 @dataclass(frozen=True)

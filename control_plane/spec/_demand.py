@@ -61,7 +61,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
 
 
 def _parallelism(spec: JobSpec) -> str:
-    if spec.train.scaling != "fixed" or spec.keys_without_pipeline:
+    if spec.train.scaling != "fixed" or spec.keys_without_pipeline or spec.privacy.differential is not None:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
 
@@ -79,12 +79,16 @@ def _merging(spec: JobSpec) -> dict[str, float]:
 
 
 def _waits(spec: JobSpec) -> bool:
-    return spec.train.scaling != "fixed" or spec.wan.waits or spec.privacy.secure_aggregation
+    privacy = spec.privacy
+    waits = spec.wan.waits or privacy.secure_aggregation or privacy.differential is not None
+    return spec.train.scaling != "fixed" or waits
 
 
 def _codec(spec: JobSpec) -> str | None:
     """Return the codec in the job file, or what takes its place with secure aggregation; None: the plan's choice."""
-    named = _fixed(spec.wan.codec)
+    # Integers of a range that is limited would be noise that is not Gaussian.
+    exact = spec.privacy.secure_aggregation and spec.privacy.differential is not None
+    named = "fp32" if exact else _fixed(spec.wan.codec)
     return codec_named(named).masked if named and spec.privacy.secure_aggregation else named
 
 

@@ -495,6 +495,29 @@ class Wan(_Section):
             raise ValueError(error.message) from None
 
 
+class Differential(_Section):
+    """Differential privacy (docs/privacy.md): a bound of what a single region's data, or a single sample, can change in
+    what leaves its region."""
+
+    level: Literal["region", "sample"]
+    """What is protected. `region`: all data of a region; its update is clipped and has noise. `sample`: each sample; so
+    has the sum of the gradients of each step (DP-SGD)."""
+    epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """Bound of the whole job, from which the plan computes the noise. Give this or `noiseMultiplier`."""
+    noise_multiplier: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
+    """Standard deviation of the noise as a multiple of `clipNorm`."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """Probability with which epsilon may not hold; less than one by the number of samples."""
+    clip_norm: Annotated[float, Field(gt=0, le=1e6)]
+    """Largest Euclidean norm of a region's update, or of a sample's gradient; what is larger is scaled down to it."""
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Differential:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("give exactly one of `epsilon` and `noiseMultiplier`")
+        return self
+
+
 class Privacy(_Section):
     """What other regions, and those who run the federation, learn of a region's updates."""
 
@@ -503,6 +526,9 @@ class Privacy(_Section):
     synchronous exchange, and a policy that needs no more than the mean of the changes."""
     min_regions: Annotated[int, Field(ge=FEWEST_REGIONS, lt=BELOW)] = FEWEST_REGIONS
     """For `secureAggregation`: fewest regions of which a sum may be readable; with fewer the job is declined."""
+    differential: Differential | None = None
+    """Noise, so that what leaves a region tells little of a single sample or region. With synchronous exchange, and a
+    policy that needs no more than the mean of the changes. Default: none."""
 
     @model_validator(mode="after")
     def _is_used(self) -> Privacy:
@@ -660,6 +686,45 @@ class JobSpec(_Section):
         for is_refused, text in refused:
             if is_refused:
                 raise ValueError(f"{key} {text}")
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_private(self) -> JobSpec:
+        wanted = self.privacy.differential
+        if wanted is None:
+            return self
+        wan, merge, key = self.wan, self.merge, "`privacy.differential` cannot be used with"
+        method = None if self.collective == "auto" else collective_named(self.collective)
+        refused = (
+            (not wan.traits.sums, f"`wan.policy: {wan.policy}`, which gives out changes under way"),
+            (wan.exchange == "background", "`wan.exchange: background`: workers go on from a model without noise"),
+            (wan.quorum is not None, "`wan.quorum`, which is for exchange in the background"),
+            (wan.lead is not None, "`wan.lead`, which is for exchange in the background"),
+            (bool(wan.grace), "`wan.grace`, which is for exchange in the background"),
+            (wan.staleness != "none", f"`wan.staleness: {wan.staleness}`, which is for exchange in the background"),
+            (self.train.scaling != "fixed", f"`train.scaling: {self.train.scaling}`: what is released must be planned"),
+            (isinstance(self.parallelism, Parallelism), "a pipeline"),
+            (
+                self.data.residency != "region",
+                "`data.residency` other than `region`: only the data's own region accounts for them",
+            ),
+            (
+                self.privacy.secure_aggregation and wan.codec not in ("auto", "fp32"),
+                f"`secureAggregation` and `wan.codec: {wan.codec}`, whose rounding would add to the noise; use fp32",
+            ),
+        )
+        of_samples = (
+            (self.train.precision != "fp32", f"`train.precision: {self.train.precision}`"),
+            (merge.codec != "fp32", f"`merge.codec: {merge.codec}`"),
+            (bool(merge.staleness), "`merge.staleness`"),
+            (method is not None and method.shares != "mean", f"`collective: {self.collective}`"),
+        )
+        for is_refused, text in refused:
+            if is_refused:
+                raise ValueError(f"{key} {text}")
+        for is_refused, text in of_samples if wanted.level == "sample" else ():
+            if is_refused:
+                raise ValueError(f"`privacy.differential.level: sample` cannot be used with {text}")
         return self
 
     @property

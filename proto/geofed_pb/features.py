@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ACCUMULATE",
     "BASE",
+    "DIFFERENTIAL",
     "FEATURES",
     "INITIAL_FILE",
     "LOCAL",
@@ -22,6 +23,7 @@ LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
 SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
+DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
-FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, REQUIREMENTS)
+FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS)
 """All features of this version."""

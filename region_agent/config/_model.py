@@ -127,6 +127,15 @@ class SplitConfig(Section):
         return value
 
 
+class PrivacyBudget(Section):
+    """How much of a shard may be told by what is trained on it (docs/privacy.md)."""
+
+    epsilon: Annotated[float, Field(gt=0, le=1000)]
+    """Most that all jobs together may spend, for ever."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """Probability with which epsilon may not hold; less than one by the number of samples."""
+
+
 class DatasetConfig(Section):
     """A shard that this region holds."""
 
@@ -140,6 +149,15 @@ class DatasetConfig(Section):
     reads them."""
     splits: dict[str, SplitConfig]
     """Splits of the shard, by name: `train`, `test` and others that the task's `dataset` knows."""
+    privacy: PrivacyBudget | None = None
+    """Budget of differential privacy of the `train` split. With it the region takes only jobs with
+    `privacy.differential` that keep within it, whatever the control plane says. Default: any job."""
+
+    @model_validator(mode="after")
+    def _stays_here(self) -> DatasetConfig:
+        if self.privacy is not None and self.residency != "region":
+            raise ValueError("`privacy` requires `residency: region`: another region accounts for none of its data")
+        return self
 
     @property
     def counted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,12 +21,14 @@ from region_agent.own_model import initial_own_model
 from region_agent.partition.batches import BatchPlan
 from region_agent.partition.events import Invoke, StartPs
 from region_agent.partition.server_process import free_ports
+from region_agent.privacy import is_private
 from region_agent.state.store import PartitionRow
-from region_agent.worker.invocation import Invocation, Precision, Schedule, Stretch
+from region_agent.worker.invocation import Invocation, Precision, PrivateSteps, Schedule, Stretch
 from sync.collective import DEFAULT
 from sync.policy import policy_named
 from sync.ps.config import PsConfig
 from sync.ps.tokens import WorkerIdentity, sign
+from sync.wan import ExchangeSettings
 
 __all__ = [
     "RegionInputs",
@@ -76,6 +79,8 @@ class WorkerInputs(RegionInputs):
     """Address of the parameter server for the worker."""
     packages: Path | None = None
     """Folder with the packages that the task requires."""
+    sampling_rate: float = 1.0
+    """With differential privacy of samples: probability with which each is in a step."""
 
 
 def bundle_key(start: agent_pb2.StartPartition) -> str:
@@ -187,9 +192,23 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         order="gpipe" if pipeline.order == "gpipe" else "1f1b",
         rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
         activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
+        private=_private_steps(start, inputs),
         keeps_base=task.keeps_base,
         base_given=bool(task.initial_model) and _holds(task) != "some",
     )
+
+
+def _private_steps(start: agent_pb2.StartPartition, inputs: WorkerInputs) -> PrivateSteps | None:
+    """Return how the workers' steps are private; None: they are not.
+
+    Samples are drawn by a key that follows from the region's own secret of the job, so that a step which is made again
+    has the same ones.
+    """
+    settings, _ = ExchangeSettings.of(start.plan.wan_settings)
+    if not (settings.noise and settings.sampled):
+        return None
+    key = hmac.new(bytes.fromhex(inputs.row.token_key), b"samples of private steps", "sha256").hexdigest()
+    return PrivateSteps(clip=settings.clip, noise=settings.noise, rate=inputs.sampling_rate, key=key)
 
 
 def _holds(task: agent_pb2.TaskRef) -> Literal["", "all", "some"]:
@@ -209,11 +228,18 @@ def _round_samples(plan: agent_pb2.PartitionPlan, region: str) -> dict[str, floa
 
 
 def server_config_of(
-    start: agent_pb2.StartPartition, action: StartPs, inputs: RegionInputs, *, workers: int, folder: Path, begun: bool
+    start: agent_pb2.StartPartition,
+    action: StartPs,
+    inputs: RegionInputs,
+    *,
+    workers: int,
+    folder: Path,
+    begun: bool,
+    ledger: Path | None = None,
 ) -> PsConfig:
     """Build the parameter server's configuration; its ports are those of its last run, where they are free.
 
-    ``begun``: a parameter server of this partition has run here before.
+    ``begun``: a parameter server of this partition has run here before. ``ledger``: folder of the ledger of releases.
     """
     plan, identity, server, row = start.plan, inputs.identity, inputs.server, inputs.row
     worker_port, exchange_port, bulk_port = free_ports(
@@ -255,4 +281,5 @@ def server_config_of(
         certificate_file=identity.certificate_file,
         key_file=identity.key_file,
         revoked_file=identity.revoked_file,
+        privacy_ledger=ledger if is_private(plan) else None,
     )

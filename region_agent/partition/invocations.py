@@ -17,6 +17,7 @@ from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import Invoke
 from region_agent.partition.report import PartitionMeter
 from region_agent.partition.shards import PartitionShards
+from region_agent.privacy import PrivacyGuard, is_private
 from region_agent.shards.reading import SIGNATURE_LIFE
 from region_agent.state.store import PartitionRow
 from region_agent.worker.data.spec import Stream
@@ -39,6 +40,7 @@ class Invocations:
     isolation: Isolation
     shards: PartitionShards
     meter: PartitionMeter
+    privacy: PrivacyGuard
     packages: Path | None = None
     """Folder with the packages that the task requires; None: it requires none."""
     _splits: dict[str, tuple[ShardFile, ...]] = field(default_factory=dict)
@@ -108,10 +110,11 @@ class Invocations:
             # Requested only once, since each request sets another password for the workers' Redis user.
             if not self._worker_channel:
                 self._worker_channel = await asyncio.to_thread(self.channel.worker_address, self.start.job)
+        rate = await asyncio.to_thread(self.privacy.rate, self.start.job) if is_private(self.start.plan) else 1.0
         inputs = WorkerInputs(
             self.identity, self.config.server, row, self.channel.kind, self._worker_channel,
             splits=self._splits, streams=self._streams, samples=self.shards.declared_samples, channel_costs=self._costs,
-            server_address=self._server_address(row), packages=self.packages,
+            server_address=self._server_address(row), packages=self.packages, sampling_rate=rate,
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict
 
@@ -17,7 +18,7 @@ from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import Outcome
 from sync.channel import Usage
 
-__all__ = ["PartitionMeter", "report_of", "view_of"]
+__all__ = ["PartitionMeter", "report_of", "view_of", "withhold"]
 
 
 class PartitionMeter:
@@ -165,6 +166,13 @@ def report_of(
         ),
         links=_links(status),
     )
+
+
+def withhold(message: agent_pb2.PartitionReport, spent: agent_pb2.Privacy | None) -> None:
+    """Take out of a report what was computed from the training data without noise, and put in what was spent."""
+    message.loss = message.round_loss = math.nan
+    message.ClearField("logged")
+    message.privacy.CopyFrom(spent or agent_pb2.Privacy())
 
 
 def _links(status: sync_pb2.PsStatus) -> dict[str, agent_pb2.LinkReport]:

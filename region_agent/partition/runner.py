@@ -74,10 +74,11 @@ from region_agent.partition.function import WorkerFunction
 from region_agent.partition.invocations import Invocations
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
-from region_agent.partition.report import PartitionMeter, report_of, view_of
+from region_agent.partition.report import PartitionMeter, report_of, view_of, withhold
 from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
+from region_agent.privacy import PrivacyGuard, is_private
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.tasks.environments import Environments
@@ -168,6 +169,7 @@ class PartitionRunner:
         self._row = row
         self.machine = _machine_of(start, row)
         self._folder = _private_folder(context.state_dir / "jobs", start.job)
+        self._privacy = PrivacyGuard(context.config, context.state_dir)
         self._merged_by = ""
         """Collective that the workers have reported."""
         self._kept = agent_pb2.UploadedModel()
@@ -200,7 +202,14 @@ class PartitionRunner:
         self._status = sync_pb2.PsStatus()
         self.meter = PartitionMeter(context.store, start.job)
         self._invocations = Invocations(
-            start, context.config, context.identity, context.channel, context.isolation, self._shards, self.meter
+            start,
+            context.config,
+            context.identity,
+            context.channel,
+            context.isolation,
+            self._shards,
+            self.meter,
+            self._privacy,
         )
         self._server_events = ServerEvents()
         self._reported_at = self._progress_at = time.monotonic()
@@ -391,6 +400,8 @@ class PartitionRunner:
         message.blob_digest = blob_digest
         message.keeps_models = True
         message.kept.CopyFrom(self._kept)
+        if is_private(self.start.plan):
+            withhold(message, self._privacy.spent(self.job))
         self._context.report(message, durable)
 
     # Implementation of the actions
@@ -496,7 +507,15 @@ class PartitionRunner:
             context.identity, context.config.server, self._row, context.channel.kind, channel_address=address
         )
         workers = max(1, self.machine.workers)
-        config = server_config_of(self.start, action, inputs, workers=workers, folder=self._folder, begun=self._began)
+        config = server_config_of(
+            self.start,
+            action,
+            inputs,
+            workers=workers,
+            folder=self._folder,
+            begun=self._began,
+            ledger=self._privacy.folder,
+        )
         if config.bulk_port is None:
             text = "server.ports has no free port for bulk streams: large updates use the exchange port and take longer"
             context.log(self.job, "ps", text)

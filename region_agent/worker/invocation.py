@@ -11,7 +11,17 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data.spec import Stream
 from sync.collective import DEFAULT
 
-__all__ = ["CALL_GRACE", "Invocation", "Outcome", "Precision", "Schedule", "ShardFile", "Stretch", "read_invocation"]
+__all__ = [
+    "CALL_GRACE",
+    "Invocation",
+    "Outcome",
+    "Precision",
+    "PrivateSteps",
+    "Schedule",
+    "ShardFile",
+    "Stretch",
+    "read_invocation",
+]
 
 Precision = Literal["fp32", "bf16", "fp16"]
 """Type that matrix products and convolutions are computed in; "fp32": that of the tensors."""
@@ -66,6 +76,21 @@ class Stretch(BaseModel):
     """Samples of all workers of the region in a step."""
     rate: float = Field(default=1.0, gt=0)
     """Factor of the learning rate."""
+
+
+class PrivateSteps(BaseModel):
+    """Differential privacy of samples."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    clip: float = Field(gt=0)
+    """Largest norm of a sample's gradient."""
+    noise: float = Field(gt=0)
+    """Standard deviation of the noise of the region's sum, as a multiple of it."""
+    rate: float = Field(gt=0, le=1)
+    """Probability with which each sample is in a step."""
+    key: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Key that samples are drawn by. Nobody outside of the region may know who is in a step."""
 
 
 class Invocation(BaseModel):
@@ -146,6 +171,8 @@ class Invocation(BaseModel):
     """For each stage: recompute its activations in the backward pass instead of storing them. Empty: no stage does."""
     activation_codec: Literal["fp32", "bf16"] = "fp32"
     """Codec of activations and their gradients between stages; "fp32": unchanged."""
+    private: PrivateSteps | None = None
+    """None: without differential privacy of samples."""
     keeps_base: bool = False
     """Whether tensors that never change are left out of what is exchanged; the same for all workers of the job."""
     base_given: bool = False

@@ -35,6 +35,7 @@ from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.engine import Engine
 from sync.ps.exchange import ExchangeService, Links
 from sync.ps.execution.executor import ActionExecutor
+from sync.ps.execution.releases import Releases
 from sync.ps.execution.storage import Storage
 from sync.ps.mask_keys import MaskKeys
 from sync.ps.rejoin import rejoin
@@ -114,10 +115,14 @@ def _engine(config: PsConfig) -> Engine:
         config.initial_model,
         config.initial_own_model,
         config.initial_holds,
+        Releases.of(config.privacy_ledger, config.job, config.region, settings, shares, config.steps_per_round),
     )
     engine = Engine(executor, settings)
     engine.patience_seconds = config.patience_seconds
     engine.machine.state_lost = config.begun and engine.machine.sequence == NO_MODEL and not storage.marked
+    if engine.machine.state_lost and settings.noise:
+        text = "the region's state is lost: an update that was released before would be made again, with other noise"
+        raise GeofedError("STATE_INVALID", text, hint="run the job again, with train.initialModel from this one")
     if not engine.machine.state_lost:
         storage.mark()
     return engine

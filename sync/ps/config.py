@@ -76,6 +76,8 @@ class PsConfig(BaseModel):
     key_file: Path
     revoked_file: Path | None = None
     """JSON list of the serial numbers of revoked certificates, which the agent keeps up to date."""
+    privacy_ledger: Path | None = None
+    """Folder of the region's ledger of releases, for a job with differential privacy."""
     stall_seconds: float = 30.0
     """Timeout of a transfer without progress; it is then resumed."""
 

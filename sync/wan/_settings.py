@@ -50,6 +50,17 @@ class ExchangeSettings:
     secure: float = 0.0
     """Secure aggregation: fewest regions of which a sum may be readable, a whole number; 0: updates are not masked.
     Synchronous exchange only."""
+    noise: float = 0.0
+    """Differential privacy: standard deviation of the noise as a multiple of `clip`; 0: none. Synchronous exchange
+    only."""
+    clip: float = 0.0
+    """Largest norm of this region's update, or of a sample's gradient."""
+    sampled: float = 0.0
+    """1: clipped and noisy are the gradients of samples, in the workers; 0: the region's update."""
+    delta: float = 0.0
+    """Delta of the job file."""
+    epsilon: float = 0.0
+    """What the whole plan costs for this delta, in the region where it is most."""
     byzantine: float = 0.0
     """Number of regions whose updates may be arbitrarily wrong; 0: as many as the rule withstands."""
 
@@ -78,5 +89,9 @@ class ExchangeSettings:
             raise GeofedError("CONFIG_INVALID", text)
         if found.secure and (found.background or found.robust or found.fragments > 1 or found.significance):
             raise GeofedError("CONFIG_INVALID", "secure aggregation requires the mean of whole synchronous updates")
+        if found.noise and not (found.clip > 0 and 0 < found.delta < 1 and found.sampled in (0, 1)):
+            raise GeofedError("CONFIG_INVALID", "differential privacy requires the settings clip and delta")
+        if found.noise and found.background:
+            raise GeofedError("CONFIG_INVALID", "differential privacy requires synchronous exchange")
         own = {name: v for name, v in settings.items() if name not in names and not name.startswith(ROBUST_SETTING)}
         return found, own

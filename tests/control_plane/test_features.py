@@ -13,6 +13,7 @@ from safetensors.numpy import save
 from control_plane.server import ServeConfig
 from control_plane.spec import load
 from geofed_pb.features import FEATURES
+from sync.private import Release, epsilon_of
 from tests.control_plane.conftest import staged
 from tests.control_plane.fake_agent import catalogue
 from tests.control_plane.scenario import run
@@ -124,6 +125,40 @@ def test_regions_with_a_small_share_do_not_hide_the_others(serve_config: ServeCo
             told = await stage.client.plan(load(job_file, [*secure, "regions.avoid=[c]"]).json)
             (reason,) = json.loads(told.plan_json)["reasons"]
             assert reason["text"] == "privacy.minRegions is 3, and 2 of 3 regions have more than a small share"
+            for agent in agents:
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_private_job_is_planned_with_its_noise_and_cost(serve_config: ServeConfig, job_file: Path) -> None:
+    private = "privacy.differential={level: LEVEL, epsilon: 3, delta: 1e-5, clipNorm: 0.5}"
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agents = [await stage.agent(name) for name in "abc"]
+            agents[0].features = ()
+            for agent in agents:
+                await agent.connect()
+            told = await stage.client.plan(load(job_file, [private.replace("LEVEL", "region")]).json)
+            (reason,) = json.loads(told.plan_json)["reasons"]
+            assert reason["text"].endswith("which does not know `privacy.differential`")
+            for level in ("region", "sample"):
+                settings = [private.replace("LEVEL", level), "regions.avoid=[a]"]
+                told = await stage.client.plan(load(job_file, settings).json)
+                assert told.admissible, told
+                plan = json.loads(told.plan_json)
+                numbers, part = plan["wan_settings"], plan["partitions"][0]
+                assert (numbers["clip"], numbers["delta"], numbers["sampled"]) == (0.5, 1e-5, float(level == "sample"))
+                rate = part["workers"] * part["batch"] / part["samples"]
+                release = Release.of(numbers["noise"], rate, sampled=level == "sample")
+                count = plan["rounds"] * (part["steps_per_round"] if level == "sample" else 1)
+                assert epsilon_of([(release, count)], 1e-5) <= numbers["epsilon"] <= 3
+                assert numbers["epsilon"] == pytest.approx(3, rel=1e-3)
+            for level, admissible in (("region", False), ("sample", True)):
+                settings = [private.replace("LEVEL", level), "regions.use=[b]"]
+                told = await stage.client.plan(load(job_file, settings).json)
+                assert told.admissible is admissible
             for agent in agents:
                 await agent.close()
 

@@ -190,6 +190,44 @@ def test_a_secure_job_waits_and_is_planned_with_a_masked_codec(job_file: Path) -
         load(job_file, ["wan.codec=int8-masked"])
 
 
+PRIVATE = "privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["wan.policy=asgd-ga"], "`wan.policy: asgd-ga`, which gives out changes under way"),
+        (["wan.exchange=background"], "`wan.exchange: background`: workers go on from a model without noise"),
+        (["wan.exchange=background", "wan.quorum=2"], "`wan.exchange: background`"),
+        (["train.scaling=same-steps"], "`train.scaling"),
+        (["data.residency=anywhere"], "`data.residency` other than `region`"),
+        (["parallelism={pipeline: {stages: 2}}"], "a pipeline"),
+        (["privacy.secureAggregation=true", "wan.codec=int8"], "`secureAggregation` and `wan.codec: int8`"),
+        (["train.precision=bf16"], "`privacy.differential.level: sample` cannot be used with `train.precision: bf16`"),
+        (["collective=isp"], "`privacy.differential.level: sample` cannot be used with `collective: isp`"),
+        (["collective=k-reduce", "merge.codec=bf16"], "cannot be used with `merge.codec: bf16`"),
+        (["collective=k-reduce", "merge.staleness=1"], "cannot be used with `merge.staleness`"),
+        (["privacy.differential.noiseMultiplier=1"], "give exactly one of `epsilon` and `noiseMultiplier`"),
+        (["privacy.differential.epsilon=0"], "`privacy.differential.epsilon`: input should be greater than 0"),
+        (["privacy.differential.delta=1"], "`privacy.differential.delta`: input should be less than 1"),
+        (["privacy.differential.clipNorm=0"], "`privacy.differential.clipNorm`: input should be greater than 0"),
+        (["privacy.differential.level=user"], "privacy.differential.level"),
+    ],
+)
+def test_what_noise_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
+    (error,) = errors_of(job_file, JOB, PRIVATE, *settings)
+    assert told in error
+
+
+def test_a_private_job_waits_and_its_sums_are_not_rounded(job_file: Path) -> None:
+    demand = to_demand(load(job_file, [PRIVATE]).spec, "j", NOW)
+    assert (demand.exchange, demand.codec, demand.parallelism) == ("synchronous", None, "data")
+    demand = to_demand(load(job_file, [PRIVATE, "privacy.secureAggregation=true"]).spec, "j", NOW)
+    assert demand.codec == "fp32-masked"
+    of_regions = PRIVATE.replace("sample", "region")
+    assert load(job_file, [of_regions, "train.precision=bf16", "collective=isp"]).spec.privacy.differential is not None
+
+
 def test_overrides_are_told_as_such(job_file: Path) -> None:
     assert errors_of(job_file, JOB, "regions.usee=[a]") == [
         "--set regions.usee=[a]: unknown key `usee` in regions; did you mean `use`?"

@@ -176,6 +176,7 @@ def _region(part: Partition, planned: PlannedPartition | None, training_seconds:
         "metrics_samples": report.evaluation.samples,
         "applied_updates": report.exchange.applied_updates,
         "usd": report.totals.usd,
+        "privacy": asdict(report.privacy) if report.privacy is not None else None,
     }
 
 

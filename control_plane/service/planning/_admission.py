@@ -23,6 +23,7 @@ from control_plane.service.planning._gangs import (
     preemptible_of,
 )
 from control_plane.service.planning._near import Near, near
+from control_plane.service.planning._noise import with_noise
 from control_plane.service.planning._planning import snapshot_of
 from control_plane.service.planning._scaling import is_tuned
 from control_plane.service.state._draft import Draft
@@ -170,6 +171,9 @@ class PendingAdmission:
         for refused_by in (refused_by_age, refused_by_lack, refused_by_shares):
             if (refused := refused_by(self.spec, chosen, self.draft.regions)) is not None:
                 return refused
+        chosen = with_noise(self.spec, chosen)
+        if isinstance(chosen, Declined):
+            return chosen
         offered = self._offer(chosen, demand)
         return offered if isinstance(offered, Declined) else (chosen, *offered)
 

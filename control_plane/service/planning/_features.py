@@ -6,7 +6,17 @@ from collections.abc import Mapping
 
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
-from geofed_pb.features import ACCUMULATE, BASE, INITIAL_FILE, LOCAL, PRECISION, REQUIREMENTS, SECRETS, SECURE
+from geofed_pb.features import (
+    ACCUMULATE,
+    BASE,
+    DIFFERENTIAL,
+    INITIAL_FILE,
+    LOCAL,
+    PRECISION,
+    REQUIREMENTS,
+    SECRETS,
+    SECURE,
+)
 from scheduler import Declined, Plan, Reason
 from sync.secure import hiding_regions
 
@@ -28,6 +38,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (ACCUMULATE, train.accumulate > 1),
             (LOCAL, bool(train.local)),
             (SECURE, spec.privacy.secure_aggregation),
+            (DIFFERENTIAL, spec.privacy.differential is not None),
             (INITIAL_FILE, train.initial_model is not None and train.initial_model.file is not None),
             (SECRETS, bool(spec.task.secrets)),
             (REQUIREMENTS, spec.task.requirements is not None),

@@ -24,6 +24,7 @@ from control_plane.core import (
     Logged,
     MeterTotals,
     Partition,
+    Privacy,
     Record,
     RegionState,
     Report,
@@ -103,7 +104,14 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         kept=Uploaded(message.kept.round, message.kept.blob_digest, clean(message.kept.error)),
         logged=_logged_of(message.logged),
         usage=_usage_of(message.usage),
+        privacy=_privacy_of(message.privacy) if message.HasField("privacy") else None,
     )
+
+
+def _privacy_of(message: agent_pb2.Privacy) -> Privacy:
+    numbers = (message.epsilon, message.delta)
+    epsilon, delta = (number if math.isfinite(number) else 0.0 for number in numbers)
+    return Privacy(epsilon, delta, message.releases)
 
 
 def _logged_of(message: common_pb2.Logged) -> Logged:

@@ -466,7 +466,7 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss", "ps_signs", "keeps_models", "kept", "logged", "usage")
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss", "ps_signs", "keeps_models", "kept", "logged", "usage", "privacy")
     class LinksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +504,7 @@ class PartitionReport(_message.Message):
     KEPT_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    PRIVACY_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     state: str
@@ -534,7 +535,18 @@ class PartitionReport(_message.Message):
     kept: UploadedModel
     logged: _common_pb2.Logged
     usage: _common_pb2.Usage
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ..., ps_signs: bool = ..., keeps_models: bool = ..., kept: _Optional[_Union[UploadedModel, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ...) -> None: ...
+    privacy: Privacy
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ..., ps_signs: bool = ..., keeps_models: bool = ..., kept: _Optional[_Union[UploadedModel, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., privacy: _Optional[_Union[Privacy, _Mapping]] = ...) -> None: ...
+
+class Privacy(_message.Message):
+    __slots__ = ("epsilon", "delta", "releases")
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    RELEASES_FIELD_NUMBER: _ClassVar[int]
+    epsilon: float
+    delta: float
+    releases: int
+    def __init__(self, epsilon: _Optional[float] = ..., delta: _Optional[float] = ..., releases: _Optional[int] = ...) -> None: ...
 
 class UploadedModel(_message.Message):
     __slots__ = ("round", "blob_digest", "error")

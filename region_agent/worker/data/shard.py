@@ -156,6 +156,20 @@ class BatchStream:
             raise GeofedError("TASK_INVALID", f"all {sum(sizes)} samples that dataset gives for step {step} are None")
         return found
 
+    def sampled(self, step: int, rate: float, key: bytes) -> Iterator[Any]:
+        """Yield batches of one sample each: those of this worker among the samples of a step, in which each sample of
+        the region is with the probability ``rate``, independently of others. Samples that are None are left out.
+
+        They follow from the key and the step, so that all workers of the region draw the same ones.
+        """
+        words = np.frombuffer(key, np.uint32).tolist()
+        drawn = np.flatnonzero(np.random.default_rng([*words, step]).random(self._size) < rate)
+        for index in drawn[drawn % self._workers == self._worker].tolist():
+            count, batch = _collated(self._data, [index], self._collate)
+            self.skipped += 1 - count
+            if count:
+                yield batch
+
     def micro_batches(self, step: int, sizes: Sequence[int]) -> list[Any]:
         """Return the same samples in several batches of exactly the given sizes, for the stages of a pipeline."""
         found = self.parts(step, sizes)

@@ -26,6 +26,7 @@ from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.merging import merging_for
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
 from region_agent.worker.training.passes import accumulate
+from region_agent.worker.training.private_steps import PrivateGradients
 from region_agent.worker.training.proximal import ProximalTerm
 from sync import framing
 from sync.channel import Channel
@@ -215,6 +216,9 @@ class WholeModel:
             self._rate = LearningRateSchedule(self._optimizer, call.schedule, steps, batches, own)
         self.counted = self.share(1)
         self._proximal = ProximalTerm(self.flat, call.proximal) if call.proximal else None
+        self._private = (
+            PrivateGradients(call.private, task, self._module, call.workers, call.batch) if call.private else None
+        )
         self._scale = LossScale(self._module) if call.precision == "fp16" else None
         self._merging = merging_for(call, task, self._optimizer, merged, channel, begun, self._proximal, self._scale)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
@@ -240,7 +244,7 @@ class WholeModel:
         with self._task.calling("the model's train() and the optimiser's zero_grad()"):
             self._module.train()
             self._optimizer.zero_grad(set_to_none=True)
-        value = self._pass(step)
+        value = self._pass(step) if self._private is None else self._private_pass(step, self._private)
         finish(self._device)
         seconds = time.monotonic() - begun
         with self._task.calling("the optimiser's groups"):
@@ -266,6 +270,20 @@ class WholeModel:
             self._merging.arm(step, samples)
 
         return accumulate(self._task, self._module, drawn, ready, self._scale)
+
+    def _private_pass(self, step: int, gradients: PrivateGradients) -> float:
+        """Compute the gradients of a step with differential privacy of samples; returns the mean loss.
+
+        How many samples are drawn is not told: the sum is divided by their expected number.
+        """
+        wanted = self._call.private
+        assert wanted is not None
+        with self._task.calling("dataset"):
+            drawn = self._stream.sampled(step, wanted.rate, bytes.fromhex(wanted.key))
+        value = gradients.set((move(batch, self._device) for batch in drawn), self.counted)
+        checked_loss(value, step)
+        self._merging.arm(step, self.counted)
+        return value
 
     def settle(self, step: int) -> None:
         """Make the models of all workers equal bit for bit, at the end of a WAN round after `step`."""

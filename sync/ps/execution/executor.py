@@ -50,6 +50,7 @@ from sync.ps.execution.checkpoints import Checkpoints
 from sync.ps.execution.export import from_safetensors, to_safetensors
 from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
 from sync.ps.execution.mask_file import MaskFile
+from sync.ps.execution.releases import Releases
 from sync.ps.execution.replica import Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
 from sync.ps.execution.threads import background_thread
@@ -97,6 +98,7 @@ class ActionExecutor:
         initial_model: Path | None = None,
         initial_own_model: Path | None = None,
         initial_holds: str = "",
+        releases: Releases | None = None,
     ) -> None:
         """
         ``shares``: each region's weight in a merge, with background exchange; None: all the same.
@@ -104,10 +106,12 @@ class ActionExecutor:
         ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
         ``initial_own_model``: the same for the tensors that stay in the region.
         ``initial_holds``: what ``initial_model`` has of the model: see `PsConfig`.
+        ``releases``: what makes our updates private; None: nothing does.
         """
         self.setup, self.storage, self.channel = setup, storage, channel
         self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
         self._initial_model, self._initial_holds = initial_model, initial_holds
+        self._releases = releases
         self.base = BaseFiles(storage.folder, channel, initial_model, initial_own_model, initial_holds)
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A lossy codec saves nothing where only one region takes part, because no update is sent.
@@ -391,6 +395,10 @@ class ActionExecutor:
         end = self._first_model(action.model_key) if action.sequence == 0 else None
         end = self._vector(action.model_key, "model") if end is None else end
         self._check_finite(end, action.sequence)
+        if self._releases is not None:
+            self._releases.check(self.storage.layout)
+            if self.replica is not None and action.sequence > 0:
+                end = self._releases.released(end, self.replica.start, action.sequence)
         facts = {"sequence": action.sequence, "weight": action.weight}
         codec: Codec
         tensors: Tensors

@@ -30,8 +30,11 @@ def servers(tmp_path: Path, authority: Authority, warm_servers: WarmServers) -> 
 
     def start(*regions: str, **settings: Any) -> list[Server]:
         options = {"warm": warm_servers, **settings}
-        members = options.pop("regions", regions)
-        made.extend(Server(tmp_path / region, authority, region, members, **options) for region in regions)
+        members, each = options.pop("regions", regions), options.pop("each", lambda region: {})
+        # `each` returns what one region's server has of its own.
+        made.extend(
+            Server(tmp_path / region, authority, region, members, **options, **each(region)) for region in regions
+        )
         for server in made:
             server.launch()
         for server in made:

@@ -1,0 +1,53 @@
+"""The noise of a job with differential privacy, and what its plan costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from control_plane.spec import JobSpec
+from geofed_pb.errors import GeofedError
+from scheduler import Declined, Plan, PlannedPartition, Reason
+from sync.private import Release, epsilon_of, noise_for
+
+__all__ = ["with_noise"]
+
+
+def with_noise(spec: JobSpec, plan: Plan) -> Plan | Declined:
+    """Return a plan with the settings of `privacy.differential`, which follow from its rounds, steps and batches.
+
+    Raises ``GeofedError("UNAVAILABLE")`` if `dp-accounting` is not installed.
+    """
+    wanted = spec.privacy.differential
+    if wanted is None:
+        return plan
+    sampled = wanted.level == "sample"
+    if len(plan.partitions) < 2 and not sampled:
+        text = "`privacy.differential.level: region` hides a region among others, and one takes part"
+        return Declined((Reason("INADMISSIBLE", text, "use more regions, or `level: sample`"),))
+    releases = [_releases(plan, part, sampled=sampled) for part in plan.partitions]
+    try:
+        noise = wanted.noise_multiplier or max(
+            noise_for(wanted.epsilon or 0.0, wanted.delta, rate, count, sampled=sampled) for rate, count in releases
+        )
+    except GeofedError as error:
+        if error.code != "INADMISSIBLE":
+            raise
+        return Declined((Reason("INADMISSIBLE", error.message, error.hint or ""),))
+    epsilon = max(
+        epsilon_of([(Release.of(noise, rate, sampled=sampled), count)], wanted.delta) for rate, count in releases
+    )
+    settings = {
+        "noise": noise,
+        "clip": wanted.clip_norm,
+        "sampled": float(sampled),
+        "delta": wanted.delta,
+        "epsilon": epsilon,
+    }
+    return replace(plan, wan_settings={**plan.wan_settings, **settings})
+
+
+def _releases(plan: Plan, part: PlannedPartition, *, sampled: bool) -> tuple[float, int]:
+    """Return the sampling rate of a region, and how often it releases something."""
+    if not sampled:
+        return 1.0, plan.rounds
+    return min(1.0, part.replicas * part.batch / part.samples), plan.rounds * part.steps_per_round

@@ -1,0 +1,206 @@
+"""What jobs may release of the region's data: the owner's budgets, enforced by the region's own ledger."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.config import RegionConfig
+from sync.collective import collective_named
+from sync.private import LedgerRow, PrivacyLedger, Release, affordable, epsilon_of
+from sync.wan import ExchangeSettings
+
+__all__ = ["LEDGER", "DatasetAccount", "PrivacyGuard", "accounts_of", "is_private"]
+
+_log = structlog.get_logger("geofed.privacy")
+LEDGER = "privacy"
+"""Folder of the ledger in the agent's state directory."""
+
+
+def is_private(plan: agent_pb2.PartitionPlan) -> bool:
+    """Whether what leaves the region has noise, so that nothing else of the data may leave it."""
+    return bool(plan.wan_settings.get("noise"))
+
+
+@dataclass(frozen=True)
+class DatasetAccount:
+    """What was spent of a dataset."""
+
+    dataset: str
+    epsilon: float
+    """Of all releases so far."""
+    reserved: float
+    """The same, with those that open jobs may still make."""
+    delta: float
+    """That of the budget or, without one, the smallest of the jobs' own."""
+    budget: float | None
+    """Epsilon that the owner allows; None: any."""
+
+
+def accounts_of(config: RegionConfig | None, rows: Sequence[LedgerRow]) -> list[DatasetAccount]:
+    """Return what was spent of each dataset in the ledger, or with a budget. Raises ``GeofedError("UNAVAILABLE")``."""
+    datasets = config.datasets if config is not None else {}
+    budgets = {name: held.privacy for name, held in datasets.items() if held.privacy is not None}
+    found = []
+    for name in dict.fromkeys([*(row.dataset for row in rows), *budgets]):
+        of = [row for row in rows if row.dataset == name]
+        budget = budgets.get(name)
+        delta = budget.delta if budget is not None else min(row.delta for row in of)
+        spent = epsilon_of([(row.release, row.spent) for row in of], delta)
+        reserved = epsilon_of(_counted(of), delta)
+        found.append(DatasetAccount(name, spent, reserved, delta, None if budget is None else budget.epsilon))
+    return found
+
+
+class PrivacyGuard:
+    """Grants the releases of a job before it starts, and reports what it has made. What cannot be told is refused."""
+
+    def __init__(self, config: RegionConfig, state_dir: Path) -> None:
+        self._config = config
+        self.folder = state_dir / LEDGER
+        self._ledger = PrivacyLedger(self.folder)
+        self._told: dict[str, tuple[int, agent_pb2.Privacy]] = {}
+        """The last answer of `spent` by job, with the releases that it is of."""
+
+    def admit(self, command: agent_pb2.StartPartition) -> None:
+        """Grant a job the releases of its plan.
+
+        Raises ``GeofedError``: FORBIDDEN if the dataset has a budget and the job adds no noise; PRIVACY_EXHAUSTED if
+        the job would exceed it; UNAVAILABLE without `dp-accounting`; STATE_INVALID if the ledger is damaged;
+        CONFIG_INVALID.
+        """
+        plan, dataset = command.plan, command.task.dataset
+        settings, _ = ExchangeSettings.of(plan.wan_settings)
+        held = self._config.datasets.get(dataset)
+        budget = held.privacy if held is not None else None
+        if not settings.noise:
+            if budget is not None:
+                text = f"region {self._config.name} releases what is made of {dataset} with differential privacy only"
+                raise GeofedError("FORBIDDEN", text, hint="set privacy.differential in the job file")
+            return
+        if held is None or "train" not in held.splits or any(ref.region != self._config.name for ref in plan.shards):
+            raise GeofedError("CONFIG_INVALID", "with differential privacy each region trains on its own shard")
+        sampled = bool(settings.sampled)
+        if sampled and not _steps_are_whole(plan):
+            raise GeofedError("CONFIG_INVALID", "these workers cannot add noise to the gradients of samples")
+        rate = self._rate(command.job, plan, held.splits["train"].samples) if sampled else 1.0
+        release = Release.of(settings.noise, rate, sampled=sampled)
+        planned = plan.rounds * (plan.steps_per_round if sampled else 1)
+        asked = LedgerRow(
+            command.job, dataset, "sample" if sampled else "region", release.noise, release.rate, settings.delta,
+            planned=planned, granted=planned, at=time.time(),
+        )  # fmt: skip
+        # Refused here without it, rather than when the first report is due.
+        epsilon_of([(release, 1)], settings.delta)
+
+        def granted(rows: Sequence[LedgerRow]) -> Sequence[LedgerRow]:
+            before = next((row for row in rows if row.job == asked.job), None)
+            others = [row for row in rows if row.job != asked.job]
+            row = asked
+            if before is not None:
+                if (before.dataset, before.release) != (asked.dataset, asked.release):
+                    raise GeofedError("CONFIG_INVALID", f"{asked.job} has released something else here before")
+                row = replace(asked, spent=before.spent, last=before.last, at=before.at)
+            if budget is not None:
+                of = [one for one in others if one.dataset == dataset]
+                cost = epsilon_of([*_counted(of), (release, max(planned, row.spent))], budget.delta)
+                if cost > budget.epsilon:
+                    used = epsilon_of(_counted(of), budget.delta)
+                    text = f"{planned} releases of {dataset} by {asked.job} would make its epsilon {cost:.3g}"
+                    text += f" at delta {budget.delta:g}: {used:.3g} is spent or reserved, {budget.epsilon:g} allowed"
+                    raise GeofedError("PRIVACY_EXHAUSTED", text)
+            return [row if one is before else one for one in rows] if before is not None else [*rows, row]
+
+        self._ledger.change(granted)
+
+    def reconcile(self, jobs: Collection[str]) -> None:
+        """Bring the grants of open jobs into line with the present budgets, when the agent starts.
+
+        ``jobs``: those that may still run here. What exceeds a lowered budget is not granted any longer, so the job's
+        next update is refused. If the ledger is damaged, the jobs' servers refuse theirs.
+        """
+
+        def settled(rows: Sequence[LedgerRow]) -> Sequence[LedgerRow]:
+            made = [row if row.job in jobs else replace(row, open=False) for row in rows]
+            for number, row in enumerate(made):
+                held = self._config.datasets.get(row.dataset)
+                if not row.open or held is None or held.privacy is None:
+                    continue
+                budget, others = held.privacy, [one for one in made if one.dataset == row.dataset and one is not row]
+                # Of the later open jobs only what they have made: the first ones keep their grants.
+                base = [
+                    (one.release, one.counted if made.index(one) < number else one.spent) for one in others
+                ]  # fmt: skip
+                most = affordable(base, row.release, row.planned, budget.epsilon, budget.delta)
+                made[number] = replace(row, granted=max(row.spent, most))
+            return made
+
+        try:
+            if self.folder.exists():
+                self._ledger.change(settled)
+        except GeofedError as error:
+            _log.error("the grants of releases cannot be checked", error=str(error))
+            if error.code == "UNAVAILABLE":
+                self._ledger.change(lambda rows: [replace(row, granted=row.spent) for row in rows])
+
+    def close(self, job: str) -> None:
+        """Note that a job has ended: what it has not spent is free again."""
+        try:
+            self._ledger.close(job)
+        except GeofedError as error:
+            # What it was granted stays reserved.
+            _log.error("the end of a job cannot be noted", job=job, error=str(error))
+
+    def _rate(self, job: str, plan: agent_pb2.PartitionPlan, samples: int | None) -> float:
+        """Return the probability with which each sample is in a step; ``samples``: of the shard, None: not counted."""
+        if samples is not None:
+            return min(1.0, plan.batch * plan.workers / samples) if samples else 1.0
+        try:
+            return self.rate(job)
+        except GeofedError as error:
+            if error.code != "PRIVACY_EXHAUSTED":
+                raise
+            # A job that has not begun.
+            raise GeofedError("SHARD_UNREADABLE", "the samples of the dataset are still being counted") from None
+
+    def rate(self, job: str) -> float:
+        """Return the probability with which each sample is in a step of a job, as its releases are accounted for.
+
+        Raises ``GeofedError``: PRIVACY_EXHAUSTED if none are; STATE_INVALID.
+        """
+        row = next((row for row in self._ledger.rows() if row.job == job), None)
+        if row is None:
+            raise GeofedError("PRIVACY_EXHAUSTED", f"the region has granted {job} no release of its data")
+        return row.rate
+
+    def spent(self, job: str) -> agent_pb2.Privacy | None:
+        """Return what a job has spent, at its own delta; None: it is not in the ledger, or that cannot be read."""
+        try:
+            row = next((row for row in self._ledger.rows() if row.job == job), None)
+            if row is None:
+                return None
+            known = self._told.get(job)
+            if known is None or known[0] != row.spent:
+                epsilon = epsilon_of([(row.release, row.spent)], row.delta)
+                told = agent_pb2.Privacy(epsilon=epsilon, delta=row.delta, releases=row.spent)
+                known = self._told[job] = row.spent, told
+        except GeofedError:
+            return None
+        return known[1]
+
+
+def _steps_are_whole(plan: agent_pb2.PartitionPlan) -> bool:
+    """Whether workers merge the whole gradients of a step, so that all parts of its noise are in the sum."""
+    method = None if plan.collective in ("", "auto") else collective_named(plan.collective)
+    exact = plan.merging_codec in ("", "fp32") and not plan.merging.get("staleness")
+    return not plan.HasField("pipeline") and exact and (method is None or method.shares == "mean")
+
+
+def _counted(rows: Iterable[LedgerRow]) -> list[tuple[Release, int]]:
+    return [(row.release, row.counted) for row in rows]

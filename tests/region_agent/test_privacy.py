@@ -1,0 +1,242 @@
+"""The owner's budgets: which jobs a region grants releases of its data, and what it tells of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import agent_pb2
+from region_agent.cli import app
+from region_agent.config import RegionConfig
+from region_agent.partition.report import withhold
+from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of
+from sync.private import PrivacyLedger, Release, epsilon_of
+
+DELTA = 1e-5
+BUDGET = {"epsilon": 6.0, "delta": DELTA}
+
+
+def config(budget: dict[str, float] | None = BUDGET, **dataset: Any) -> RegionConfig:
+    digits = {"splits": {"train": {"uri": "/nowhere", "samples": 1000}}, "privacy": budget, **dataset}
+    return RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 2}, "datasets": {"digits": digits, "open": {"splits": digits["splits"]}},
+        }
+    )  # fmt: skip
+
+
+def start(job: str = "job-1", dataset: str = "digits", rounds: int = 4, **numbers: float) -> agent_pb2.StartPartition:
+    settings = {"noise": 4.0, "clip": 1.0, "delta": DELTA, **numbers}
+    plan = agent_pb2.PartitionPlan(workers=2, batch=10, rounds=rounds, steps_per_round=5, wan_settings=settings)
+    task = agent_pb2.TaskRef(dataset=dataset)
+    return agent_pb2.StartPartition(job=job, region="east", epoch=1, task=task, plan=plan, regions=["east", "west"])
+
+
+def cost(rounds: int, noise: float = 4.0) -> float:
+    return epsilon_of([(Release(noise / 2), rounds)], DELTA)
+
+
+def refusal(guard: PrivacyGuard, command: agent_pb2.StartPartition) -> GeofedError:
+    with pytest.raises(GeofedError) as told:
+        guard.admit(command)
+    return told.value
+
+
+def test_data_with_a_budget_are_for_private_jobs_only(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    assert refusal(guard, start(noise=0.0)).code == "FORBIDDEN"
+    guard.admit(start(noise=0.0, dataset="open"))
+    assert not (tmp_path / LEDGER).exists()
+    guard.admit(start())
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"clip": 0.0}, {"delta": 0.0}, {"background": 1.0}, {"noise": -1.0}, {"sampled": 0.5}]
+)
+def test_settings_that_hide_nothing_are_refused(tmp_path: Path, numbers: dict[str, float]) -> None:
+    assert refusal(PrivacyGuard(config(), tmp_path), start(**numbers)).code == "CONFIG_INVALID"
+
+
+def test_the_budget_holds_over_all_jobs_for_ever(tmp_path: Path) -> None:
+    assert cost(4) < 6 < cost(8)
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    error = refusal(guard, start("job-2"))
+    assert error.code == "PRIVACY_EXHAUSTED"
+    assert f"{cost(4):.3g} is spent or reserved, 6 allowed" in error.message
+    ledger = PrivacyLedger(tmp_path / LEDGER)
+    ledger.spend("job-1", 1, 1)
+    guard.close("job-1")
+    guard.admit(start("job-2"))
+    assert [(row.job, row.counted) for row in ledger.rows()] == [("job-1", 1), ("job-2", 4)]
+    # Another run of the agent knows the same.
+    assert refusal(PrivacyGuard(config(), tmp_path), start("job-3")).code == "PRIVACY_EXHAUSTED"
+    PrivacyGuard(config(None), tmp_path).admit(start("job-3"))
+
+
+def test_a_job_that_starts_again_keeps_what_it_has_spent(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    ledger = PrivacyLedger(tmp_path / LEDGER)
+    ledger.spend("job-1", 1, 1)
+    guard.close("job-1")
+    guard.admit(start())
+    (row,) = ledger.rows()
+    assert (row.spent, row.last, row.granted, row.open) == (1, 1, 4, True)
+    assert refusal(guard, start(noise=5.0)).code == "CONFIG_INVALID"
+
+
+def test_samples_are_counted_by_steps_and_their_rate(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start(noise=1.0, sampled=1.0))
+    (row,) = PrivacyLedger(tmp_path / LEDGER).rows()
+    # Two workers with 10 samples each, of 1000; five steps in each of four rounds.
+    assert (row.level, row.noise, row.rate, row.planned) == ("sample", 1.0, 0.02, 20)
+    told = guard.spent("job-1")
+    assert told == agent_pb2.Privacy(epsilon=0.0, delta=DELTA, releases=0)
+    PrivacyLedger(tmp_path / LEDGER).spend("job-1", 1, 5)
+    told = guard.spent("job-1")
+    assert told is not None
+    assert (told.epsilon, told.releases) == (epsilon_of([(Release(1.0, 0.02), 5)], DELTA), 5)
+
+
+def test_a_job_goes_on_while_an_agent_that_has_started_again_counts_its_samples(tmp_path: Path) -> None:
+    PrivacyGuard(config(), tmp_path).admit(start(noise=1.0, sampled=1.0))
+    uncounted = config(format={"kind": "csv"}, splits={"train": {"uri": "/nowhere"}})
+    guard = PrivacyGuard(uncounted, tmp_path)
+    guard.admit(start(noise=1.0, sampled=1.0))
+    assert guard.rate("job-1") == 0.02
+    assert refusal(guard, start("job-2", noise=1.0, sampled=1.0)).code == "SHARD_UNREADABLE"
+    with pytest.raises(GeofedError, match="granted job-2 no release"):
+        guard.rate("job-2")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda plan: plan.pipeline.SetInParent(),
+        lambda plan: setattr(plan, "merging_codec", "int8"),
+        lambda plan: plan.merging.update({"staleness": 1.0}),
+        lambda plan: setattr(plan, "collective", "isp"),
+    ],
+    ids=["pipeline", "codec", "staleness", "isp"],
+)
+def test_workers_that_could_not_add_all_of_the_noise_get_no_samples(
+    tmp_path: Path, change: Callable[[agent_pb2.PartitionPlan], object]
+) -> None:
+    command = start(sampled=1.0)
+    change(command.plan)
+    assert refusal(PrivacyGuard(config(), tmp_path), command).code == "CONFIG_INVALID"
+    command.plan.wan_settings["sampled"] = 0.0
+    PrivacyGuard(config(), tmp_path).admit(command)
+
+
+def test_a_shard_of_another_region_is_not_accounted_for_here(tmp_path: Path) -> None:
+    command = start()
+    command.plan.shards.add(region="west")
+    assert refusal(PrivacyGuard(config(), tmp_path), command).code == "CONFIG_INVALID"
+    with pytest.raises(ValueError, match="residency: region"):
+        config(residency="anywhere")
+
+
+def test_a_lowered_budget_ends_a_job_under_way(tmp_path: Path) -> None:
+    PrivacyGuard(config(), tmp_path).admit(start())
+    ledger = PrivacyLedger(tmp_path / LEDGER)
+    ledger.spend("job-1", 1, 1)
+    lower = config({"epsilon": (cost(2) + cost(3)) / 2, "delta": DELTA})
+    PrivacyGuard(lower, tmp_path).reconcile({"job-1"})
+    assert ledger.rows()[0].granted == 2
+    PrivacyGuard(config({"epsilon": 0.1, "delta": DELTA}), tmp_path).reconcile({"job-1"})
+    assert ledger.rows()[0].granted == 1, "what is spent is spent"
+    PrivacyGuard(config(), tmp_path).reconcile({"job-1"})
+    assert ledger.rows()[0].granted == 4
+    PrivacyGuard(config(), tmp_path).reconcile(set())
+    assert not ledger.rows()[0].open, "the job has ended while the agent was away"
+
+
+def test_of_two_jobs_under_way_the_first_one_keeps_its_grants(tmp_path: Path) -> None:
+    wide = {"epsilon": 100.0, "delta": DELTA}
+    guard = PrivacyGuard(config(wide), tmp_path)
+    guard.admit(start("job-1"))
+    guard.admit(start("job-2"))
+    ledger = PrivacyLedger(tmp_path / LEDGER)
+    ledger.spend("job-2", 1, 1)
+    PrivacyGuard(config({"epsilon": (cost(5) + cost(6)) / 2, "delta": DELTA}), tmp_path).reconcile({"job-1", "job-2"})
+    assert [row.granted for row in ledger.rows()] == [4, 1]
+    assert cost(sum(row.counted for row in ledger.rows())) <= (cost(5) + cost(6)) / 2
+
+
+def test_without_the_package_nothing_more_is_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PrivacyGuard(config(), tmp_path).admit(start())
+
+    def missing(*_: object) -> float:
+        raise GeofedError("UNAVAILABLE", "not installed")
+
+    monkeypatch.setattr("region_agent.privacy.epsilon_of", missing)
+    monkeypatch.setattr("region_agent.privacy.affordable", missing)
+    guard = PrivacyGuard(config(), tmp_path)
+    assert refusal(guard, start("job-2")).code == "UNAVAILABLE"
+    guard.reconcile({"job-1"})
+    assert PrivacyLedger(tmp_path / LEDGER).rows()[0].granted == 0
+
+
+def test_a_damaged_ledger_grants_nothing_and_stops_no_agent(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    (tmp_path / LEDGER / "ledger.json").write_text("{}")
+    assert refusal(guard, start("job-2")).code == "STATE_INVALID"
+    guard.reconcile({"job-1"})
+    guard.close("job-1")
+    assert guard.spent("job-1") is None
+    guard.admit(start("job-3", dataset="open", noise=0.0))
+
+
+def test_a_report_tells_no_loss_of_private_data() -> None:
+    message = agent_pb2.PartitionReport(loss=0.5, round_loss=0.5)
+    message.logged.values["train_accuracy"] = 0.9
+    withhold(message, agent_pb2.Privacy(epsilon=1.0, delta=DELTA, releases=3))
+    assert message.loss != message.loss
+    assert message.round_loss != message.round_loss
+    assert not message.logged.values
+    assert message.privacy.releases == 3
+
+
+def test_the_command_shows_the_ledger(tmp_path: Path) -> None:
+    runner, file = CliRunner(), tmp_path / "east.yaml"
+    state = ("--state-dir", str(tmp_path / "state"))
+    empty = runner.invoke(app, ["privacy", *state])
+    assert empty.exit_code == 0
+    guard = PrivacyGuard(config(), tmp_path / "state")
+    guard.admit(start())
+    PrivacyLedger(guard.folder).spend("job-1", 1, 1)
+    file.write_text(json.dumps(json.loads(config().model_dump_json(by_alias=True, exclude_none=True))))
+    shown = runner.invoke(app, ["privacy", "--config", str(file), *state])
+    assert shown.exit_code == 0, shown.output
+    first, second = shown.stdout.splitlines()
+    assert first == (
+        f"digits  epsilon {cost(1):.3g} spent, {cost(4):.3g} with what open jobs may still spend, "
+        "of 6 allowed, at delta 1e-05"
+    )
+    assert second == f"  job-1  digits, level region: epsilon {cost(1):.3g} at delta 1e-05, by 1 of 4 releases, open"
+    told = json.loads(runner.invoke(app, ["privacy", "-o", "json", *state]).stdout)["data"]
+    assert told["datasets"][0]["epsilon"] == cost(1)
+    assert told["datasets"][0]["budget"] is None
+    assert told["jobs"][0]["spent"] == 1
+
+
+def test_an_account_without_a_budget_is_at_the_smallest_delta(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(None), tmp_path)
+    guard.admit(start())
+    guard.admit(start("job-2", delta=1e-7))
+    rows = [replace(row, spent=2) for row in PrivacyLedger(guard.folder).rows()]
+    (account,) = accounts_of(None, rows)
+    assert (account.delta, account.budget) == (1e-7, None)
+    assert account.epsilon == epsilon_of([(Release(2.0), 4)], 1e-7)

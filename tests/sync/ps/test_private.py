@@ -1,0 +1,147 @@
+"""Differential privacy of updates between real parameter servers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.server_process import JOB, NumpyWorker, Server, wait_until
+
+from geofed_pb.errors import GeofedError
+from sync.layout import Layout, Slot
+from sync.private import LedgerRow, PrivacyLedger
+from sync.ps.execution.releases import Releases
+from sync.wan import ExchangeSettings
+
+pytestmark = pytest.mark.processes
+
+Servers = Callable[..., list[Server]]
+Workers = Callable[..., NumpyWorker]
+NAMES = ("east", "north", "west")
+SHARES = {"east": 0.2, "north": 0.6, "west": 0.2}
+
+
+def settings(noise: float, clip: float, **more: float) -> dict[str, float]:
+    return {"noise": noise, "clip": clip, "delta": 1e-5, "epsilon": 1.0, "sampled": 0.0, **more}
+
+
+@pytest.fixture
+def ledgers(tmp_path: Path) -> dict[str, PrivacyLedger]:
+    """Each region's own ledger, which grants the job four releases."""
+    made = {name: PrivacyLedger(tmp_path / "ledgers" / name) for name in NAMES}
+    for one in made.values():
+        row = LedgerRow(JOB, "digits", "region", 1.0, 1.0, 1e-5, planned=4, granted=4)
+        one.change(lambda rows, row=row: [row])  # type: ignore[misc]
+    return made
+
+
+@pytest.fixture
+def private(servers: Servers, ledgers: dict[str, PrivacyLedger], tmp_path: Path) -> Servers:
+    """Makes running servers, each with its own ledger."""
+    return functools.partial(servers, *NAMES, each=lambda name: {"privacy_ledger": tmp_path / "ledgers" / name})
+
+
+def end(pool: list[NumpyWorker]) -> None:
+    for worker in pool:
+        worker.join(40)
+        assert not worker.is_alive(), f"{worker.server.region} hangs: {worker.server.status().condition}"
+        assert worker.failure is None, worker.failure
+    assert all(np.array_equal(worker.finals[0], pool[0].finals[0]) for worker in pool)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_updates_are_clipped_and_have_the_noise_that_is_paid_for(
+    private: Servers, workers: Workers, ledgers: dict[str, PrivacyLedger], secure: bool
+) -> None:
+    more = {"codec": "fp32-masked", "shares": SHARES} if secure else {}
+    numbers = settings(0.5, 0.08, **({"secure": 3.0} if secure else {}))
+    made = private(rounds=4, wan_settings=numbers, **more)
+    pool = [workers(server, push, samples=10.0) for server, push in zip(made, (1.0, 2.0, -1.0), strict=True)]
+    end(pool)
+    # Each change has a norm of 8 or more, of 0.08 once it is clipped: 0.01 in each of 64 coordinates.
+    weights = SHARES if secure else dict.fromkeys(NAMES, 1 / 3)
+    mean = 4 * 0.01 * (weights["east"] + weights["north"] - weights["west"])
+    std = 0.04 * math.sqrt(4) * (max(SHARES.values()) if secure else math.sqrt(1 / 3))
+    noise = pool[0].finals[0].astype(np.float64) - 1.0 - mean
+    # Four standard errors of 64 numbers.
+    assert abs(noise.mean()) < 4 * std / 8
+    assert abs(noise.std() / std - 1) < 4 / math.sqrt(128)
+    assert {name: one.rows()[0].spent for name, one in ledgers.items()} == dict.fromkeys(NAMES, 4)
+
+
+def test_a_server_that_is_killed_pays_once_and_sends_the_same_bytes(
+    private: Servers, workers: Workers, ledgers: dict[str, PrivacyLedger]
+) -> None:
+    made = private(rounds=2, wan_settings=settings(0.1, 1.0))
+    east, north, west = made
+    pool = [workers(east, 1e-3), workers(north, 2e-3)]
+    sent = north.folder / "state" / "outbox" / "1.frame"
+    wait_until(lambda: east.status().condition == "waiting for the update of round 1 from west", "the others to wait")
+    before = sent.read_bytes()
+    north.kill()
+    north.launch(epoch=2)
+    north.await_ready()
+    for server in made:
+        server.configure(*(other for other in made if other is not server), epoch=server.settings["epoch"])
+    assert sent.read_bytes() == before
+    pool.append(workers(west, 3e-3))
+    end(pool)
+    assert ledgers["north"].rows()[0].spent == 2
+
+
+def refused(server: Server, code: str) -> None:
+    assert server.process is not None
+    wait_until(lambda: server.process.poll() is not None, f"{server.region} to end")  # type: ignore[union-attr]
+    assert f"error[{code}]" in server.log.read_text()
+
+
+def test_a_round_that_is_not_granted_never_leaves(
+    private: Servers, workers: Workers, ledgers: dict[str, PrivacyLedger]
+) -> None:
+    ledgers["west"].change(lambda rows: [replace(row, granted=1) for row in rows])
+    made = private(rounds=3, wan_settings=settings(0.1, 1.0))
+    for server in made:
+        workers(server, 1e-3)
+    refused(made[2], "PRIVACY_EXHAUSTED")
+    assert [path.stem for path in sorted((made[2].folder / "state" / "outbox").glob("*.frame"))][-1] <= "1"
+    assert made[0].status().round == 1
+
+
+def test_a_damaged_ledger_lets_nothing_leave(private: Servers, workers: Workers, tmp_path: Path) -> None:
+    (tmp_path / "ledgers" / "west" / "ledger.json").write_text("{}")
+    made = private(rounds=2, wan_settings=settings(0.1, 1.0))
+    for server in made:
+        workers(server, 1e-3)
+    refused(made[2], "STATE_INVALID")
+    assert not list((made[2].folder / "state" / "outbox").glob("1.*"))
+
+
+def test_a_server_without_a_ledger_does_not_start() -> None:
+    numbers, _ = ExchangeSettings.of(settings(0.1, 1.0))
+    with pytest.raises(GeofedError, match="without a ledger"):
+        Releases.of(None, JOB, "east", numbers, SHARES, 1)
+
+
+@pytest.mark.parametrize(("noise", "clip", "text"), [(1.0, 20.0, "exceeds what"), (1e-6, 1.0, "is lost in")])
+def test_secure_aggregation_must_be_able_to_hold_the_noise(
+    noise: float, clip: float, text: str, tmp_path: Path
+) -> None:
+    numbers, _ = ExchangeSettings.of(settings(noise, clip, secure=3.0))
+    with pytest.raises(GeofedError, match=text) as told:
+        Releases.of(tmp_path, JOB, "east", numbers, SHARES, 1)
+    assert told.value.code == "CONFIG_INVALID"
+
+
+def test_state_that_gradients_do_not_train_is_refused(tmp_path: Path) -> None:
+    numbers, _ = ExchangeSettings.of(settings(0.1, 1.0))
+    releases = Releases.of(tmp_path, JOB, "east", numbers, {}, 1)
+    assert releases is not None
+    releases.check(Layout((Slot("w", (4,), "float32"),), 1))
+    with pytest.raises(GeofedError, match=r"norm\.running_mean is not trained by gradients") as told:
+        releases.check(Layout((Slot("w", (4,), "float32"), Slot("norm.running_mean", (4,), "float32")), 1))
+    assert (told.value.code, told.value.hint) == ("TASK_INVALID", "use GroupNorm or LayerNorm instead of BatchNorm")
