@@ -574,6 +574,7 @@ class Agent:
         task.add_done_callback(self._closing.discard)
 
     async def _upload_own_model(self, command: agent_pb2.OwnModel) -> None:
+        self._privacy.require_own_model(Path(command.job).name)
         try:
             path = own_model_file(self._state_dir / "jobs" / Path(command.job).name)
             data = await asyncio.to_thread(path.read_bytes)

@@ -179,6 +179,13 @@ class PrivacyGuard:
             raise GeofedError("PRIVACY_EXHAUSTED", f"the region has granted {job} no release of its data")
         return row.rate
 
+    def require_own_model(self, job: str) -> None:
+        """Raise ``GeofedError``: FORBIDDEN if the region's own model of a job has tensors that were trained without
+        noise (`train.local` with noise on updates only); STATE_INVALID if the ledger is damaged."""
+        if any(row.job == job and row.level == "region" for row in self._ledger.rows()):
+            text = f"the own model of {job} has tensors that stay in their region, and were trained without noise"
+            raise GeofedError("FORBIDDEN", text, hint="with privacy.differential.level: sample all tensors have it")
+
     def spent(self, job: str) -> agent_pb2.Privacy | None:
         """Return what a job has spent, at its own delta; None: it is not in the ledger, or that cannot be read."""
         try:

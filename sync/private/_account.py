@@ -13,6 +13,9 @@ from geofed_pb.errors import GeofedError
 
 __all__ = ["Release", "affordable", "epsilon_of", "noise_for", "require_accounting"]
 
+_NOISES = (5e-4, 1e6)
+"""Noise multipliers that releases may have. Less is far below what protects anything, and the computation underflows
+to an epsilon of 0 at about 1e-154."""
 _LEAST_NOISE = 0.1
 """Smallest noise multiplier that is looked for: with less, a single release costs an epsilon of more than 50."""
 
@@ -52,17 +55,26 @@ def require_accounting() -> Any:
 def epsilon_of(releases: Iterable[tuple[Release, int]], delta: float) -> float:
     """Return epsilon for a delta of releases together, each with its number; 0: nothing was released.
 
-    Neighbours differ by one more or one less. Raises ``GeofedError("UNAVAILABLE")`` without `dp-accounting`.
+    Neighbours differ by one more or one less. Raises ``GeofedError``: UNAVAILABLE without `dp-accounting`;
+    CONFIG_INVALID for a release that has no epsilon.
     """
     dp = require_accounting()
     accountant = dp.rdp.RdpAccountant()
     counts: dict[Release, int] = {}
     for release, count in releases:
         counts[release] = counts.get(release, 0) + count
-    for release, count in counts.items():
-        if count > 0:
-            accountant.compose(_event(dp, release), count)
-    return float(accountant.get_epsilon(delta)) if any(count > 0 for count in counts.values()) else 0.0
+    if not any(count > 0 for count in counts.values()):
+        return 0.0
+    try:
+        for release, count in counts.items():
+            if count > 0:
+                accountant.compose(_event(dp, release), count)
+        found = float(accountant.get_epsilon(delta))
+    except (ArithmeticError, ValueError) as error:
+        raise GeofedError("CONFIG_INVALID", f"the epsilon of {counts} cannot be computed: {error}") from None
+    if not math.isfinite(found):
+        raise GeofedError("CONFIG_INVALID", f"the epsilon of {counts} is not finite")
+    return found
 
 
 def noise_for(epsilon: float, delta: float, rate: float, count: int, *, sampled: bool) -> float:
@@ -103,7 +115,7 @@ def affordable(spent: Iterable[tuple[Release, int]], release: Release, most: int
 
 
 def _event(dp: Any, release: Release) -> Any:
-    if not (math.isfinite(release.noise) and release.noise > 0 and 0 < release.rate <= 1):
+    if not (_NOISES[0] <= release.noise <= _NOISES[1] and 0 < release.rate <= 1):
         raise GeofedError("CONFIG_INVALID", f"a release with noise {release.noise} and sampling rate {release.rate}")
     event = dp.GaussianDpEvent(release.noise)
     return event if release.rate == 1 else dp.PoissonSampledDpEvent(release.rate, event)

@@ -26,13 +26,13 @@ def standard_deviation(noise: float, clip: float, region: str, shares: Mapping[s
     """Return the standard deviation of the noise that a region adds to its update, before its share in the mean.
 
     ``noise``: as a multiple of ``clip``. ``fewest``: with secure aggregation, fewest regions of which a sum may be
-    readable; 0: without. There each region adds a part of the variance, so that the noise of any ``fewest`` regions
-    together is enough for the region with the largest share: up to ``len(shares) - fewest`` others may add none, or
-    tell theirs.
+    readable; 0: without. There each region adds a part of the variance, so that the noise of any ``fewest - 1`` regions
+    together is enough for the region with the largest share: whoever sees the sum may know the noise of one region, its
+    own, and up to ``len(shares) - fewest`` further ones may add none, or tell theirs.
     """
     if not fewest:
         return noise * clip
-    return noise * clip * max(shares.values()) / (shares[region] * math.sqrt(fewest))
+    return noise * clip * max(shares.values()) / (shares[region] * math.sqrt(fewest - 1))
 
 
 def gaussian_noise(size: int, std: float) -> Wide:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import grpc
@@ -25,7 +25,7 @@ from sync.transfer.signing import signature_of, verify_signature
 from sync.transfer.wire import open_channel
 from sync.transport.sockets import Tls
 
-__all__ = ["MaskKeys"]
+__all__ = ["MaskKeys", "terms_of"]
 
 _log = logging.getLogger("geofed.ps")
 _RETRY_SECONDS = 0.5
@@ -45,6 +45,14 @@ class _Signed:
     certificate: str
 
 
+def terms_of(shares: Mapping[str, float], codec: str, settings: Mapping[str, float]) -> str:
+    """Return what the regions of a job must agree on, as text that each signs with its key."""
+    # Regions that add less noise than another one expects would leave it with less than its agent has booked.
+    noise = [settings.get(name) for name in ("noise", "clip", "sampled")] if settings.get("noise") else []
+    every = [{region: shares[region].hex() for region in sorted(shares)}, codec, settings.get("secure"), *noise]
+    return json.dumps(every, separators=(",", ":"))
+
+
 class MaskKeys:
     """The keys that this region knows. They never change: with another key a region could send a second update of a
     round under other masks."""
@@ -53,8 +61,7 @@ class MaskKeys:
         """Raises ``GeofedError("STATE_INVALID")`` if this region has lost its state or its key."""
         self._engine, self._config, self._identity = engine, config, identity
         self._file = config.state_dir / _OTHERS
-        shares = {region: config.shares[region].hex() for region in sorted(config.shares)}
-        self._terms = json.dumps([shares, config.codec, config.wan_settings.get("secure")], separators=(",", ":"))
+        self._terms = terms_of(config.shares, config.codec, config.wan_settings)
         machine = engine.machine
         own = [sequence for region, sequence in machine.ledger.kept if region == config.region]
         file = MaskFile(config.state_dir, max(0, machine.sequence, *own), lost=machine.state_lost)

@@ -59,10 +59,30 @@ def test_data_with_a_budget_are_for_private_jobs_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [{"clip": 0.0}, {"delta": 0.0}, {"background": 1.0}, {"noise": -1.0}, {"sampled": 0.5}]
+    "numbers",
+    [
+        {"clip": 0.0},
+        {"delta": 0.0},
+        {"background": 1.0},
+        {"noise": -1.0},
+        {"sampled": 0.5},
+        # So little that the computation of epsilon underflows to 0, or fails; so much that it overflows.
+        *({"noise": noise} for noise in (1e-300, 1e-160, 1e-155, 1e-9, 1e200)),
+        *({"noise": noise, "sampled": 1.0} for noise in (1e-300, 1e-160, 1e-155, 1e-9, 1e200)),
+    ],
 )
 def test_settings_that_hide_nothing_are_refused(tmp_path: Path, numbers: dict[str, float]) -> None:
     assert refusal(PrivacyGuard(config(), tmp_path), start(**numbers)).code == "CONFIG_INVALID"
+
+
+def test_tensors_without_noise_stay_in_the_region(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.require_own_model("job-1")
+    guard.admit(start())
+    with pytest.raises(GeofedError, match="trained without noise") as told:
+        guard.require_own_model("job-1")
+    assert told.value.code == "FORBIDDEN"
+    guard.require_own_model("job-2")
 
 
 def test_the_budget_holds_over_all_jobs_for_ever(tmp_path: Path) -> None:

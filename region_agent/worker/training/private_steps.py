@@ -56,6 +56,10 @@ class PrivateGradients:
         gradients are computed together; 0: as many as fit into a fixed amount of memory."""
         for name, one in module.named_modules():
             _check(name, one)
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and parameter.is_complex():
+                text = f"parameter {name} is complex, to which no noise can be added"
+                raise GeofedError("TASK_INVALID", text, hint="use two real parameters")
         self._task, self._clip = task, wanted.clip
         self._std = wanted.noise * wanted.clip / math.sqrt(workers)
         self._loss = _Loss(task, module)
@@ -70,7 +74,7 @@ class PrivateGradients:
 
         ``samples``: batches of one sample each, which are drawn as they are needed.
         """
-        sums = [torch.zeros_like(parameter) for parameter in self._parameters]
+        sums = [torch.zeros(one.shape, dtype=_wide(one), device=one.device) for one in self._parameters]
         loss, count, drawn = 0.0, 0, iter(samples)
         while chunk := list(islice(drawn, self._together)):
             for value, gradients in self._of(chunk):
@@ -82,7 +86,9 @@ class PrivateGradients:
         for parameter, total in zip(self._parameters, sums, strict=True):
             part = noise[at : at + total.numel()].view_as(total)
             at += total.numel()
-            parameter.grad = (total + part.to(total)) / divisor
+            # Rounded once, with the noise: where a narrow type rounded the sum alone, it would swallow the noise.
+            whole = (total.double() + part.to(total.device)) / divisor
+            parameter.grad = whole.to(parameter.dtype)
         return loss / count if count else 0.0
 
     def _of(self, chunk: list[Any]) -> Iterator[tuple[torch.Tensor, _Gradients]]:
@@ -122,16 +128,20 @@ class PrivateGradients:
 
     def _add(self, sums: list[torch.Tensor], gradients: _Gradients) -> None:
         """Clip the gradient of each sample over all parameters, and add it."""
-        squares = sum(
-            torch.linalg.vector_norm(one.detach().reshape(len(one), -1), dim=1).double().square() for one in gradients
-        )
+        wide = [one.detach().to(_wide(one)) for one in gradients]
+        squares = sum(torch.linalg.vector_norm(one.reshape(len(one), -1), dim=1).double().square() for one in wide)
         norms = torch.as_tensor(squares).sqrt()
         if not bool(torch.isfinite(norms).all()):
             text = "the gradient of a sample is not finite"
             raise GeofedError("TASK_FAILED", text, hint="training diverged: lower the learning rate")
         factors = (self._clip * _INSIDE / norms.clamp(min=1e-30)).clamp(max=1.0)
-        for total, one in zip(sums, gradients, strict=True):
-            total += torch.tensordot(factors.to(one), one.detach(), dims=1)
+        for total, one in zip(sums, wide, strict=True):
+            total += torch.tensordot(factors.to(one), one, dims=1)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type in which gradients are clipped and summed: parameters may have half the precision."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _check(name: str, module: torch.nn.Module) -> None:

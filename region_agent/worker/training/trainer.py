@@ -421,7 +421,8 @@ class WholeModel:
         self._merging.close()
         if self._scale is not None:
             self._scale.close()
-        if self._stream.skipped:
+        # With noise at the level of samples the number would tell what was drawn.
+        if self._stream.skipped and self._private is None:
             text = f"{self._stream.skipped} samples of this invocation were None, and were left out"
             print(text, file=sys.stderr, flush=True)
 

@@ -113,6 +113,33 @@ def test_it_is_the_sum_of_each_samples_clipped_gradient(kind: str, loss: Loss, a
     assert torch.allclose(flat_gradient(model), wanted / 10, rtol=1e-4, atol=1e-6)
 
 
+def total(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).sum()
+
+
+@pytest.mark.parametrize("at_once", [0, 1])
+def test_parameters_of_half_the_precision_get_the_whole_sum_and_its_noise(at_once: int) -> None:
+    """In bfloat16 a sum of ones ends at 256, and noise of 1 is rounded away beside 1000."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    ones = [[torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1)] for _ in range(600)]
+    PrivateGradients(steps(1.0), task(total), model, 1, at_once).set(iter(ones), 600.0)
+    assert model.weight.grad is not None
+    assert (model.weight.grad.dtype, float(model.weight.grad)) == (torch.bfloat16, 1.0)
+    made = set()
+    for _ in range(20):
+        # The sum and its noise, of which bfloat16 keeps eight bits.
+        PrivateGradients(steps(1.0, noise=20.0), task(total), model, 1, at_once).set(iter(ones), 1.0)
+        made.add(float(model.weight.grad))
+    assert len(made) > 5
+
+
+def test_what_is_complex_has_no_noise() -> None:
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(GeofedError, match="parameter weight is complex") as told:
+        PrivateGradients(steps(1.0), task(total), model, 1)
+    assert told.value.code == "TASK_INVALID"
+
+
 def test_samples_of_different_shapes_are_taken_one_by_one() -> None:
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch["x"].mean(1)).square().mean()

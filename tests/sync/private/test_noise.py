@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -63,8 +64,8 @@ def test_an_update_is_clipped_and_then_has_noise() -> None:
 def test_regions_share_the_noise_where_only_the_sum_is_read() -> None:
     shares = {"a": 0.5, "b": 0.3, "c": 0.15, "d": 0.05}
     assert standard_deviation(2.0, 3.0, "b", shares, 0) == 6.0
-    # Any three of the four add what the region with the largest share needs.
+    # Any three of the four add what the region with the largest share needs, whoever of them knows its own.
     parts = {name: shares[name] * standard_deviation(2.0, 3.0, name, shares, 3) for name in shares}
-    for left_out in shares:
-        total = math.sqrt(sum(part**2 for name, part in parts.items() if name != left_out))
+    for known in itertools.combinations(shares, 2):
+        total = math.sqrt(sum(part**2 for name, part in parts.items() if name not in known))
         assert total == pytest.approx(2.0 * 3.0 * 0.5)

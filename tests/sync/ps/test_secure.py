@@ -24,6 +24,7 @@ from sync import framing
 from sync.ps.admission import Admission
 from sync.ps.config import PsConfig
 from sync.ps.execution.frames import check_received
+from sync.ps.mask_keys import terms_of
 from sync.secure import MaskKey, PairMasks, SharedScale
 from sync.transfer.signing import sign, signature_of
 
@@ -236,6 +237,17 @@ def test_a_key_that_its_region_has_not_signed_is_refused(servers: Servers, autho
     known = _exchange(east, authority, _key(authority, "north", "north", terms))
     assert [key.region for key in known.keys] == ["east", "north"]
     assert east.status().phase != "failed"
+
+
+def test_regions_agree_on_the_noise_that_each_adds() -> None:
+    shares = {"east": 0.5, "west": 0.5}
+    noisy = {"secure": 3.0, "noise": 4.0, "clip": 1.0, "sampled": 0.0}
+    made = [terms_of(shares, "fp32-masked", settings) for settings in (
+        {"secure": 3.0}, noisy, {**noisy, "noise": 2.0}, {**noisy, "clip": 0.5}, {**noisy, "sampled": 1.0},
+        {**noisy, "noise": 0.0},
+    )]  # fmt: skip
+    assert len(set(made)) == 5
+    assert made[0] == made[5], "as agents without noise have it"
 
 
 def test_a_second_key_of_a_region_ends_the_job(servers: Servers, authority: Authority) -> None:
