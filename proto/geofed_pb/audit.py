@@ -128,9 +128,9 @@ def verify(lines: Iterable[str], *, public_key: str = "", witnesses: Iterable[He
     header = next(found, (0, {}))[1]
     if header.get("format") != _FORMAT or not isinstance(federation := header.get("federation"), str):
         raise AuditBroken(f"line 1: it is no audit log of format {_FORMAT}")
-    wanted: dict[int, list[Head]] = {}
-    for witness in witnesses:
-        wanted.setdefault(witness.seq, []).append(witness)
+    witnesses = list(witnesses)
+    wanted = {one.seq for one in witnesses}
+    hashes: dict[int, str] = {}
     before, seq, kinds, head = GENESIS, 0, Counter[str](), None
     for number, line in found:
         if head is not None:
@@ -143,19 +143,30 @@ def verify(lines: Iterable[str], *, public_key: str = "", witnesses: Iterable[He
             raise AuditBroken(f"line {number}: entry {seq + 1} is not the one that was recorded here")
         before, seq = hashed, seq + 1
         kinds[_kind(number, text, seq)] += 1
-        for witness in wanted.get(seq, ()):
-            if witness.hash != before:
-                raise AuditBroken(f"line {number}: entry {seq} differs from what a witness has received")
+        if seq in wanted:
+            hashes[seq] = before
     if head is None:
         raise AuditBroken("the file ends before the head of the log")
     if public_key and head.public_key != public_key:
         raise AuditBroken(f"the head is signed with the key {head.public_key}, not {public_key}")
-    last = max(wanted, default=0)
-    if last > seq:
-        raise AuditBroken(f"entries {seq + 1} to {last} are missing: a witness has received a head with them")
-    if foreign := next((one for group in wanted.values() for one in group if one.public_key != head.public_key), None):
-        raise AuditBroken(f"a witness has received a head signed with another key, {foreign.public_key}")
-    return Verified(federation, head, dict(kinds), sum(map(len, wanted.values())), last)
+    _compare(head, hashes, witnesses)
+    return Verified(federation, head, dict(kinds), len(witnesses), max(wanted, default=0))
+
+
+def _compare(head: Head, hashes: dict[int, str], witnesses: list[Head]) -> None:
+    """Compare a log with the heads that witnesses have; ``hashes``: of its entries with their numbers."""
+    if foreign := next((one for one in witnesses if one.public_key != head.public_key), None):
+        text = (
+            f"a witness has a head that is signed with another key, {foreign.public_key}: either it is of another log"
+        )
+        raise AuditBroken(f"{text}, or this log was signed anew with the key {head.public_key}")
+    for one in witnesses:
+        if one.seq > head.seq:
+            raise AuditBroken(
+                f"entries {head.seq + 1} to {one.seq} are missing: a witness has received a head with them"
+            )
+        if one.seq and hashes[one.seq] != one.hash:
+            raise AuditBroken(f"the log up to entry {one.seq} differs from what a witness has received")
 
 
 def _parsed(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -117,6 +117,8 @@ class Hub:
         """A session has begun or ended since the last `session_changed`."""
         self._reports = ReportQueue(store)
         self._witness = Witness(identity.folder / AUDIT_HEADS)
+        if self._witness.damage:
+            _log.error(self._witness.damage)
         self.last_heard = 0.0
         """Unix seconds of the last message from the control plane."""
         self.refusal: GeofedError | None = None

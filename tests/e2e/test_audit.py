@@ -82,7 +82,11 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
         assert broken.returncode == 8
         assert f"entry {submitted['seq']} is not the one that was recorded here" in broken.stderr
         for after, last, why in (
-            (0, 10**6, f"entry {min(one for one in seen if one >= submitted['seq'])} differs from what a witness"),
+            (
+                0,
+                10**6,
+                f"up to entry {min(one for one in seen if one >= submitted['seq'])} differs from what a witness",
+            ),
             (10**6, end["seq"] - 1, "are missing: a witness has received a head with them"),
         ):
             written_anew(database, after, last)

@@ -88,10 +88,12 @@ def test_a_log_that_was_written_anew_is_found_by_whoever_has_an_earlier_head() -
     assert verify(other)
     with pytest.raises(AuditBroken, match="entries 2 to 3 are missing"):
         verify(shorter, witnesses=[heads[3]])
-    with pytest.raises(AuditBroken, match="entry 2 differs from what a witness has received"):
+    with pytest.raises(AuditBroken, match="up to entry 2 differs from what a witness has received"):
         verify(other, witnesses=[heads[2]])
     with pytest.raises(AuditBroken, match="signed with another key"):
         verify(same, witnesses=[heads[1]])
+    with pytest.raises(AuditBroken, match="either it is of another log"):
+        verify(written(["a", "b", "c"])[0], public_key=public_key_of(KEY), witnesses=written(["x", "y"], OTHER)[1])
     with pytest.raises(AuditBroken, match="the head is signed with the key"):
         verify(same, public_key=public_key_of(KEY))
 

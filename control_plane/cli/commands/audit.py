@@ -79,8 +79,11 @@ def _heads(path: Path) -> Iterator[Head]:
 
     for number, line in enumerate(_lines(path), start=1):
         try:
-            yield Head.read(json.loads(line))
-        except (AuditBroken, ValueError) as error:
+            value = json.loads(line)
+            # When the region has received it, by its own clock.
+            value.pop("received", None)
+            yield Head.read(value)
+        except (AuditBroken, ValueError, AttributeError) as error:
             hint = "give what `geofed agent audit` prints"
             raise GeofedError("USAGE", f"{path}:{number}: {error}", hint=hint) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,8 @@ AUDITED = frozenset({
     "shard.received", "shard.sent", "user.added", "user.changed", "user.key", "user.removed",
 })  # fmt: skip
 """Kinds of events that are in the audit log, too."""
+_AUDITED_BYTES = 16 << 10
+"""Longest value in an entry of the audit log. Metrics and errors of many regions may be longer."""
 _NAMES = ("at", "kind", "job", "region", "by", "seq")
 """Keys of an entry that an event's data may not replace."""
 OPERATOR = "operator"
@@ -193,7 +196,9 @@ class Draft:
     def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
         """Add an event to the history, and to the audit log if it is of an audited kind."""
         if kind in AUDITED:
-            self.audit(kind, job=job, region=region, **self._facts(data))
+            # The event of a deletion is no longer one of the job.
+            named = job or (str(data.get("job", "")) if isinstance(data, dict) else "")
+            self.audit(kind, job=named, region=region, **self._facts(data))
         self.events.append(
             EventRow(
                 self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(self._with_user(data or {}))
@@ -203,7 +208,7 @@ class Draft:
     def audit(self, kind: str, *, job: str = "", region: str = "", **facts: object) -> None:
         """Add an entry to the audit log, which is stored with the change."""
         named = {"job": clean(job, 64), "region": clean(region, 64), "by": self.by}
-        told = json.loads(to_json(facts))
+        told = {key: _bounded(value) for key, value in json.loads(to_json(facts)).items()}
         given = {key: value for key, value in named.items() if value}
         self.audits.append({"at": self.at, "kind": kind, **given, **told})
 
@@ -262,11 +267,13 @@ class Draft:
         state = with_late_charges(entry.state, region, report)
         if state == entry.state:
             return
+        result = result_of(entry.row, state, entry.plan)
         row = replace(
             entry.row,
-            result_json=to_json(result_of(entry.row, state, entry.plan)),
+            result_json=to_json(result),
             unpromised_worker_seconds=unpromised_worker_seconds(state, entry.plan),
         )
+        self.audit("job.settled", job=entry.row.id, region=region, usd=result["usd"], wan_bytes=result["wan_bytes"])
         self.add_job(replace(entry, row=row, state=state))
 
     def apply_to_region(self, name: str, event: RegionEvent) -> None:
@@ -358,3 +365,11 @@ def _stored(entry: JobEntry) -> JobRow:
         ended_at=state.finished_at if state.terminal else 0.0,
         model_digests=tuple(model.digest for model in models_of(state)),
     )
+
+
+def _bounded(value: Any) -> Any:
+    """Return a value of an audit entry, or the digest of one that is so long that entries could not be read again."""
+    text = json.dumps(value).encode()
+    if len(text) <= _AUDITED_BYTES:
+        return value
+    return {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}

@@ -273,10 +273,11 @@ class Federation:
         self._noted_reads = {one: then for one, then in self._noted_reads.items() if at - then < _READ_SECONDS}
         if read in self._noted_reads:
             return
-        self._noted_reads[read] = at
         async with self.change() as draft:
             draft.by = user or OPERATOR
             draft.audit("job.read", job=entry.row.id, region=region, digest=digest)
+        # Only now: what is not recorded is not read.
+        self._noted_reads[read] = at
 
     def _tell_witnesses(self, draft: Draft) -> None:
         """Give the head of the audit log to the regions of jobs that have ended."""
