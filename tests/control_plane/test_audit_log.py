@@ -37,7 +37,9 @@ def test_an_entry_can_be_read_again_however_much_a_job_has_measured() -> None:
 def test_what_cannot_be_recorded_is_not_read() -> None:
     class Full:
         clock = staticmethod(lambda: 5.0)
-        _noted_reads: dict[Any, float] = {}
+
+        def __init__(self) -> None:
+            self._noted_reads: dict[Any, float] = {}
 
         @asynccontextmanager
         async def change(self) -> Any:
@@ -45,9 +47,9 @@ def test_what_cannot_be_recorded_is_not_read() -> None:
             raise GeofedError("DISK_FULL", "no space")
 
     async def read() -> None:
-        entry = SimpleNamespace(row=SimpleNamespace(id="j"))
+        entry, full = SimpleNamespace(row=SimpleNamespace(id="j")), Full()
         for _ in range(2):
             with pytest.raises(GeofedError, match="no space"):
-                await Federation.note_read(Full(), entry, "ann", "sha256:1")  # type: ignore[arg-type]
+                await Federation.note_read(full, entry, "ann", "sha256:1")  # type: ignore[arg-type]
 
     asyncio.run(read())
