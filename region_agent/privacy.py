@@ -106,7 +106,7 @@ class PrivacyGuard:
             if before is not None:
                 if (before.dataset, before.release) != (asked.dataset, asked.release):
                     raise GeofedError("CONFIG_INVALID", f"{asked.job} has released something else here before")
-                row = replace(asked, spent=before.spent, last=before.last, at=before.at)
+                row = replace(asked, spent=before.spent, last=before.last, stored=before.stored, at=before.at)
             if budget is not None:
                 of = [one for one in others if one.dataset == dataset]
                 cost = epsilon_of([*_counted(of), (release, max(planned, row.spent))], budget.delta)

@@ -25,6 +25,7 @@ __all__ = ["LedgerRow", "PrivacyLedger"]
 _VERSION = 1
 _MOST_BYTES = 256 << 20
 _DAMAGED = "restore it from a backup that is not older than its last job; without it, nothing more may be released"
+_LOST = "run the job again, with train.initialModel from this one"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class LedgerRow:
     spent: int = 0
     """Releases that it has made."""
     last: int = 0
-    """The last round that was released."""
+    """The last round that was paid for."""
+    stored: int = 0
+    """The last round whose update was stored, so that it may have left: it is never made again."""
     open: bool = True
     """Whether the job may make more."""
     at: float = 0.0
@@ -94,19 +97,21 @@ class PrivacyLedger:
                 self._write(after)
 
     def spend(self, job: str, sequence: int, count: int) -> None:
-        """Take releases for a round of a job, before its update may leave; durable when this returns.
+        """Take releases for a round of a job, before its update is made; durable when this returns.
 
-        A round that is made again, since its update was not durable, takes none. Raises ``GeofedError``:
-        PRIVACY_EXHAUSTED if they are not granted; STATE_INVALID if the ledger is damaged, or has a later round.
+        A round that is made again takes none if its update was not stored: nothing of it has left. Raises
+        ``GeofedError``: PRIVACY_EXHAUSTED if they are not granted; STATE_INVALID if the ledger is damaged, has a later
+        round, or the update was stored.
         """
 
         def taken(rows: Sequence[LedgerRow]) -> Sequence[LedgerRow]:
             row = next((one for one in rows if one.job == job and one.open), None)
             if row is None:
                 raise GeofedError("PRIVACY_EXHAUSTED", f"the region has granted {job} no release of its data")
-            if sequence < row.last:
+            if sequence < row.last or sequence <= row.stored:
                 text = f"round {sequence} of {job} was released before, and {row.last - sequence} rounds after it"
-                raise GeofedError("STATE_INVALID", f"{text}: the region's state is older than its ledger")
+                text += ": the region's state is lost, or older than its ledger"
+                raise GeofedError("STATE_INVALID", text, hint=_LOST)
             if sequence == row.last:
                 return rows
             if row.spent + count > row.granted:
@@ -116,6 +121,21 @@ class PrivacyLedger:
             return [paid if one is row else one for one in rows]
 
         self.change(taken)
+
+    def store(self, job: str, sequence: int) -> None:
+        """Note that the update of a round is stored, before it may leave; durable when this returns.
+
+        Raises ``GeofedError("STATE_INVALID")`` if the ledger is damaged, or the round was not paid for.
+        """
+
+        def noted(rows: Sequence[LedgerRow]) -> Sequence[LedgerRow]:
+            row = next((one for one in rows if one.job == job), None)
+            if row is None or row.last < sequence:
+                text = f"the ledger has not round {sequence} of {job}, which is stored: it is older than the job"
+                raise GeofedError("STATE_INVALID", text, hint=_DAMAGED)
+            return [replace(one, stored=max(one.stored, sequence)) if one is row else one for one in rows]
+
+        self.change(noted)
 
     def close(self, job: str) -> None:
         """Note that a job makes no more releases."""
@@ -158,7 +178,7 @@ def _digest(rows: Any) -> str:
 
 
 def _checked(row: LedgerRow) -> LedgerRow:
-    counts = (row.planned, row.granted, row.spent, row.last)
+    counts = (row.planned, row.granted, row.spent, row.last, row.stored)
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise ValueError(f"negative counts of {row.job}")
     if not (math.isfinite(row.noise) and row.noise > 0 and 0 < row.rate <= 1):

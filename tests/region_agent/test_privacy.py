@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -18,6 +19,8 @@ from region_agent.config import RegionConfig
 from region_agent.partition.report import withhold
 from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of
 from sync.private import PrivacyLedger, Release, epsilon_of
+from sync.ps.execution.releases import Releases
+from sync.wan import ExchangeSettings
 
 DELTA = 1e-5
 BUDGET = {"epsilon": 6.0, "delta": DELTA}
@@ -42,6 +45,14 @@ def start(job: str = "job-1", dataset: str = "digits", rounds: int = 4, **number
 
 def cost(rounds: int, noise: float = 4.0) -> float:
     return epsilon_of([(Release(noise / 2), rounds)], DELTA)
+
+
+def releases(guard: PrivacyGuard, command: agent_pb2.StartPartition) -> Releases:
+    """What a parameter server of the job makes its updates private with."""
+    numbers, _ = ExchangeSettings.of(command.plan.wan_settings)
+    made = Releases.of(guard.folder, command.job, "east", numbers, {}, command.plan.steps_per_round)
+    assert made is not None
+    return made
 
 
 def refusal(guard: PrivacyGuard, command: agent_pb2.StartPartition) -> GeofedError:
@@ -112,6 +123,25 @@ def test_a_job_that_starts_again_keeps_what_it_has_spent(tmp_path: Path) -> None
     (row,) = ledger.rows()
     assert (row.spent, row.last, row.granted, row.open) == (1, 1, 4, True)
     assert refusal(guard, start(noise=5.0)).code == "CONFIG_INVALID"
+
+
+def test_a_job_that_is_discarded_and_started_again_does_not_repeat_a_round(tmp_path: Path) -> None:
+    """Else the mean of its repeats would be the update without noise."""
+    guard = PrivacyGuard(config(), tmp_path)
+    command = start(rounds=1)
+    end, begin = np.full(8, 0.1, np.float32), np.zeros(8, np.float32)
+    guard.admit(command)
+    releases(guard, command).released(end, begin, 1)
+    # A server that was killed before the update was durable: nothing has left.
+    releases(guard, command).released(end, begin, 1)
+    releases(guard, command).stored(1)
+    # The next one finds neither the update nor any other state.
+    guard.close(command.job)
+    guard.admit(command)
+    with pytest.raises(GeofedError, match="round 1 of job-1 was released before") as told:
+        releases(guard, command).released(end, begin, 1)
+    assert told.value.code == "STATE_INVALID"
+    assert [row.spent for row in PrivacyLedger(guard.folder).rows()] == [1]
 
 
 def test_samples_are_counted_by_steps_and_their_rate(tmp_path: Path) -> None:

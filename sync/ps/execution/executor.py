@@ -211,9 +211,12 @@ class ActionExecutor:
         recovered, numbers, entries = self.storage.recover()
         if numbers is None:
             return recovered
+        prepared = max([recovered.sequence, *(manifest.sequence for manifest in recovered.outbox)])
+        if self._releases is not None:
+            # The process may have ended after that update was durable, and before the ledger knew.
+            self._releases.stored(prepared)
         if not self.setup.background:
-            prepared = max((m.sequence for m in recovered.outbox), default=recovered.sequence)
-            numbers = replace(numbers, residual=self.storage.residual(max(prepared, recovered.sequence)))
+            numbers = replace(numbers, residual=self.storage.residual(prepared))
         self.replica = Replica(self._policy, self._exchange, self._codec, numbers, owned=True)
         self._ended, self._attempt = recovered.ended, recovered.attempt
         if self.setup.background:
@@ -438,6 +441,8 @@ class ActionExecutor:
             round_seconds=action.round_seconds,
         )
         self.storage.keep_update(manifest, framed.pieces, storing.result)
+        if self._releases is not None:
+            self._releases.stored(action.sequence)
         if self.mask_file is not None:
             self.mask_file.use(action.sequence)
         if sent[0].size or not end.size:

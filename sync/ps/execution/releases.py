@@ -80,3 +80,11 @@ class Releases:
         """
         self.ledger.spend(self.job, sequence, self.count)
         return noisy_update(end, start, self.clip, self.std) if self.std else end
+
+    def stored(self, sequence: int) -> None:
+        """Note that a round's update is durable, before it may leave: from now on it is never made again.
+
+        Raises ``GeofedError``: STATE_INVALID, DISK_FULL.
+        """
+        if sequence > 0:
+            self.ledger.store(self.job, sequence)

@@ -54,6 +54,29 @@ def test_a_round_that_is_made_again_before_it_left_is_paid_for_once(ledger: Priv
     assert refusal(ledger, "job-1", 1, 1).code == "STATE_INVALID", "its state is older than the ledger"
 
 
+def test_a_round_that_may_have_left_is_not_made_again(ledger: PrivacyLedger) -> None:
+    ledger.spend("job-1", 1, 1)
+    ledger.store("job-1", 1)
+    ledger.store("job-1", 1)
+    told = refusal(ledger, "job-1", 1, 1)
+    assert told.code == "STATE_INVALID"
+    assert "train.initialModel" in str(told.hint)
+    ledger.spend("job-1", 2, 1)
+    ledger.spend("job-1", 2, 1)
+    (row,) = ledger.rows()
+    assert (row.spent, row.last, row.stored) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(("job", "sequence"), [("job-1", 2), ("job-2", 1)])
+def test_a_stored_round_that_was_not_paid_for_is_of_another_ledger(
+    ledger: PrivacyLedger, job: str, sequence: int
+) -> None:
+    ledger.spend("job-1", 1, 1)
+    with pytest.raises(GeofedError, match=f"has not round {sequence} of {job}") as told:
+        ledger.store(job, sequence)
+    assert told.value.code == "STATE_INVALID"
+
+
 def test_an_ended_or_unknown_job_may_release_nothing(ledger: PrivacyLedger) -> None:
     ledger.spend("job-1", 1, 1)
     assert ledger.rows()[0].counted == 5

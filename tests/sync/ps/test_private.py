@@ -100,6 +100,51 @@ def refused(server: Server, code: str) -> None:
     assert f"error[{code}]" in server.log.read_text()
 
 
+def test_a_server_whose_update_is_gone_makes_no_other_one(
+    private: Servers, workers: Workers, ledgers: dict[str, PrivacyLedger], tmp_path: Path
+) -> None:
+    """As after its state was deleted with the job, or restored from a copy that lacks the last update."""
+    made = private(rounds=2, wan_settings=settings(0.1, 1.0))
+    east, north, _ = made
+    workers(east, 1e-3)
+    workers(north, 2e-3)
+    wait_until(lambda: east.status().condition == "waiting for the update of round 1 from west", "the others to wait")
+    (row,) = ledgers["north"].rows()
+    assert (row.spent, row.stored) == (1, 1)
+    north.kill()
+    for sent in (north.folder / "state" / "outbox").glob("1.*"):
+        sent.unlink()
+    north.launch(epoch=2)
+    north.await_ready()
+    for server in made:
+        server.configure(*(other for other in made if other is not server), epoch=server.settings["epoch"])
+    workers(north, 2e-3)
+    refused(north, "STATE_INVALID")
+    assert "round 1 of job-1 was released before" in north.log.read_text()
+    assert not list((north.folder / "state" / "outbox").glob("1.*"))
+
+
+def test_an_update_that_was_stored_when_the_server_ended_counts_as_sent(
+    private: Servers, workers: Workers, ledgers: dict[str, PrivacyLedger]
+) -> None:
+    made = private(rounds=2, wan_settings=settings(0.1, 1.0))
+    east, north, _ = made
+    workers(east, 1e-3)
+    workers(north, 2e-3)
+    wait_until(lambda: east.status().condition == "waiting for the update of round 1 from west", "the others to wait")
+    north.kill()
+    # As if it had ended just before it told the ledger.
+    ledgers["north"].change(lambda rows: [replace(row, stored=0) for row in rows])
+    north.launch(epoch=2)
+    north.await_ready()
+    assert ledgers["north"].rows()[0].stored == 1
+    north.kill()
+    ledgers["north"].change(lambda rows: [replace(row, spent=0, last=0, stored=0) for row in rows])
+    north.launch(epoch=3)
+    refused(north, "STATE_INVALID")
+    assert "it is older than the job" in north.log.read_text()
+
+
 def test_a_round_that_is_not_granted_never_leaves(
     private: Servers, workers: Workers, ledgers: dict[str, PrivacyLedger]
 ) -> None:
