@@ -453,6 +453,12 @@ class Agent:
     def _start_partition(self, command: agent_pb2.StartPartition) -> None:
         partition = self._partition(command)
         self._partitions[command.job] = partition
+        try:
+            # Again: the owner may have set a budget since the command was stored.
+            self._privacy.admit(command)
+        except GeofedError as error:
+            partition.fail(error)
+            return
         partition.begin()
 
     def _partition_of(self, row: PartitionRow) -> PartitionRunner:

@@ -69,7 +69,7 @@ class PrivacyGuard:
         """The last answer of `spent` by job, with the releases that it is of."""
 
     def admit(self, command: agent_pb2.StartPartition) -> None:
-        """Grant a job the releases of its plan.
+        """Grant a job the releases of its plan; one that has them keeps them.
 
         Raises ``GeofedError``: FORBIDDEN if the dataset has a budget and the job adds no noise; PRIVACY_EXHAUSTED if
         the job would exceed it; UNAVAILABLE without `dp-accounting`; STATE_INVALID if the ledger is damaged;
@@ -158,16 +158,18 @@ class PrivacyGuard:
             _log.error("the end of a job cannot be noted", job=job, error=str(error))
 
     def _rate(self, job: str, plan: agent_pb2.PartitionPlan, samples: int | None) -> float:
-        """Return the probability with which each sample is in a step; ``samples``: of the shard, None: not counted."""
-        if samples is not None:
-            return min(1.0, plan.batch * plan.workers / samples) if samples else 1.0
+        """Return the probability with which each sample is in a step; ``samples``: of the shard, None: not counted.
+
+        A job that goes on keeps its own, with which its workers draw, also if the region file has another number since.
+        """
         try:
             return self.rate(job)
         except GeofedError as error:
             if error.code != "PRIVACY_EXHAUSTED":
                 raise
-            # A job that has not begun.
-            raise GeofedError("SHARD_UNREADABLE", "the samples of the dataset are still being counted") from None
+        if samples is None:
+            raise GeofedError("SHARD_UNREADABLE", "the samples of the dataset are still being counted")
+        return min(1.0, plan.batch * plan.workers / samples) if samples else 1.0
 
     def rate(self, job: str) -> float:
         """Return the probability with which each sample is in a step of a job, as its releases are accounted for.

@@ -255,7 +255,7 @@ class PartitionRunner:
         """Set the addresses of the other regions' parameter servers, and which regions exchange directly."""
         if self._following is not None:
             self._following.cancel()
-        self._following = background(self._guarded(self._follow(message), ActionFailed), self._unforeseen)
+        self._following = background(self._guarded(self._follow(message), ActionFailed), self.fail)
 
     async def _follow(self, message: agent_pb2.Peers) -> None:
         """Resolve the other regions' addresses, again every minute, and pass on those that may be connected to."""
@@ -362,14 +362,15 @@ class PartitionRunner:
 
     def _run(self, work: Coroutine[Any, Any, None], failed: Callable[[GeofedError], Event] = ActionFailed) -> None:
         """Run a coroutine in the background; ``failed`` makes the event for its failure."""
-        task = background(self._guarded(work, failed), self._unforeseen)
+        task = background(self._guarded(work, failed), self.fail)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # A task that is cancelled before it starts never awaits the coroutine.
         task.add_done_callback(lambda _: work.close())
 
-    def _unforeseen(self, error: GeofedError) -> None:
-        """Fail the partition: its state machine could not handle an event, and might wait for ever."""
+    def fail(self, error: GeofedError) -> None:
+        """Fail the partition: it may not run (any longer), or its state machine could not handle an event, and might
+        wait for ever."""
         for action in self.machine.fail(error):
             self._carry_out(action)
 

@@ -28,6 +28,7 @@ from region_agent.partition.events import (
     WorkerEnded,
 )
 from region_agent.partition.machine import PartitionMachine
+from region_agent.partition.runner import PartitionRunner
 from region_agent.state.store import AgentStore
 
 
@@ -136,6 +137,70 @@ def test_a_stop_that_a_crash_cut_short_is_carried_out_by_the_next_start(
     store.close()
     assert not (tmp_path / "jobs" / "job-1").exists()
     assert not (tmp_path / "channel" / "job-1").exists()
+
+
+@pytest.mark.parametrize("approve", ["none", "every"])
+@pytest.mark.parametrize("budget", [None, {"epsilon": 1.0, "delta": 1e-5}])
+def test_a_budget_ends_jobs_without_noise_that_were_stored_before_it(
+    budget: dict[str, float] | None, approve: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that runs when the agent starts again, and one that is approved then."""
+    digits = {"residency": "region", "splits": {"train": {"uri": "/nowhere", "samples": 9}}, "privacy": budget}
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1}, "channel": {"path": str(tmp_path / "channel")},
+            "gateway": {"kind": "openfaas", "url": "http://127.0.0.1:9", "image": "i"},
+            "policy": {"approve": approve}, "datasets": {"digits": digits},
+        }
+    )  # fmt: skip
+    tls = Authority().region("east")
+    Identity(tmp_path).store(
+        JoinedFederation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem
+    )
+    plan = agent_pb2.PartitionPlan(workers=1, batch=1, rounds=1, steps_per_round=1)
+    start = agent_pb2.StartPartition(
+        job="job-1", region="east", epoch=1, plan=plan, task=agent_pb2.TaskRef(dataset="digits"), regions=["east"]
+    )
+    store = AgentStore(tmp_path / "agent.db")
+    store.took_start(1, "job-1", start.SerializeToString(), "key")
+    store.close()
+
+    async def nothing(self: GatewayClient, *_: object) -> list[object]:
+        return []
+
+    async def never(self: PartitionRunner) -> None:
+        await asyncio.Event().wait()
+
+    for name in ("delete", "list", "list_secrets", "delete_secret"):
+        monkeypatch.setattr(GatewayClient, name, nothing)
+    monkeypatch.setattr(PartitionRunner, "_prepare", never)
+    monkeypatch.setattr(PartitionRunner, "_run_ps", lambda self, action: never(self))
+
+    async def run() -> list[agent_pb2.PartitionReport]:
+        agent = Agent(config, tmp_path)
+        running = asyncio.create_task(agent.run())
+
+        def told() -> list[agent_pb2.PartitionReport]:
+            return [agent_pb2.FromAgent.FromString(raw).partition for _, raw in agent._store.reports_after(0)]
+
+        await _until(told)
+        if approve == "every":
+            assert [report.state for report in told()] == ["accepted"]
+            agent._approvals.approve("job-1")
+        await _until(lambda: told()[-1].state != "accepted")
+        reports = told()
+        agent.stop(2, agent_pb2.StopPartition(job="job-1", epoch=1, discard=True))
+        await _until(lambda: agent._store.partition("job-1") is None)
+        agent.stopped.set()
+        await running
+        return reports
+
+    *_, last = asyncio.run(run())
+    if budget is None:
+        assert last.state == "preparing"
+    else:
+        assert (last.state, last.error.code) == ("failed", "FORBIDDEN")
 
 
 @pytest.mark.parametrize("residency", ["region", "anywhere"])

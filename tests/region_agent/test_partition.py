@@ -520,7 +520,7 @@ def test_a_failed_partition_is_reported_although_it_cannot_be_shut_down(
 
         monkeypatch.setattr(scene.partition._logs, "catch_up", broken)
         await scene.training()
-        scene.partition._unforeseen(GeofedError("INTERNAL", "a bug"))
+        scene.partition.fail(GeofedError("INTERNAL", "a bug"))
         await scene.until(lambda: scene.reports[-1].state == "failed")
 
     _play(act, tmp_path)

@@ -169,6 +169,15 @@ def test_a_job_goes_on_while_an_agent_that_has_started_again_counts_its_samples(
         guard.rate("job-2")
 
 
+def test_a_job_goes_on_with_its_own_rate_if_the_region_file_has_another_number_of_samples(tmp_path: Path) -> None:
+    PrivacyGuard(config(), tmp_path).admit(start(noise=1.0, sampled=1.0))
+    guard = PrivacyGuard(config(splits={"train": {"uri": "/nowhere", "samples": 500}}), tmp_path)
+    guard.admit(start(noise=1.0, sampled=1.0))
+    assert guard.rate("job-1") == 0.02
+    guard.admit(start("job-2", noise=1.0, sampled=1.0))
+    assert guard.rate("job-2") == 0.04
+
+
 @pytest.mark.parametrize(
     "change",
     [
