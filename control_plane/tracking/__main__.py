@@ -28,6 +28,8 @@ _LOOK_SECONDS = 2.0
 """Time between two looks for new jobs."""
 _NEWEST = 200
 """Jobs that a look reads; more are submitted within two seconds nowhere."""
+_ALL = (1 << 32) - 1
+"""More than there are; the request has 32 bits for it."""
 _ENDED_SECONDS = 3600.0
 """Jobs that ended at most so long before the start are written again: this process may have been down meanwhile."""
 _AT_ONCE = 100
@@ -46,15 +48,18 @@ class Tracker:
         self._known: set[str] = set()
         self._free = {place: asyncio.Semaphore(_AT_ONCE) for place in places}
         self._began = time.time()
+        self._has_active = False
+        """Whether the jobs that were active at the start are known."""
 
     async def run(self) -> None:
         """Look for new jobs until cancelled."""
         while True:
             try:
+                if not self._has_active:
+                    # Jobs that are older than the newest ones may still be active when this process starts.
+                    self._follow(await self._client.jobs(limit=_ALL))
+                    self._has_active = True
                 self._follow(await self._client.jobs(ended=True, limit=_NEWEST))
-                if not self._known:
-                    # Older jobs may still be active when this process starts.
-                    self._follow(await self._client.jobs(limit=sys.maxsize))
             except GeofedError as error:
                 if not error.retryable:
                     raise

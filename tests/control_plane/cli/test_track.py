@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import csv
 import json
 import struct
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from control_plane.client import ControlClient
 from control_plane.spec._types import TRACKING_KINDS
-from control_plane.tracking import KINDS, check_place_of_jobs, open_sink, points_of
+from control_plane.tracking import KINDS, Point, __main__, check_place_of_jobs, open_sink, points_of, track_job
 from geofed_pb.errors import GeofedError
+from geofed_pb.v1 import control_pb2
 from tests.control_plane.cli.conftest import Federation, Run
 
 EVENT = {
@@ -169,3 +175,111 @@ def test_a_place_of_all_jobs_is_checked_before_there_are_any(place: str, told: s
         check_place_of_jobs(place)
     assert raised.value.code == "USAGE"
     check_place_of_jobs("metrics/{job}.csv")
+
+
+class Listing:
+    """Jobs of a control plane, the newest first; every other answer is lost."""
+
+    def __init__(self, jobs: Iterable[control_pb2.Job]) -> None:
+        self._jobs, self._calls = list(jobs), 0
+
+    async def jobs(self, *, ended: bool = False, limit: int = 100) -> list[control_pb2.Job]:
+        asked = control_pb2.ListJobsRequest(all=ended, limit=limit)
+        self._calls += 1
+        if self._calls % 2:
+            raise GeofedError("UNAVAILABLE", "the connection broke")
+        return [job for job in self._jobs if asked.all or not job.finished_at][: asked.limit]
+
+
+class Followed(__main__.Tracker):
+    """Notes which jobs are written."""
+
+    def __init__(self, client: Listing) -> None:
+        super().__init__(cast(ControlClient, client), ["metrics/{job}.csv"])
+        self.jobs: list[str] = []
+
+    async def _write(self, job: str, place: str) -> None:
+        self.jobs.append(job)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "followed"),
+    [
+        ([], []),
+        ([control_pb2.Job(id="old", finished_at=1.0)], []),
+        (
+            [*(control_pb2.Job(id=f"new-{number}", finished_at=1.0) for number in range(300)),
+             control_pb2.Job(id="long", state="running")],
+            ["long"],
+        ),
+    ],
+)  # fmt: skip
+def test_each_active_job_is_followed_and_none_that_ended_long_ago(
+    monkeypatch: pytest.MonkeyPatch, jobs: list[control_pb2.Job], followed: list[str]
+) -> None:
+    monkeypatch.setattr(__main__, "_LOOK_SECONDS", 0.01)
+
+    async def look() -> list[str]:
+        tracker = Followed(Listing(jobs))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(tracker.run(), 0.5)
+        return tracker.jobs
+
+    assert asyncio.run(look()) == followed
+
+
+class Deleted:
+    """A control plane on which a job is deleted while it is followed."""
+
+    def __init__(self) -> None:
+        self._there = True
+
+    async def job(self, job: str) -> control_pb2.Job:
+        if not self._there:
+            raise GeofedError("JOB_NOT_FOUND", f"there is no job {job}")
+        return control_pb2.Job(id=job, state="running")
+
+    async def watch(self, job: str, *, follow: bool) -> AsyncIterator[control_pb2.Event]:
+        self._there = False
+        raise GeofedError("JOB_NOT_FOUND", f"there is no job {job}")
+        yield control_pb2.Event()
+
+
+class Noted:
+    """A place that notes how it is closed, and may fail then."""
+
+    def __init__(self, closed: list[str], error: str = "") -> None:
+        self._closed, self._error = closed, error
+
+    def write(self, point: Point) -> None:
+        raise AssertionError(point)
+
+    def close(self, view: dict[str, Any]) -> None:
+        self._closed.append(view["state"])
+        if self._error:
+            raise OSError(self._error)
+
+
+def _refused(*_: str) -> Noted:
+    raise GeofedError("USAGE", "cannot write")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "closed", "raised"),
+    [
+        (["noted", "noted"], 2, GeofedError),
+        (["noted", "full"], 2, OSError),
+        (["full", "noted"], 2, OSError),
+        (["noted", "refused"], 1, GeofedError),
+    ],
+)
+def test_what_is_open_is_closed_also_if_the_job_is_deleted(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], closed: int, raised: type[Exception]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setitem(KINDS, "noted", lambda target, job: Noted(seen))
+    monkeypatch.setitem(KINDS, "full", lambda target, job: Noted(seen, "the disk is full"))
+    monkeypatch.setitem(KINDS, "refused", _refused)
+    with pytest.raises(raised):
+        asyncio.run(track_job(cast(ControlClient, Deleted()), "job-1", [f"{kind}:x" for kind in kinds], follow=True))
+    assert seen == ["running"] * closed
