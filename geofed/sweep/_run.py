@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from control_plane._view import Data
-from geofed.sweep._file import LoadedSweep
-from geofed.sweep._search import Search, Values, search_of, values_in
+from geofed.sweep._file import MAX_TRIALS, LoadedSweep
+from geofed.sweep._search import Search, Values, search_of
 from geofed_pb.errors import OUTAGE, GeofedError
 from geofed_pb.tasks import awaited
 
@@ -22,6 +23,9 @@ and what it gives could not be compared."""
 _FAILURES = 3
 """Trials that have all failed after which no further one starts: what they have in common is wrong."""
 _ENDED_BADLY = ("JOB_FAILED", "JOB_CANCELLED")
+_VALUES_LABEL = "sweep-values"
+_MAX_JOBS = 100 * MAX_TRIALS
+"""Jobs of a sweep that are looked for: a trial that was replanned or resumed has several."""
 
 
 class TrialJob(Protocol):
@@ -64,7 +68,15 @@ class _Trial:
     seconds: float = 0.0
     usd: float = 0.0
     note: str = ""
+    earlier_usd: float = 0.0
+    """What earlier jobs of this trial have cost, which were replanned or resumed."""
     reserved_usd: float = 0.0
+    """Set aside for all of its jobs until it has ended."""
+
+    @property
+    def taken_usd(self) -> float:
+        """What it takes of the sweep's budget."""
+        return self.usd if self.state else self.reserved_usd
 
     def row(self) -> Data:
         return {
@@ -87,12 +99,16 @@ class _Sweep:
     loaded: LoadedSweep
     search: Search
     report: Callable[[Data], None]
-    trials: list[_Trial] = field(default_factory=list)
+    trials: dict[int, _Trial] = field(default_factory=dict)
+    """Those that are jobs, or were declined."""
+    running: dict[asyncio.Task[None], _Trial] = field(default_factory=dict)
+    proposed: _Trial | None = None
+    """The next trial, while the money for it is reserved by those that run."""
     stopped: str = ""
 
     @property
     def spent_usd(self) -> float:
-        return sum(trial.usd for trial in self.trials)
+        return sum(trial.usd for trial in self.trials.values())
 
 
 async def planned_sweep(client: TrialClient, loaded: LoadedSweep) -> Data:
@@ -114,23 +130,19 @@ async def run_sweep(client: TrialClient, loaded: LoadedSweep, report: Callable[[
     Raises ``GeofedError``: SPEC_INVALID if no trial can be submitted; USAGE if Optuna is missing.
     """
     sweep = _Sweep(client, loaded, search_of(loaded.file, loaded.maximise), report)
-    earlier = await _earlier(sweep)
-    running: dict[asyncio.Task[None], _Trial] = {}
+    running = sweep.running
     try:
+        await _adopt(sweep)
         while True:
-            while (more := _next(sweep)) and await _may_start(sweep, running, more, earlier):
-                trial = _proposed(sweep, more, earlier)
-                sweep.trials.append(trial)
-                if await _started(sweep, trial, running, earlier.get(more)):
-                    running[awaited(_finish(sweep, trial))] = trial
-                else:
-                    _learn(sweep, trial)
+            while (number := _next(sweep)) and await _may_start(sweep) and await _start(sweep, number):
+                pass
             if not running:
                 break
             done, _ = await asyncio.wait(running, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                _learn(sweep, running.pop(task))
+                trial = running.pop(task)
                 task.result()
+                _learn(sweep, trial)
     finally:
         for task in running:
             task.cancel()
@@ -138,28 +150,48 @@ async def run_sweep(client: TrialClient, loaded: LoadedSweep, report: Callable[[
     return _summary(sweep)
 
 
+async def _adopt(sweep: _Sweep) -> None:
+    """Continue the trials that an earlier run of the sweep has submitted: all of them count before a new one starts."""
+    numbers = {str(number): number for number in range(1, sweep.search.trials + 1)}
+    found: dict[int, list[TrialJob]] = {}
+    for job in await sweep.client.jobs(ended=True, limit=_MAX_JOBS, labels={"sweep": sweep.loaded.id}):
+        if (number := numbers.get(job.view["labels"].get("trial", ""))) is not None:
+            found.setdefault(number, []).append(job)
+    for number, jobs in sorted(found.items()):
+        # The newest one, which continues the others if they were replanned or resumed.
+        newest = jobs[0]
+        values = sweep.search.recall(number, newest.view["labels"].get(_VALUES_LABEL, ""))
+        trial = sweep.trials[number] = _Trial(number, values, newest.id)
+        trial.earlier_usd = sum(job.view["usd"] for job in jobs[1:])
+        if newest.view["finished_at"] is not None and newest.view["successor"] is None:
+            await _finish(sweep, trial)
+            _learn(sweep, trial)
+            continue
+        view = await _while_unreachable(newest.refresh)
+        trial.reserved_usd = trial.earlier_usd + (view["spec"]["objective"]["budget"] or 0.0)
+        sweep.running[awaited(_finish(sweep, trial))] = trial
+
+
 def _next(sweep: _Sweep) -> int:
-    """Return the number of the next trial; 0: there is none."""
-    number = len(sweep.trials) + 1
-    if sweep.stopped or number > sweep.search.trials:
+    """Return the number of the next trial; 0: there is none, or none before one that runs has ended."""
+    numbers = range(1, sweep.search.trials + 1)
+    number = next((number for number in numbers if number not in sweep.trials), 0)
+    if sweep.stopped or not number:
         return 0
-    ended = [trial for trial in sweep.trials if trial.state and trial.value is None]
-    if len(ended) >= _FAILURES and not any(trial.value is not None for trial in sweep.trials):
+    ended = [trial for trial in sweep.trials.values() if trial.state]
+    if len(ended) < _FAILURES or any(trial.value is not None for trial in ended):
+        return number
+    if not sweep.running:
         sweep.stopped = f"the first {len(ended)} trials gave no {sweep.loaded.metric}: {ended[-1].note}"
-        return 0
-    return number
+    return 0
 
 
-async def _may_start(
-    sweep: _Sweep, running: dict[asyncio.Task[None], _Trial], number: int, earlier: dict[int, TrialJob]
-) -> bool:
+async def _may_start(sweep: _Sweep) -> bool:
     """Whether another trial can start now, as far as its cost is not concerned."""
-    if number in earlier:
-        return True
     parallel = sweep.loaded.file.parallel
     if parallel != "auto":
-        return len(running) < parallel
-    for trial in running.values():
+        return len(sweep.running) < parallel
+    for trial in sweep.running.values():
         try:
             job = await sweep.client.job(trial.job)
         except GeofedError as error:
@@ -172,67 +204,59 @@ async def _may_start(
     return True
 
 
-async def _earlier(sweep: _Sweep) -> dict[int, TrialJob]:
-    """Return the trials that an earlier run of the sweep has submitted."""
-    found: dict[int, TrialJob] = {}
-    for job in await sweep.client.jobs(ended=True, limit=sweep.search.trials * 2, labels={"sweep": sweep.loaded.id}):
-        number = job.view["labels"].get("trial", "")
-        if number.isdecimal() and job.view["successor"] is None:
-            found[int(number)] = job
-    return found
-
-
-def _proposed(sweep: _Sweep, number: int, earlier: dict[int, TrialJob]) -> _Trial:
-    if number in earlier:
-        job = earlier[number]
-        return _Trial(number, {}, job.id)
-    return _Trial(number, sweep.search.propose(number))
-
-
-async def _started(
-    sweep: _Sweep, trial: _Trial, running: dict[asyncio.Task[None], _Trial], earlier: TrialJob | None
-) -> bool:
-    """Submit a trial; return whether it is a job now."""
-    if earlier is not None:
-        view = await earlier.refresh()
-        trial.values = values_in(view["spec"], list(sweep.loaded.file.parameters))
-        trial.reserved_usd = view["spec"]["objective"]["budget"] or 0.0
-        return True
+async def _start(sweep: _Sweep, number: int) -> bool:
+    """Submit a trial; return False if it has to wait, or if the sweep's budget is spent."""
+    trial = sweep.proposed or _Trial(number, sweep.search.propose(number))
+    sweep.proposed = None
     overrides: dict[str, Any] = {
-        **trial.values, "metadata.labels.sweep": sweep.loaded.id, "metadata.labels.trial": str(trial.number),
+        **trial.values, "metadata.labels.sweep": sweep.loaded.id, "metadata.labels.trial": str(number),
     }  # fmt: skip
+    if stored := sweep.search.stored(number):
+        overrides[f"metadata.labels.{_VALUES_LABEL}"] = stored
     try:
         if sweep.loaded.file.budget is not None:
-            if not await _reserve(sweep, trial, running):
-                sweep.trials.remove(trial)
+            if not await _reserve(sweep, trial):
                 return False
             overrides["objective.budget"] = trial.reserved_usd
-        name = f"{sweep.loaded.file.metadata.name}-{trial.number}"
-        request_id = f"sweep-{sweep.loaded.id}-{trial.number}"
+        name = f"{sweep.loaded.file.metadata.name}-{number}"
+        request_id = f"sweep-{sweep.loaded.id}-{number}"
         job = await _while_unreachable(
             lambda: sweep.client.submit(sweep.loaded.job_file, set=overrides, name=name, request_id=request_id)
         )
     except GeofedError as error:
-        if error.code == "SPEC_INVALID" and len(sweep.trials) == 1:
+        if error.code == "SPEC_INVALID" and not sweep.trials:
             raise
         trial.state, trial.note = "declined", f"{error.code}: {error.message}"
-        return False
+        sweep.trials[number] = trial
+        _learn(sweep, trial)
+        return True
     trial.job = job.id
+    sweep.trials[number] = trial
+    sweep.running[awaited(_finish(sweep, trial))] = trial
     return True
 
 
-async def _reserve(sweep: _Sweep, trial: _Trial, running: dict[asyncio.Task[None], _Trial]) -> bool:
-    """Set aside what a trial may cost; return whether that is left of the sweep's budget."""
+async def _reserve(sweep: _Sweep, trial: _Trial) -> bool:
+    """Set aside what a trial may cost, if that is left of the sweep's budget; return whether it is.
+
+    What is reserved by trials that run may be left once they have ended: until then the trial waits.
+    """
     budget = sweep.loaded.file.budget or 0.0
+    if sweep.running and trial.reserved_usd > budget - sum(other.taken_usd for other in sweep.trials.values()):
+        # As at the last look: there is no need of another plan.
+        sweep.proposed = trial
+        return False
     plan = await _while_unreachable(lambda: sweep.client.plan(sweep.loaded.job_file, set=trial.values))
     trial.reserved_usd = _RESERVE * plan["estimate"]["usd"]["high"]
     own = sweep.loaded.spec.objective.budget
     if own is not None:
         trial.reserved_usd = min(trial.reserved_usd, own)
-    taken = sum(max(other.reserved_usd, other.usd) for other in running.values())
-    left = budget - taken - sum(other.usd for other in sweep.trials if other.state)
+    left = budget - sum(other.taken_usd for other in sweep.trials.values())
     if trial.reserved_usd <= left:
         return True
+    if sweep.running:
+        sweep.proposed = trial
+        return False
     sweep.stopped = (
         f"of the budget of {budget:.4f} USD {max(0.0, left):.4f} are left; trial {trial.number} may cost up to "
         f"{trial.reserved_usd:.4f}"
@@ -260,16 +284,31 @@ async def _finish(sweep: _Sweep, trial: _Trial) -> None:
         if error.code not in _ENDED_BADLY:
             raise
         trial.note = error.message
-    view = job.view
-    trial.job, trial.usd = view["id"], view["usd"]
+    view, usd = job.view, trial.earlier_usd + await _usd_before(sweep.client, trial.job, job.id)
+    trial.job, trial.usd = view["id"], usd + view["usd"]
     if (result := view["result"]) is not None:
-        trial.seconds, trial.usd = result["training_seconds"], result["usd"]
+        trial.seconds, trial.usd = result["training_seconds"], usd + result["usd"]
         trial.note = trial.note or result["ended_early"] or ""
         trial.value = _value(sweep.loaded, view)
         if trial.value is None:
             measured = ", ".join(sorted(result["metrics"])) or "nothing"
             trial.note = f"{sweep.loaded.metric} is not measured; the job measured {measured}"
     trial.state = view["state"]
+
+
+async def _usd_before(client: TrialClient, first: str, last: str) -> float:
+    """Return what a job and those that continued it after replans have cost, without the last one. What was deleted
+    meanwhile is not counted."""
+    usd, at = 0.0, first
+    while at != last:
+        try:
+            job = await _while_unreachable(partial(client.job, at))
+        except GeofedError as error:
+            if error.code != "JOB_NOT_FOUND":
+                raise
+            break
+        usd, at = usd + job.view["usd"], job.view["successor"] or last
+    return usd
 
 
 def _value(loaded: LoadedSweep, view: Data) -> float | None:
@@ -280,20 +319,20 @@ def _value(loaded: LoadedSweep, view: Data) -> float | None:
 
 
 def _learn(sweep: _Sweep, trial: _Trial) -> None:
-    if trial in sweep.trials and trial.state:
-        sweep.search.learn(trial.number, trial.values, trial.value)
-        sweep.report(trial.row())
+    sweep.search.learn(trial.number, trial.value)
+    sweep.report(trial.row())
 
 
 def _summary(sweep: _Sweep) -> Data:
     loaded = sweep.loaded
-    measured = [trial for trial in sweep.trials if trial.value is not None]
+    trials = [trial for _, trial in sorted(sweep.trials.items())]
+    measured = [trial for trial in trials if trial.value is not None]
     best = (max if loaded.maximise else min)(measured, key=lambda trial: trial.value or 0.0, default=None)
     return {
         "sweep": loaded.id,
         "metric": loaded.metric,
         "mode": "max" if loaded.maximise else "min",
-        "trials": [trial.row() for trial in sweep.trials],
+        "trials": [trial.row() for trial in trials],
         "best": best.row() if best is not None else None,
         "usd": sweep.spent_usd,
         "stopped": sweep.stopped or None,

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from geofed.sweep._file import Range, SweepFile
@@ -20,7 +19,7 @@ Values = dict[str, Any]
 
 
 class Search(Protocol):
-    """Proposes the values of trials 1, 2, …, in this order."""
+    """Proposes the values of trials 1, 2, …; those of an earlier run are recalled before the first is proposed."""
 
     trials: int
     """How many there are."""
@@ -29,9 +28,17 @@ class Search(Protocol):
         """Return the values of a trial."""
         ...
 
-    def learn(self, trial: int, values: Values, outcome: float | None) -> None:
-        """Take in what a trial gave; None: nothing, as of one that failed. Trials of an earlier run were not proposed
-        by this search."""
+    def stored(self, trial: int) -> str:
+        """Return the text by which a later run recalls the values of a proposed trial; empty: it needs none."""
+        ...
+
+    def recall(self, trial: int, stored: str) -> Values:
+        """Return the values of a trial of an earlier run; none if the text does not tell them."""
+        ...
+
+    def learn(self, trial: int, outcome: float | None) -> None:
+        """Take in what a trial gave; None: nothing, as of one that failed."""
+        ...
 
 
 def search_of(file: SweepFile, maximise: bool) -> Search:
@@ -54,7 +61,13 @@ class Grid:
     def propose(self, trial: int) -> Values:
         return self._combinations[trial - 1]
 
-    def learn(self, trial: int, values: Values, outcome: float | None) -> None:
+    def stored(self, trial: int) -> str:
+        return ""
+
+    def recall(self, trial: int, stored: str) -> Values:
+        return self.propose(trial)
+
+    def learn(self, trial: int, outcome: float | None) -> None:
         """Nothing is learned."""
 
 
@@ -70,7 +83,13 @@ class Random:
             for key, values in self._file.parameters.items()
         }
 
-    def learn(self, trial: int, values: Values, outcome: float | None) -> None:
+    def stored(self, trial: int) -> str:
+        return ""
+
+    def recall(self, trial: int, stored: str) -> Values:
+        return self.propose(trial)
+
+    def learn(self, trial: int, outcome: float | None) -> None:
         """Nothing is learned."""
 
 
@@ -100,35 +119,43 @@ class Optuna:
             hint = "in a clone of geofed: pip install '.[optuna]'; or use `search: random`"
             raise GeofedError("USAGE", "`search: optuna` needs Optuna, which is not installed", hint=hint) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._parameters, self.trials = file.parameters, file.trials or 0
+        self._file, self._parameters, self.trials = file, file.parameters, file.trials or 0
         self._distributions = {key: _distribution(values) for key, values in file.parameters.items()}
-        self._study = optuna.create_study(
-            direction="maximize" if maximise else "minimize",
-            sampler=optuna.samplers.TPESampler(seed=file.seed, constant_liar=True),
-        )
+        self._study = optuna.create_study(direction="maximize" if maximise else "minimize")
         self._asked: dict[int, optuna.trial.Trial] = {}
 
     def propose(self, trial: int) -> Values:
+        from optuna.samplers import TPESampler
+
+        # A seed for each trial: with one for all, a sweep that continues would draw its first values once more.
+        seed = random.Random(f"{self._file.seed}/{trial}").getrandbits(32)
+        self._study.sampler = TPESampler(seed=seed, constant_liar=True)
         self._asked[trial] = asked = self._study.ask(self._distributions)
         return {
             key: values[asked.params[key]] if isinstance(values, list) else asked.params[key]
             for key, values in self._parameters.items()
         }
 
-    def learn(self, trial: int, values: Values, outcome: float | None) -> None:
-        from optuna.trial import TrialState, create_trial
+    def stored(self, trial: int) -> str:
+        return json.dumps([self._asked[trial].params[key] for key in self._parameters])
 
-        state = TrialState.FAIL if outcome is None else TrialState.COMPLETE
+    def recall(self, trial: int, stored: str) -> Values:
+        try:
+            given = json.loads(stored)
+        except (ValueError, RecursionError):
+            return {}
+        if not isinstance(given, list) or len(given) != len(self._parameters):
+            return {}
+        if not all(map(_may_be, self._parameters.values(), given)):
+            return {}
+        self._study.enqueue_trial(dict(zip(self._parameters, given, strict=True)))
+        return self.propose(trial)
+
+    def learn(self, trial: int, outcome: float | None) -> None:
+        from optuna.trial import TrialState
+
         if (asked := self._asked.pop(trial, None)) is not None:
-            self._study.tell(asked, outcome, state=state)
-            return
-        encoded = {
-            key: _index(given, values[key]) if isinstance(given, list) else values[key]
-            for key, given in self._parameters.items()
-        }
-        self._study.add_trial(
-            create_trial(state=state, params=encoded, distributions=self._distributions, value=outcome)
-        )
+            self._study.tell(asked, outcome, state=TrialState.FAIL if outcome is None else TrialState.COMPLETE)
 
 
 def _distribution(values: list[Any] | Range) -> optuna.distributions.BaseDistribution:
@@ -143,18 +170,8 @@ def _distribution(values: list[Any] | Range) -> optuna.distributions.BaseDistrib
     return distributions.FloatDistribution(values.min, values.max, log=log)
 
 
-def _index(values: list[Any], value: Any) -> int:
-    """Return the place of a value; 1, 1.0 and true are different ones."""
-    written = [json.dumps(one, sort_keys=True) for one in values]
-    return written.index(json.dumps(value, sort_keys=True))
-
-
-def values_in(spec: Mapping[str, Any], keys: list[str]) -> Values:
-    """Return the values that a job has at the keys of a sweep. Raises ``KeyError`` if it lacks one."""
-    found: Values = {}
-    for key in keys:
-        value: Any = spec
-        for part in key.split("."):
-            value = value[part]
-        found[key] = value
-    return found
+def _may_be(values: list[Any] | Range, given: object) -> bool:
+    """Whether a number is one that Optuna draws: a place in a list, or a value of a range."""
+    if type(given) is not int and (type(given) is not float or isinstance(values, list) or values.integer):
+        return False
+    return 0 <= given < len(values) if isinstance(values, list) else values.min <= given <= values.max

@@ -68,12 +68,13 @@ def _trials_text(data: Data) -> str:
     rows = [row for row in data["trials"] if row["value"] is not None]
     rows.sort(key=lambda row: row["value"], reverse=highest)
     rows += [row for row in data["trials"] if row["value"] is None]
-    keys = list(data["trials"][0]["parameters"]) if data["trials"] else []
+    # Of a trial of an earlier run the values may be unknown.
+    keys = list(max((row["parameters"] for row in data["trials"]), key=len, default={}))
     table = columns(
         ["job", *(key.rpartition(".")[2] for key in keys), metric, "time", "cost", "state"],
         [
             [
-                row["job"] or f"trial {row['trial']}", *(_value_text(row["parameters"][key]) for key in keys),
+                row["job"] or f"trial {row['trial']}", *(_value_text(row["parameters"].get(key, "-")) for key in keys),
                 "-" if row["value"] is None else f"{row['value']:.4g}", seconds_text(row["seconds"]),
                 usd_text(row["usd"]), row["state"],
             ]

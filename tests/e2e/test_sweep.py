@@ -97,6 +97,21 @@ def test_an_interrupted_sweep_continues(running: Running, job: Path) -> None:
     assert len(trials_of(running, told["sweep"])) == 3
 
 
+def test_a_search_with_optuna_continues_with_the_values_that_it_proposed(running: Running, job: Path) -> None:
+    pytest.importorskip("optuna", reason="Optuna is not installed")
+    path = sweep_file(job, metadata={"name": "learnt"}, search="optuna", trials=2, parameters={
+        "train.end.epochs": [1, 2], "task.config.lr": {"min": 0.01, "max": 0.1, "scale": "log"}})  # fmt: skip
+    with geofed.Client() as client:
+        first, again = client.sweep(path), client.sweep(path)
+    for row in first["trials"]:
+        spec = running.describe(row["job"])["spec"]
+        assert spec["task"]["config"]["lr"] == row["parameters"]["task.config.lr"]
+        assert spec["train"]["end"]["epochs"] == row["parameters"]["train.end.epochs"]
+    told = [(row["job"], row["parameters"], row["value"]) for row in first["trials"]]
+    assert [(row["job"], row["parameters"], row["value"]) for row in again["trials"]] == told
+    assert again["usd"] == pytest.approx(first["usd"], rel=0.2)
+
+
 def test_a_budget_ends_a_sweep_before_it_is_exceeded(running: Running, job: Path) -> None:
     with geofed.Client() as client:
         high = client.plan(job / "job.yaml", set={"task.config.lr": 0.05})["estimate"]["usd"]["high"]
