@@ -142,7 +142,7 @@ class PrivacyGuard:
             return made
 
         try:
-            if self.folder.exists():
+            if self._ledger.rows():
                 self._ledger.change(settled)
         except GeofedError as error:
             _log.error("the grants of releases cannot be checked", error=str(error))
@@ -160,7 +160,7 @@ class PrivacyGuard:
     def _rate(self, job: str, plan: agent_pb2.PartitionPlan, samples: int | None) -> float:
         """Return the probability with which each sample is in a step; ``samples``: of the shard, None: not counted.
 
-        A job that goes on keeps its own, with which its workers draw, also if the region file has another number since.
+        A job that has begun keeps its own, with which its workers draw, also if the region file has another number now.
         """
         try:
             return self.rate(job)

@@ -1,7 +1,8 @@
 """The region's record of every release that was made of its data. It belongs to the region: the agent grants releases
 to a job, and the job's parameter server takes them before each update that leaves. What cannot be read is refused.
 
-The file is one JSON object with a digest of its rows. It is replaced as a whole, durably, under a lock.
+The file is one JSON object with a digest of its rows. It is replaced as a whole, durably, under a lock. The number of
+its rows, which never falls, is in a file beside its folder, so that a ledger that is lost is not taken for a new one.
 """
 
 from __future__ import annotations
@@ -74,13 +75,14 @@ class PrivacyLedger:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path = folder / "ledger.json"
-        self._mark = folder / "begun"
-        """Exists once there is a ledger, so that a lost one is not taken for a new one."""
+        self._count = folder.with_name(f"{folder.name}.jobs")
+        """Number of its rows; it is there once there are any."""
 
     def rows(self) -> tuple[LedgerRow, ...]:
-        """Return all rows, the oldest job first. Raises ``GeofedError("STATE_INVALID")`` if the file is damaged."""
+        """Return all rows, the oldest job first. Raises ``GeofedError("STATE_INVALID")`` if the ledger is damaged or
+        lost."""
         if not self._folder.exists():
-            return ()
+            return tuple(self._read())
         with self._locked():
             return tuple(self._read())
 
@@ -139,7 +141,7 @@ class PrivacyLedger:
 
     def close(self, job: str) -> None:
         """Note that a job makes no more releases."""
-        if self._folder.exists():
+        if self.rows():
             self.change(lambda rows: [replace(one, open=False) if one.job == job else one for one in rows])
 
     @contextmanager
@@ -156,9 +158,11 @@ class PrivacyLedger:
             rows = held["rows"]
             if held["version"] != _VERSION or held["digest"] != _digest(rows):
                 raise ValueError("its digest does not fit, or it is of a newer version")
+            if len(rows) < (known := self._known()):
+                raise ValueError(f"it is older than {self._count}: it has {len(rows)} of {known} jobs")
             return [_checked(LedgerRow(**row)) for row in rows]
         except FileNotFoundError:
-            if self._mark.exists():
+            if self._count.exists():
                 raise GeofedError("STATE_INVALID", f"{self._path} is lost", hint=_DAMAGED) from None
             return []
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -169,8 +173,12 @@ class PrivacyLedger:
         plain = [asdict(row) for row in rows]
         content = json.dumps({"version": _VERSION, "digest": _digest(plain), "rows": plain}, indent=1)
         write_durably(self._path, [content.encode()], mode=0o600)
-        if not self._mark.exists():
-            write_durably(self._mark, [b""])
+        if len(rows) != self._known():
+            write_durably(self._count, [str(len(rows)).encode()], mode=0o600)
+
+    def _known(self) -> int:
+        """Return the number of rows that there were; 0 before the first one."""
+        return int(self._count.read_bytes()) if self._count.exists() else 0
 
 
 def _digest(rows: Any) -> str:

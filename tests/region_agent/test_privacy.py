@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -256,6 +257,21 @@ def test_a_damaged_ledger_grants_nothing_and_stops_no_agent(tmp_path: Path) -> N
     guard.close("job-1")
     assert guard.spent("job-1") is None
     guard.admit(start("job-3", dataset="open", noise=0.0))
+
+
+def test_the_loss_of_the_ledger_with_its_folder_gives_no_new_budget(tmp_path: Path) -> None:
+    guard = PrivacyGuard(config(), tmp_path)
+    guard.admit(start())
+    shutil.rmtree(tmp_path / LEDGER)
+    again = PrivacyGuard(config(), tmp_path)
+    again.reconcile({"job-1"})
+    again.close("job-1")
+    for command in (start(), start("job-2"), start("job-3", sampled=1.0)):
+        assert refusal(again, command).code == "STATE_INVALID"
+    again.admit(start("job-4", dataset="open", noise=0.0))
+    shown = CliRunner().invoke(app, ["privacy", "--state-dir", str(tmp_path)])
+    assert shown.exit_code != 0
+    assert "ledger.json is lost" in str(shown.exception)
 
 
 def test_a_report_tells_no_loss_of_private_data() -> None:

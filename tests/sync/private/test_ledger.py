@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,31 @@ def test_a_damaged_ledger_refuses_everything(ledger: PrivacyLedger, tmp_path: Pa
     for refused in (ledger.rows, lambda: ledger.close("job-1"), lambda: ledger.change(lambda rows: rows)):
         with pytest.raises(GeofedError, match=r"cannot be read|is lost"):
             refused()
+
+
+def test_a_ledger_that_is_lost_with_its_folder_is_not_taken_for_a_new_one(
+    ledger: PrivacyLedger, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "ledger")
+    for refused in (
+        ledger.rows,
+        lambda: ledger.close("job-1"),
+        lambda: ledger.change(lambda rows: [row("job-2")]),
+        lambda: ledger.spend("job-1", 1, 1),
+        ledger.rows,
+    ):
+        with pytest.raises(GeofedError, match="is lost") as told:
+            refused()
+        assert told.value.code == "STATE_INVALID"
+
+
+def test_a_ledger_without_its_last_job_is_refused(ledger: PrivacyLedger, tmp_path: Path) -> None:
+    copy = (tmp_path / "ledger" / "ledger.json").read_bytes()
+    ledger.change(lambda rows: [*rows, row("job-2")])
+    (tmp_path / "ledger" / "ledger.json").write_bytes(copy)
+    with pytest.raises(GeofedError, match="it has 1 of 2 jobs") as told:
+        ledger.rows()
+    assert told.value.code == "STATE_INVALID"
 
 
 def spending(folder: Path, job: str, until: int) -> subprocess.Popen[str]:
