@@ -95,6 +95,10 @@ class Cluster:
         """Method and path of every request."""
         self.down = False
         """Whether the API answers 503."""
+        self.slow: dict[str, float] = {}
+        """Seconds that it takes to create an object, by plural; it is created if the client has gone meanwhile, too."""
+        self.delayed: list[str] = []
+        """Plurals of the objects whose creation has been delayed."""
         self._versions = itertools.count(1)
         self._processes: dict[str, _Process] = {}
         self._lock = threading.RLock()
@@ -180,6 +184,9 @@ class Cluster:
         body = await request.body()
         plural, namespace = request.path_params["plural"], request.path_params["namespace"]
         verb = {"GET": "list", "POST": "create"}[request.method]
+        if verb == "create" and plural in self.slow:
+            self.delayed.append(plural)
+            await asyncio.sleep(self.slow[plural])
         with self._lock:
             if refused := self._refused(request, plural, verb, namespace):
                 return refused

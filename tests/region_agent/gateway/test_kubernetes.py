@@ -236,6 +236,28 @@ async def test_what_a_killed_gateway_has_left_is_deleted(cluster: Cluster, opene
         until(lambda: [one["metadata"]["name"] for one in cluster.of_kind("jobs")] == ["strange"], 20)
 
 
+async def test_a_gateway_that_stops_leaves_no_job_that_is_being_created(cluster: Cluster, opened: Any) -> None:
+    cluster.slow = {"jobs": 1.5}
+    async with opened() as target:
+        await target.client.deploy(FunctionSpec("late", "probe"))
+        until(lambda: cluster.delayed)
+        target.embedded.stop()
+    await asyncio.sleep(2)
+    assert cluster.delayed == ["jobs"]
+    until(lambda: not any(cluster.of_kind(plural) for plural in ("jobs", "secrets", "pods")), 5)
+
+
+async def test_a_job_without_a_secret_of_a_function_that_is_gone_is_deleted(cluster: Cluster, opened: Any) -> None:
+    cluster.slow = {"jobs": 1.0}
+    cluster.rules = [rule for rule in cluster.rules if "secrets" not in rule["resources"]]
+    async with opened() as target:
+        await target.client.deploy(FunctionSpec("gone", "probe"))
+        until(lambda: cluster.delayed)
+        await target.client.delete("gone")
+        await asyncio.to_thread(until, lambda: any(path.endswith("/secrets") for _, path in cluster.requests))
+        await asyncio.to_thread(until, lambda: not cluster.of_kind("jobs"))
+
+
 # The connections
 
 

@@ -14,7 +14,7 @@ import httpx2
 import structlog
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.tasks import background, end_process, log_only
+from geofed_pb.tasks import awaited, background, end_process, log_only
 from region_agent.gateway.embedded.cluster.api import ClusterApi
 from region_agent.gateway.embedded.cluster.dialled import Dialled
 from region_agent.gateway.embedded.cluster.manifests import (
@@ -94,6 +94,9 @@ class ClusterProvider(Provider):
         self._left: set[str] = set()
         """Names of objects that could not be deleted yet."""
         self._number = 0
+        self._creating: set[asyncio.Task[None]] = set()
+        """Requests that create objects. None is cut short: the cluster may carry it out all the same, later."""
+        self._stopping = False
 
     async def start(self) -> None:
         """Listen for the replicas, and begin to look at their pods; objects of an earlier gateway are deleted."""
@@ -103,14 +106,16 @@ class ClusterProvider(Provider):
         self._run_task(self._watch(), end_process)
 
     async def stop(self) -> None:
-        """Delete every Job."""
+        """Delete every Job, once none is being created any more."""
+        self._stopping = True
         self.logs.end()
         await self._dialled.stop()
-        if self._placed or self._left:
+        await self._stop_tasks()
+        if self._number:
             with contextlib.suppress(TimeoutError, GeofedError):
                 async with asyncio.timeout(_STOP_SECONDS):
+                    await asyncio.gather(*self._creating, return_exceptions=True)
                     await self._api.delete_run(self._identity)
-        await self._stop_tasks()
         with contextlib.suppress(httpx2.HTTPError, OSError):
             await self._api.close()
 
@@ -119,6 +124,8 @@ class ClusterProvider(Provider):
         return image
 
     async def _start_replica(self, name: str, spec: FunctionSpec) -> None:
+        if self._stopping:
+            return
         running = Running.create(name, spec, self.config, None)
         self._running[name] = running
         self._number += 1
@@ -132,7 +139,10 @@ class ClusterProvider(Provider):
             self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
             return
         except GeofedError as error:
-            self._fail(name, error)
+            if self._placed.get(name) is placed:
+                self._fail(name, error)
+            else:
+                self._delete_later(placed.name)
             return
         if self._placed.get(name) is not placed:
             self._delete_later(placed.name)
@@ -157,7 +167,10 @@ class ClusterProvider(Provider):
         if size > MOST_SECRET_BYTES:
             raise Refused(413, f"{size} bytes of secrets and environment; {MOST_SECRET_BYTES} are the most")
         job = job_of(name, spec, self._identity, self._settings, env)
-        await self._api.create(job, partial(secret_of, name, spec, self._identity, env, files))
+        created = awaited(self._api.create(job, partial(secret_of, name, spec, self._identity, env, files)))
+        self._creating.add(created)
+        created.add_done_callback(self._creating.discard)
+        await asyncio.shield(created)
 
     async def _connected(self, running: Running, placed: _Placed, begun: float) -> bool:
         """Wait until a replica says over its connection that it is ready; False if it ends or takes too long."""
