@@ -291,6 +291,59 @@ async def test_only_the_replica_that_is_expected_may_connect() -> None:
         await dialled.stop()
 
 
+@pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.2"], ids=["same-address", "another-address"])
+@pytest.mark.parametrize("tls", [True, False], ids=["tls", "tcp"])
+async def test_connections_that_say_nothing_keep_no_replica_out(source: str, tls: bool) -> None:
+    dialled = Dialled(lambda _: None)
+    await dialled.start("127.0.0.1", 0)
+    dial = dialled.expect("one")
+    context = ssl.create_default_context(cadata=dial.certificate)
+    host, port = dial.address.split(":")
+    silent: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+
+    async def be_silent() -> None:
+        options: dict[str, Any] = {"ssl": context, "server_hostname": CERTIFICATE_NAME} if tls else {}
+        silent.append(await asyncio.open_connection(host, int(port), local_addr=(source, 0), **options))
+
+    try:
+        for _ in range(20):
+            await asyncio.gather(*(be_silent() for _ in range(15)))
+        for _ in range(5):
+            (await asyncio.to_thread(dial.connect, context)).close()
+        # No more than 256 stay open.
+        await asyncio.sleep(0.2)
+        assert sum(not _closed(reader) for reader, _ in silent) <= 256
+    finally:
+        for _, writer in silent:
+            writer.transport.abort()
+        await dialled.stop()
+
+
+async def test_the_address_with_the_most_silent_connections_loses_its_oldest() -> None:
+    dialled = Dialled(lambda _: None)
+    await dialled.start("127.0.0.1", 0)
+    dial = dialled.expect("one")
+    host, port = dial.address.split(":")
+    opened = {"127.0.0.2": 300, "127.0.0.3": 8}
+    silent: dict[str, list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]] = {one: [] for one in opened}
+    try:
+        for source in reversed(opened):
+            for _ in range(opened[source]):
+                silent[source].append(await asyncio.open_connection(host, int(port), local_addr=(source, 0)))
+        await asyncio.sleep(0.2)
+        closed = {source: [_closed(reader) for reader, _ in silent[source]] for source in silent}
+        assert not any(closed["127.0.0.3"])
+        assert closed["127.0.0.2"] == [True] * 52 + [False] * 248
+    finally:
+        for _, writer in (pair for pairs in silent.values() for pair in pairs):
+            writer.transport.abort()
+        await dialled.stop()
+
+
+def _closed(reader: asyncio.StreamReader) -> bool:
+    return reader.at_eof() or reader.exception() is not None
+
+
 def _answer(context: ssl.SSLContext, place: tuple[str, int], noise: bytes) -> bytes:
     with socket.create_connection(place, 10) as raw, context.wrap_socket(raw, server_hostname=CERTIFICATE_NAME) as line:
         try:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from cryptography import x509
@@ -27,9 +28,9 @@ from region_agent.gateway.stream_transport import StreamTransport
 __all__ = ["Dialled"]
 
 _HELLO_SECONDS = 10.0
-"""Timeout of the handshake, and of the first line."""
+"""Timeout of the handshake and the first line together."""
 _MOST_STRANGERS = 256
-"""Most connections that have not said yet whose they are; further ones are closed."""
+"""Most connections that have not said yet whose they are."""
 _MOST_WAITING = 128
 """Most connections of a replica that wait for a call; further ones are closed."""
 _VALID = datetime.timedelta(days=3650)
@@ -48,6 +49,14 @@ class _Expected:
     open: set[asyncio.StreamWriter] = field(default_factory=set)
 
 
+class _Protocol(asyncio.StreamReaderProtocol):
+    """A connection that closes when the other side has closed it, also while TLS begins."""
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False
+
+
 class Dialled:
     """The listener, and the connections of each replica."""
 
@@ -56,8 +65,10 @@ class Dialled:
         self._greeted = greeted
         self._expected: dict[str, _Expected] = {}
         self._server: asyncio.Server | None = None
-        self._strangers = 0
+        self._strangers: dict[str, dict[asyncio.Task[Any], None]] = {}
+        """What accepts the connections that have not said yet whose they are, by the other side's address."""
         self._address, self._certificate = "", ""
+        self._context: ssl.SSLContext
 
     async def start(self, host: str, port: int) -> None:
         """Listen; raises ``GeofedError("PORT_IN_USE")``."""
@@ -69,9 +80,11 @@ class Dialled:
             file.touch(mode=0o600)
             file.write_text(self._certificate + key)
             context.load_cert_chain(file)
+        self._context = context
         try:
-            self._server = await asyncio.start_server(
-                self._accept, host.strip("[]"), port, ssl=context, ssl_handshake_timeout=_HELLO_SECONDS
+            # Without TLS, which begins in `_accept`: connections count from their first moment.
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: _Protocol(asyncio.StreamReader(), self._accept), host.strip("[]"), port
             )
         except OSError as error:
             text = f"cannot listen on {address.joined(host, port)} for functions: {error.strerror or error}"
@@ -124,27 +137,50 @@ class Dialled:
         )
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._strangers >= _MOST_STRANGERS:
-            writer.transport.abort()
-            return
-        self._strangers += 1
-        keep_alive(writer.get_extra_info("socket"))
+        host = str((writer.get_extra_info("peername") or ("",))[0])
+        task = self._admit(host)
         try:
+            keep_alive(writer.get_extra_info("socket"))
             async with asyncio.timeout(_HELLO_SECONDS):
+                # Nothing may be awaited before this, or the first bytes of the handshake are read as plain text.
+                await writer.start_tls(self._context, ssl_handshake_timeout=_HELLO_SECONDS)
                 replica = self._replica(await reader.readuntil(b"\n"))
                 expected = self._expected.get(replica)
                 if expected is None or expected.connections.qsize() >= _MOST_WAITING:
                     raise ConnectionRefusedError
                 writer.write(ACCEPTED)
                 await writer.drain()
-        except (OSError, ValueError, EOFError, asyncio.LimitOverrunError):
+        except (OSError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
             writer.transport.abort()
             return
         finally:
-            self._strangers -= 1
+            self._dismiss(host, task)
         expected.open = {one for one in expected.open if not one.is_closing()} | {writer}
         expected.connections.put_nowait((reader, writer))
         self._greeted(replica)
+
+    def _admit(self, host: str) -> asyncio.Task[Any]:
+        """Count the connection of this task as a stranger's.
+
+        Where there are too many, the address with the most loses its oldest one: who opens connections and says nothing
+        keeps no other out, and one that shares its address (pods behind a NAT) has time to say whose it is.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        if sum(map(len, self._strangers.values())) >= _MOST_STRANGERS:
+            most = max(self._strangers, key=lambda one: len(self._strangers[one]))
+            oldest = next(iter(self._strangers[most]))
+            self._dismiss(most, oldest)
+            oldest.cancel()
+        self._strangers.setdefault(host, {})[task] = None
+        return task
+
+    def _dismiss(self, host: str, task: asyncio.Task[Any]) -> None:
+        """Count a connection no longer, if it still counts."""
+        strangers = self._strangers.get(host, {})
+        strangers.pop(task, None)
+        if not strangers:
+            self._strangers.pop(host, None)
 
     def _replica(self, line: bytes) -> str:
         """Return the replica that a first line is from; raises ``ValueError``."""
