@@ -25,6 +25,7 @@ from region_agent.gateway.dial_out import ACCEPTED, CERTIFICATE_NAME, DialOut
 pytest.importorskip("lightkube")
 
 from lightkube.models.core_v1 import Event, Pod, ResourceQuota
+from ruamel.yaml import YAML
 from support.kubernetes_cluster import Cluster, Node, agent_role, manifests, worker_command
 from support.kubernetes_rules import Invalid, below_restricted, checked
 from support.pki import Authority
@@ -478,13 +479,44 @@ def test_the_shipped_manifests_are_what_a_cluster_takes() -> None:
         "Role": rbac_v1.Role, "RoleBinding": rbac_v1.RoleBinding, "NetworkPolicy": networking_v1.NetworkPolicy,
         "StatefulSet": apps_v1.StatefulSet,
     }  # fmt: skip
-    made = {one["kind"]: checked(one, models[one["kind"]]) for one in manifests()}
+    every = [(one["kind"], checked(one, models[one["kind"]])) for one in manifests()]
+    made = dict(every)
     assert made.keys() == models.keys()
     agent = made["StatefulSet"].spec
     assert below_restricted(agent.template.spec) == []
     assert agent.selector.matchLabels == agent.template.metadata.labels == made["Service"].spec.selector
     assert agent.serviceName == made["Service"].metadata.name
     assert [one.name for one in made["RoleBinding"].subjects] == [agent.template.spec.serviceAccountName]
+
+
+def test_the_shipped_policy_lets_workers_connect_to_the_ports_of_their_own_agent_alone() -> None:
+    made = {(one["kind"], one["metadata"]["name"]): one for one in manifests()}
+    agent = made["StatefulSet", "east"]["spec"]
+    policies = [one["spec"] for (kind, _), one in made.items() if kind == "NetworkPolicy"]
+    dns = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+    everyone = {"podSelector": {}, "ingress": [], "policyTypes": ["Ingress", "Egress"]}
+    (shared,) = [one for one in policies if one["podSelector"] == {}]
+    assert shared.items() >= everyone.items()
+    assert [rule["to"] for rule in shared["egress"]] == [[dns]]
+    (own,) = [one for one in policies if one is not shared]
+    # As pods of the region are labelled; those of another one are not chosen.
+    labels = {"geofed.region": "east", "geofed.job": "digits-1"}
+    job = job_of("a-1", FunctionSpec("w", "probe", labels=labels), Identity("mark", "run"),
+                 KubernetesGateway.model_validate(SETTINGS), {})  # fmt: skip
+    assert job.spec is not None
+    assert job.spec.template.metadata is not None
+    assert (job.spec.template.metadata.labels or {}).items() >= own["podSelector"]["matchLabels"].items()
+    assert own["podSelector"]["matchLabels"] == {"geofed.region": "east"}
+    (rule,) = own["egress"]
+    namespace = {"kubernetes.io/metadata.name": made["Namespace", "geofed"]["metadata"]["name"]}
+    assert rule["to"] == [{"namespaceSelector": {"matchLabels": namespace}, "podSelector": agent["selector"]}]
+    # The ports of the region file in docs/kubernetes.md.
+    text = (Path(__file__).parents[3] / "docs" / "kubernetes.md").read_text()
+    region = YAML(typ="safe").load(text.split("```yaml\n")[1].split("```")[0])
+    first, last = region["server"]["ports"]
+    assert rule["ports"] == [
+        {"protocol": "TCP", "port": region["gateway"]["port"]}, {"protocol": "TCP", "port": first, "endPort": last},
+    ]  # fmt: skip
 
 
 def test_the_shipped_role_is_what_the_agent_needs() -> None:
