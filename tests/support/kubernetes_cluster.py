@@ -95,6 +95,8 @@ class Cluster:
         """Method and path of every request."""
         self.down = False
         """Whether the API answers 503."""
+        self.breaking_logs = 0
+        """How many streams of a log break after their first part, from now on."""
         self.slow: dict[str, float] = {}
         """Seconds that it takes to create an object, by plural; it is created if the client has gone meanwhile, too."""
         self.delayed: list[str] = []
@@ -272,6 +274,9 @@ class Cluster:
                 ended = process.running.poll() is not None
                 if part := log.read(65536):
                     yield part
+                    if self.breaking_logs:
+                        self.breaking_logs -= 1
+                        raise ConnectionResetError("the stream of a log breaks")
                 elif ended:
                     return
                 else:

@@ -237,6 +237,31 @@ async def test_what_a_killed_gateway_has_left_is_deleted(cluster: Cluster, opene
         until(lambda: [one["metadata"]["name"] for one in cluster.of_kind("jobs")] == ["strange"], 20)
 
 
+async def test_a_log_whose_stream_breaks_is_not_read_again(cluster: Cluster, opened: Any) -> None:
+    async with opened() as target:
+        probe = await target.deploy()
+
+        async def printed() -> list[str]:
+            return [line.text async for line in target.client.logs(probe.name)]
+
+        async def prints(text: str) -> None:
+            # Again and again: what is printed while no stream is open is lost.
+            async with asyncio.timeout(20):
+                while text not in await printed():
+                    await probe("print", text.encode())
+                    await asyncio.sleep(0.3)
+
+        await probe("print", b"before")
+        async with asyncio.timeout(20):
+            while "before" not in await printed():
+                pass
+        cluster.breaking_logs = 1
+        await prints("breaks")
+        await asyncio.to_thread(until, lambda: not cluster.breaking_logs)
+        await prints("after")
+        assert (await printed()).count("before") == 1
+
+
 async def test_a_gateway_that_stops_leaves_no_job_that_is_being_created(cluster: Cluster, opened: Any) -> None:
     cluster.slow = {"jobs": 1.5}
     async with opened() as target:

@@ -307,8 +307,8 @@ class ClusterProvider(Provider):
                 async with self._api.log(placed.pod, from_now=again) as parts:
                     placed.followed.set()
                     async for part in parts:
+                        again = True
                         splitter.feed(part)
-                again = True
             splitter.end()
             await asyncio.sleep(_LOOK_SECONDS)
 
