@@ -208,7 +208,7 @@ def test_with_the_operators_ca_nothing_is_issued_and_its_word_admits(serve_confi
     async def scenario() -> None:
         async with staged(config) as stage:
             assert stage.context.ca_file == tmp_path / "own" / "ca.pem"
-            assert not (config.state_dir / "pki").exists()
+            assert [path.name for path in (config.state_dir / "pki").iterdir()] == ["audit.key"]
             await refused(stage.client.invite("a"), "CERTIFICATE_INVALID", "operator's own CA")
             await refused(stage.client.rotate_authority(), "CERTIFICATE_INVALID")
             a = of_region(own, stage, "a")

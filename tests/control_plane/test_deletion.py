@@ -92,7 +92,8 @@ class Contract:
                 # With the last job its code goes as well.
                 await stage.client.delete(other)
                 assert list((config.state_dir / "blobs").glob("**/*")) == [config.state_dir / "blobs" / "partial"]
-            assert _rows_naming(config, job.id) == {"events": 1, "deletions": 1}
+            # Its submission, its end and its deletion stay in the audit log.
+            assert _rows_naming(config, job.id) == {"audit": 3, "events": 1, "deletions": 1}
 
         run(scenario())
 

@@ -20,7 +20,7 @@ from support.running import Running, check_succeeded, named
 from torch import nn
 
 from geofed_pb.v1 import agent_pb2
-from region_agent.config import RegionConfig
+from region_agent.config import EmbeddedGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess
 from region_agent.isolation import isolation_of
 from region_agent.link.identity import Identity
@@ -134,7 +134,7 @@ class Region:
     async def partition(self) -> Any:
         """The partition at work, over a gateway of its own."""
         (self.shared / "channel").mkdir(exist_ok=True)
-        gateway = EmbeddedGatewayProcess(self.state, profile="none", isolation="prefer")
+        gateway = EmbeddedGatewayProcess(self.state, EmbeddedGateway(), isolation="prefer")
         client = await gateway.start()
         around = PartitionContext(
             config=self.config,
