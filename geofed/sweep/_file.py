@@ -20,7 +20,9 @@ from geofed_pb.errors import GeofedError
 MAX_TRIALS = 1000
 """Limit of the trials of a sweep: each is a job that the control plane keeps."""
 _MAX_FILE_BYTES = 1 << 20
+"""Largest sweep file; that of a job file."""
 _MAX_PARAMETERS = 32
+"""Most keys that vary; no search covers more within `MAX_TRIALS`."""
 _HINT = "correct the sweep file; docs/sweeps.md describes it"
 
 

@@ -35,7 +35,7 @@ class Verdict:
     code: str = ""
     """Code of the error, of a pod that is failing, ended or cannot be placed."""
     text: str = ""
-    """What is told of it: why it waits, or how it ended."""
+    """Status message: why it waits, or how it ended."""
     reason: str = ""
     """Reason of a container's end, in the words of `X-Geofed-Exit`."""
 
