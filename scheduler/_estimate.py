@@ -12,13 +12,11 @@ from scheduler._course import Course, Exchanges, Occasion, Staffs, course, step_
 from scheduler._link import (
     HANDLED_BYTES_PER_SECOND,
     ROUND_END_BYTES_PER_SECOND,
-    LinkTable,
-    link_table,
     update_bytes,
 )
 from scheduler._model import Copy, Cost, Estimate, Phase, Plan, PlannedPartition, Prices, Range, Region, Snapshot
 from scheduler._overheads import overheads
-from scheduler.topology import Topology, evaluate_topology
+from scheduler.topology import Links, Topology, evaluate_over, links_of
 from sync.codec import codec_named
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
@@ -35,6 +33,8 @@ _SIZES_KNOWN = (0.9, 1.15)
 """Range of the actual bytes, as factors of the expected ones, where the sizes of what is sent are known."""
 _COPY_OVERHEAD = 1.001
 """Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
+MOST_ON_BILL = 50
+"""Destinations whose egress has an item each on a bill."""
 _SPREAD = {
     "measured": (0.75, 1.4),
     "profiled": (0.5, 2.0),
@@ -73,21 +73,23 @@ def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
     return None
 
 
-def contact_seconds(topology: Topology, table: LinkTable) -> float:
+def contact_seconds(topology: Topology) -> float:
     """Return the seconds until all regions have contact; 0 without links."""
-    return 3 * max((table[link].rtt_seconds for link in _directed(topology)), default=0.0)
+    return 3 * topology.longest_rtt_seconds
 
 
-def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
+def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Estimate:
     """Predict a plan by the cost model (`course`), with bounds by what its figures rest on.
+
+    ``links``: those of the snapshot between the plan's regions, if they are known.
 
     Shards that are processed elsewhere are transferred first, each over a link of its own, while nothing is computed.
     """
     regions = {region.name: region for region in snapshot.regions}
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     basis = basis_of([regions[part.region] for part in plan.partitions], snapshot)
-    table = link_table([regions[part.region] for part in plan.partitions])
-    topology = topology_of(plan, table, update_bytes(model_bytes, plan.codec, plan.rounds))
+    links = links or links_of([regions[part.region] for part in plan.partitions])
+    topology = topology_of(plan, links, update_bytes(model_bytes, plan.codec, plan.rounds))
     occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
     figures = [[figures_of(part, regions[part.region], snapshot) for part in plan.partitions]]
     exchange = exchange_seconds(topology, model_bytes, plan.codec)
@@ -101,17 +103,18 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
         Exchanges.one(
             exchange,
             background=plan.background,
-            contact=contact_seconds(topology, table),
+            contact=contact_seconds(topology),
             links=topology.seconds if topology.links else 0.0,
         ),
     )
     # The model that all begin with is made, or fetched, by each region.
-    link_bytes = {link: plan.rounds * sent for link, sent in topology.bytes_per_round_by_link.items()}
-    sent_by = _by_source(link_bytes)
+    link_bytes = {
+        f"{source}>{to}": plan.rounds * sent for source, own in topology.sent.items() for to, sent in own.items()
+    }
     items = tuple(
         cost
         for place, part in enumerate(plan.partitions)
-        for cost in _bill(place, plan, regions[part.region], took, sent_by[part.region])
+        for cost in _bill(place, plan, regions[part.region], took, topology.sent.get(part.region, {}))
     )
     low, high = spread_of(basis)
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
@@ -126,7 +129,7 @@ def estimate(plan: Plan, snapshot: Snapshot) -> Estimate:
         wan_bytes=_with(sent_bytes, size_low, size_high, copied_bytes, doubtful),
         usd=_with(usd, min(low, size_low), high, copied_usd),
         items=(*items, *paid),
-        link_bytes={link: link_bytes.get(link, 0) + copied.get(link, 0) for link in {**link_bytes, **copied}},
+        link_bytes=link_bytes | {link: link_bytes.get(link, 0) + sent for link, sent in copied.items()},
         basis=basis,
         model_bytes=model_bytes,
         model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
@@ -213,11 +216,7 @@ def exchange_seconds(topology: Topology, model_bytes: int, codec: str) -> float:
 
 def _handling_seconds(topology: Topology) -> float:
     """Return the seconds per round of the parameter server that sends and receives most, without the links."""
-    handled: dict[str, float] = {}
-    for link, sent in topology.bytes_per_round_by_link.items():
-        for region in link.split(">"):
-            handled[region] = handled.get(region, 0.0) + sent
-    return max(handled.values(), default=0.0) / HANDLED_BYTES_PER_SECOND
+    return topology.busiest_updates * topology.update_bytes / HANDLED_BYTES_PER_SECOND
 
 
 def round_end_seconds(parts: Sequence[PlannedPartition], model_bytes: int) -> float:
@@ -230,23 +229,19 @@ def round_end_seconds(parts: Sequence[PlannedPartition], model_bytes: int) -> fl
     return 0.0 if staged or len(parts) < 2 else model_bytes / ROUND_END_BYTES_PER_SECOND
 
 
-def topology_of(plan: Plan, table: LinkTable, update_bytes: int) -> Topology:
+def topology_of(plan: Plan, links: Links, update_bytes: int) -> Topology:
     """Return the plan's topology over the links as they are; a plan that names no neighbours has a mesh.
 
     Raises ValueError where two neighbours have no direct path.
     """
     names = [part.region for part in plan.partitions]
     kind, _, hubs = plan.topology.partition(" via ")
-    links = plan.neighbours or tuple(combinations(sorted(names), 2))
-    planned = Topology(kind, tuple(hubs.split(", ")) if hubs else (), links, 0.0, 0.0)
-    found = evaluate_topology(planned, table, update_bytes)
+    pairs = plan.neighbours or tuple(combinations(sorted(names), 2))
+    planned = Topology(kind, tuple(hubs.split(", ")) if hubs else (), pairs, 0.0, 0.0)
+    found = evaluate_over(planned, links, update_bytes)
     if found is None:
         raise ValueError(f"the plan's neighbours have no direct path: {plan.neighbours}")
     return found
-
-
-def _directed(topology: Topology) -> list[tuple[str, str]]:
-    return [way for a, b in topology.links for way in ((a, b), (b, a))]
 
 
 def _with(amount: float, low: float, high: float, copied: float, doubtful: float = 0.0) -> Range:
@@ -296,16 +291,23 @@ def _bill(place: int, plan: Plan, region: Region, took: Course, sent_to: Mapping
         Cost(region.name, item, quantity, unit, quantity * price, prices.source)
         for item, quantity, unit, price in costs
     ]
-    for to, sent in sent_to.items():
-        gb = sent / 1e9
-        bill.append(Cost(region.name, f"egress to {to}", gb, "GB", gb * prices.egress(to), prices.source))
-    return bill
+    return bill + _egress(region, plan.rounds, sent_to)
 
 
-def _by_source(link_bytes: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Bytes by the region that sends them, and by destination."""
-    found: dict[str, dict[str, int]] = defaultdict(dict)
-    for link, sent in link_bytes.items():
-        source, _, to = link.partition(">")
-        found[source][to] = sent
-    return found
+def _egress(region: Region, rounds: int, sent_to: Mapping[str, int]) -> list[Cost]:
+    """Return a region's egress, by destination; if these are many, by price."""
+    prices = _prices(region)
+    if len(sent_to) <= MOST_ON_BILL:
+        named = [(to, sent, prices.egress(to)) for to, sent in sent_to.items()]
+    else:
+        at_price: dict[float, list[int]] = defaultdict(list)
+        for to in prices.egress_to.keys() & sent_to.keys():
+            at_price[prices.egress(to)].append(sent_to[to])
+        usual, others = sum(sent_to.values()), len(sent_to)
+        named = [(f"{len(sent)} regions", sum(sent), usd) for usd, sent in sorted(at_price.items())]
+        usual, others = usual - sum(sent for _, sent, _ in named), others - sum(map(len, at_price.values()))
+        named += [(f"{others} regions", usual, prices.egress_usd_per_gb)] if others else []
+    return [
+        Cost(region.name, f"egress to {to}", rounds * sent / 1e9, "GB", rounds * sent / 1e9 * usd, prices.source)
+        for to, sent, usd in named
+    ]

@@ -14,9 +14,9 @@ from scheduler._estimate import (
     exchange_seconds,
     round_end_seconds,
 )
-from scheduler._link import link_table, update_bytes
+from scheduler._link import update_bytes
 from scheduler._model import Declined, Demand, PlannedPartition, Reason, Region, Snapshot
-from scheduler.topology import Topologies, Topology, links_among, topologies_over
+from scheduler.topology import Links, Topologies, Topology, links_of, topologies_over
 from scheduler.tuning._learning import coding_points
 from sync.codec import Automatic, MaskedIntegers, codec_named, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
@@ -55,6 +55,7 @@ class Ways:
     """Whether the codec of each loses bits."""
     impossible: dict[str, str]
     """Why kinds of topology are impossible."""
+    links: Links
 
     @property
     def optional_background(self) -> bool:
@@ -75,18 +76,18 @@ def ways_of(
     While the model's size is unknown, updates are sent in float32: nothing is lost by a guess.
     """
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
-    table, clouds = link_table(regions), {region.name: region.cloud for region in regions}
-    links = links_among(sorted(clouds), table, clouds)
+    links, graphs = links_of(regions), None
     found: list[tuple[Way, float]] = []
     impossible: dict[str, str] = {}
     for codec in (demand.codec,) if demand.codec else _codecs(demand, snapshot, len(regions)):
-        evaluated = topologies_over(links, update_bytes(model_bytes, codec))
+        evaluated = topologies_over(links, update_bytes(model_bytes, codec), graphs)
+        graphs = evaluated.graphs
         wanted = _of_kind(evaluated, demand.topology if len(regions) > 1 else None)
         if not wanted:
             return _impossible(evaluated, demand.topology)
         impossible = evaluated.impossible if len(regions) > 2 else {}
         for topology in wanted:
-            contact = contact_seconds(topology, table)
+            contact = contact_seconds(topology)
             seconds = exchange_seconds(topology, model_bytes, codec)
             for background in _modes(demand, len(regions)):
                 waited = seconds + (0.0 if background else round_end_seconds(parts, model_bytes))
@@ -100,7 +101,7 @@ def ways_of(
         links=np.array([way.topology.seconds for way in each]),
     )
     coding = np.array([coding_points(way.codec) for way in each])
-    return Ways(each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible)
+    return Ways(each, figures, coding, np.array([codec_named(way.codec).lossy for way in each]), impossible, links)
 
 
 def _codecs(demand: Demand, snapshot: Snapshot, regions: int) -> tuple[str, ...]:

@@ -134,7 +134,7 @@ class _Problem:
         )
         return replace(
             plan,
-            estimate=estimate(plan, snapshot),
+            estimate=estimate(plan, snapshot, self.ways.links),
             warnings=_warnings_of(plan, demand, snapshot),
             alternatives=alternatives(self.search, self.fronts, self.ways, evaluated, place, demand, limits),
         )

@@ -5,6 +5,7 @@ from scheduler.topology._evaluate import (
     Topologies,
     Topology,
     choose_topology,
+    evaluate_over,
     evaluate_topologies,
     evaluate_topology,
     rechosen,
@@ -12,10 +13,11 @@ from scheduler.topology._evaluate import (
     topology_kind,
     topology_kinds,
 )
-from scheduler.topology._flood import links_among
+from scheduler.topology._flood import Links, links_among, links_of
 from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, rerouted
 
 __all__ = [
+    "Links",
     "Rerouting",
     "Sighting",
     "Topologies",
@@ -23,9 +25,11 @@ __all__ = [
     "TopologyKind",
     "as_seen",
     "choose_topology",
+    "evaluate_over",
     "evaluate_topologies",
     "evaluate_topology",
     "links_among",
+    "links_of",
     "rechosen",
     "rerouted",
     "topologies_over",

@@ -6,19 +6,24 @@ asymmetry of the links decide, so all kinds are evaluated (`_flood`) and compare
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
+from itertools import chain, combinations
+from typing import TypeVar
+
+import numpy as np
 
 from scheduler._link import LinkTable
 from scheduler.topology import mesh, partial_mesh, ring, star, tree, two_level
 from scheduler.topology._contract import Candidate, Network, TopologyKind, components
-from scheduler.topology._flood import Hops, Links, carried_updates, links_among, mesh_seconds
+from scheduler.topology._flood import MANY, Links, carried_updates, links_among, mesh_seconds
 
 __all__ = [
     "Topologies",
     "Topology",
     "choose_topology",
+    "evaluate_over",
     "evaluate_topologies",
     "evaluate_topology",
     "rechosen",
@@ -26,6 +31,8 @@ __all__ = [
     "topology_kind",
     "topology_kinds",
 ]
+
+Name = TypeVar("Name", str, int)
 
 _KINDS: dict[str, TopologyKind] = {one.KIND.name: one.KIND for one in (mesh, partial_mesh, star, tree, ring, two_level)}
 """Kinds by name, in the order in which they are preferred where they are equally good."""
@@ -51,8 +58,23 @@ class Topology:
     """Seconds from the last encoded update until every region has received every update; without coding."""
     usd_per_round: float
     """Cost of egress."""
-    bytes_per_round_by_link: dict[str, int] = field(default_factory=dict)
-    """Bytes by directed link, "source>destination", protocol and control included."""
+    update_bytes: int = 0
+    """Size of one region's encoded update."""
+    busiest_updates: int = 0
+    """Updates that the region which handles most sends and receives in a round."""
+    longest_rtt_seconds: float = 0.0
+    """Round-trip time of the link on which it is longest."""
+
+    @cached_property
+    def sent(self) -> dict[str, dict[str, int]]:
+        """Bytes of a round by source and destination, as they are metered."""
+        names = sorted({name for link in self.links for name in link})
+        if 2 * len(self.links) == len(names) * (len(names) - 1):
+            return {name: {to: self.update_bytes for to in names if to != name} for name in names}
+        found: dict[str, dict[str, int]] = {name: {} for name in names}
+        for (p, q), updates in sorted(carried_updates(_neighbours(names, self.links)).items()):
+            found[names[p]][names[q]] = updates * self.update_bytes
+        return found
 
     @property
     def name(self) -> str:
@@ -78,6 +100,8 @@ class Topologies:
     """In the order of preference; empty where the regions are not connected."""
     impossible: dict[str, str]
     """Reasons by kind."""
+    graphs: Mapping[str, Candidate | str] = field(default_factory=dict)
+    """What was found by kind: a graph, or why there is none."""
 
 
 def evaluate_topologies(
@@ -89,8 +113,9 @@ def evaluate_topologies(
     return topologies_over(links_among(sorted(regions), table, clouds), update_bytes)
 
 
-def topologies_over(links: Links, update_bytes: int) -> Topologies:
-    """Return the fastest topology of each kind.
+def topologies_over(links: Links, update_bytes: int, graphs: Mapping[str, Candidate | str] | None = None) -> Topologies:
+    """Return the fastest topology of each kind, or, if there are more than `MANY` regions and ``graphs`` were found for
+    another size, the same graphs.
 
     `update_bytes` is the size of one region's encoded update. Regions are neighbours only where the table has both
     directions; where pairs are missing, all existing ones make a partial mesh, if it reaches every region in two hops.
@@ -103,14 +128,15 @@ def topologies_over(links: Links, update_bytes: int) -> Topologies:
     network = Network(links, links.hops(update_bytes))
     if apart := _why_apart(links):
         return Topologies((), dict.fromkeys(topology_kinds(), apart))
+    if graphs is None or network.size <= MANY:
+        graphs = {name: kind.find(network) for name, kind in _KINDS.items()}
     possible, impossible = [], {}
-    for kind in _KINDS.values():
-        found = kind.find(network)
+    for name, found in graphs.items():
         if isinstance(found, Candidate):
-            possible.append(_topology(kind.name, found, network, update_bytes))
-        elif kind.offered:
-            impossible[kind.name] = found
-    return Topologies(tuple(possible), impossible)
+            possible.append(_topology(name, found, network, update_bytes))
+        elif _KINDS[name].offered:
+            impossible[name] = found
+    return Topologies(tuple(possible), impossible, graphs)
 
 
 def choose_topology(evaluated: Topologies) -> Topology | None:
@@ -130,14 +156,22 @@ def choose_topology(evaluated: Topologies) -> Topology | None:
 
 def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) -> Topology | None:
     """Return the same neighbours over other links, or with another size; None where a link no longer exists."""
-    names = sorted({name for link in current.links for name in link})
-    if not all((a, b) in table and (b, a) in table for a, b in current.links):
+    return evaluate_over(
+        current, links_among(sorted({name for link in current.links for name in link}), table), update_bytes
+    )
+
+
+def evaluate_over(current: Topology, links: Links, update_bytes: int) -> Topology | None:
+    """Return the same, over links among the topology's regions."""
+    number = {name: place for place, name in enumerate(links.names)}
+    if 2 * len(current.links) == len(number) * (len(number) - 1):
+        pairs = tuple(combinations(range(len(number)), 2))
+    else:
+        pairs = tuple((number[a], number[b]) for a, b in current.links)
+    if pairs and not links.there[tuple(np.array(pairs).T)].all():
         return None
-    number = {name: i for i, name in enumerate(names)}
-    links = tuple((number[a], number[b]) for a, b in current.links)
-    candidate = Candidate(tuple(number[hub] for hub in current.hubs), links)
-    among = links_among(names, table)
-    return _topology(current.kind, candidate, Network(among, among.hops(update_bytes)), update_bytes)
+    candidate = Candidate(tuple([number[hub] for hub in current.hubs]), pairs)
+    return _topology(current.kind, candidate, Network(links, links.hops(update_bytes)), update_bytes)
 
 
 def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
@@ -163,30 +197,38 @@ def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int
 
 
 def _topology(kind: str, candidate: Candidate, network: Network, update_bytes: int) -> Topology:
-    names, usd_per_gb = network.names, network.links.usd_per_gb.tolist()
-    neighbours: list[list[int]] = [[] for _ in names]
-    for p, q in candidate.links:
-        neighbours[p].append(q)
-        neighbours[q].append(p)
-    sent, usd = {}, 0.0
-    for (p, q), updates in sorted(carried_updates(neighbours).items()):
-        # As it is metered: what the line adds below that, no meter of ours sees.
-        carried = updates * update_bytes
-        sent[f"{names[p]}>{names[q]}"] = carried
-        usd += carried / 1e9 * usd_per_gb[p][q]
+    links, names, size = network.links, network.names, network.size
+    neighbours: list[list[int]] = []
+    complete = 2 * len(candidate.links) == size * (size - 1)
+    if complete:
+        pairs, updates = tuple(combinations(names, 2)), np.where(links.there, 1, 0)
+    else:
+        neighbours = _neighbours(range(size), candidate.links)
+        pairs = tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links))
+        updates = np.zeros((size, size), np.int64)
+        carried = carried_updates(neighbours)
+        updates[tuple(np.array(list(carried)).T)] = list(carried.values())
     return Topology(
         kind=kind,
         hubs=tuple(names[hub] for hub in candidate.hubs),
-        links=tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links)),
-        seconds=_seconds(kind, network.hops, neighbours),
-        usd_per_round=usd,
-        bytes_per_round_by_link=sent,
+        links=pairs,
+        seconds=mesh_seconds(network.hops) if complete else topology_kind(kind).seconds(network.hops, neighbours),
+        # As it is metered: what the line adds below that, no meter of ours sees.
+        usd_per_round=float((updates * links.usd_per_gb).sum()) * update_bytes / 1e9,
+        update_bytes=update_bytes,
+        busiest_updates=int((updates.sum(axis=0) + updates.sum(axis=1)).max()),
+        longest_rtt_seconds=float(links.rtt[updates > 0].max(initial=0.0)),
     )
 
 
-def _seconds(kind: str, net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
-    complete = all(len(there) == len(neighbours) - 1 for there in neighbours)
-    return (mesh_seconds if complete else topology_kind(kind).seconds)(net, neighbours)
+def _neighbours(names: Sequence[Name], links: Iterable[tuple[Name, Name]]) -> list[list[int]]:
+    """Return the neighbours of each region, by the regions' numbers."""
+    number = {name: place for place, name in enumerate(names)}
+    found: list[list[int]] = [[] for _ in names]
+    for a, b in links:
+        found[number[a]].append(number[b])
+        found[number[b]].append(number[a])
+    return found
 
 
 def _why_apart(links: Links) -> str:

@@ -12,18 +12,20 @@ updates (the alpha-beta model, Hockney 1994, with store and forward, and a cold 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler._link import LinkPace, LinkTable, paces
+from scheduler._link import PRIOR_MBPS, PRIOR_RTT_MS, LinkPace, LinkTable, paces
+from scheduler._model import Region
+from scheduler.topology._many import tree_seconds_of_many
 
 __all__ = [
-    "MISSING_SECONDS", "Bools", "Floats", "Hops", "Ints", "Links", "carried_updates", "links_among", "mesh_seconds",
-    "ring_times", "tree_seconds", "trees_seconds",
+    "MANY", "MISSING_SECONDS", "Bools", "Floats", "Hops", "Ints", "Links", "around", "carried_updates", "links_among",
+    "links_of", "mesh_seconds", "ring_times", "tree_seconds", "trees_seconds",
 ]  # fmt: skip
 
 Bools = npt.NDArray[np.bool_]
@@ -32,6 +34,8 @@ Ints = npt.NDArray[np.intp]
 
 MISSING_SECONDS = 1e12
 """Seconds of a missing link: finite, so that a search can move away from it."""
+MANY = 128
+"""Regions above which trees are evaluated without cold links (`_many`), and graphs are searched with less effort."""
 BLOCK = 1024
 """Orders of a ring that are evaluated at a time: small enough for the cache."""
 _MOST_FIGURES = 2_000_000
@@ -77,6 +81,32 @@ def links_among(names: Sequence[str], table: LinkTable, clouds: Mapping[str, str
     return Links(names, clouds or {}, there & there.T, rtt, rate, usd)
 
 
+def links_of(regions: Iterable[Region]) -> Links:
+    """Return the links between regions as `link_table` has them, without an object for each."""
+    held = sorted(regions, key=lambda region: region.name)
+    size, number = len(held), {region.name: place for place, region in enumerate(held)}
+    # The last column is for links to other regions.
+    rtt, mbps = np.full((size, size + 1), PRIOR_RTT_MS), np.full((size, size + 1), PRIOR_MBPS)
+    usd = np.zeros((size, size + 1))
+    for row, region in enumerate(held):
+        at = [number.get(link.destination, size) for link in region.links]
+        rtt[row, at], mbps[row, at] = [link.rtt_ms for link in region.links], [link.mbps for link in region.links]
+        if region.prices is not None:
+            usd[row] = region.prices.egress_usd_per_gb
+            named = region.prices.egress_to
+            usd[row, [number.get(name, size) for name in named]] = list(named.values())
+    there = mbps[:, :size] > 0
+    np.fill_diagonal(there, val=False)
+    return Links(
+        [region.name for region in held],
+        {region.name: region.cloud for region in held},
+        there & there.T,
+        np.where(there, rtt[:, :size] / 1e3, 1.0),
+        np.where(there, mbps[:, :size] * 1e6 / 8, 1.0),
+        np.where(there, usd[:, :size], 0.0),
+    )
+
+
 @dataclass(frozen=True)
 class Hops:
     """The times of all links for one size of update, by the regions' numbers: arrays of shape (n, n)."""
@@ -115,6 +145,8 @@ def carried_updates(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int]
     size, ends = len(neighbours), sum(map(len, neighbours))
     if ends == size * (size - 1):
         return {(p, q): 1 for p, others in enumerate(neighbours) for q in others}
+    if all(len(others) == 2 for others in neighbours):
+        return _carried_around(neighbours)
     if ends != 2 * (size - 1):
         return {link: len(sources) for link, sources in originals(neighbours).items()}
     parents, order = _rooted(neighbours)
@@ -123,6 +155,32 @@ def carried_updates(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int]
         below[parents[here]] += below[here]
     up = {(here, parents[here]): below[here] for here in order[1:]}
     return up | {(p, q): size - count for (q, p), count in up.items()}
+
+
+def _carried_around(neighbours: Sequence[Sequence[int]]) -> dict[tuple[int, int], int]:
+    """Return the number of updates that each directed link of a ring carries.
+
+    With an even number of regions, an update makes the last hop from the side of its origin's first neighbour.
+    """
+    order, size = around(neighbours), len(neighbours)
+    carried = {(p, q): (size - 1) // 2 for p, others in enumerate(neighbours) for q in others}
+    if size % 2 == 0:
+        for place in range(size):
+            step = 1 if order[(place + 1) % size] < order[place - 1] else -1
+            last = order[(place + step * (size // 2 - 1)) % size]
+            carried[last, order[(place + size // 2) % size]] += 1
+    return carried
+
+
+def around(neighbours: Sequence[Sequence[int]]) -> list[int]:
+    """Return a ring's regions in order."""
+    order, last = [0], -1
+    while True:
+        following = next(other for other in neighbours[order[-1]] if other != last)
+        if following == 0:
+            return order
+        last = order[-1]
+        order.append(following)
 
 
 def _rooted(neighbours: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -136,8 +194,9 @@ def _rooted(neighbours: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     return parents, queue
 
 
-def mesh_seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
+def mesh_seconds(net: Hops, neighbours: Sequence[Sequence[int]] = ()) -> float:
     """Return the seconds of an exchange over a mesh, also with missing pairs: at most two hops between any two regions.
+    Without ``neighbours`` no pair is missing.
 
     Link (p, q) carries p's own update first; then, where q has no path from some regions r, theirs, which are at p
     after o(r, p) + c(r, p) + p(r, p). Raises ValueError where two hops do not suffice.
@@ -187,6 +246,8 @@ def trees_seconds(net: Hops, parents: Ints) -> Floats:
     Args:
         parents: of each region in each tree, shape (trees, n); of the root, any one, -1.
     """
+    if len(net) > MANY:
+        return np.array([tree_seconds_of_many(net.pace, tree) for tree in parents])
     size = max(1, _MOST_FIGURES // len(net) ** 2)
     return np.concatenate([_trees_seconds(net, parents[at : at + size]) for at in range(0, len(parents), size)])
 

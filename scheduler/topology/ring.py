@@ -10,7 +10,7 @@ from itertools import combinations, permutations
 import numpy as np
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind
-from scheduler.topology._flood import Hops, Ints, ring_times
+from scheduler.topology._flood import Hops, Ints, around, ring_times
 
 __all__ = ["KIND"]
 
@@ -85,18 +85,7 @@ def _improved(net: Hops, orders: Ints) -> Ints:
 
 
 def _seconds(net: Hops, neighbours: Sequence[Sequence[int]]) -> float:
-    return float(ring_times(net, np.asarray([_around(neighbours)]))[0])
-
-
-def _around(neighbours: Sequence[Sequence[int]]) -> list[int]:
-    """Return a ring's regions in order."""
-    order, last = [0], -1
-    while True:
-        following = next(other for other in neighbours[order[-1]] if other != last)
-        if following == 0:
-            return order
-        last = order[-1]
-        order.append(following)
+    return float(ring_times(net, np.asarray([around(neighbours)]))[0])
 
 
 KIND = TopologyKind("ring", _find, _seconds)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.topology._contract import Candidate, Network, TopologyKind, components, spanning_edges
-from scheduler.topology._flood import MISSING_SECONDS, Floats, Hops, Ints, Links, trees_seconds
+from scheduler.topology._flood import MANY, MISSING_SECONDS, Floats, Hops, Ints, Links, trees_seconds
 
 __all__ = ["KIND"]
 
 _MOST_CLUSTERS = 4
 """Largest number of clusters by round trip; more hardly ever pay off, and each takes a search."""
 _RIVAL_HUBS = 2
-"""Number of regions that are tried as the hub of a cluster."""
+"""Number of regions that are tried as the hub of a cluster; one, and one cluster's hub in the middle,
+where there are more than `MANY` regions."""
 
 
 def _find(network: Network) -> Candidate | str:
@@ -23,11 +24,14 @@ def _find(network: Network) -> Candidate | str:
     net, found = network.hops, []
     for clusters in _clusterings(network.links):
         rivals = [_central(net, cluster) for cluster in clusters]
-        found += [_Attempt(clusters, rivals, [own[0] for own in rivals], middle) for middle in range(len(clusters))]
+        hubs = [own[0] for own in rivals]
+        middles = net.weights[np.ix_(hubs, hubs)].sum(axis=1).argsort(kind="stable")
+        most = len(clusters) if network.size <= MANY else 1
+        found += [_Attempt(clusters, rivals, hubs, int(middle)) for middle in sorted(middles[:most])]
     if not found:
         return "no clusters with a hub each were found" if network.size > 3 else "needs four regions or more"
     seconds = _seconds(net, found)
-    for place in range(max(len(attempt.hubs) for attempt in found)):
+    for place in range(max(len(attempt.hubs) for attempt in found) if network.size <= MANY else 0):
         for rank in range(1, _RIVAL_HUBS):
             some = [n for n, one in enumerate(found) if place < len(one.hubs) and rank < len(one.rivals[place])]
             if not some:

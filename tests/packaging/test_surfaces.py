@@ -182,6 +182,7 @@ SURFACES = {
         "learning_rate_factor",
     },
     "scheduler.topology": {
+        "Links",
         "Rerouting",
         "Sighting",
         "Topologies",
@@ -190,8 +191,10 @@ SURFACES = {
         "as_seen",
         "choose_topology",
         "evaluate_topologies",
+        "evaluate_over",
         "evaluate_topology",
         "links_among",
+        "links_of",
         "rechosen",
         "rerouted",
         "topologies_over",

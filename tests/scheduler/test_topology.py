@@ -109,7 +109,7 @@ def test_every_topology_spans_the_regions_over_links_that_are_there(
         assert all(a < b and (a, b) in table and (b, a) in table for a, b in topology.links)
         assert topology.seconds == pytest.approx(reference(topology.links, table, size))
         # Each region receives every other one's update once.
-        sent = sum(topology.bytes_per_round_by_link.values())
+        sent = sum(sum(to.values()) for to in topology.sent.values())
         assert sent == pytest.approx(len(names) * (len(names) - 1) * size)
         assert evaluate_topology(topology, table, size) == topology
     kinds = {topology.kind for topology in evaluated.possible}
