@@ -67,12 +67,14 @@ class PartitionShards:
 
     @property
     def condition(self) -> str:
-        """Text that names the shards that are still missing, with their progress; empty if there are none."""
+        """Text that names the shards that are still missing, with their progress, and why they cannot be stored; empty
+        if there are none."""
         port = self._port
         if port is None:
             return ""
         lacking = [source for source, shard_store in port.stores.items() if not shard_store.complete]
-        return "; ".join(f"waiting for the shard of {source}: {port.progress(source)}" for source in lacking)
+        notes = [f"waiting for the shard of {source}: {port.progress(source)}" for source in lacking]
+        return "; ".join([*notes, *([port.store_fault] if port.store_fault else [])])
 
     @property
     def declared_samples(self) -> int | None:

@@ -60,6 +60,8 @@ class Links:
         self._counting = threading.Lock()
         self._closing = False
         self.bulk: BulkPort | None = None
+        self.store_fault = ""
+        """Why other regions' updates cannot be stored here; empty: they can."""
         self.tickets = Tickets()
         self.admission = Admission(config, identity, engine.feed)
         engine.on_ship = self.ship
@@ -284,6 +286,10 @@ class ExchangeService(Intake):
 
     def count_received(self, caller: str, count: int) -> None:
         self._links.count_received(caller, count)
+
+    def store_fault_changed(self) -> None:
+        self._links.store_fault = self.store_fault
+        self._engine.notify()
 
     def adopt(self, caller: str, ticket: bytes, connection: ssl.SSLSocket) -> None:
         self._links.adopt(caller, ticket, connection)

@@ -302,8 +302,8 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
         )
 
     def _condition(self, waiting: str) -> str:
-        """Return what the server is waiting for, and which links may delay it."""
-        notes = [waiting] if waiting else []
+        """Return what the server is waiting for, and what may delay it."""
+        notes = [text for text in (waiting, self._links.store_fault) if text]
         for region, peer_sender in sorted(self._links.peer_senders.items()):
             if not peer_sender.meter.up:
                 notes.append(f"link to {region} is down")

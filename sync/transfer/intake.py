@@ -4,6 +4,7 @@ interrupted, are verified, and are made durable before they are acknowledged."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -50,6 +51,8 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         self._incoming: dict[tuple[str, int], Arrival] = {}
         self._completing: set[asyncio.Future[None]] = set()
         self._quotas = CallQuotas()
+        self.store_fault = ""
+        """Why the last update could not be stored here, with the error's code; empty: it could."""
 
     # To be implemented by subclasses
 
@@ -94,6 +97,9 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     def count_received(self, caller: str, count: int) -> None:
         """Count bytes received from a caller. Called by any thread."""
         raise NotImplementedError
+
+    def store_fault_changed(self) -> None:
+        """Called once updates cannot be stored, and once they can again."""
 
     def adopt(self, caller: str, ticket: bytes, connection: ssl.SSLSocket) -> None:
         """Take a stream that a peer has opened to receive updates over it."""
@@ -188,7 +194,11 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         """
         caller = self.admit(peer_region(context))
         async with self._quotas.call(caller):
-            return await self._received(request, caller)
+            try:
+                return await self._received(request, caller)
+            except GeofedError as error:
+                self.note_failure(error)
+                raise
 
     async def _received(self, request: AsyncIterator[sync_pb2.UpdateChunk], caller: str) -> sync_pb2.OfferReply:
         arrival: Arrival | None = None
@@ -238,7 +248,19 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
                     raise
                 self._incoming.pop((manifest.region, manifest.sequence), None)
                 self._tickets.revoke(key_of(manifest))
+                self._set_store_fault("")
                 self.stored(manifest)
+
+    def note_failure(self, error: GeofedError) -> None:
+        """Take note of why an update was not received, if the cause is here. The sender, which tries again, is told as
+        well; but those who can mend it are here."""
+        if error.code == "DISK_FULL":
+            self._set_store_fault(f"{error.code}: {error.message}")
+
+    def _set_store_fault(self, text: str) -> None:
+        if text != self.store_fault:
+            self.store_fault = text
+            self.store_fault_changed()
 
     # Over bulk streams
 
@@ -307,3 +329,8 @@ class _BulkHandler:
 
     def landed(self, caller: str, offer: sync_pb2.BulkOffer) -> sync_pb2.OfferReply:
         return self._ask(self._intake.landed_bulk(caller, offer))
+
+    def failed(self, error: GeofedError) -> None:
+        # If the loop is closed, the receiver has ended.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._intake.note_failure, error)

@@ -61,6 +61,9 @@ class ReceiverHandler(Protocol):
     def landed(self, caller: str, offer: sync_pb2.BulkOffer) -> sync_pb2.OfferReply:
         """Verify an update whose bytes are all written, make it durable, and return the reply."""
 
+    def failed(self, error: GeofedError) -> None:
+        """Take note of the error that has ended a connection. Raises nothing."""
+
 
 class BulkPort:
     """Listens for peers' streams, and opens streams to peers that cannot connect to this side."""
@@ -197,6 +200,7 @@ class BulkPort:
         try:
             yield
         except GeofedError as error:
+            self._handler.failed(error)
             with contextlib.suppress(OSError):
                 connection.sendall(frame(FrameKind.FAULT, 0, to_proto(error).SerializeToString()))
         except (OSError, EOFError) as error:

@@ -18,6 +18,7 @@ from unittest import mock
 import grpc
 import pytest
 from support.exchange_site import JOB, Site
+from support.failures import filled
 from support.pki import Authority
 from support.relay import Relay
 from support.small_disk import small_disk
@@ -237,23 +238,37 @@ async def test_a_restart_of_the_sender_sends_nothing_again_that_arrived(make: Ma
     assert west.links.received_bytes["east"] <= 24 * MIB + 2 * MIB
 
 
-@pytest.mark.processes
-@runs
-async def test_a_full_disk_is_told_and_the_update_goes_through_once_there_is_room(make: Making, folder: Path) -> None:
+async def _told_of_a_full_disk(make: Making, folder: Path, size: int) -> None:
     east = await make("east")
     with small_disk(folder / "small", bytes_=8 * MIB) as small:
         west = await make("west", small / "west")
-        ballast = small / "ballast"
-        ballast.write_bytes(bytes(6 * MIB))
-        data = os.urandom(4 * MIB)
+        data = os.urandom(size)
         manifest = east.make(1, data)
-        east.links.set_peers([west.peer()])
-        carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
-        await east.until(lambda: "no space left" in east.links.peer_senders["west"].meter.fault)
-        ballast.unlink()
+        with filled(small):
+            east.links.set_peers([west.peer()])
+            carrying = asyncio.ensure_future(east.carry(west.peer(), manifest))
+            await east.until(lambda: "no space left" in east.links.peer_senders["west"].meter.fault)
+            await west.until(lambda: west.links.store_fault.startswith("DISK_FULL: no space left for"))
         await carrying
+        assert not west.links.store_fault
         assert _same(west, manifest, data)
         await west.stop()
+
+
+@pytest.mark.processes
+@runs
+async def test_a_full_disk_is_told_and_a_large_update_goes_through_once_there_is_room(
+    make: Making, folder: Path
+) -> None:
+    await _told_of_a_full_disk(make, folder, 4 * MIB)
+
+
+@pytest.mark.processes
+@runs
+async def test_a_full_disk_is_told_and_a_small_update_goes_through_once_there_is_room(
+    make: Making, folder: Path
+) -> None:
+    await _told_of_a_full_disk(make, folder, 32 << 10)
 
 
 # Who is let in, and what is taken

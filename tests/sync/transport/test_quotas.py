@@ -75,6 +75,8 @@ class _Deaf:
 
     def greeted(self, caller: str, greeting: sync_pb2.BulkHello) -> None: ...
 
+    def failed(self, error: GeofedError) -> None: ...
+
 
 def test_a_peer_has_a_limited_number_of_connections() -> None:
     authority = Authority()

@@ -46,6 +46,9 @@ class Handler:
     def greeted(self, caller: str, greeting: sync_pb2.BulkHello) -> None:
         self.callers.append(caller)
 
+    def failed(self, error: GeofedError) -> None:
+        raise AssertionError(error)
+
 
 @pytest.fixture
 def revoked(tmp_path: Path) -> RevokedSerials:
