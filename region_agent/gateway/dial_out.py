@@ -155,7 +155,10 @@ def keep_alive(connection: socket.socket) -> None:
 def is_open(connection: socket.socket) -> bool:
     """Whether the other side of a connection still waits for an answer; it sends nothing meanwhile."""
     with contextlib.suppress(OSError, ValueError):
-        readable, _, _ = select.select([connection], [], [], 0)
+        # Not `select.select`, which knows no file descriptors above 1,023.
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        readable = poll.poll(0)
         if isinstance(connection, ssl.SSLSocket):
             # What can be read is the end of the connection, as a record of TLS.
             return not readable

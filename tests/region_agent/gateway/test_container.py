@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from region_agent.gateway.call_token import CallToken
+from region_agent.gateway.dial_out import is_open
 from tests.region_agent.gateway.conftest import until
 
 pytestmark = pytest.mark.processes
@@ -117,6 +118,21 @@ def test_a_call_ends_when_its_caller_has_gone(tmp_path: Path) -> None:
             until(began.exists)
             assert _ask(port, "/")[0] == 429
         until(lambda: _ask(port, "/", body=b"next") == (200, b"next"))
+
+
+def test_a_caller_is_known_to_wait_however_many_files_are_open() -> None:
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1_024)]
+    try:
+        near, far = socket.socketpair()
+        with near:
+            assert near.fileno() > 1_024
+            assert is_open(near)
+            far.close()
+            assert not is_open(near)
+        assert not is_open(near)
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def test_a_crash_is_an_answer_with_its_reason() -> None:
