@@ -98,6 +98,8 @@ class Storage:
     written by another thread."""
 
     def __init__(self, folder: Path, setup: Setup) -> None:
+        self._log: int | None = None
+        """File descriptor of the newest log file; None: it is not open."""
         self.folder, self._setup = folder, setup
         self._sums = folder / "sums"
         shutil.rmtree(self._sums, ignore_errors=True)
@@ -108,8 +110,10 @@ class Storage:
         """Watermarks of all regions, this one included, in each kept checkpoint, by the checkpoint's version."""
         self._hashed: set[_Key] = set()
         """Stored updates whose digest this process has computed or compared."""
-        self._log: int | None = None
-        """File descriptor of the newest log file; None: it is not open."""
+
+    def __del__(self) -> None:
+        if self._log is not None:
+            os.close(self._log)
 
     def recover(self) -> tuple[Recovered, ReplicaState | None, list[Entry]]:
         """Read what was durable when the process ended: the newest undamaged checkpoint, and the log entries since it.

@@ -364,9 +364,11 @@ def read_until(process: subprocess.Popen[bytes], text: str) -> str:
     """What it says on stderr, up to a text."""
     assert process.stderr is not None
     said, deadline = b"", time.monotonic() + 20
+    poll = select.poll()
+    poll.register(process.stderr, select.POLLIN)
     while text.encode() not in said:
         assert time.monotonic() < deadline, said.decode()
-        if select.select([process.stderr], [], [], 0.5)[0]:
+        if poll.poll(500):
             piece = os.read(process.stderr.fileno(), 65536)
             assert piece, said.decode()
             said += piece

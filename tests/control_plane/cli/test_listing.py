@@ -94,6 +94,8 @@ def test_rounds_are_joined_with_their_metrics() -> None:
 
 def test_top_is_redrawn_on_a_terminal_until_it_is_interrupted(live: Federation) -> None:
     master, terminal = pty.openpty()
+    poll = select.poll()
+    poll.register(master, select.POLLIN)
     environment = {**os.environ, "TERM": "xterm", "PYTHONPATH": f"{ROOT}:{ROOT / 'proto'}"}
     argv = [sys.executable, "-m", "geofed.cli", "top", "--interval", "0.2"]
     with subprocess.Popen(argv, stdin=terminal, stdout=terminal, stderr=terminal, env=environment) as process:
@@ -101,13 +103,13 @@ def test_top_is_redrawn_on_a_terminal_until_it_is_interrupted(live: Federation) 
         shown, deadline = b"", time.monotonic() + 30
         while shown.count(b"REGION") < 3:
             assert time.monotonic() < deadline, shown
-            if select.select([master], [], [], 1)[0]:
+            if poll.poll(1_000):
                 shown += os.read(master, 65536)
         process.send_signal(signal.SIGINT)
         # What is still drawn must be read, or the process would not end.
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # the process has closed it
-                if select.select([master], [], [], 0.2)[0]:
+                if poll.poll(200):
                     os.read(master, 65536)
         assert process.wait(10) == 130
     os.close(master)
