@@ -72,7 +72,8 @@ async def examine(config: RegionConfig, state_dir: Path) -> list[Finding]:
             return told
         index = await asyncio.to_thread(Indexes(state_dir / INDEXES).of, spec, files["train"])
         parts = ", ".join(f"{part}: {kind}" for part, kind in index.schema.items())
-        return f"{told}; {index.total:,} training samples of {parts[:500]}"
+        whose = "" if index.client_count is None else f" from {index.client_count:,} clients"
+        return f"{told}; {index.total:,} training samples{whose} of {parts[:500]}"
 
     checks: list[tuple[str, Callable[[], Awaitable[str]]]] = [
         ("identity", lambda: _identity(identity, config)),

@@ -6,6 +6,7 @@ from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
     Alternative,
     Capacity,
+    ClientDemand,
     Copy,
     Cost,
     Dataset,
@@ -43,6 +44,7 @@ from scheduler.topology import (
 __all__ = [
     "Alternative",
     "Capacity",
+    "ClientDemand",
     "Copy",
     "Cost",
     "Dataset",

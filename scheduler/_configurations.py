@@ -5,18 +5,20 @@ Only those are kept that no other with as many workers beats in time, in money w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from scheduler._estimate import worker_speed
 from scheduler._model import Demand, PlannedPartition, Region, Snapshot
-from scheduler._moves import train_samples
+from scheduler._moves import train_clients, train_samples
 from scheduler._pipelined import Staged, staged
 from scheduler.tuning._profile import worker_counts
 from sync.channel import channel_kinds
 from sync.collective import DEFAULT, collective_named
+from sync.policy import clients_of_round
 
 if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, TaskProfile
@@ -50,13 +52,45 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
         most = min(free // cut.stages, cut.most_replicas, max(1, samples // demand.batch))
         counts = worker_counts(most) if stated is None else (min(stated // cut.stages, cut.most_replicas),)
         return tuple(Configured(_in_stages(region, samples, cut, count, demand)) for count in counts)
-    counts = worker_counts(min(free, samples // demand.batch)) if stated is None else (stated,)
+    rounds = _client_rounds(region, samples, demand)
+    most = rounds.clients if rounds else samples // demand.batch
+    counts = worker_counts(max(1, min(free, most))) if stated is None else (stated,)
     known = _profiled(region, snapshot, demand)
     measured = _measured(region, known, counts, snapshot, demand) if known is not None else {}
     found: list[Configured] = []
     for count in counts:
         found += _of_count(region, samples, count, measured.get(count, ()), snapshot, demand)
-    return tuple(found)
+    return tuple(found) if rounds is None else tuple(_in_rounds(one, rounds) for one in found)
+
+
+@dataclass(frozen=True)
+class _ClientRounds:
+    """Rounds of a region's clients."""
+
+    total: int
+    """Clients of the region."""
+    clients: int
+    """Clients of a round."""
+    samples: float
+    """Samples that they are expected to process."""
+
+
+def _client_rounds(region: Region, samples: int, demand: Demand) -> _ClientRounds | None:
+    """Return the rounds of a region's clients; None: the job has none."""
+    wanted = demand.clients
+    if wanted is None:
+        return None
+    total = train_clients(region, demand.dataset)
+    drawn, each = clients_of_round(total, wanted.fraction, wanted.least), samples / total
+    trained = wanted.steps * min(float(demand.batch), each) if wanted.steps else wanted.epochs * each
+    return _ClientRounds(total, drawn, drawn * trained)
+
+
+def _in_rounds(one: Configured, rounds: _ClientRounds) -> Configured:
+    """Return a configuration whose step is a round of clients, which its workers divide among themselves."""
+    batch = max(1, math.ceil(rounds.samples / one.part.workers - 1e-9))
+    part = replace(one.part, batch=batch, clients=rounds.total, clients_per_round=rounds.clients)
+    return replace(one, part=part)
 
 
 def merging_of(chosen: Sequence[Configured]) -> tuple[str, int] | None:

@@ -56,6 +56,8 @@ class Split:
     samples: int
     bytes: int | None = None
     """Size in bytes; None: not stated, so that the split cannot be processed elsewhere."""
+    clients: int | None = None
+    """Clients whose samples the split has; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,20 @@ class Snapshot:
 
 
 @dataclass(frozen=True)
+class ClientDemand:
+    """Federated averaging over the clients that regions hold: a step of a region is a round of its clients."""
+
+    fraction: float
+    """Part of the clients that train in a round."""
+    least: int = 1
+    """Fewest clients of a round."""
+    epochs: int = 1
+    """Passes of a client over its samples in a round."""
+    steps: int = 0
+    """Local steps of a client in a round, in place of `epochs`; 0: none are stated."""
+
+
+@dataclass(frozen=True)
 class Demand:
     """The requirements of a job."""
 
@@ -203,6 +219,8 @@ class Demand:
     minimise: str = "cost"
     to_goal: bool = False
     """Whether the job ends when it reaches a goal, at `epochs` or `steps` at the latest."""
+    clients: ClientDemand | None = None
+    """None: samples belong to no clients."""
     tolerance: float = 0.3
     """Points of the metric that the plan may give up by its exchange and, for money, by its global batch."""
     deadline_seconds: float | None = None
@@ -269,6 +287,10 @@ class PlannedPartition:
     """Stages of the model; None: every worker holds the whole model."""
     shards: tuple[str, ...] = ()
     """Regions whose shards are trained on here, sorted; empty: its own only."""
+    clients: int = 0
+    """Clients of the region; 0: samples belong to none."""
+    clients_per_round: int = 0
+    """Clients that train in a step, which is a round of clients."""
 
     @property
     def replicas(self) -> int:
@@ -412,8 +434,12 @@ class Plan:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each region in the mean of a round, by its samples; they add up to 1."""
-        samples = {part.region: part.replicas * part.batch * part.steps_per_round for part in self.partitions}
+        """Share of each region in the mean of a round, by the round's samples; they add up to 1. A region with clients
+        has its share of the data, whichever of them train."""
+        samples = {
+            part.region: part.samples if part.clients else part.replicas * part.batch * part.steps_per_round
+            for part in self.partitions
+        }
         total = sum(samples.values())
         return {region: count / total for region, count in samples.items()}
 

@@ -26,7 +26,7 @@ from scheduler._model import (
     Split,
 )
 
-__all__ = ["PlacedShards", "best_moves", "may_be", "rule_text", "train_samples"]
+__all__ = ["PlacedShards", "best_moves", "may_be", "rule_text", "train_clients", "train_samples"]
 
 WORTH = 0.1
 """Share of the money, or of the time, that moving data must save: raw data are not sent around for less."""
@@ -64,6 +64,12 @@ def train_samples(region: Region, dataset: str) -> int:
     """Return the samples of the training split that a region holds."""
     held = _held(region, dataset)
     return held.splits["train"].samples if held is not None and "train" in held.splits else 0
+
+
+def train_clients(region: Region, dataset: str) -> int:
+    """Return the clients whose samples the training split of a region has; 0: not known."""
+    held = _held(region, dataset)
+    return (held.splits["train"].clients or 0) if held is not None and "train" in held.splits else 0
 
 
 def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | Declined:
@@ -285,7 +291,9 @@ def _placed(snapshot: Snapshot, demand: Demand, moves: _Moves) -> PlacedShards:
         if coming:
             shards[region.name] = tuple(sorted([*(one.name for one in coming), *([region.name] if own else [])]))
             samples = own + sum(train_samples(one, demand.dataset) for one in coming)
-            there = Dataset(demand.dataset, {"train": Split(samples)})
+            shares = [one for one in (region, *coming) if train_samples(one, demand.dataset)]
+            clients = [train_clients(one, demand.dataset) for one in shares]
+            there = Dataset(demand.dataset, {"train": Split(samples, clients=None if 0 in clients else sum(clients))})
             capacity = _capacity(region, coming, snapshot)
             regions.append(replace(region, datasets=(*others, there), capacity=capacity))
         elif region.name in moves:

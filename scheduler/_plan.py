@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scheduler._configurations import Configured, configurations, merging_of
+from scheduler._course import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, figures_of, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, ways_of
 from scheduler._explain import alternatives, beyond_limits
@@ -22,7 +23,7 @@ from scheduler._model import (
     Region,
     Snapshot,
 )
-from scheduler._moves import PlacedShards, best_moves, train_samples
+from scheduler._moves import PlacedShards, best_moves, train_clients, train_samples
 from scheduler._pipelined import unstaged
 from scheduler.search import MOST_OFF, Evaluated, Evaluation, Limits, Place, Search, Spread
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
@@ -160,6 +161,7 @@ def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
             *_unreachable_quorum(demand, regions),
             *_too_many_wrong(demand, regions),
             *_readable(demand, regions),
+            *_without_clients(demand, regions),
         ]
     if reasons:
         return Declined(tuple(reasons))
@@ -252,6 +254,21 @@ def _too_many_wrong(demand: Demand, candidates: list[Region]) -> list[Reason]:
     return [Reason("INADMISSIBLE", text, "use another rule, a lower wan.byzantine, or more regions")]
 
 
+def _without_clients(demand: Demand, candidates: list[Region]) -> list[Reason]:
+    """Return which regions do not know their clients, for a job with clients."""
+    if demand.clients is None:
+        return []
+    return [
+        Reason(
+            "INADMISSIBLE",
+            f"region {region.name} does not tell how many clients its shard of {demand.dataset} has",
+            f"state `clients` in the dataset's format or its split in the region's file, or leave {region.name} out",
+        )
+        for region in candidates
+        if not train_clients(region, demand.dataset)
+    ]
+
+
 def _readable(demand: Demand, candidates: list[Region]) -> list[Reason]:
     """Return why secure aggregation cannot hide the updates of these regions."""
     fewest, count = int(demand.wan_settings.get("secure", 0)), len(candidates)
@@ -296,6 +313,11 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
                 f"the requests of channel {channels[part.region]} in {part.region} are not part of the cost, since no "
                 "profile tells their number: run `geofed profile`"
             )
+        if part.clients and (seconds := step_seconds(part)) > _LONG_ROUND_SECONDS:
+            told.append(
+                f"a round of clients takes {part.region} about {seconds:.0f} s, and an invocation that does not answer "
+                "two minutes after its slice is ended: use more workers, fewer clients or a longer function.slice"
+            )
     return (*told, *_shorter(chosen, demand), *_uneven(chosen, demand))
 
 
@@ -312,7 +334,7 @@ def _shorter(chosen: Plan, demand: Demand) -> list[str]:
 
 def _uneven(chosen: Plan, demand: Demand) -> list[str]:
     """Return the shards over which a plan makes more or fewer passes than asked, beyond one step and `MOST_OFF`."""
-    if demand.balance != "data":
+    if demand.balance != "data" or demand.clients is not None:
         return []
     samples = sum(part.samples for part in chosen.partitions)
     told = []
@@ -468,6 +490,8 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
     return reasons
 
 
+_LONG_ROUND_SECONDS = 60.0
+"""Seconds of a step from which a plan warns of an invocation's limit: predictions may be off by a factor of two."""
 _COPIES = 2
 """Copies of the model in a worker's memory, at least: parameters and gradients."""
 _TORCH_MB = 320

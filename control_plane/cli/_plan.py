@@ -6,7 +6,15 @@ from typing import Any
 
 from control_plane._view import Data, bytes_text, seconds_text, usd_text
 from control_plane.cli._output import columns, fields
-from control_plane.cli._report import budget_promise, deadline_promise, exchange_text, privacy_text, range_text
+from control_plane.cli._report import (
+    budget_promise,
+    clients_text,
+    deadline_promise,
+    exchange_text,
+    length_text,
+    privacy_text,
+    range_text,
+)
 
 __all__ = ["diff_text", "differing", "plan_diff", "plan_summary"]
 
@@ -29,6 +37,7 @@ def plan_summary(plan: Data) -> str:
             ("time", range_text(estimate["seconds"], seconds_text)),
             ("WAN bytes", range_text(estimate["wan_bytes"], bytes_text)),
             ("cost", range_text(estimate["usd"], usd_text)),
+            ("clients", clients_text(plan)),
             ("exchange", exchange_text(plan)),
             ("privacy", privacy_text(plan)),
             ("deadline", deadline_promise(plan)),
@@ -72,7 +81,8 @@ _ALWAYS = ("time", "WAN bytes", "cost")
 def _facts(plan: Data) -> dict[str, str]:
     estimate = plan["estimate"]
     facts = {
-        "rounds": f"{plan['rounds']}, each of {plan['interval']} local steps",
+        "rounds": length_text(plan),
+        "clients": clients_text(plan) or "-",
         "policy": f"{plan['wan_policy']}, in {plan['codec']}",
         "exchange": exchange_text(plan),
         "privacy": privacy_text(plan) or "-",

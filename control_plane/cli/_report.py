@@ -166,7 +166,8 @@ def plan_text(plan: Data) -> str:
             *(("warning", text) for text in plan.get("warnings", [])),
             ("waits for", plan.get("waits_for", "")),
             ("starts from", initial_model_text(plan.get("initial_model"))),
-            ("rounds", f"{plan['rounds']}, each of {plan['interval']} local steps"),
+            ("rounds", length_text(plan)),
+            ("clients", clients_text(plan)),
             ("merge", f"{_collective(plan)}; between regions by {plan['wan_policy']}, in {plan['codec']}"),
             ("exchange", exchange_text(plan)),
             ("privacy", privacy_text(plan)),
@@ -275,6 +276,24 @@ def exchange_text(plan: Data) -> str:
     how = "in the background, while training continues" if _in_background(plan) else "synchronous: all regions wait"
     pairs = "" if mesh else ", ".join(f"{a}-{b}" for a, b in plan.get("neighbours", []))
     return f"{how}; {plan['topology']}{duration}" + (f" ({pairs})" if pairs else "")
+
+
+def length_text(plan: Data) -> str:
+    """Format the rounds of a plan."""
+    each = "local steps"
+    if any(part.get("clients") for part in plan["partitions"]):
+        each = "round of clients" if plan["interval"] == 1 else "rounds of clients"
+    return f"{plan['rounds']}, each of {plan['interval']} {each}"
+
+
+def clients_text(plan: Data) -> str:
+    """Format how many clients train in a round; empty: samples belong to none."""
+    told = [
+        f"{part['clients_per_round']:,} of {part['clients']:,} in {part['region']}"
+        for part in plan["partitions"]
+        if part.get("clients")
+    ]
+    return f"{', '.join(told)} train in a round" if told else ""
 
 
 def privacy_text(plan: Data) -> str:

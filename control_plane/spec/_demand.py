@@ -6,7 +6,7 @@ from datetime import datetime
 
 from control_plane._durations import parse_duration
 from control_plane.spec._model import JobSpec
-from scheduler import Demand
+from scheduler import ClientDemand, Demand
 from sync.codec import codec_named
 from sync.robust import ROBUST_SETTING
 
@@ -40,7 +40,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         memory_mb=_count(spec.function.memory_mb),
         slice_seconds=spec.function.slice.total_seconds(),
         balance=spec.train.balance,
-        interval=_count(spec.wan.interval),
+        interval=_interval(spec),
         collective=_fixed(spec.collective),
         channel=_fixed(spec.channel),
         merging=_merging(spec),
@@ -57,11 +57,25 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         tolerance=spec.objective.tolerance,
         deadline_seconds=_seconds_left(deadline or spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
+        clients=_clients(spec),
     )
 
 
+def _interval(spec: JobSpec) -> int | None:
+    """Return the steps between exchanges. A round of clients is one step, after which federated averaging merges."""
+    return 1 if spec.clients is not None and spec.wan.interval == "auto" else _count(spec.wan.interval)
+
+
+def _clients(spec: JobSpec) -> ClientDemand | None:
+    wanted = spec.clients
+    if wanted is None:
+        return None
+    return ClientDemand(wanted.fraction, wanted.min, wanted.epochs or 1, wanted.steps or 0)
+
+
 def _parallelism(spec: JobSpec) -> str:
-    if spec.train.scaling != "fixed" or spec.keys_without_pipeline or spec.privacy.differential is not None:
+    whole = spec.train.scaling != "fixed" or spec.privacy.differential is not None or spec.clients is not None
+    if whole or spec.keys_without_pipeline:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
 
@@ -81,7 +95,7 @@ def _merging(spec: JobSpec) -> dict[str, float]:
 def _waits(spec: JobSpec) -> bool:
     privacy = spec.privacy
     waits = spec.wan.waits or privacy.secure_aggregation or privacy.differential is not None
-    return spec.train.scaling != "fixed" or waits
+    return spec.train.scaling != "fixed" or spec.clients is not None or waits
 
 
 def _codec(spec: JobSpec) -> str | None:

@@ -327,6 +327,27 @@ class Train(_Section):
         return self
 
 
+class Clients(_Section):
+    """Federated averaging over the clients that regions hold (docs/clients.md): a step of a region is a round of its
+    clients. Each sampled client starts from the region's model, and makes local steps of `train.batch` samples; the
+    mean of their changes, weighted by samples, is the change of the round."""
+
+    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of a region's clients that train in a round, rounded up; drawn anew in each round by `train.seed`."""
+    min: Annotated[int, Field(ge=1, lt=BELOW)] = 1
+    """Fewest clients of a region in a round; all, if it has no more."""
+    epochs: Annotated[int, Field(ge=1, lt=BELOW)] | None = None
+    """Passes of a client over its samples in a round. Default: 1, without `steps`."""
+    steps: Annotated[int, Field(ge=1, lt=BELOW)] | None = None
+    """Local steps of a client in a round, in place of `epochs`."""
+
+    @model_validator(mode="after")
+    def _either(self) -> Clients:
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("give either `epochs` or `steps`")
+        return self
+
+
 def _with_other_spelling(schema: dict[str, Any]) -> None:
     """Accept `objective.minimize` in the JSON Schema, too."""
     minimise = schema["properties"].pop("minimise")
@@ -610,6 +631,9 @@ class JobSpec(_Section):
     task: Task
     data: Data
     train: Train
+    clients: Clients | None = None
+    """Samples belong to clients of the regions, which train one by one. `train.end.steps` and `wan.interval` then count
+    rounds of clients; the interval is 1 by default. Default: samples belong to no clients."""
     objective: Objective = Field(default_factory=Objective)
     regions: Regions = Field(default_factory=Regions)
     collective: Annotated[str, OneOf("auto", *collectives())] = "auto"
@@ -725,6 +749,34 @@ class JobSpec(_Section):
         for is_refused, text in of_samples if wanted.level == "sample" else ():
             if is_refused:
                 raise ValueError(f"`privacy.differential.level: sample` cannot be used with {text}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_clients(self) -> JobSpec:
+        if self.clients is None:
+            return self
+        train, wan, differential = self.train, self.wan, self.privacy.differential
+        method = None if self.collective == "auto" else collective_named(self.collective)
+        refused = (
+            (isinstance(self.parallelism, Parallelism), "a pipeline, whose stages share every step"),
+            (train.precision == "fp16", "`train.precision: fp16`, whose scale is of one optimiser; use bf16"),
+            (train.scaling != "fixed", f"`train.scaling: {train.scaling}`, which changes the batch of a step"),
+            (train.balance != "data", "`train.balance: speed`: all regions make the same rounds of clients"),
+            (
+                method is not None and method.shares != "mean",
+                f"`collective: {self.collective}`, which sends parts of each step's change",
+            ),
+            (bool(self.merge.staleness), "`merge.staleness`: clients start from the region's present model"),
+            (wan.exchange == "background", "`wan.exchange: background`: clients start from the federation's model"),
+            (wan.traits.on_arrival, f"`wan.policy: {wan.policy}`, which merges updates as they arrive"),
+            (
+                differential is not None and differential.level == "sample",
+                "`privacy.differential.level: sample`; `region` hides all clients of a region",
+            ),
+        )
+        for is_refused, text in refused:
+            if is_refused:
+                raise ValueError(f"`clients` cannot be used with {text}")
         return self
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "ACCUMULATE",
     "BASE",
+    "CLIENTS",
     "DIFFERENTIAL",
     "FEATURES",
     "INITIAL_FILE",
@@ -25,5 +26,6 @@ SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
 DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
-FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS)
+CLIENTS = "clients"
+FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS)
 """All features of this version."""

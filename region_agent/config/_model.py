@@ -115,6 +115,9 @@ class SplitConfig(Section):
     samples: Annotated[int, Field(ge=0)] | None = None
     """Length of the task's dataset of this split; required unless the dataset has a `format`, whose samples are
     counted."""
+    clients: Annotated[int, Field(ge=1)] | None = None
+    """Number of clients whose samples the split has, for jobs with `clients` (docs/clients.md). Where the `format` has
+    `clients`, they are counted."""
 
     @field_validator("uri")
     @classmethod
@@ -578,7 +581,11 @@ class RegionConfig(Section):
                     "residency": held.residency,
                     **({"schema": schemas[name]} if schemas and name in schemas else {}),
                     "splits": {
-                        split: {"samples": part.samples, "bytes": sizes.get(name, {}).get(split)}
+                        split: {
+                            "samples": part.samples,
+                            "bytes": sizes.get(name, {}).get(split),
+                            **({} if part.clients is None else {"clients": part.clients}),
+                        }
                         for split, part in held.splits.items()
                     },
                 }

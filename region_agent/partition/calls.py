@@ -23,7 +23,7 @@ from region_agent.partition.events import Invoke, StartPs
 from region_agent.partition.server_process import free_ports
 from region_agent.privacy import is_private
 from region_agent.state.store import PartitionRow
-from region_agent.worker.invocation import Invocation, Precision, PrivateSteps, Schedule, Stretch
+from region_agent.worker.invocation import ClientRounds, Invocation, Precision, PrivateSteps, Schedule, Stretch
 from sync.collective import DEFAULT
 from sync.policy import policy_named
 from sync.ps.config import PsConfig
@@ -74,6 +74,8 @@ class WorkerInputs(RegionInputs):
     streams: Mapping[str, Any]
     samples: int | None
     """Samples of the training split by the region's file; None if unknown."""
+    clients: int | None
+    """Clients of the training split by the region's file; None if unknown."""
     channel_costs: Mapping[str, float]
     server_address: str
     """Address of the parameter server for the worker."""
@@ -170,7 +172,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         declared_samples=inputs.samples,
         region_batch=plan.batch * replicas,
         stretches=action.stretches,
-        batch=at_once(plan.batch, task),
+        batch=at_once(task.clients.batch or plan.batch, task),
         evaluation_batch=plan.evaluation_batch,
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
@@ -193,6 +195,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
         activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
         private=_private_steps(start, inputs),
+        clients=_client_rounds(task, inputs),
         keeps_base=task.keeps_base,
         base_given=bool(task.initial_model) and _holds(task) != "some",
     )
@@ -211,16 +214,34 @@ def _private_steps(start: agent_pb2.StartPartition, inputs: WorkerInputs) -> Pri
     return PrivateSteps(clip=settings.clip, noise=settings.noise, rate=inputs.sampling_rate, key=key)
 
 
+def _client_rounds(task: agent_pb2.TaskRef, inputs: WorkerInputs) -> ClientRounds | None:
+    """Return how the region's clients train; None: the job has none.
+
+    Raises ``GeofedError("CONFIG_INVALID")`` for numbers that cannot be used.
+    """
+    if not task.HasField("clients"):
+        return None
+    told = task.clients
+    try:
+        return ClientRounds(
+            fraction=told.fraction, least=told.least or 1, epochs=told.epochs, steps=told.steps, batch=told.batch,
+            stated=inputs.clients or 0,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise GeofedError("CONFIG_INVALID", f"the plan of the job's clients: {error.errors()[0]['msg']}") from None
+
+
 def _holds(task: agent_pb2.TaskRef) -> Literal["", "all", "some"]:
     """Return what a user's file has of the model; "": the job begins with another job's model, or the task's own."""
     return "some" if task.initial_holds == "some" else "all" if task.initial_holds else ""
 
 
-def _round_samples(plan: agent_pb2.PartitionPlan, region: str) -> dict[str, float]:
+def _round_samples(plan: agent_pb2.PartitionPlan, region: str, *, clients: bool) -> dict[str, float]:
     """Return the planned samples of one round of every region of the job; the plan states those of this one, and each
     region's share of all."""
     own = plan.shares.get(region, 0.0)
-    if not own:
+    # Where regions weigh by their shares, the samples of a round are told for the account alone.
+    if not own or clients:
         return {}
     replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
     total = plan.batch * replicas * plan.steps_per_round / own
@@ -261,7 +282,8 @@ def server_config_of(
         wan_policy=plan.wan_policy,
         wan_settings=dict(plan.wan_settings),
         shares=dict(plan.shares),
-        round_samples=_round_samples(plan, start.region),
+        weighs_by_shares=start.task.HasField("clients"),
+        round_samples=_round_samples(plan, start.region, clients=start.task.HasField("clients")),
         neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
         codec=plan.codec,
         part_elements=_PART_ELEMENTS if plan.HasField("pipeline") else 0,

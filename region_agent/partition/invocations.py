@@ -113,7 +113,8 @@ class Invocations:
         rate = await asyncio.to_thread(self.privacy.rate, self.start.job) if is_private(self.start.plan) else 1.0
         inputs = WorkerInputs(
             self.identity, self.config.server, row, self.channel.kind, self._worker_channel,
-            splits=self._splits, streams=self._streams, samples=self.shards.declared_samples, channel_costs=self._costs,
+            splits=self._splits, streams=self._streams, samples=self.shards.declared_samples,
+            clients=self.shards.declared_clients, channel_costs=self._costs,
             server_address=self._server_address(row), packages=self.packages, sampling_rate=rate,
         )  # fmt: skip
         return invocation_of(self.start, action, inputs).model_dump_json().encode()

@@ -81,6 +81,11 @@ class PartitionShards:
         """Samples of the training split by this region's file; None if other regions' shards are used as well."""
         return None if self.foreign or self._dataset is None else self._dataset.splits["train"].samples
 
+    @property
+    def declared_clients(self) -> int | None:
+        """Clients of the training split by this region's file; None if unknown, or if other shards are used as well."""
+        return None if self.foreign or self._dataset is None else self._dataset.splits["train"].clients
+
     async def receive(self, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
         """Wait until the shards of other regions are complete; ``run`` starts a background task.
 

@@ -7,18 +7,20 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from region_agent.config import DatasetConfig
 from region_agent.worker.data.formats import format_of
+from region_agent.worker.data.formats.clients import clients_of
 from region_agent.worker.data.index import BlockIndex, index_key
 from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec, Stream
 from region_agent.worker.invocation import ShardFile
 
-__all__ = ["INDEXES", "Indexes", "check_counts", "streams_of", "with_samples"]
+__all__ = ["INDEXES", "Indexes", "counted", "streams_of"]
 
 INDEXES = "indexes"
 """Folder in the state directory for indexes."""
@@ -62,6 +64,7 @@ class Indexes:
         sources = Sources(files)
         try:
             found = format_of(spec).index(spec, sources)
+            found = replace(found, clients=clients_of(spec, sources, found))
         finally:
             sources.close()
         if not found.total:
@@ -85,21 +88,22 @@ def _check_inside(file: ShardFile) -> None:
         raise GeofedError("SHARD_UNREADABLE", text, hint="move the file there, or name its own folder")
 
 
-def with_samples(dataset: DatasetConfig, counted: Mapping[str, int]) -> DatasetConfig:
-    """Return a dataset with the counted samples of its splits."""
-    splits = {
-        name: part.model_copy(update={"samples": counted.get(name, part.samples)})
-        for name, part in dataset.splits.items()
-    }
-    return dataset.model_copy(update={"splits": splits})
+def counted(dataset: DatasetConfig, indexes: Mapping[str, BlockIndex]) -> DatasetConfig:
+    """Return a dataset with the counted samples and clients of its splits.
 
-
-def check_counts(dataset: DatasetConfig, counted: Mapping[str, int]) -> None:
-    """Compare counted samples with those that the region file states. Raises ``GeofedError("SAMPLES_MISMATCH")``."""
+    Raises ``GeofedError("SAMPLES_MISMATCH")`` if the region file states other numbers.
+    """
+    splits = {}
     for name, part in dataset.splits.items():
-        if part.samples is not None and counted.get(name, part.samples) != part.samples:
-            text = f"split {name}: the region file states {part.samples:,} samples, the files have {counted[name]:,}"
-            raise GeofedError("SAMPLES_MISMATCH", text, hint="leave `samples` out: they are counted")
+        index = indexes.get(name)
+        found = {} if index is None else {"samples": index.total, "clients": index.client_count}
+        for what, number in found.items():
+            stated = getattr(part, what)
+            if number is not None and stated is not None and stated != number:
+                text = f"split {name}: the region file states {stated:,} {what}, the files have {number:,}"
+                raise GeofedError("SAMPLES_MISMATCH", text, hint=f"leave `{what}` out: they are counted")
+        splits[name] = part.model_copy(update={what: number for what, number in found.items() if number is not None})
+    return dataset.model_copy(update={"splits": splits})
 
 
 def streams_of(spec: FormatSpec, indexes: Mapping[str, BlockIndex]) -> tuple[dict[str, Stream], dict[str, bytes]]:

@@ -106,7 +106,7 @@ class ShardList(BaseModel):
 
     def to_bytes(self) -> bytes:
         """Return the list as JSON."""
-        return self.model_dump_json(exclude=None if self.format else {"format"}).encode()
+        return self.model_dump_json(exclude=_lacking(self.format)).encode()
 
     @property
     def digest(self) -> str:
@@ -273,3 +273,10 @@ def _digest(path: Path) -> str:
     except OSError as error:
         raise GeofedError("SHARD_UNREADABLE", f"{path}: {error.strerror}") from None
     return "sha256:" + found.hexdigest()
+
+
+def _lacking(held: FormatSpec | None) -> dict[str, bool | set[str]]:
+    """Return the fields that a list lacks, which agents of earlier versions do not know."""
+    if held is None:
+        return {"format": True}
+    return {} if held.clients is not None else {"format": {"clients"}}

@@ -11,7 +11,7 @@ import structlog
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited
 from region_agent.config import DatasetConfig, RegionConfig, load_config
-from region_agent.shards.indexing import Indexes, check_counts, with_samples
+from region_agent.shards.indexing import Indexes, counted
 from region_agent.shards.listing import shard_bytes
 from region_agent.shards.reading import shard_files
 from region_agent.worker.data.index import schema_digest
@@ -127,12 +127,11 @@ class OfferedDatasets:
         found = shard_files(dataset, self._config.stores)
         if dataset.format is not None:
             indexes = {split: self._indexes.of(dataset.format, files) for split, files in found.items()}
-            counted = {split: index.total for split, index in indexes.items()}
-            check_counts(dataset, counted)
+            known = counted(dataset, indexes)
             if self._config.datasets.get(name) is dataset:
                 if (train := indexes.get("train")) is not None:
                     self.schemas[name] = schema_digest(train.schema)
-                self._config.datasets[name] = with_samples(dataset, counted)
+                self._config.datasets[name] = known
         return {} if dataset.residency == "region" else shard_bytes(found)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import keep_freed_memory
+from region_agent.worker.clients.model import ClientsModel
 from region_agent.worker.data.index import BlockIndex, index_key
 from region_agent.worker.data.scratch import scratch_folder
 from region_agent.worker.data.shard import fetch_split, joined
@@ -131,6 +132,8 @@ def _run(invocation: Invocation, begun: float) -> Outcome:
 
 
 def _trainer(invocation: Invocation, channel: Channel, begun: float) -> Trainer:
+    if invocation.clients is not None:
+        return ClientsModel(invocation.clients, invocation, *_task_and_data(channel, invocation), channel, begun)
     if not invocation.stages:
         return WholeModel(invocation, *_task_and_data(channel, invocation), channel, begun)
     stage = pipeline_of(invocation).position(invocation.worker).stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.spec import Stream
@@ -13,6 +13,7 @@ from sync.collective import DEFAULT
 
 __all__ = [
     "CALL_GRACE",
+    "ClientRounds",
     "Invocation",
     "Outcome",
     "Precision",
@@ -91,6 +92,31 @@ class PrivateSteps(BaseModel):
     """Probability with which each sample is in a step."""
     key: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Key that samples are drawn by. Nobody outside of the region may know who is in a step."""
+
+
+class ClientRounds(BaseModel):
+    """Federated averaging over the region's clients: a step is a round of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    fraction: float = Field(gt=0, le=1)
+    """Part of the clients that train in a round."""
+    least: int = Field(default=1, ge=1)
+    """Fewest clients of a round, if there are so many."""
+    epochs: int = Field(default=0, ge=0)
+    """Passes of a client over its samples in a round."""
+    steps: int = Field(default=0, ge=0)
+    """Local steps of a client in a round, in place of `epochs`."""
+    batch: int = Field(ge=1)
+    """Samples of a local step."""
+    stated: int = Field(default=0, ge=0)
+    """Clients of the training split by the region's file; 0: not known."""
+
+    @model_validator(mode="after")
+    def _trains(self) -> ClientRounds:
+        if (self.epochs > 0) == (self.steps > 0):
+            raise ValueError("give either epochs or steps")
+        return self
 
 
 class Invocation(BaseModel):
@@ -173,6 +199,8 @@ class Invocation(BaseModel):
     """Codec of activations and their gradients between stages; "fp32": unchanged."""
     private: PrivateSteps | None = None
     """None: without differential privacy of samples."""
+    clients: ClientRounds | None = None
+    """How the region's clients train; None: its samples belong to no clients."""
     keeps_base: bool = False
     """Whether tensors that never change are left out of what is exchanged; the same for all workers of the job."""
     base_given: bool = False

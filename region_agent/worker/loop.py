@@ -519,7 +519,7 @@ class WorkerLoop:
         self._step = int(facts["step"])
         self._round = RoundSums.of(facts)
         self._recorder.restore(facts)
-        if other_attempt:
+        if other_attempt and facts["batch"]:
             # Sums of another worker, which may have had another share of each step.
             self._round.rescale(self._trainer.share(self._step) / facts["batch"])
         self._flat.load(np.asarray(frame.tensors["model"], np.float32))

@@ -200,6 +200,9 @@ class Evaluation:
             # All regions make the same epochs.
             passes = self.samples / staffs.step_samples
             total, shares = epochs * passes.max(axis=1), passes / passes.max(axis=1)[:, None]
+        if demand.clients is not None:
+            # A step is a round of clients, of which all regions make the same number.
+            shares = np.ones_like(shares)
         if demand.steps is not None:
             total = np.full(len(total), float(demand.steps))
         return total, shares

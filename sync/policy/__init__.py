@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from geofed_pb.errors import GeofedError
+from sync.policy._clients import clients_of_round
 from sync.policy._contract import Contribution, Outer, Policy, Values, WanPolicy
 from sync.policy._staleness import Damped, DelayCompensated
 from sync.policy._state import StateAveraged
@@ -24,6 +25,7 @@ __all__ = [
     "StateAveraged",
     "Values",
     "WanPolicy",
+    "clients_of_round",
     "make_policy",
     "policies",
     "policy_named",

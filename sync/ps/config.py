@@ -36,7 +36,10 @@ class PsConfig(BaseModel):
     """Settings of the waiting policy that differ from the defaults (`WaitingSettings`). Agents leave it empty;
     benchmarks measure with it what each rule is worth."""
     shares: dict[str, float] = {}
-    """Each region's weight in the mean where updates are merged as they arrive; the sum is 1. Empty: all the same."""
+    """Each region's weight in the mean where updates are merged as they arrive, or `weighs_by_shares`; the sum is 1.
+    Empty: all the same."""
+    weighs_by_shares: bool = False
+    """Whether regions weigh by `shares`, and not by the samples of their rounds."""
     round_samples: dict[str, float] = {}
     """Samples of one round of each region, as planned. An update that states more is refused. Empty: no limit."""
     patience_seconds: float = Field(default=6 * 3600.0, gt=0)

@@ -22,7 +22,7 @@ from control_plane.spec._pack import MAX_BUNDLE_BYTES
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
-from scheduler import Plan, Snapshot, plan
+from scheduler import ClientDemand, Plan, Snapshot, plan
 from tests.control_plane.conftest import JOB
 from tests.control_plane.fake_agent import catalogue
 
@@ -226,6 +226,41 @@ def test_a_private_job_waits_and_its_sums_are_not_rounded(job_file: Path) -> Non
     assert demand.codec == "fp32-masked"
     of_regions = PRIVATE.replace("sample", "region")
     assert load(job_file, [of_regions, "train.precision=bf16", "collective=isp"]).spec.privacy.differential is not None
+
+
+CLIENTS = "clients={fraction: 0.2, min: 3}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["parallelism={pipeline: {}}"], "`clients` cannot be used with a pipeline"),
+        (["train.precision=fp16"], "`clients` cannot be used with `train.precision: fp16`"),
+        (["train.balance=speed"], "`clients` cannot be used with `train.balance: speed`"),
+        (["collective=isp"], "`clients` cannot be used with `collective: isp`"),
+        (["collective=k-reduce", "merge.staleness=1"], "`clients` cannot be used with `merge.staleness`"),
+        (["wan.exchange=background"], "`clients` cannot be used with `wan.exchange: background`"),
+        (["wan.policy=asgd"], "`clients` cannot be used with `wan.policy: asgd`"),
+        (
+            ["privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}"],
+            "`clients` cannot be used with `privacy.differential.level: sample`",
+        ),
+        (["clients.fraction=0"], "`clients.fraction`: input should be greater than 0"),
+        (["clients={epochs: 1, steps: 2}"], "give either `epochs` or `steps`"),
+    ],
+)
+def test_what_clients_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
+    (error,) = errors_of(job_file, JOB, CLIENTS, "wan={}", *settings)
+    assert told in error
+
+
+def test_a_job_with_clients_waits_and_exchanges_after_each_of_their_rounds(job_file: Path) -> None:
+    demand = to_demand(load(job_file, [CLIENTS, "wan={}"]).spec, "j", NOW)
+    assert (demand.exchange, demand.interval, demand.parallelism) == ("synchronous", 1, "data")
+    assert demand.clients == ClientDemand(0.2, 3, 1, 0)
+    settings = ["clients.steps=7", "wan={interval: 4}", "train.accumulate=2", "train.local=['head.*']"]
+    demand = to_demand(load(job_file, [CLIENTS, *settings, "privacy.secureAggregation=true"]).spec, "j", NOW)
+    assert (demand.interval, demand.clients) == (4, ClientDemand(0.2, 3, 1, 7))
 
 
 def test_overrides_are_told_as_such(job_file: Path) -> None:

@@ -22,6 +22,7 @@ from support.failures import command
 from control_plane.spec import load
 from geofed_pb.platforms import PLATFORMS
 from region_agent.config import load_config
+from region_agent.worker.data.spec import ClientColumn
 from scheduler.simulate._trace import _CHRONUS, _HEADERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,6 +203,29 @@ def test_the_datasets_of_the_documentation_are_valid(tmp_path: Path) -> None:
     for block in _yamls("data.md"):
         file.write_text(re.sub(r"^datasets:\n(?: .*\n)+", block, _yaml("region-file.md"), flags=re.MULTILINE))
         assert all(held.format is not None for held in load_config(file).datasets.values())
+
+
+def test_the_clients_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    of_job, of_region = _yamls("clients.md")
+    file = tmp_path / "region.yaml"
+    file.write_text(re.sub(r"^datasets:\n(?: .*\n)+", of_region, _yaml("region-file.md"), flags=re.MULTILINE))
+    held = load_config(file).datasets
+    assert [one.format and one.format.clients for one in held.values()] == [
+        ClientColumn(column="patient"),
+        "folder",
+        None,
+    ]
+    assert held["branches"].splits["train"].clients == 1000
+    file = tmp_path / "job.yaml"
+    yaml = YAML(typ="safe")
+    own, page = yaml.load(of_job), yaml.load(_yaml("job-file.md"))
+    page["train"] |= own["train"]
+    page["wan"] = {}
+    file.write_text(json.dumps(page | {"clients": own["clients"]}))
+    (tmp_path / "task.py").write_text(TASK)
+    spec = load(file, []).spec
+    assert spec.clients is not None
+    assert (spec.clients.fraction, spec.clients.min, spec.clients.epochs, spec.train.batch) == (0.1, 10, 2, 2)
 
 
 def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ SURFACES = {
     "scheduler": {
         "Alternative",
         "Capacity",
+        "ClientDemand",
         "Copy",
         "Cost",
         "Dataset",
@@ -360,6 +361,7 @@ SURFACES = {
         "Policy",
         "StateAveraged",
         "WanPolicy",
+        "clients_of_round",
         "make_policy",
         "policies",
         "policy_named",

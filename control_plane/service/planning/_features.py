@@ -9,6 +9,7 @@ from control_plane.spec import JobSpec
 from geofed_pb.features import (
     ACCUMULATE,
     BASE,
+    CLIENTS,
     DIFFERENTIAL,
     INITIAL_FILE,
     LOCAL,
@@ -42,6 +43,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (INITIAL_FILE, train.initial_model is not None and train.initial_model.file is not None),
             (SECRETS, bool(spec.task.secrets)),
             (REQUIREMENTS, spec.task.requirements is not None),
+            (CLIENTS, spec.clients is not None),
         )
         if used
     ]

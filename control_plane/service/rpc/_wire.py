@@ -246,6 +246,19 @@ def submission_of(row: JobRow) -> common_pb2.Submission:
     return common_pb2.Submission(user=row.user or "operator")
 
 
+def _client_rounds(spec: JobSpec) -> agent_pb2.ClientRounds | None:
+    wanted = spec.clients
+    if wanted is None:
+        return None
+    return agent_pb2.ClientRounds(
+        fraction=wanted.fraction,
+        least=wanted.min,
+        epochs=0 if wanted.steps else wanted.epochs or 1,
+        steps=wanted.steps or 0,
+        batch=spec.train.batch,
+    )
+
+
 def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.StartPartition:
     part = next(part for part in plan.partitions if part.region == action.region)
     return agent_pb2.StartPartition(
@@ -270,6 +283,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             accumulate=spec.train.accumulate,
             local=spec.train.local,
             submission=submission_of(row),
+            clients=_client_rounds(spec),
         ),
         plan=agent_pb2.PartitionPlan(
             workers=part.workers,

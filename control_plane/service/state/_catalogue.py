@@ -142,6 +142,8 @@ def _dataset_faults(catalogue: Catalogue) -> Iterator[str]:
             yield f"{where}.residency: {held.residency!r} is unknown"
         for split, part in held.splits.items():
             yield from _outside(f"{where}.splits.{split}.samples", part.samples, 0, _MOST_SAMPLES)
+            if part.clients is not None:
+                yield from _outside(f"{where}.splits.{split}.clients", part.clients, 1, max(1, part.samples))
             if part.bytes is not None:
                 yield from _outside(f"{where}.splits.{split}.bytes", part.bytes, 0, _MOST_BYTES)
 

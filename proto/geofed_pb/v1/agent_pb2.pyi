@@ -166,7 +166,7 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +191,7 @@ class TaskRef(_message.Message):
     INITIAL_HOLDS_FIELD_NUMBER: _ClassVar[int]
     SECRETS_FIELD_NUMBER: _ClassVar[int]
     REQUIREMENTS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
@@ -208,7 +209,22 @@ class TaskRef(_message.Message):
     initial_holds: str
     secrets: _containers.RepeatedScalarFieldContainer[str]
     requirements: str
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ...) -> None: ...
+    clients: ClientRounds
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ..., clients: _Optional[_Union[ClientRounds, _Mapping]] = ...) -> None: ...
+
+class ClientRounds(_message.Message):
+    __slots__ = ("fraction", "least", "epochs", "steps", "batch")
+    FRACTION_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    fraction: float
+    least: int
+    epochs: int
+    steps: int
+    batch: int
+    def __init__(self, fraction: _Optional[float] = ..., least: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., batch: _Optional[int] = ...) -> None: ...
 
 class LearningRate(_message.Message):
     __slots__ = ("schedule", "warmup", "floor", "begin")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ _NUMBERS = {
 }
 """Types of numbers in files that become the same type in a sample."""
 _COLUMNS = ("file", "offset", "length", "samples", "held")
+_CLIENTS = "clients"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class BlockIndex:
     held: npt.NDArray[np.int64]
     schema: dict[str, str] = field(default_factory=dict)
     """Parts of a sample with their types, the same in all files."""
+    clients: npt.NDArray[np.int32] | None = None
+    """Number of the client that each sample belongs to, counted from 0; None: the format states no clients."""
 
     @classmethod
     def of(cls, blocks: Sequence[Block], schema: dict[str, str]) -> BlockIndex:
@@ -82,6 +85,11 @@ class BlockIndex:
         """Samples of the split."""
         return int(self.samples.sum())
 
+    @property
+    def client_count(self) -> int | None:
+        """Clients of the split; None: the format states none."""
+        return None if self.clients is None else int(self.clients.max(initial=-1)) + 1
+
     def block(self, number: int) -> Block:
         """Return one block."""
         return Block(*(int(getattr(self, name)[number]) for name in _COLUMNS))
@@ -89,7 +97,8 @@ class BlockIndex:
     def to_bytes(self) -> bytes:
         """Return the index as a file of safetensors."""
         text = np.frombuffer(json.dumps(self.schema).encode(), np.uint8)
-        return save({**{name: getattr(self, name) for name in _COLUMNS}, "schema": text})
+        own = {} if self.clients is None else {_CLIENTS: self.clients}
+        return save({**{name: getattr(self, name) for name in _COLUMNS}, "schema": text, **own})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> BlockIndex:
@@ -103,7 +112,12 @@ class BlockIndex:
         fit = len({column.shape for column in columns}) == 1 and columns[0].ndim == 1
         if not fit or any(column.dtype != np.int64 or (column < 0).any() for column in columns):
             raise GeofedError("FRAME_INVALID", "not an index of a split")
-        return cls._of_columns(columns, schema)
+        found, clients = cls._of_columns(columns, schema), tensors.get(_CLIENTS)
+        if clients is None:
+            return found
+        if clients.dtype != np.int32 or clients.shape != (found.total,) or (clients < 0).any():
+            raise GeofedError("FRAME_INVALID", "not an index of a split")
+        return replace(found, clients=clients)
 
 
 def index_key(data: bytes) -> str:
@@ -126,7 +140,16 @@ def join_indexes(parts: Sequence[tuple[str, int, BlockIndex]]) -> BlockIndex:
     before = np.cumsum([0, *(files for _, files, _ in parts[:-1])])
     moved = np.concatenate([index.file + start for start, (_, _, index) in zip(before, parts, strict=True)])
     rest = [np.concatenate([getattr(index, name) for _, _, index in parts]) for name in _COLUMNS[1:]]
-    return BlockIndex._of_columns([moved, *rest], first[2].schema)
+    joined = BlockIndex._of_columns([moved, *rest], first[2].schema)
+    clients = [index.clients for _, _, index in parts if index.clients is not None]
+    if len(clients) < len(parts):
+        return joined
+    # Clients of different shards are different ones, also if they have the same name.
+    begins = np.cumsum([0, *(int(own.max(initial=-1)) + 1 for own in clients[:-1])])
+    return replace(
+        joined,
+        clients=np.concatenate([own + begin for begin, own in zip(begins, clients, strict=True)]).astype(np.int32),
+    )
 
 
 def schema_digest(schema: dict[str, str]) -> str:

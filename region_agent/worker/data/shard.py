@@ -20,7 +20,18 @@ from region_agent.worker.data.batches import Batches
 from region_agent.worker.data.fetching import fetch_split
 from region_agent.worker.data.streamed import Streamed
 
-__all__ = ["BatchStream", "Collate", "evaluation_batches", "fetch_split", "joined", "move", "parts_of", "share_of"]
+__all__ = [
+    "BatchStream",
+    "Collate",
+    "collated",
+    "evaluation_batches",
+    "fetch_split",
+    "joined",
+    "move",
+    "parts_of",
+    "share_of",
+    "split_clients",
+]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -36,7 +47,7 @@ class _Joined:
     """Like `torch.utils.data.ConcatDataset`, but reads the samples of a shard in one call if the shard supports it."""
 
     def __init__(self, shards: Sequence[Any]) -> None:
-        self._shards = shards
+        self.shards = shards
         self._ends = list(itertools.accumulate(len(shard) for shard in shards))
 
     def __len__(self) -> int:
@@ -44,7 +55,7 @@ class _Joined:
 
     def __getitem__(self, index: int) -> Any:
         shard = bisect.bisect_right(self._ends, index)
-        return self._shards[shard][index - (self._ends[shard - 1] if shard else 0)]
+        return self.shards[shard][index - (self._ends[shard - 1] if shard else 0)]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         items: list[Any] = [None] * len(indices)
@@ -73,7 +84,7 @@ class _Joined:
             places.setdefault(bisect.bisect_right(self._ends, index), []).append(place)
         for number, mine in places.items():
             first = self._ends[number - 1] if number else 0
-            yield self._shards[number], mine, [indices[place] - first for place in mine]
+            yield self.shards[number], mine, [indices[place] - first for place in mine]
 
 
 def _items(data: Any, indices: list[int]) -> Any:
@@ -149,7 +160,7 @@ class BatchStream:
         if isinstance(self._data, Streamed):
             self._data.expect([self.indices(step + ahead) for ahead in range(self._data.prefetch + 1)])
         indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
-        made = [_collated(self._data, indices[start:stop], self._collate) for start, stop in itertools.pairwise(cut)]
+        made = [collated(self._data, indices[start:stop], self._collate) for start, stop in itertools.pairwise(cut)]
         found = [one for one in made if one[0]]
         self.skipped += sum(sizes) - sum(count for count, _ in found)
         if not found:
@@ -165,7 +176,7 @@ class BatchStream:
         words = np.frombuffer(key, np.uint32).tolist()
         drawn = np.flatnonzero(np.random.default_rng([*words, step]).random(self._size) < rate)
         for index in drawn[drawn % self._workers == self._worker].tolist():
-            count, batch = _collated(self._data, [index], self._collate)
+            count, batch = collated(self._data, [index], self._collate)
             self.skipped += 1 - count
             if count:
                 yield batch
@@ -213,14 +224,42 @@ def evaluation_batches(
         for place, part in enumerate(parts):
             if isinstance(data, Streamed):
                 data.expect([list(one) for one in parts[place : place + data.prefetch + 1]])
-            sizes[place], made = _collated(data, list(part), collate)
+            sizes[place], made = collated(data, list(part), collate)
             if sizes[place]:
                 yield made
 
     return sizes, draw()
 
 
-def _collated(data: Any, indices: list[int], collate: Collate | None) -> tuple[int, Any]:
+def split_clients(data: Any) -> npt.NDArray[np.int64] | None:
+    """Return the number of each sample's client, shape (samples,); None: the data do not tell.
+
+    They do by an attribute `clients` of what the task's `dataset` returns, one entry for each sample, or by the format
+    of the region's data. Raises ``GeofedError("TASK_INVALID")`` for an attribute that cannot be used.
+    """
+    if isinstance(data, _Joined):
+        parts = [split_clients(shard) for shard in data.shards]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        begins = itertools.accumulate((int(part.max(initial=-1)) + 1 for part in known[:-1]), initial=0)
+        return np.concatenate([part + begin for part, begin in zip(known, begins, strict=True)])
+    stated = data.stated_clients if isinstance(data, Streamed) else getattr(data, "clients", None)
+    if stated is None:
+        by_format = data.rows.index.clients if isinstance(data, Streamed) else None
+        return None if by_format is None else by_format.astype(np.int64)
+    named = stated.tolist() if hasattr(stated, "tolist") else list(stated)
+    if len(named) != len(data):
+        text = f"`clients` of what dataset returned has {len(named):,} entries for {len(data):,} samples"
+        raise GeofedError("TASK_INVALID", text, hint="give each sample its client")
+    if not all(isinstance(name, str | int) for name in named):
+        text = "`clients` of what dataset returned has entries that are neither integers nor text"
+        raise GeofedError("TASK_INVALID", text, hint="name each sample's client by an integer or a string")
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in named], np.int64)
+
+
+def collated(data: Any, indices: list[int], collate: Collate | None) -> tuple[int, Any]:
     """Return the number of samples that are not None, and the batch of these; None if there are none."""
     if collate is None and isinstance(data, Streamed) and (made := data.batch(indices)) is not None:
         return len(indices), made

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-__all__ = ["FormatSpec", "Stream"]
+__all__ = ["ClientColumn", "FormatSpec", "Stream"]
 
 _MOST_NAMES = 4096
 """Most columns that a format names."""
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class ClientColumn(BaseModel):
+    """A column that names the client of each sample."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, alias_generator=to_camel, populate_by_name=True
+    )
+
+    column: Name
+    """Name of the column, of integers, text or dates. Jobs get it only if `columns` does not leave it out."""
 
 
 class FormatSpec(BaseModel):
@@ -33,6 +44,11 @@ class FormatSpec(BaseModel):
     """Of `text` and `jsonl`: bytes of text in a sample."""
     field: Name = "text"
     """Of `jsonl`: key of the text in each line's object."""
+
+    clients: Literal["folder"] | ClientColumn | None = None
+    """Which client each sample belongs to, for jobs with `clients` (docs/clients.md). `folder`: the first folder of a
+    file's path in the split's folder, or a file that lies in none. `{column: NAME}`: of `parquet` and `csv`. Default:
+    samples belong to no client."""
 
     @model_validator(mode="before")
     @classmethod

@@ -140,6 +140,11 @@ class Streamed:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def stated_clients(self) -> Any:
+        """Clients of the samples, as the task's own dataset states them; None: it does not."""
+        return None if self._items is self.rows else getattr(self._items, "clients", None)
+
     def __getitem__(self, index: int) -> Any:
         return self._items[index]
 
@@ -156,6 +161,6 @@ class Streamed:
         """Return the order for training; ``batch``: samples of all workers in a step."""
         return BlockOrder(self.rows.index, seed, batch)
 
-    def expect(self, steps: Sequence[list[int]]) -> None:
+    def expect(self, steps: Sequence[Sequence[int]]) -> None:
         """Read ahead what steps need, the first of them first."""
         self.rows.expect([index for step in steps for index in step])

@@ -16,7 +16,7 @@ from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.invocation import Schedule
 
-__all__ = ["LearningRateSchedule", "OwnSchedule", "factor"]
+__all__ = ["LearningRateSchedule", "OwnSchedule", "copy_scheduled", "factor"]
 
 
 def factor(schedule: Schedule, step: int, steps: int) -> float:
@@ -107,8 +107,7 @@ class OwnSchedule:
             while self._step < step - 1:
                 self._scheduler.step()
                 self._step += 1
-        for group, shadow in zip(self._optimizer.param_groups, self._scheduler.optimizer.param_groups, strict=True):
-            group.update({name: shadow[name] for name in _SCHEDULED if name in group and name in shadow})
+        copy_scheduled(self._scheduler.optimizer, self._optimizer)
 
     def _begin(self) -> None:
         with warnings.catch_warnings():
@@ -120,3 +119,9 @@ class OwnSchedule:
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 """Values of a group of parameters that schedulers change."""
+
+
+def copy_scheduled(source: torch.optim.Optimizer, to: torch.optim.Optimizer) -> None:
+    """Copy what schedules change, such as rates and momenta, from one optimiser to another over groups alike."""
+    for group, like in zip(to.param_groups, source.param_groups, strict=True):
+        group.update({name: like[name] for name in _SCHEDULED if name in group and name in like})

@@ -23,7 +23,7 @@ from region_agent.worker.task import TaskModule
 from region_agent.worker.training.base import constant_tensors
 from region_agent.worker.training.learning_rate import LearningRateSchedule
 from region_agent.worker.training.loss_scale import LossScale
-from region_agent.worker.training.merging import merging_for
+from region_agent.worker.training.merging import Merging, merging_for
 from region_agent.worker.training.optimizer_state import State, dump_state, load_state
 from region_agent.worker.training.passes import accumulate
 from region_agent.worker.training.private_steps import PrivateGradients
@@ -214,16 +214,22 @@ class WholeModel:
             steps, parameters = call.rounds * call.steps_per_round, list(self._module.parameters())
             own = partial(task.schedule, parameters)
             self._rate = LearningRateSchedule(self._optimizer, call.schedule, steps, batches, own)
-        self.counted = self.share(1)
+        self.counted = 0
         self._proximal = ProximalTerm(self.flat, call.proximal) if call.proximal else None
         self._private = (
             PrivateGradients(call.private, task, self._module, call.workers, call.batch) if call.private else None
         )
         self._scale = LossScale(self._module) if call.precision == "fp16" else None
-        self._merging = merging_for(call, task, self._optimizer, merged, channel, begun, self._proximal, self._scale)
+        self._merging = self._made_merging(merged, begun)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
         self.leads = self.reports_steps = call.worker == 0
+
+    def _made_merging(self, merged: FlatModel, begun: float) -> Merging:
+        """Open what merges the steps of the region's workers. ``merged``: the model with all that they merge."""
+        return merging_for(
+            self._call, self._task, self._optimizer, merged, self._channel, begun, self._proximal, self._scale
+        )
 
     def _created(self) -> torch.nn.Module:
         """Create the model; with the same seed all workers of the partition create the same one."""

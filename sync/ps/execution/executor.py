@@ -99,9 +99,12 @@ class ActionExecutor:
         initial_own_model: Path | None = None,
         initial_holds: str = "",
         releases: Releases | None = None,
+        *,
+        weighs_by_shares: bool = False,
     ) -> None:
         """
-        ``shares``: each region's weight in a merge, with background exchange; None: all the same.
+        ``shares``: each region's weight in a merge, with background exchange or ``weighs_by_shares``; None: all the
+        same. Otherwise the samples of its round are its weight.
         ``part_elements``: see `ChannelStore`.
         ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
         ``initial_own_model``: the same for the tensors that stay in the region.
@@ -118,6 +121,7 @@ class ActionExecutor:
         self._codec = codec if len(setup.regions) > 1 else Float32()
         equal = 1.0 / len(setup.regions)
         self._shares = shares or dict.fromkeys(setup.regions, equal)
+        self._weighs_by_shares = weighs_by_shares
         self.replica: Replica | None = None
         self._last_update: tuple[str, Vector, slice, bool] | None = None
         """Our last update, so that it needn't be decoded: digest, decoded values, coordinates, and whether it is a
@@ -558,7 +562,8 @@ class ActionExecutor:
         later: Decoding | None = None,
     ) -> Contribution:
         background, replica = self.setup.background, self._replica()
-        weight = self._shares[manifest.region] if background else manifest.weight
+        by_shares = background or self._weighs_by_shares
+        weight = self._shares[manifest.region] if by_shares else manifest.weight
         drift = None
         if self._exchange.compensation and manifest.region != self.setup.region:
             then = self._history.get(manifest.saw.get(self.setup.region, 0))

@@ -9,7 +9,7 @@ from region_agent.worker.data.formats.image_folder import ImageFolderFormat
 from region_agent.worker.data.formats.parquet import ParquetFormat
 from region_agent.worker.data.formats.text import JsonLinesFormat, TextFormat
 from region_agent.worker.data.formats.webdataset import WebDatasetFormat
-from region_agent.worker.data.spec import FormatSpec
+from region_agent.worker.data.spec import ClientColumn, FormatSpec
 
 __all__ = ["FORMATS", "check_format", "format_of"]
 
@@ -32,6 +32,8 @@ def check_format(spec: FormatSpec) -> FormatSpec:
     """Return a valid specification. Raises ``ValueError``."""
     if spec.kind not in FORMATS:
         raise ValueError(f"{spec.kind!r} is not one of {', '.join(sorted(FORMATS))}")
-    for option in sorted(spec.model_fields_set - {"kind", *FORMATS[spec.kind].options}):
+    for option in sorted(spec.model_fields_set - {"kind", "clients", *FORMATS[spec.kind].options}):
         raise ValueError(f"{option!r} has no meaning for {spec.kind}")
+    if isinstance(spec.clients, ClientColumn) and "columns" not in FORMATS[spec.kind].options:
+        raise ValueError(f"{spec.kind} has no columns: state `clients: folder`")
     return spec

@@ -32,12 +32,12 @@ class ImageFolderFormat:
         found = [number for number in data_files(sources) if _ending(sources.file(number).name) in ENDINGS]
         if not found:
             raise GeofedError("SHARD_UNREADABLE", f"there is no image: their names end with {', '.join(ENDINGS)}")
-        classes = spec.classes or tuple(sorted({_class_of(sources.file(number).name) for number in found}))
+        classes = spec.classes or tuple(sorted({_class_of(sources.file(number).name, spec) for number in found}))
         blocks = []
         for number in found:
             name = sources.file(number).name
-            if _class_of(name) not in classes:
-                text = f"{name}: {_class_of(name)!r} is none of the classes {', '.join(classes[:20])}"
+            if _class_of(name, spec) not in classes:
+                text = f"{name}: {_class_of(name, spec)!r} is none of the classes {', '.join(classes[:20])}"
                 raise GeofedError("SHARD_UNREADABLE", text, hint="add it to `format.classes` in the region's file")
             size = sources[number].size
             blocks.append(Block(number, 0, size, 1, held_bytes(size, spec.size)))
@@ -54,8 +54,10 @@ def _ending(name: str) -> str:
     return name.rpartition(".")[2].lower()
 
 
-def _class_of(name: str) -> str:
-    folder, inside, _ = name.partition("/")
+def _class_of(name: str, spec: FormatSpec) -> str:
+    # With a folder for each client, the folders of the classes lie in these.
+    within = name.partition("/")[2] if spec.clients == "folder" else name
+    folder, inside, _ = within.partition("/")
     if not inside:
         text = f"{name} lies in no folder that names its class"
         raise GeofedError("SHARD_UNREADABLE", text, hint="write the split's uri with a / at its end")
@@ -76,7 +78,7 @@ class _ImageReader:
         block = self._index.block(number)
         source = self._sources[block.file]
         image = decoded(source.read(0, block.length), source.name, self._spec.size)
-        return {"image": image, _CLASS: torch.tensor(self._labels[_class_of(source.name)])}
+        return {"image": image, _CLASS: torch.tensor(self._labels[_class_of(source.name, self._spec)])}
 
     def samples(self, blocks: Sequence[Any], places: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         """Return images with their labels."""
