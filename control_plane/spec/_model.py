@@ -427,8 +427,8 @@ class Wan(_Section):
     """WAN policy (docs/wan.md#policies-wanpolicy). `ma`: the regions' models are averaged, weighted by samples, after
     each round. `diloco`: the same, with an outer optimiser. `bsp`: the exact mean after every step. `asgd`, `asgd-ga`:
     each region applies the steps of all regions. `asp`: the same with Gaia's significance filter. `fedprox`: `ma`, and
-    a proximal term in the workers. `fedavgm`, `fedadagrad`, `fedadam`, `fedyogi`: server optimisers over the mean
-    change. `auto`: `ma`."""
+    a proximal term in the workers. `fednova`: `ma` for regions with different numbers of local steps. `fedavgm`,
+    `fedadagrad`, `fedadam`, `fedyogi`: server optimisers over the mean change. `auto`: `ma`."""
     outer: dict[str, float] | None = None
     """Settings of the policy. `diloco`: those of its outer optimiser, `lr` (default: 0.7) and `momentum` (default:
     0.9). `fedprox`: `mu` (0.01). `fedavgm`: `lr` (1) and `momentum` (0.9). `fedadam`, `fedyogi`, `fedadagrad`: `lr`
@@ -489,6 +489,8 @@ class Wan(_Section):
         if self.robust != "none":
             if self.exchange == "background" or self.traits.on_arrival:
                 raise ValueError("`robust` requires synchronous exchange, and a policy that averages")
+            if self.traits.normalises:
+                raise ValueError(f"`robust` cannot be used with `policy: {self.policy}`, which needs each change")
         elif self.byzantine != "auto":
             raise ValueError("`byzantine` requires `robust`")
         if self.lead is not None and self.quorum is None and not self.traits.on_arrival:
@@ -769,6 +771,7 @@ class JobSpec(_Section):
             (bool(self.merge.staleness), "`merge.staleness`: clients start from the region's present model"),
             (wan.exchange == "background", "`wan.exchange: background`: clients start from the federation's model"),
             (wan.traits.on_arrival, f"`wan.policy: {wan.policy}`, which merges updates as they arrive"),
+            (wan.traits.normalises, f"`wan.policy: {wan.policy}`: all regions make the same rounds of clients"),
             (
                 differential is not None and differential.level == "sample",
                 "`privacy.differential.level: sample`; `region` hides all clients of a region",

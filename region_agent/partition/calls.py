@@ -282,6 +282,8 @@ def server_config_of(
         wan_policy=plan.wan_policy,
         wan_settings=dict(plan.wan_settings),
         shares=dict(plan.shares),
+        local_steps=dict(plan.local_steps),
+        data_shares=dict(plan.data_shares),
         weighs_by_shares=start.task.HasField("clients"),
         round_samples=_round_samples(plan, start.region, clients=start.task.HasField("clients")),
         neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),

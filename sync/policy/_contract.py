@@ -44,6 +44,10 @@ class Contribution:
     """Whether ``delta`` is the model itself, from a region that trains alone."""
     later: Values | None = None
     """Takes the place of an empty ``delta`` until the merge reads it, block by block. Policies see None."""
+    steps: float = 0.0
+    """Local steps of the region in the round, by the plan, for a policy that `normalises`; else 0."""
+    data_share: float = 0.0
+    """The region's share of the data, by the plan, for a policy that `normalises`; else 0."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class WanPolicy:
     proximal: str = ""
     """Name of the setting mu, for a policy whose workers add the gradient of mu / 2 * |w - w_round|^2 to the loss's,
     where w_round is the model with which the round began; empty: they do not."""
+    normalises: bool = False
+    """Whether a merge needs the local steps and the share of the data of each region, as planned."""
     sums: bool = False
     """Whether a merge needs no more than the weighted mean of the changes, so that secure aggregation can give it."""
     on_arrival: bool = False

@@ -117,6 +117,8 @@ def _engine(config: PsConfig) -> Engine:
         config.initial_holds,
         Releases.of(config.privacy_ledger, config.job, config.region, settings, shares, config.steps_per_round),
         weighs_by_shares=config.weighs_by_shares,
+        local_steps=config.local_steps,
+        data_shares=config.data_shares,
     )
     engine = Engine(executor, settings)
     engine.patience_seconds = config.patience_seconds

@@ -40,6 +40,10 @@ class PsConfig(BaseModel):
     Empty: all the same."""
     weighs_by_shares: bool = False
     """Whether regions weigh by `shares`, and not by the samples of their rounds."""
+    local_steps: dict[str, float] = {}
+    """Each region's local steps of a round, as planned, for a WAN policy that normalises; else empty."""
+    data_shares: dict[str, float] = {}
+    """Each region's share of the data, for the same; their sum is 1."""
     round_samples: dict[str, float] = {}
     """Samples of one round of each region, as planned. An update that states more is refused. Empty: no limit."""
     patience_seconds: float = Field(default=6 * 3600.0, gt=0)

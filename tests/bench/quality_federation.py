@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,8 @@ class Setting:
     interval: int
     codec: str = "fp32"
     settings: Mapping[str, float] = field(default_factory=dict)
+    paces: tuple[float, ...] = (1.0, 1.0, 1.0)
+    """Local steps of each region in a round, as a part of the interval."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class _Update:
     weight: float
     delta: Vector
     last: bool
+    steps: float = 0.0
+    """Local steps, of which there are different numbers; 0: not told."""
 
 
 class Samples:
@@ -148,8 +152,8 @@ def federated(
     """The same number of samples, at three sites."""
     parts = split(data, len(REGIONS), alpha, seed)
     trainers = {
-        region: Trainer(workload, Samples(data, part, workload.batch, (seed, at)), rate, steps, seed)
-        for at, (region, part) in enumerate(zip(REGIONS, parts, strict=True))
+        region: Trainer(workload, Samples(data, part, workload.batch, (seed, at)), rate, round(steps * pace), seed)
+        for at, (region, part, pace) in enumerate(zip(REGIONS, parts, setting.paces, strict=True))
     }
     exchange, _ = ExchangeSettings.of(setting.settings)
     kind = _Background if exchange.background else _Synchronous
@@ -170,7 +174,7 @@ class _Federation:
         self, setting: Setting, exchange: ExchangeSettings, trainers: dict[str, Trainer], steps: int, link: Link
     ) -> None:
         self.trainers, self.steps, self.link, self._exchange = trainers, steps, link, exchange
-        self.interval = setting.interval
+        self.interval, self._paces = setting.interval, dict(zip(REGIONS, setting.paces, strict=True))
         flat = trainers[REGIONS[0]].flat
         # Seeded alike, all have made the same, so nobody sends it (docs/wan.md).
         assert all(np.array_equal(one.flat.vector(), flat.vector()) for one in trainers.values())
@@ -208,7 +212,13 @@ class _Federation:
         return _Update(region, weight, expanded(made.sent, made.part, end.size), last), size
 
     def _merge(self, region: str, updates: list[_Update], total: float | None, stale: int = 0) -> None:
-        contributions = [Contribution(u.region, u.weight, u.delta, stale if u.region != region else 0) for u in updates]
+        contributions = [
+            Contribution(
+                u.region, u.weight, u.delta, stale if u.region != region else 0,
+                steps=u.steps, data_share=1 / len(REGIONS),
+            )
+            for u in updates
+        ]  # fmt: skip
         self.refused += len(self.replicas[region].merge(contributions, total, own=region))
 
 
@@ -219,11 +229,13 @@ class _Synchronous(_Federation):
         now, done, sequence = 0.0, 0, 0
         while done < self.steps:
             length, sequence = min(self.interval, self.steps - done), sequence + 1
-            if not all(trainer.step() for trainer in self.trainers.values() for _ in range(length)):
+            local = {region: max(1, round(length * pace)) for region, pace in self._paces.items()}
+            if not all(trainer.step() for region, trainer in self.trainers.items() for _ in range(local[region])):
                 return False
             done, now = done + length, now + length * self.link.step_seconds
-            weight = float(length * self.trainers[REGIONS[0]].workload.batch)
-            made = [self._own(region, sequence, weight, done >= self.steps) for region in REGIONS]
+            batch = self.trainers[REGIONS[0]].workload.batch
+            made = [self._own(region, sequence, float(local[region] * batch), done >= self.steps) for region in REGIONS]
+            made = [one and (replace(one[0], steps=float(local[one[0].region])), one[1]) for one in made]
             found = [update for update in made if update is not None]
             if len(found) < len(made):
                 return False

@@ -5,6 +5,10 @@
 Three regions, real gradients, in one process and in virtual time (quality_federation.py); links of 100 Mbit/s and 30
 ms, 50 ms of compute a step. Each workload has one split that is IID and one with Dirichlet(0.3) labels.
 
+With ``--methods``: methods of federated learning beside federated averaging, on labels of Dirichlet(0.3) and
+Dirichlet(0.1). Regions have equally much data; in a round the second makes a half of the first one's local steps, and
+the third a quarter, as with `train.balance: speed`.
+
 The yardstick is one site that holds all data and trains synchronously on as many samples: the regions' batches together
 in as many steps. One region's batch in three times as many steps, which no exchange between regions can make, is shown
 beside it, and so is `bsp`, the exact mean of three regions after every step: the most that exchanging can give. Every
@@ -32,7 +36,7 @@ from quality_federation import REGIONS, Outcome, Setting, alone, asgd_bytes, def
 from quality_models import WORKLOADS, Workload
 from report import Bar, Report, options
 
-SPLITS: dict[str, float | None] = {"iid": None, "dirichlet-0.3": 0.3}
+SPLITS: dict[str, float | None] = {"iid": None, "dirichlet-0.3": 0.3, "dirichlet-0.1": 0.1}
 BARS = {"iid": 0.3, "dirichlet-0.3": 1.0}
 """Points that may be missing against one site."""
 LEAST_RATIO = 500.0
@@ -48,6 +52,12 @@ DEFAULT = "sparing"
 pretends."""
 CODEC = "ternary"
 FEWEST_ROUNDS = 8
+PACES = (1.0, 0.5, 0.25)
+"""Local steps of the regions with ``--methods``, as a part of the interval."""
+METHOD_INTERVAL = 40
+METHOD_SPLITS = ("dirichlet-0.3", "dirichlet-0.1")
+METHODS = {"fedavg": "ma", "fednova": "fednova"}
+"""Their policies, by the names of the rows."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ def contenders(workload: Workload, steps: int) -> dict[str, Setting]:
         Setting("ma-int8", "ma", max(1, steps // 6), "int8"),
         Setting("asgd-ga-f8", "asgd-ga", 8, "fp32", {"background": 1.0}),
     ]
+    found += [Setting(name, policy, METHOD_INTERVAL, paces=PACES) for name, policy in METHODS.items()]
     return {setting.name: setting for setting in found}
 
 
@@ -119,6 +130,7 @@ def _more(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--only", default="", help="some of the contenders with WAN exchange: sparing, bsp, ma-int8, asgd-ga-f8"
     )
+    parser.add_argument("--methods", action="store_true", help="methods of federated learning instead")
     parser.add_argument("--verbose", action="store_true", help="every run, as it ends")
     parser.add_argument("--untuned", action="store_true", help="every contender with the workload's middle rate")
     parser.add_argument("--steps", type=int, default=0, help="of a region; default: the workload's, 400 with --quick")
@@ -127,9 +139,11 @@ def _more(parser: ArgumentParser) -> None:
 def _workload(name: str, given: Namespace, seeds: int, pool: ProcessPoolExecutor, report: Report) -> None:
     workload = WORKLOADS[name]
     steps = given.steps or (400 if given.quick else workload.steps)
-    wan = [one for one in contenders(workload, steps) if not given.only or one in given.only.split(",")]
+    known = [one for one in contenders(workload, steps) if (one in METHODS) == given.methods]
+    wan = [one for one in known if not given.only or one in given.only.split(",")]
     rows = [Job(name, one, "iid", steps, 0.0, 0) for one in ALONE]
-    rows += [Job(name, one, split, steps, 0.0, 0) for one in wan for split in SPLITS]
+    splits = METHOD_SPLITS if given.methods else tuple(BARS)
+    rows += [Job(name, one, split, steps, 0.0, 0) for one in wan for split in splits]
 
     def run(jobs: Sequence[Job]) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -152,9 +166,10 @@ def _workload(name: str, given: Namespace, seeds: int, pool: ProcessPoolExecutor
 def _rates(
     workload: Workload, rows: Sequence[Job], steps: int, given: Namespace, run: Callable[[Sequence[Job]], list[Outcome]]
 ) -> dict[str, float]:
-    """The learning rate that suits each contender best, of as many for each; IID data decides, and the loss: of one
-    seed it tells more than the accuracy, which counts samples."""
-    judged = [row for row in rows if row.split == "iid"]
+    """The learning rate that suits each contender best, of as many for each; IID data decides where there are rows
+    of them, and the loss: of one seed it tells more than the accuracy, which counts samples."""
+    first = {row.contender: row.split for row in reversed(rows)}
+    judged = [row for row in rows if row.split == first[row.contender]]
     if given.quick or given.untuned:
         return {row.contender: workload.rates[1] for row in judged}
     tried = run([replace(row, rate=rate, seed=TUNING_SEED) for row in judged for rate in workload.rates])

@@ -134,6 +134,10 @@ function: {slice: 11m}
         (("interval: 2", "robust: average"), "F:7:15: `wan.robust` must be 'none', 'centered-clipping'"),
         (("interval: 2", "robust: median, exchange: background"), "F:7:6: `wan`: `robust` requires synchronous"),
         (("interval: 2", "robust: median, policy: asgd-ga"), "F:7:6: `wan`: `robust` requires synchronous"),
+        (
+            ("interval: 2", "robust: median, policy: fednova"),
+            "F:7:6: `wan`: `robust` cannot be used with `policy: fednova`",
+        ),
         (("interval: 2", "robust: median, quorum: 2"), "F:7:6: `wan`: `quorum` requires `exchange: background`"),
         (("interval: 2", "policy: fedprox, outer: {mu: 0}"), "F:7:6: `wan`: outer mu 0.0 must be in (0, 100]"),
         (
@@ -241,6 +245,7 @@ CLIENTS = "clients={fraction: 0.2, min: 3}"
         (["collective=k-reduce", "merge.staleness=1"], "`clients` cannot be used with `merge.staleness`"),
         (["wan.exchange=background"], "`clients` cannot be used with `wan.exchange: background`"),
         (["wan.policy=asgd"], "`clients` cannot be used with `wan.policy: asgd`"),
+        (["wan.policy=fednova"], "`clients` cannot be used with `wan.policy: fednova`"),
         (
             ["privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}"],
             "`clients` cannot be used with `privacy.differential.level: sample`",

@@ -33,6 +33,14 @@ def test_a_job_learns_with(settings: tuple[str, str], running: Running) -> None:
     assert ended["plan"]["wan_policy"] == policy
 
 
+def test_regions_with_different_numbers_of_local_steps_are_normalised(running: Running) -> None:
+    ended = running.wait_end(running.submit(*ROUNDS, "wan.policy=fednova", "function.slice=1s"))
+    check_succeeded(ended)
+    assert ended["plan"]["wan_policy"] == "fednova"
+    steps = {part["steps_per_round"] for part in ended["plan"]["partitions"]}
+    assert len(steps) > 1, "the regions' shards are unequal"
+
+
 def test_a_robust_rule_withstands_a_region_with_wrong_labels(running: Running) -> None:
     task = (running.job_folder() / "task.py").read_text() + LIAR
     accuracy = {}

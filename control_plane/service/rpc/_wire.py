@@ -58,6 +58,7 @@ from geofed_pb.errors import CATALOGUE
 from geofed_pb.recording import RESERVED
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import PipelineShape, Plan, PlannedPartition
+from sync.policy import policy_named
 
 _MAX_NAMES = 5000
 """Limit of the entries by region in a report; more than a federation has regions."""
@@ -246,6 +247,21 @@ def submission_of(row: JobRow) -> common_pb2.Submission:
     return common_pb2.Submission(user=row.user or "operator")
 
 
+def _local_steps(plan: Plan) -> dict[str, float]:
+    """Return each region's local steps of a round; empty: the policy does not normalise by them."""
+    if not policy_named(plan.wan_policy).normalises:
+        return {}
+    return {part.region: float(part.steps_per_round) for part in plan.partitions}
+
+
+def _data_shares(plan: Plan) -> dict[str, float]:
+    """Return each region's share of the data; empty: the policy does not normalise."""
+    if not policy_named(plan.wan_policy).normalises:
+        return {}
+    samples = sum(part.samples for part in plan.partitions)
+    return {part.region: part.samples / samples for part in plan.partitions}
+
+
 def _client_rounds(spec: JobSpec) -> agent_pb2.ClientRounds | None:
     wanted = spec.clients
     if wanted is None:
@@ -302,6 +318,8 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             topology=plan.topology,
             neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in plan.neighbours],
             shares=plan.shares,
+            local_steps=_local_steps(plan),
+            data_shares=_data_shares(plan),
             codec=plan.codec,
             evaluate_every=plan.evaluate_every,
             evaluation_batch=plan.evaluation_batch,

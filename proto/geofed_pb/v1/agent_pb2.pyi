@@ -239,7 +239,7 @@ class LearningRate(_message.Message):
     def __init__(self, schedule: _Optional[str] = ..., warmup: _Optional[float] = ..., floor: _Optional[float] = ..., begin: _Optional[float] = ...) -> None: ...
 
 class PartitionPlan(_message.Message):
-    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline", "shards", "evaluation_batch")
+    __slots__ = ("workers", "batch", "steps_per_round", "rounds", "seed", "memory_mb", "slice_seconds", "collective", "channel", "wan_policy", "codec", "evaluate_every", "wan_settings", "topology", "neighbours", "shares", "merging", "merging_codec", "pipeline", "shards", "evaluation_batch", "local_steps", "data_shares")
     class WanSettingsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,20 @@ class PartitionPlan(_message.Message):
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     class MergingEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class LocalStepsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class DataSharesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +296,8 @@ class PartitionPlan(_message.Message):
     PIPELINE_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_BATCH_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DATA_SHARES_FIELD_NUMBER: _ClassVar[int]
     workers: int
     batch: int
     steps_per_round: int
@@ -303,7 +319,9 @@ class PartitionPlan(_message.Message):
     pipeline: Pipeline
     shards: _containers.RepeatedCompositeFieldContainer[ShardRef]
     evaluation_batch: int
-    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ..., pipeline: _Optional[_Union[Pipeline, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ..., evaluation_batch: _Optional[int] = ...) -> None: ...
+    local_steps: _containers.ScalarMap[str, float]
+    data_shares: _containers.ScalarMap[str, float]
+    def __init__(self, workers: _Optional[int] = ..., batch: _Optional[int] = ..., steps_per_round: _Optional[int] = ..., rounds: _Optional[int] = ..., seed: _Optional[int] = ..., memory_mb: _Optional[int] = ..., slice_seconds: _Optional[float] = ..., collective: _Optional[str] = ..., channel: _Optional[str] = ..., wan_policy: _Optional[str] = ..., codec: _Optional[str] = ..., evaluate_every: _Optional[int] = ..., wan_settings: _Optional[_Mapping[str, float]] = ..., topology: _Optional[str] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., shares: _Optional[_Mapping[str, float]] = ..., merging: _Optional[_Mapping[str, float]] = ..., merging_codec: _Optional[str] = ..., pipeline: _Optional[_Union[Pipeline, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardRef, _Mapping]]] = ..., evaluation_batch: _Optional[int] = ..., local_steps: _Optional[_Mapping[str, float]] = ..., data_shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ShardRef(_message.Message):
     __slots__ = ("region", "bytes")

@@ -101,10 +101,13 @@ class ActionExecutor:
         releases: Releases | None = None,
         *,
         weighs_by_shares: bool = False,
+        local_steps: Mapping[str, float] | None = None,
+        data_shares: Mapping[str, float] | None = None,
     ) -> None:
         """
         ``shares``: each region's weight in a merge, with background exchange or ``weighs_by_shares``; None: all the
         same. Otherwise the samples of its round are its weight.
+        ``local_steps``, ``data_shares``: see `PsConfig`.
         ``part_elements``: see `ChannelStore`.
         ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
         ``initial_own_model``: the same for the tensors that stay in the region.
@@ -122,6 +125,7 @@ class ActionExecutor:
         equal = 1.0 / len(setup.regions)
         self._shares = shares or dict.fromkeys(setup.regions, equal)
         self._weighs_by_shares = weighs_by_shares
+        self._local_steps, self._data_shares = local_steps or {}, data_shares or {}
         self.replica: Replica | None = None
         self._last_update: tuple[str, Vector, slice, bool] | None = None
         """Our last update, so that it needn't be decoded: digest, decoded values, coordinates, and whether it is a
@@ -568,7 +572,10 @@ class ActionExecutor:
         if self._exchange.compensation and manifest.region != self.setup.region:
             then = self._history.get(manifest.saw.get(self.setup.region, 0))
             drift = None if then is None else replica.model - then
-        return Contribution(manifest.region, weight, delta, staleness, drift, manifest.rounds, is_whole, later)
+        return Contribution(
+            manifest.region, weight, delta, staleness, drift, manifest.rounds, is_whole, later,
+            self._local_steps.get(manifest.region, 0.0), self._data_shares.get(manifest.region, 0.0),
+        )  # fmt: skip
 
     def _sum_up(self, action: SumUp) -> Summed | None:
         if not self._sums_fit:
