@@ -232,4 +232,8 @@ def _array(content: bytes) -> torch.Tensor:
     shape, _, kind = header(file)
     if kind.hasobject or math.prod(shape) * kind.itemsize > len(content):
         raise ValueError("not an array of numbers of the stated shape")
-    return torch.from_numpy(np.load(io.BytesIO(content), allow_pickle=False))
+    found = np.load(io.BytesIO(content), allow_pickle=False)
+    try:
+        return torch.from_numpy(found.astype(found.dtype.newbyteorder("=")))
+    except TypeError:
+        raise ValueError(f"an array of {kind}, which no tensor can hold") from None

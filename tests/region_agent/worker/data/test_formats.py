@@ -408,7 +408,7 @@ def _samples_of_tar(first: int, last: int) -> list[tuple[str, bytes]]:
             (f"{long}/{at:05}.cls", b"%d" % at),
             (f"{long}/{at:05}.json", json.dumps({"at": at}).encode()),
             (f"{long}/{at:05}.left.png", _pixels(at % 2, at % 100)),
-            (f"{long}/{at:05}.x.npy", _npy(np.full(3, at, np.float32))),
+            (f"{long}/{at:05}.x.npy", _npy(np.full(3, at, ">f4" if at % 2 else "<f4"))),
             (f"{long}/{at:05}.txt", f"ü {at}".encode()),
             (f"{long}/{at:05}.bin", os.urandom(at % 700)),
         )
@@ -446,6 +446,7 @@ def _overwritten(path: Path) -> None:
         ([("a.txt", b""), ("b.cls", b"1")], {}, "SHARD_UNREADABLE", r"sample 'b' has cls, the first one txt"),
         ([("a.txt", b""), ("a.txt", b"")], {}, "SHARD_UNREADABLE", "sample 'a' has too many files"),
         ([("a.npy", _npy(np.zeros(3))[:-8])], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: EOF"),
+        ([("a.npy", _npy(np.array(["b"])))], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: an array of <U1, which no tensor"),
         ([("a.npy", HUGE)], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: not an array"),
         ([("a.npy", _npy(np.array([{}], object)))], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: not an array"),
         ([("a.cls", b"one")], {}, "SHARD_UNREADABLE", r"s\.tar, a\.cls: invalid literal"),
