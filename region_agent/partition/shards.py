@@ -149,10 +149,11 @@ class PartitionShards:
         own = self._dataset
         formats = {self._config.name: own.format if own is not None else None} if self.own else {}
         formats |= {one.source: one.list.format for one in self._stores if one.list is not None}
-        if len(told := set(formats.values())) > 1:
+        told = list(formats.values())
+        if any(one != told[0] for one in told):
             text = f"the shards of {' and '.join(formats)} have different formats"
             raise GeofedError("SHARD_UNREADABLE", text, hint="state the same `format` in the regions' files")
-        spec = told.pop() if told else None
+        spec = told[0] if told else None
         if spec is None:
             return {}, {}
         indexes = {}

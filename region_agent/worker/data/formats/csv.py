@@ -27,13 +27,14 @@ class CsvFormat:
     """CSV with a line of names first. Samples are counted, and types found, by reading every line once."""
 
     kind = "csv"
-    options = ("columns",)
+    options = ("columns", "types")
 
     def index(self, spec: FormatSpec, sources: Sources) -> BlockIndex:
         """Index a split in blocks of lines, and check all of them."""
-        arrow(self.kind)
+        pa = arrow(self.kind)
         blocks: list[Block] = []
         found: dict[str, str] = {}
+        stated = {name: pa.type_for_alias(kind) for name, kind in spec.types.items()}
         names: list[str] = []
         for number in data_files(sources):
             source = sources[number]
@@ -43,13 +44,14 @@ class CsvFormat:
                     raise GeofedError("SHARD_UNREADABLE", f"{source.name}: other columns than in the files before it")
                 names = header
                 for at, content in line_blocks(source, begin, quotes=True):
-                    table = _parsed(content, names, list(spec.columns) or names, None, f"{source.name}, byte {at:,}")
+                    table = _parsed(content, names, list(spec.columns) or names, stated, f"{source.name}, byte {at:,}")
+                    for name in stated:
+                        _check_complete(table, name, f"{source.name}, byte {at:,}")
                     found = _widened(found, table)
                     blocks.append(Block(number, at, len(content), table.num_rows, max(table.nbytes, len(content))))
-        import pyarrow as pa
-
         # A column that is empty everywhere has no type of its own.
         kinds = {name: found.get(name, "null").replace("null", "float64") for name in spec.columns or names}
+        kinds |= spec.types
         schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in kinds.items()])
         return BlockIndex.of(blocks, checked_schema({}, chosen(spec, schema, "the split"), "the split"))
 
@@ -90,6 +92,19 @@ def _parsed(content: bytes, names: list[str], columns: list[str], types: Any, wh
         )
     except pa.ArrowInvalid as error:
         raise GeofedError("SHARD_UNREADABLE", f"{where}: {error}"[:400], hint="correct the line") from None
+
+
+def _check_complete(table: pa.Table, name: str, where: str) -> None:
+    """Raise ``GeofedError("SHARD_UNREADABLE")`` if a column of a stated type has missing values, and the type none."""
+    from pyarrow import types
+
+    if name not in table.column_names:
+        text = f"{where.partition(',')[0]} has no column {name!r} of those that jobs get"
+        raise GeofedError("SHARD_UNREADABLE", text, hint="correct `format.types` in the region's file")
+    column = table.column(name)
+    if column.null_count and not (types.is_floating(column.type) or types.is_string(column.type)):
+        text = f"{where}: values of column {name!r} are missing, which {column.type} cannot hold"
+        raise GeofedError("SHARD_UNREADABLE", text, hint="state float64 in `format.types`, or fill them")
 
 
 def _widened(found: dict[str, str], table: pa.Table) -> dict[str, str]:

@@ -26,7 +26,7 @@ from region_agent.worker.data import order, streamed
 from region_agent.worker.data.formats import FORMATS, check_format
 from region_agent.worker.data.formats import lines as line_files
 from region_agent.worker.data.formats import parquet as parquet_files
-from region_agent.worker.data.index import BlockIndex, join_indexes
+from region_agent.worker.data.index import BlockIndex, join_indexes, schema_digest
 from region_agent.worker.data.shard import BatchStream, evaluation_batches
 from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec
@@ -268,6 +268,29 @@ def test_a_faulty_table_of_text_is_refused_by_its_name(
     with pytest.raises(GeofedError, match=text) as refused:
         _rows("csv", tmp_path / "data.csv", columns=["id"] if "id" in text or "id" in content else [])
     assert refused.value.code == code
+
+
+def test_stated_types_make_regions_agree_whose_values_would_not(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("age,note,label\n61,seen,1\n47,,0\n")
+    (tmp_path / "b.csv").write_text("age,note,label\n,,1\n52,,0\n")
+    plain = FormatSpec(kind="csv")
+    stated = FormatSpec(kind="csv", types={"age": "float64", "note": "string"})
+    found = [[schema_digest(_index(spec, tmp_path / f"{name}.csv").schema) for name in "ab"] for spec in (plain, stated)]
+    assert found[0][0] != found[0][1]
+    assert found[1][0] == found[1][1]
+    rows = _rows("csv", tmp_path / "b.csv", types=stated.types)
+    assert torch.isnan(rows[0]["age"])
+    assert (rows[0]["note"], rows[1]["age"].item(), rows[0]["label"].dtype) == ("", 52.0, torch.int64)
+    for types, columns, text in (
+        ({"age": "int64"}, [], r"b\.csv, byte 15: values of column 'age' are missing, which int64 cannot hold"),
+        ({"agee": "int64"}, [], r"b\.csv has no column 'agee' of those that jobs get"),
+        ({"age": "float64"}, ["label"], r"b\.csv has no column 'age' of those that jobs get"),
+    ):
+        with pytest.raises(GeofedError, match=text) as refused:
+            _rows("csv", tmp_path / "b.csv", types=types, columns=columns)
+        assert refused.value.code == "SHARD_UNREADABLE"
+    with pytest.raises(GeofedError, match=r"a\.csv, byte 15: .*invalid value 'seen'"):
+        _rows("csv", tmp_path / "a.csv", types={"note": "float64"})
 
 
 def test_an_unknown_column_and_other_columns_than_before_are_refused(tmp_path: Path) -> None:
@@ -547,6 +570,8 @@ def test_a_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
         ("parquett", "'parquett' is not one of csv, "),
         ({"kind": "parquet", "colums": ["x"]}, "Extra inputs are not permitted"),
         ({"kind": "parquet", "size": 8}, "'size' has no meaning for parquet"),
+        ({"kind": "parquet", "types": {"a": "int64"}}, "'types' has no meaning for parquet"),
+        ({"kind": "csv", "types": {"a": "int32"}}, "'int64', 'float64', 'bool' or 'string'"),
     ],
 )
 def test_a_format_that_is_not_known_is_refused(format: Any, text: str) -> None:
