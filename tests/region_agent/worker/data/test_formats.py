@@ -275,7 +275,8 @@ def test_stated_types_make_regions_agree_whose_values_would_not(tmp_path: Path) 
     (tmp_path / "b.csv").write_text("age,note,label\n,,1\n52,,0\n")
     plain = FormatSpec(kind="csv")
     stated = FormatSpec(kind="csv", types={"age": "float64", "note": "string"})
-    found = [[schema_digest(_index(spec, tmp_path / f"{name}.csv").schema) for name in "ab"] for spec in (plain, stated)]
+    specs = (plain, stated)
+    found = [[schema_digest(_index(spec, tmp_path / f"{name}.csv").schema) for name in "ab"] for spec in specs]
     assert found[0][0] != found[0][1]
     assert found[1][0] == found[1][1]
     rows = _rows("csv", tmp_path / "b.csv", types=stated.types)
@@ -469,7 +470,7 @@ def _overwritten(path: Path) -> None:
         ([("a.txt", b""), ("b.cls", b"1")], {}, "SHARD_UNREADABLE", r"sample 'b' has cls, the first one txt"),
         ([("a.txt", b""), ("a.txt", b"")], {}, "SHARD_UNREADABLE", "sample 'a' has too many files"),
         ([("a.npy", _npy(np.zeros(3))[:-8])], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: EOF"),
-        ([("a.npy", _npy(np.array(["b"])))], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: an array of <U1, which no tensor"),
+        ([("a.npy", _npy(np.array(["b"])))], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: an array of <U1, "),
         ([("a.npy", HUGE)], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: not an array"),
         ([("a.npy", _npy(np.array([{}], object)))], {}, "SHARD_UNREADABLE", r"s\.tar, a\.npy: not an array"),
         ([("a.cls", b"one")], {}, "SHARD_UNREADABLE", r"s\.tar, a\.cls: invalid literal"),
