@@ -41,8 +41,10 @@ class Simulation:
     """A finished training."""
 
     result: dict[str, Any]
-    """Metrics, bytes between the regions, times; as `geofed describe -o json` has it."""
+    """Metrics, bytes between the regions, times; as `geofed describe -o json` has it. With clients in this process:
+    ``metrics``, ``samples`` and ``rounds``."""
     plan: dict[str, Any]
+    """The plan of the job. With clients in this process: ``clients``, ``clients_per_round`` and ``rounds``."""
     _rounds: list[dict[str, Any]]
     _model: bytes
 
@@ -63,8 +65,10 @@ def simulate(
     task: str | Path,
     data: Mapping[str, Arrays] | Mapping[str, Files],
     *,
-    regions: int = 3,
-    workers: int = 1,
+    regions: int | None = None,
+    workers: int | None = None,
+    clients: int | None = None,
+    sampling: Mapping[str, object] | None = None,
     config: Mapping[str, object] | None = None,
     train: Mapping[str, object] | None = None,
     wan: Mapping[str, object] | None = None,
@@ -72,26 +76,38 @@ def simulate(
     seed: int = 1,
     folder: str | Path | None = None,
 ) -> Simulation:
-    """Train a task over regions on this machine: a control plane and an agent for each region, over loopback.
+    """Train a task over regions on this machine: a control plane and an agent for each region, over loopback. With
+    ``clients``, over so many clients in this process instead, without daemons and without a sandbox.
 
     Args:
         task: the task module, or a folder with `task.py`.
         data: arrays by split, ``{"train": (x, y), "test": (x, y)}``, which are partitioned over the regions and which
             the task's `dataset` reads from a `.npz` file with `x` and `y`; or files by region and split,
             ``{"home": {"train": path, "test": path}, …}``.
-        regions: how many regions arrays are partitioned over.
-        workers: most workers of each region.
+        regions: how many regions arrays are partitioned over (3).
+        workers: most workers of each region (1).
+        clients: how many clients the arrays of `train` are partitioned over; `test` is evaluated as a whole.
+        sampling: section `clients` of the job file: how many of them train in a round, and how long.
         config, train, wan: sections `task.config`, `train` and `wan` of the job file.
-        alpha: Dirichlet parameter of the classes over the regions, small is uneven; None: evenly.
+        alpha: Dirichlet parameter of the classes over the regions, or the clients; small is uneven; None: evenly.
         seed: of the partition and of the training.
         folder: where everything is kept; None: a temporary one.
 
     Raises ``GeofedError``, as `geofed submit --wait` fails.
     """
+    if clients is not None and (regions is not None or workers is not None):
+        text = "give `clients`, which train in this process, or `regions` and `workers`, which are daemons"
+        raise GeofedError("CONFIG_INVALID", text)
+    if sampling is not None and clients is None:
+        raise GeofedError("CONFIG_INVALID", "`sampling` requires `clients`")
     with tempfile.TemporaryDirectory(prefix="geofed-") as temporary:
         root = Path(folder) if folder is not None else Path(temporary)
-        job = _write_job(root / "job", Path(task), config, {"seed": seed, **(train or {})}, wan)
-        files = _write_shards(root / "data", data, regions, alpha, seed)
+        settings = {"seed": seed, **(train or {})}
+        if clients is not None:
+            job = _write_job(root / "job", Path(task), config, settings, wan, dict(sampling or {}))
+            return _over_clients(job, root / "data", data, clients, alpha, seed)
+        job, workers = _write_job(root / "job", Path(task), config, settings, wan), workers or 1
+        files = _write_shards(root / "data", data, regions or 3, alpha, seed)
         samples = runpy.run_path(str(job.with_name("task.py")))["dataset"]
         sites = [
             RegionSite(name, _region(splits, workers, samples, dict(config or {}))) for name, splits in files.items()
@@ -99,6 +115,40 @@ def simulate(
         # A notebook's own thread runs an event loop already.
         with ThreadPoolExecutor(max_workers=1) as thread:
             return thread.submit(_train, root, job, sites).result()
+
+
+def _over_clients(
+    job: Path, folder: Path, data: Mapping[str, Any], clients: int, alpha: float | None, seed: int
+) -> Simulation:
+    # Torch is needed here, and not where daemons train.
+    from deploy.in_process import train_clients
+
+    if "train" not in data or any(isinstance(arrays, Mapping) for arrays in data.values()):
+        raise GeofedError("CONFIG_INVALID", "`clients` needs arrays: {'train': (x, y), 'test': (x, y)}")
+    names = [str(number) for number in range(clients)]
+    splits: dict[str, Path] = {}
+    owners: list[int] = []
+    for split, (x, y) in data.items():
+        x, y = np.asarray(x), np.asarray(y)
+        if split == "train":
+            if not 0 < clients <= len(y):
+                text = f"{len(y)} samples cannot be partitioned over {clients} clients"
+                raise GeofedError("CONFIG_INVALID", text)
+            even = partition_evenly(len(y), names, seed=seed)
+            places = even if alpha is None else partition_by_label(y, names, alpha=alpha, seed=seed, min_samples=1)
+            order = np.concatenate([places[name] for name in names])
+            owners = np.repeat(np.arange(clients), [len(places[name]) for name in names]).tolist()
+            x, y = x[order], y[order]
+        splits[split] = folder / f"{split}.npz"
+        splits[split].parent.mkdir(parents=True, exist_ok=True)
+        np.savez(splits[split], x=x, y=y)
+    found = train_clients(job, {split: path.resolve() for split, path in splits.items()}, owners)
+    samples = found.rounds[-1]["samples"]
+    result = {"metrics": found.metrics, "samples": samples, "rounds": found.rounds[-1]["round"]}
+    plan = {
+        "clients": found.clients, "clients_per_round": found.clients_per_round, "rounds": found.rounds[-1]["round"],
+    }  # fmt: skip
+    return Simulation(result, plan, found.rounds, found.model)
 
 
 def _train(root: Path, job_file: Path, sites: list[RegionSite]) -> Simulation:
@@ -114,6 +164,7 @@ def _write_job(
     config: Mapping[str, object] | None,
     train: Mapping[str, object],
     wan: Mapping[str, object] | None,
+    clients: Mapping[str, object] | None = None,
 ) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -132,6 +183,7 @@ def _write_job(
         "data": {"dataset": _DATASET},
         "train": {"batch": 32, "end": {"epochs": 1}, **train},
         **({"wan": dict(wan)} if wan else {}),
+        **({"clients": dict(clients)} if clients is not None else {}),
     }
     # JSON is valid YAML.
     path = folder / "job.yaml"

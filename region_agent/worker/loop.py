@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -57,7 +57,16 @@ it."""
 class WorkerLoop:
     """Training of one invocation; `run` returns its outcome."""
 
-    def __init__(self, invocation: Invocation, trainer: Trainer, channel: Channel, begun: float) -> None:
+    def __init__(
+        self,
+        invocation: Invocation,
+        trainer: Trainer,
+        channel: Channel,
+        begun: float,
+        server: Callable[[Invocation, float], Any] | None = None,
+    ) -> None:
+        """``server``: makes what takes the place of a `PsClient`; None: a `PsClient`."""
+        self._server = server
         self._call, self._trainer, self._channel = invocation, trainer, channel
         self._flat = trainer.flat
         self._slice_ends = begun + invocation.slice_seconds
@@ -94,7 +103,7 @@ class WorkerLoop:
         request_low_latency()
         fenced: GeofedError | None = None
         finished = False
-        with PsClient(self._call, self._slice_ends) as server, self._executor, closing(self._trainer):
+        with (self._server or PsClient)(self._call, self._slice_ends) as server, self._executor, closing(self._trainer):
             try:
                 with recording(self._recorder):
                     finished = self._train_slice(server)

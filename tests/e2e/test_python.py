@@ -59,7 +59,7 @@ def test_the_client_of_the_page_plans_submits_and_reads(
     running_pair: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEOFED_CONTEXT", str(running_pair.federation.context_file))
-    _, block, of_async = BLOCKS
+    _, _, block, of_async = BLOCKS
     names: dict[str, Any] = {}
     exec(block, names)
     described = running_pair.describe(names["job"].id)
@@ -101,3 +101,12 @@ def test_the_training_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixtu
     assert names["training"].result["metrics"]["accuracy"] > 0.7
     assert "'accuracy': 0." in capsys.readouterr().out
     assert names["weights"]["0.weight"].shape == (8, 1, 3, 3)
+
+
+def test_the_clients_of_the_page_train_in_this_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    source = BLOCKS[0].split("training = ")[0]
+    exec(source + BLOCKS[1], names)
+    assert names["training"].plan == {"clients": 500, "clients_per_round": 50, "rounds": 60}
+    assert names["training"].result["metrics"]["accuracy"] > 0.7, names["training"].rounds()[-1]
+    assert "50.0" in capsys.readouterr().out
