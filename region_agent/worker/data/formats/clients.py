@@ -56,7 +56,8 @@ def _of_column(spec: FormatSpec, clients: ClientColumn, sources: Sources, index:
     """Yield the clients of each block's samples."""
     from pyarrow import types
 
-    alone, of_kind = FormatSpec(kind=spec.kind, columns=(clients.column,)), format_of(spec)
+    of_kind, kinds = format_of(spec), {name: kind for name, kind in spec.types.items() if name == clients.column}
+    alone = FormatSpec(kind=spec.kind, columns=(clients.column,), types=kinds)
     reader = of_kind.reader(alone, sources, of_kind.index(alone, sources))
     for number in range(len(index)):
         column = reader.load(number).column(clients.column)

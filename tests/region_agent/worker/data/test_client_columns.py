@@ -70,6 +70,13 @@ def test_a_column_names_the_client_and_is_not_given_to_jobs(tmp_path: Path, kind
     assert two.client_count == 8, "clients of two shards are different ones"
 
 
+def test_a_stated_type_of_the_column_counts(tmp_path: Path) -> None:
+    _write(tmp_path, "csv", ["07", "7", "07"])
+    columns = {"kind": "csv", "clients": {"column": "patient"}}
+    assert _index(tmp_path, columns).client_count == 1
+    assert _index(tmp_path, {**columns, "types": {"patient": "string"}}).client_count == 2
+
+
 def test_a_folder_is_a_client_and_so_is_a_file_in_none(tmp_path: Path) -> None:
     for name, count in {"anna/1.csv": 2, "anna/2.csv": 1, "bert/1.csv": 3, "carl.csv": 1}.items():
         file = tmp_path / "in" / name
