@@ -26,23 +26,21 @@ from types import FrameType
 
 from geofed_pb.errors import Exit, GeofedError
 from region_agent.gateway.call_token import CallToken
-from region_agent.gateway.dial_out import DialOut, is_open
+from region_agent.gateway.dial_out import DialOut, connections_for, is_open
 from region_agent.gateway.embedded.replicas.replica_http import Answer, CallEvent, ReplicaServer
 from region_agent.gateway.handler_process import HandlerProcess
 from region_agent.gateway.quantities import parse_duration
 
-__all__ = ["main"]
+__all__ = ["HANDLER", "FunctionServer", "main"]
 
-_HANDLER = "region_agent.worker.handler:handle"
+HANDLER = "region_agent.worker.handler:handle"
 """Default handler: the worker function."""
-_MOST_CONNECTIONS = 64
-"""Most connections that a function keeps open to its gateway."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m region_agent.gateway.container", description=__doc__)
-    parser.add_argument("--handler", default=_HANDLER, metavar="MODULE:FUNCTION")
+    parser.add_argument("--handler", default=HANDLER, metavar="MODULE:FUNCTION")
     parser.add_argument("--host", default="0.0.0.0", help="a container's gateway reaches it from outside")
     options = parser.parse_args(arguments)
     try:
@@ -52,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         return int(error.exit)
 
 
-class _Container(ReplicaServer):
+class FunctionServer(ReplicaServer):
     """Passes calls to the handler's process."""
 
     def __init__(
@@ -101,12 +99,11 @@ def _serve(host: str, handler: str) -> int:
         raise GeofedError("PORT_IN_USE", f"cannot listen on {host}:{port}: {error.strerror}") from None
     token = CallToken.taken()
     process = HandlerProcess(handler, inflight, _end)
-    server = _Container(listener, process, inflight, limit, token)
+    server = FunctionServer(listener, process, inflight, limit, token)
     threading.Thread(target=server.serve_forever, name="accept", daemon=True).start()
     process.start()
     if dial is not None:
-        # One more than the calls: a gateway that has just ended a call needs a connection before that one is made anew.
-        dial.serve(server, min(inflight, _MOST_CONNECTIONS) + 1, lambda: _end(int(Exit.UNAVAILABLE)))
+        dial.serve(server, connections_for(inflight), lambda: _end(int(Exit.UNAVAILABLE)))
     where = f"for {dial.address}" if dial is not None else f"on port {listener.getsockname()[1]}"
     print(f"serving {handler} {where}", file=sys.stderr, flush=True)
     ending = {bytes([signal.SIGTERM]), bytes([signal.SIGINT])}

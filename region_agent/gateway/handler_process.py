@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.message import Message
 from pathlib import Path
@@ -62,8 +62,22 @@ class _Pending:
 class HandlerProcess:
     """The present process of a handler, and its successors."""
 
-    def __init__(self, handler: str, threads: int, failed: Callable[[int], None]) -> None:
-        """``failed`` is called with the exit status of a first process that ends before it is ready."""
+    def __init__(
+        self,
+        handler: str,
+        threads: int,
+        failed: Callable[[int], None],
+        *,
+        env: Mapping[str, str] | None = None,
+        output: int | None = None,
+        memory_bytes: int | None = None,
+    ) -> None:
+        """``failed`` is called with the exit status of a first process that ends before it is ready.
+
+        ``env``: its whole environment; None: that of this process. ``output``: descriptor that it prints to; None: that
+        of this process. ``memory_bytes``: its limit where no file tells whom the kernel has killed over it.
+        """
+        self._env, self._output, self._memory_bytes = env, output, memory_bytes
         self._handler, self._threads, self._failed = handler, threads, failed
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
@@ -72,7 +86,7 @@ class HandlerProcess:
         self._link: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._killed_for = ""
-        """Reason for which the present process was killed: "timeout" or "gone"."""
+        """Reason for which the present process was killed: "timeout", "gone" or "memory"."""
         self._stopping = False
         self._cgroup = Path("/sys/fs/cgroup")
 
@@ -89,6 +103,16 @@ class HandlerProcess:
         """Kill the process for good."""
         self._stopping = True
         self._kill()
+
+    @property
+    def pid(self) -> int | None:
+        """Process ID of the present process; None: there is none."""
+        process = self._process
+        return None if process is None or process.poll() is not None else process.pid
+
+    def kill_over_memory(self) -> None:
+        """Kill the present process, which has exceeded its memory; another one takes its place."""
+        self._kill("memory")
 
     def call(self, event: CallEvent, here: Callable[[], bool], limit_s: float | None) -> Answer:
         """Run a call, when the process has started.
@@ -181,7 +205,10 @@ class HandlerProcess:
         argv += ["--handler", self._handler, "--threads", str(self._threads)]
         with own:
             with theirs:
-                process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], start_new_session=True)
+                process = subprocess.Popen(
+                    argv, pass_fds=[theirs.fileno()], start_new_session=True, env=self._env, stdout=self._output,
+                    stderr=self._output,
+                )  # fmt: skip
             self._process, self._killed_for, was_ready = process, "", False
             with self._lock:
                 self._link = own
@@ -211,8 +238,9 @@ class HandlerProcess:
     def _cause(self, status: int, kills: int) -> Answer:
         if self._killed_for == "timeout":
             return _ended(504, "timeout", "the function was ended, since another call exceeded its time limit")
-        if status == -signal.SIGKILL and self._out_of_memory_kills() > kills:
-            limit = self._number(_LIMIT_FILES)
+        over = self._killed_for == "memory" or (self._memory_bytes is not None and not self._killed_for)
+        if status == -signal.SIGKILL and (over or self._out_of_memory_kills() > kills):
+            limit = self._memory_bytes or self._number(_LIMIT_FILES)
             text = f" of {format_bytes(limit)}" if limit is not None else ""
             return _ended(500, "memory", f"the function used more memory than its limit{text} and was killed")
         if status < 0:

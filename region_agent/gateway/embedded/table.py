@@ -23,6 +23,10 @@ _LONGEST_RESTART_WAIT = timedelta(seconds=10)
 """Longest wait after a failed start."""
 
 
+_AGED = -1
+"""Generation of replicas that come near their platform's time limit."""
+
+
 class Refused(Exception):
     """A request that is refused, with the HTTP status and text of the answer."""
 
@@ -92,6 +96,22 @@ class Condemned:
 
 
 @dataclass(frozen=True)
+class Aged:
+    """A replica comes near its platform's time limit: another one is started, and then takes its place."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
+class Expired:
+    """A call that a replica begins from now on could exceed the platform's time limit: it gets no further one."""
+
+    replica: str
+    """Replica."""
+
+
+@dataclass(frozen=True)
 class RestartDue:
     """The wait after failed starts is over."""
 
@@ -124,6 +144,8 @@ Event = (
     | ReplicaReady
     | ReplicaExited
     | Condemned
+    | Aged
+    | Expired
     | RestartDue
     | CallStarted
     | CallEnded
@@ -176,6 +198,8 @@ class _Replica:
     generation: int
     phase: ReplicaPhase = ReplicaPhase.STARTING
     calls: int = 0
+    patient: bool = False
+    """Whether its calls may end in their own time although it is draining."""
 
 
 @dataclass
@@ -218,6 +242,13 @@ class FunctionTable:
                 return self._exited(name)
             case Condemned(name):
                 return self._condemned(name)
+            case Aged(name):
+                return self._aged(name)
+            case Expired(name):
+                expired = self._replicas.get(name)
+                if expired is None:
+                    return []
+                return self._drain([expired], limit=False) + self._reconcile(expired.function)
             case RestartDue(name, generation):
                 function = self._functions.get(name)
                 if function is None or function.generation != generation:
@@ -355,6 +386,14 @@ class FunctionTable:
         replica.phase = ReplicaPhase.DRAINING
         return self._reconcile(replica.function)
 
+    def _aged(self, name: str) -> list[Action]:
+        """Count a replica as one of an older generation: it serves calls until its successor is ready."""
+        replica = self._replicas.get(name)
+        if replica is None or replica.phase is not ReplicaPhase.READY:
+            return []
+        replica.generation = _AGED
+        return self._reconcile(replica.function)
+
     def _call_ended(self, name: str) -> list[Action]:
         replica = self._replicas.get(name)
         if replica is None:
@@ -377,7 +416,9 @@ class FunctionTable:
             current.sort(key=lambda replica: (replica.phase is ReplicaPhase.READY, replica.calls))
             actions += self._drain(current[: len(current) - function.wanted])
         if self.limits.bare or sum(replica.phase is ReplicaPhase.READY for replica in current) >= function.wanted:
-            actions += self._drain(replica for replica in alive if replica.generation != function.generation)
+            older = [replica for replica in alive if replica.generation != function.generation]
+            actions += self._drain(replica for replica in older if replica.generation != _AGED)
+            actions += self._drain((replica for replica in older if replica.generation == _AGED), limit=False)
         return actions
 
     def _start(self, function: _Function) -> Action:
@@ -386,12 +427,16 @@ class FunctionTable:
         self._replicas[name] = _Replica(name, function.spec.service, function.generation)
         return StartReplica(name, function.spec)
 
-    def _drain(self, replicas: Iterable[_Replica]) -> list[Action]:
+    def _drain(self, replicas: Iterable[_Replica], *, limit: bool = True) -> list[Action]:
+        """Give replicas no further call; ``limit``: those that they have must end within the drain time."""
         actions: list[Action] = []
         for replica in replicas:
-            if replica.phase is not ReplicaPhase.DRAINING:
-                replica.phase = ReplicaPhase.DRAINING
-                actions.append(LimitDrain(replica.name) if replica.calls else StopReplica(replica.name))
+            if replica.phase is not ReplicaPhase.DRAINING or (limit and replica.patient):
+                replica.phase, replica.patient = ReplicaPhase.DRAINING, not limit
+                if not replica.calls:
+                    actions.append(StopReplica(replica.name))
+                elif limit:
+                    actions.append(LimitDrain(replica.name))
         return actions
 
     def _function(self, name: str) -> _Function:

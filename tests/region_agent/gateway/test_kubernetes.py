@@ -31,9 +31,9 @@ from support.kubernetes_rules import Invalid, below_restricted, checked
 from support.pki import Authority
 
 from region_agent.gateway.embedded.cluster.api import RIGHTS
-from region_agent.gateway.embedded.cluster.dialled import Dialled
 from region_agent.gateway.embedded.cluster.manifests import Identity, job_of, secret_of
 from region_agent.gateway.embedded.cluster.pods import judge, refusal
+from region_agent.gateway.embedded.dialled import Dialled
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]

@@ -13,11 +13,13 @@ from support.budget import budget
 from geofed_pb.platforms import EDITIONS, Edition
 from region_agent.gateway import FunctionSpec, fixed_scale_labels
 from region_agent.gateway.embedded.table import (
+    Aged,
     CallEnded,
     CallStarted,
     Condemned,
     DeleteFunction,
     Deploy,
+    Expired,
     FunctionTable,
     LimitDrain,
     Refused,
@@ -145,6 +147,33 @@ def test_condemned_replica_gets_no_call_and_is_replaced_at_once() -> None:
     assert table.pick("f", 1) == replacement
 
 
+def test_an_aged_replica_serves_until_its_successor_is_ready_and_ends_its_calls_in_their_own_time() -> None:
+    table, (old,) = table_with(1)
+    table.handle(CallStarted(old))
+    (new,) = started(table.handle(Aged(old)))
+    assert table.handle(Aged(old)) == []
+    assert table.pick("f", 9) == old
+    # No limit of the time for its call.
+    assert table.handle(ReplicaReady(new)) == []
+    assert (table.pick("f", 9), table.available("f")) == (new, 1)
+    assert table.handle(CallEnded(old)) == [StopReplica(old)]
+    assert table.handle(ReplicaExited(old)) == []
+    assert table.replicas("f") == [new]
+
+
+def test_an_expired_replica_gets_no_call_although_its_successor_is_missing() -> None:
+    table, (busy, idle) = table_with(2)
+    table.handle(CallStarted(busy))
+    assert len(started(table.handle(Aged(busy)))) == 1
+    assert table.handle(Expired(busy)) == []
+    assert table.pick("f", 9) == idle
+    actions = table.handle(Expired(idle))
+    assert actions[0] == StopReplica(idle)
+    assert len(started(actions)) == 1
+    # A function that is deleted ends it within the drain time.
+    assert LimitDrain(busy) in table.handle(DeleteFunction("f"))
+
+
 def test_limits_clamp_replicas_and_bound_functions() -> None:
     limits = Edition("one", replicas=5, least_replicas=1, functions=1)
     table, _ = table_with(3, limits)
@@ -165,7 +194,10 @@ def test_a_label_that_is_no_number_is_refused() -> None:
 
 @settings(max_examples=budget(150), deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(["scale", "ready", "exit", "update", "due"]), st.integers(0, 5)), max_size=40)
+    st.lists(
+        st.tuples(st.sampled_from(["scale", "ready", "exit", "update", "due", "aged", "expired"]), st.integers(0, 5)),
+        max_size=40,
+    )
 )
 def test_whatever_happens_the_table_comes_back_to_what_is_wanted(steps) -> None:
     table, alive, waiting = FunctionTable(), [], []
@@ -192,6 +224,10 @@ def test_whatever_happens_the_table_comes_back_to_what_is_wanted(steps) -> None:
                 take(table.handle(waiting.pop()))
             case "ready" if alive:
                 take(table.handle(ReplicaReady(alive[number % len(alive)])))
+            case "aged" if alive:
+                take(table.handle(Aged(alive[number % len(alive)])))
+            case "expired" if alive:
+                take(table.handle(Expired(alive[number % len(alive)])))
             case "exit" if alive:
                 take(table.handle(ReplicaExited(alive.pop(number % len(alive)))))
     for _ in range(100):

@@ -7,7 +7,6 @@ import contextlib
 import secrets
 import time
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 
 import httpx2
@@ -16,7 +15,6 @@ import structlog
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited, background, end_process, log_only
 from region_agent.gateway.embedded.cluster.api import ClusterApi
-from region_agent.gateway.embedded.cluster.dialled import Dialled
 from region_agent.gateway.embedded.cluster.manifests import (
     MOST_SECRET_BYTES,
     Identity,
@@ -26,11 +24,11 @@ from region_agent.gateway.embedded.cluster.manifests import (
 from region_agent.gateway.embedded.cluster.pods import Verdict, judge, refusal
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LineSplitter
-from region_agent.gateway.embedded.provider import Isolation, Provider
+from region_agent.gateway.embedded.provider import Isolation
+from region_agent.gateway.embedded.remote import RemoteProvider
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.table import Condemned, Refused, ReplicaReady
 from region_agent.gateway.functions import FunctionSpec
-from region_agent.gateway.quantities import parse_cpu
 from region_agent.gateway.redaction import Redaction
 
 __all__ = ["ClusterProvider"]
@@ -42,8 +40,6 @@ _QUIET_SECONDS = 3.0
 """Interval at which they are looked at otherwise."""
 _LEAST_PAUSE_SECONDS = 0.1
 """Least time between two looks, however often replicas connect."""
-_PROBE_SECONDS = 5.0
-"""Timeout of the question whether a replica is ready."""
 _PODLESS_SECONDS = 3.0
 """Time after which it is asked why a Job has no pod."""
 _LOG_SECONDS = 2.0
@@ -74,11 +70,9 @@ class _Placed:
     """Whether its end has been noticed."""
 
 
-class ClusterProvider(Provider):
+class ClusterProvider(RemoteProvider):
     """The functions of one gateway, as Jobs in a namespace of a cluster, whose pods connect to it."""
 
-    answer_grace = timedelta(seconds=2)  # the container's own 504 arrives first
-    exit_grace = timedelta(seconds=15)  # the cluster tells later that a pod has ended
     orchestration = "kubernetes"
 
     def __init__(self, config: Config) -> None:
@@ -87,7 +81,6 @@ class ClusterProvider(Provider):
         self._settings = config.kubernetes
         self._identity = Identity(config.owner, secrets.token_hex(3))
         self._api = ClusterApi(config.kubernetes)
-        self._dialled = Dialled(lambda _: self._look_now.set())
         self._look_now = asyncio.Event()
         """Set when a replica connects: its pod runs."""
         self._placed: dict[str, _Placed] = {}
@@ -96,7 +89,9 @@ class ClusterProvider(Provider):
         self._number = 0
         self._creating: set[asyncio.Task[None]] = set()
         """Requests that create objects. None is cut short: the cluster may carry it out all the same, later."""
-        self._stopping = False
+
+    def _greeted(self, replica: str) -> None:
+        self._look_now.set()
 
     async def start(self) -> None:
         """Listen for the replicas, and begin to look at their pods; objects of an earlier gateway are deleted."""
@@ -118,10 +113,6 @@ class ClusterProvider(Provider):
                     await self._api.delete_run(self._identity)
         with contextlib.suppress(httpx2.HTTPError, OSError):
             await self._api.close()
-
-    def handler(self, image: str) -> str:
-        """Return an image itself: its entry point names the handler."""
-        return image
 
     async def _start_replica(self, name: str, spec: FunctionSpec) -> None:
         if self._stopping:
@@ -156,13 +147,10 @@ class ClusterProvider(Provider):
             self.apply(ReplicaReady(name))
 
     async def _create(self, name: str, running: Running) -> None:
-        spec, limits = running.spec, running.limits
+        spec = running.spec
         files = {one: self.secrets.read(one) for one in spec.secrets}
-        env = {
-            "OMP_NUM_THREADS": str(max(1, int(parse_cpu(spec.limits.get("cpu") or self._settings.cpu)))),
-            "max_inflight": str(limits.max_inflight), "OPENFAAS_SECRETS": _SECRETS, "OPENFAAS_NAME": spec.service,
-            "HOME": "/tmp", "TMPDIR": "/tmp", **spec.env_vars, **self._dialled.expect(name).env,
-        }  # fmt: skip
+        own = {"OPENFAAS_SECRETS": _SECRETS, "HOME": "/tmp", "TMPDIR": "/tmp"}
+        env = {**own, **self._environment(running, self._settings.cpu), **self._dialled.expect(name).env}
         size = sum(map(len, files.values())) + sum(len(key) + len(value.encode()) for key, value in env.items())
         if size > MOST_SECRET_BYTES:
             raise Refused(413, f"{size} bytes of secrets and environment; {MOST_SECRET_BYTES} are the most")
@@ -174,23 +162,20 @@ class ClusterProvider(Provider):
 
     async def _connected(self, running: Running, placed: _Placed, begun: float) -> bool:
         """Wait until a replica says over its connection that it is ready; False if it ends or takes too long."""
-        http, limit = self._dialled.client(placed.name), self._settings.start_seconds
-        while running.name in self._running and not placed.over:
-            with contextlib.suppress(httpx2.HTTPError):
-                if (await http.get("/_/ready", timeout=_PROBE_SECONDS)).status_code == 200:
-                    # So that its first lines have about the time at which they were printed.
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(placed.followed.wait(), _LOOK_SECONDS)
-                    if running.name not in self._running or placed.over:
-                        break
-                    running.http = http
-                    return True
-            if time.monotonic() - begun > limit:
+        limit = self._settings.start_seconds
+        http = await self._client_of(running, placed.name, lambda: placed.over, begun + limit)
+        if http is None:
+            if running.name in self._running and not placed.over:
                 self._fail(running.name, _overdue(placed.verdict, limit, self.config.dial_host))
-                break
-            await asyncio.sleep(0.05)
-        await http.aclose()
-        return False
+            return False
+        # So that its first lines have about the time at which they were printed.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(placed.followed.wait(), _LOOK_SECONDS)
+        if running.name not in self._running or placed.over:
+            await http.aclose()
+            return False
+        running.http = http
+        return True
 
     # the cluster's side
 
@@ -311,11 +296,6 @@ class ClusterProvider(Provider):
                         splitter.feed(part)
             splitter.end()
             await asyncio.sleep(_LOOK_SECONDS)
-
-    def kill(self, running: Running, reason: str, text: str) -> None:
-        """Kill a replica that has exceeded a limit. One whose caller has gone notices that by itself and stays."""
-        if reason != "gone":
-            super().kill(running, reason, text)
 
 
 def _overdue(verdict: Verdict, limit: float, host: str) -> GeofedError:

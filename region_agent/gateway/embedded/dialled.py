@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import hmac
 import json
@@ -22,10 +23,20 @@ from cryptography.x509.oid import NameOID
 
 from geofed_pb import address
 from geofed_pb.errors import GeofedError
-from region_agent.gateway.dial_out import ACCEPTED, CERTIFICATE_NAME, MOST_HELLO_BYTES, DialOut, keep_alive
+from region_agent.gateway.dial_out import (
+    ACCEPTED,
+    CALLS,
+    CERTIFICATE_NAME,
+    END,
+    MOST_HELLO_BYTES,
+    OUTPUT,
+    REFUSED,
+    DialOut,
+    keep_alive,
+)
 from region_agent.gateway.stream_transport import StreamTransport
 
-__all__ = ["Dialled"]
+__all__ = ["Dialled", "Listener"]
 
 _HELLO_SECONDS = 10.0
 """Timeout of the handshake and the first line together."""
@@ -33,10 +44,39 @@ _MOST_STRANGERS = 256
 """Most connections that have not said yet whose they are."""
 _MOST_WAITING = 128
 """Most connections of a replica that wait for a call; further ones are closed."""
+_OUTPUT_BYTES = 65536
+"""Bytes that are read at a time from a connection with what a function prints."""
+_TOLD_SECONDS = 1.5
+"""Time after the end in which replicas that ask again are told that they are not expected any more."""
 _VALID = datetime.timedelta(days=3650)
 """Validity of the certificate, which is made anew with each start."""
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what a replica prints, and how it ends, where the platform does not tell."""
+
+    output: Callable[[bytes], object]
+    """Called with the next part of its output."""
+    ended: Callable[[str, str], object]
+    """Called with the reason of its end and a sentence about it, in its own words."""
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """A first line with the token of a replica."""
+
+    replica: str
+    instance: str
+    use: str
+    reason: str
+    text: str
+
+
+class _Unexpected(Exception):
+    """A first line of a replica that nobody expects."""
 
 
 @dataclass
@@ -44,9 +84,12 @@ class _Expected:
     """A replica that may connect."""
 
     token: str
+    listener: Listener | None
+    instance: str = ""
+    """Which process of the replica has connected, if it has said."""
     connections: asyncio.Queue[_Connection | None] = field(default_factory=lambda: asyncio.Queue(_MOST_WAITING + 1))
     """Those that wait for a call; None: there will be no more."""
-    open: set[asyncio.StreamWriter] = field(default_factory=set)
+    open: dict[asyncio.StreamWriter, asyncio.StreamReader] = field(default_factory=dict)
 
 
 class _Protocol(asyncio.StreamReaderProtocol):
@@ -67,6 +110,8 @@ class Dialled:
         self._server: asyncio.Server | None = None
         self._strangers: dict[str, dict[asyncio.Task[Any], None]] = {}
         """What accepts the connections that have not said yet whose they are, by the other side's address."""
+        self._dismissed: set[str] = set()
+        """Replicas that have not asked again since they were given up."""
         self._address, self._certificate = "", ""
         self._context: ssl.SSLContext
 
@@ -93,15 +138,20 @@ class Dialled:
         self._address = address.joined(host.strip("[]"), self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close the listener and all connections."""
-        if self._server is not None:
-            self._server.close()
+        """Close all connections, and the listener. Replicas that end only if they are told so are told first."""
+        self._dismissed = {name for name, one in self._expected.items() if one.listener is not None and one.open}
         for replica in list(self._expected):
             self.forget(replica)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TOLD_SECONDS):
+                while self._dismissed:  # noqa: ASYNC110 - a bounded wait at the end
+                    await asyncio.sleep(0.05)
+        if self._server is not None:
+            self._server.close()
 
-    def expect(self, replica: str) -> DialOut:
+    def expect(self, replica: str, listener: Listener | None = None) -> DialOut:
         """Accept connections of a replica from now on; returns what it has to know."""
-        self._expected[replica] = _Expected(secrets.token_hex(32))
+        self._expected[replica] = _Expected(secrets.token_hex(32), listener)
         return DialOut(self._address, replica, self._expected[replica].token, self._certificate)
 
     def forget(self, replica: str) -> None:
@@ -114,6 +164,13 @@ class Dialled:
         while not expected.connections.empty():
             expected.connections.get_nowait()
         expected.connections.put_nowait(None)
+
+    def connected(self, replica: str) -> bool:
+        """Whether a replica has a connection."""
+        expected = self._expected.get(replica)
+        return expected is not None and any(
+            not writer.is_closing() and not reader.at_eof() for writer, reader in expected.open.items()
+        )
 
     def client(self, replica: str) -> httpx2.AsyncClient:
         """Return a client of a replica; a call waits until it has a connection."""
@@ -144,20 +201,40 @@ class Dialled:
             async with asyncio.timeout(_HELLO_SECONDS):
                 # Nothing may be awaited before this, or the first bytes of the handshake are read as plain text.
                 await writer.start_tls(self._context, ssl_handshake_timeout=_HELLO_SECONDS)
-                replica = self._replica(await reader.readuntil(b"\n"))
-                expected = self._expected.get(replica)
+                hello = self._hello(await reader.readuntil(b"\n"))
+                expected = self._expected.get(hello.replica)
                 if expected is None or expected.connections.qsize() >= _MOST_WAITING:
                     raise ConnectionRefusedError
                 writer.write(ACCEPTED)
                 await writer.drain()
+        except _Unexpected:
+            writer.write(REFUSED)
+            writer.close()
+            return
         except (OSError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
             writer.transport.abort()
             return
         finally:
             self._dismiss(host, task)
-        expected.open = {one for one in expected.open if not one.is_closing()} | {writer}
-        expected.connections.put_nowait((reader, writer))
-        self._greeted(replica)
+        if self._expected.get(hello.replica) is not expected:
+            writer.transport.abort()
+            return
+        listener = expected.listener
+        if hello.use == END:
+            writer.close()
+            if listener is not None:
+                listener.ended(hello.reason, hello.text)
+            return
+        expected.open = {one: its for one, its in expected.open.items() if not one.is_closing()} | {writer: reader}
+        if hello.use == CALLS:
+            expected.connections.put_nowait((reader, writer))
+        self._greeted(hello.replica)
+        if hello.use == OUTPUT and listener is not None:
+            with contextlib.suppress(OSError):
+                while part := await reader.read(_OUTPUT_BYTES):
+                    listener.output(part)
+            writer.transport.abort()
+            self._greeted(hello.replica)
 
     def _admit(self, host: str) -> asyncio.Task[Any]:
         """Count the connection of this task as a stranger's.
@@ -182,17 +259,27 @@ class Dialled:
         if not strangers:
             self._strangers.pop(host, None)
 
-    def _replica(self, line: bytes) -> str:
-        """Return the replica that a first line is from; raises ``ValueError``."""
-        hello = json.loads(line) if len(line) <= MOST_HELLO_BYTES else None
-        if not isinstance(hello, dict):
+    def _hello(self, line: bytes) -> _Hello:
+        """Return what a first line says; raises ``ValueError``, and `_Unexpected`."""
+        given = json.loads(line) if len(line) <= MOST_HELLO_BYTES else None
+        members = ("replica", "token", "instance", "use", "reason", "text")
+        if not isinstance(given, dict) or not isinstance(given.get("replica"), str):
             raise ValueError("not a first line")
-        replica, token = hello.get("replica"), hello.get("token")
-        expected = self._expected.get(replica) if isinstance(replica, str) else None
+        replica, token, instance, use, reason, text = (given.get(one, "") for one in members)
+        expected = self._expected.get(replica)
+        if not all(isinstance(one, str) for one in (token, instance, use, reason, text)):
+            raise ValueError("not a first line")
         known = expected.token if expected is not None else secrets.token_hex(32)
-        if not isinstance(replica, str) or not hmac.compare_digest(str(token).encode(), known.encode()):
-            raise ValueError("not the token of a replica")
-        return replica
+        if not hmac.compare_digest(token.encode(), known.encode()) or expected is None:
+            self._dismissed.discard(replica)
+            raise _Unexpected
+        if (use or CALLS) not in (CALLS, *((OUTPUT, END) if expected.listener is not None else ())):
+            raise ValueError("no use of a connection")
+        expected.instance = expected.instance or instance
+        if instance != expected.instance:
+            # A platform may run what it was given once twice.
+            raise _Unexpected
+        return _Hello(replica, instance, use or CALLS, reason, text)
 
 
 def _certificate() -> tuple[str, str]:
