@@ -26,6 +26,7 @@ from region_agent.config import (
     EmbeddedGateway,
     FileChannelConfig,
     KubernetesGateway,
+    LambdaGateway,
     OpenFaasGateway,
     RedisChannelConfig,
     RegionConfig,
@@ -165,6 +166,10 @@ async def _gateway(config: RegionConfig) -> str:
         return await asyncio.to_thread(_docker, gateway)
     if isinstance(gateway, KubernetesGateway):
         return await _kubernetes(config, gateway)
+    if isinstance(gateway, LambdaGateway):
+        from region_agent.gateway.embedded.serverless.examine import examine_functions
+
+        return await examine_functions(config, gateway)
     if not isinstance(gateway, OpenFaasGateway):
         return "embedded; it starts with the agent"
     async with openfaas_client(gateway) as client:

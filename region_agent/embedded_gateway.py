@@ -12,7 +12,14 @@ from pathlib import Path
 
 from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
-from region_agent.config import DockerGateway, EmbeddedGateway, KubernetesGateway, OpenFaasGateway, RegionConfig
+from region_agent.config import (
+    DockerGateway,
+    EmbeddedGateway,
+    KubernetesGateway,
+    LambdaGateway,
+    OpenFaasGateway,
+    RegionConfig,
+)
 from region_agent.gateway import BasicAuth, GatewayClient
 
 __all__ = ["WORKER_IMAGE", "EmbeddedGatewayProcess", "openfaas_client", "reachable"]
@@ -51,7 +58,7 @@ class EmbeddedGatewayProcess:
     def __init__(
         self,
         state_dir: Path,
-        platform: EmbeddedGateway | DockerGateway | KubernetesGateway,
+        platform: EmbeddedGateway | DockerGateway | KubernetesGateway | LambdaGateway,
         *,
         isolation: str,
         warm: bool = True,
@@ -101,6 +108,9 @@ class EmbeddedGatewayProcess:
             case KubernetesGateway() as cluster:
                 settings = cluster.model_dump(mode="json", exclude_none=True)
                 config |= {"kubernetes": settings, "owner": self._owner, "dial_host": self._worker_host}
+            case LambdaGateway() as functions:
+                settings = functions.model_dump(mode="json", exclude_none=True)
+                config |= {"serverless": settings, "owner": self._owner, "dial_host": self._worker_host}
         config_file = self._folder / "config.json"
         write_durably(config_file, [json.dumps(config).encode()])
         log = (self._folder / "gateway.log").open("ab")

@@ -12,6 +12,7 @@ from region_agent.config import RegionConfig
 from region_agent.isolation import Isolation
 from region_agent.tasks.environments import check_packages
 from region_agent.tasks.secrets import check_secrets
+from region_agent.worker.invocation import CALL_GRACE
 from sync.codec import MaskedIntegers, codec_named
 from sync.ps.tokens import MAX_TOKEN_LIFETIME
 from sync.secure import hiding_regions
@@ -24,6 +25,9 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _LONGEST_SLICE = MAX_TOKEN_LIFETIME - timedelta(minutes=5)
 """Longest slice; a worker's token must stay valid after it, until the end of the step and of waits for an answer."""
+
+_BEGIN_SECONDS = 60.0
+"""Part of the life of a replica that its platform ends, in which calls may begin: its successor starts meanwhile."""
 
 
 def most_workers(config: RegionConfig, *, preemptible: bool = False) -> int:
@@ -65,6 +69,11 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         valid = MAX_TOKEN_LIFETIME.total_seconds()
         text = f"a slice of {plan.slice_seconds:g} s; a worker's token is valid for {valid:g} s"
         raise GeofedError("LIMIT_EXCEEDED", text, hint=f"function.slice is at most {_LONGEST_SLICE.total_seconds():g}s")
+    life = config.life_seconds
+    if life is not None and plan.slice_seconds + CALL_GRACE.total_seconds() + _BEGIN_SECONDS > life:
+        longest = life - CALL_GRACE.total_seconds() - _BEGIN_SECONDS
+        text = f"a slice of {plan.slice_seconds:g} s; {config.platform.title} ends a function of {config.name} after "
+        raise GeofedError("LIMIT_EXCEEDED", f"{text}{life:g} s", hint=f"function.slice is at most {longest:g}s there")
     if plan.memory_mb > config.capacity.memory_mb:
         text = f"region {config.name} allows a function {config.capacity.memory_mb} MB, the plan has {plan.memory_mb}"
         raise GeofedError("FORBIDDEN", text)

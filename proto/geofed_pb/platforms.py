@@ -37,6 +37,16 @@ class Platform:
     start_seconds: float = 60.0
     """Longest time until the first replicas of a function are ready; region files may change it where images are
     pulled and nodes are added."""
+    has_preemptible: bool = True
+    """Whether there may be workers on capacity that the cloud takes away at any time, for another price."""
+    memory_mb: tuple[int, int] | None = None
+    """Least and most memory of a function, in MB; None: what the machines have."""
+    life_seconds: float | None = None
+    """Longest life of a replica, which the platform then ends; None: there is no limit."""
+    event_bytes: int | None = None
+    """Most bytes with which a replica is started: its environment and secrets; None: no limit of the platform."""
+    scratch_mb: tuple[int, int] | None = None
+    """Least and most disk space of a function, in MB; None: what the machines have."""
 
 
 PLATFORMS = {
@@ -57,6 +67,11 @@ PLATFORMS = {
         Platform(
             "kubernetes", "Kubernetes", local_files=False, sandboxed=False, callable_by_others=False, dials_out=True,
             shared=True, own_secrets=False, places_preemptible=True, start_seconds=300.0,
+        ),
+        Platform(
+            "lambda", "AWS Lambda", local_files=False, sandboxed=False, callable_by_others=False, dials_out=True,
+            shared=True, own_secrets=False, places_preemptible=False, start_seconds=180.0, has_preemptible=False,
+            memory_mb=(128, 10240), life_seconds=900.0, event_bytes=1_000_000, scratch_mb=(512, 10240),
         ),
     )
 }  # fmt: skip

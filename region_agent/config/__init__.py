@@ -7,6 +7,7 @@ from region_agent.config._gateways import (
     DockerGateway,
     EmbeddedGateway,
     KubernetesGateway,
+    LambdaGateway,
     OpenFaasGateway,
     PlacementConfig,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "EmbeddedGateway",
     "FileChannelConfig",
     "KubernetesGateway",
+    "LambdaGateway",
     "OpenFaasGateway",
     "PlacementConfig",
     "PricesConfig",

@@ -13,7 +13,14 @@ from pydantic import Field, model_validator
 from geofed_pb.platforms import PLATFORMS
 from region_agent.config._section import Section
 
-__all__ = ["DockerGateway", "EmbeddedGateway", "KubernetesGateway", "OpenFaasGateway", "PlacementConfig"]
+__all__ = [
+    "DockerGateway",
+    "EmbeddedGateway",
+    "KubernetesGateway",
+    "LambdaGateway",
+    "OpenFaasGateway",
+    "PlacementConfig",
+]
 
 
 class EmbeddedGateway(Section):
@@ -142,3 +149,47 @@ class KubernetesGateway(Section):
     """User and group ID of the functions."""
     start_seconds: Annotated[float, Field(gt=0, le=3600)] = PLATFORMS["kubernetes"].start_seconds
     """Longest time until a function has a node, its image, and has connected."""
+
+
+_LAMBDA = PLATFORMS["lambda"]
+_LIFE_SECONDS = _LAMBDA.life_seconds or 0.0
+_SCRATCH_MB = _LAMBDA.scratch_mb or (0, 0)
+
+
+class LambdaGateway(Section):
+    """Functions are invocations of AWS Lambda functions that the agent creates (docs/lambda.md)."""
+
+    kind: Literal["lambda"]
+    """Kind of the gateway."""
+    image: Annotated[str, Field(pattern=r"^[0-9]{12}\.dkr\.ecr\.[^\s/]+/[^\s]+$")]
+    """Image of the worker function in a repository of Amazon ECR in the same AWS region."""
+    role: Annotated[str, Field(pattern=r"^arn:aws[a-z-]*:iam::[0-9]{12}:role/[^\s]{1,512}$")]
+    """ARN of the role that functions have. Job code can use its rights, so it needs as few as docs/lambda.md says."""
+    aws_region: Annotated[str, Field(pattern=r"^[a-z]{2,4}(-[a-z]+)+-[0-9]$")] | None = None
+    """AWS region of the functions. Default: that of the agent's AWS configuration."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of this agent to which functions connect, at `server.workerHost`. 0: any free one."""
+    subnets: Annotated[tuple[Annotated[str, Field(pattern=r"^subnet-[0-9a-z]+$")], ...], Field(max_length=16)] = ()
+    """Subnets of a VPC to which functions are attached, from which they reach the agent, the channel and the data.
+    Default: none; the agent then has a public address."""
+    security_groups: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^sg-[0-9a-zA-Z]+$")], ...], Field(max_length=5)
+    ] = ()
+    """Security groups of functions in these subnets; they need to allow no incoming connection."""
+    architecture: Literal["x86_64", "arm64"] = "x86_64"
+    """Architecture of the image."""
+    scratch_mb: Annotated[int, Field(ge=_SCRATCH_MB[0], le=_SCRATCH_MB[1])] = 2048
+    """Disk space of a function, in MB; more than 512 costs extra."""
+    life_seconds: Annotated[int, Field(ge=30, le=int(_LIFE_SECONDS))] = int(_LIFE_SECONDS)
+    """Time limit of an invocation, in seconds. A replica is replaced by another invocation before."""
+    reserved_concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Concurrent invocations that are reserved for each job's function, and its most: twice the workers of a job, since
+    all may be replaced at the same time. Default: none; functions share what the account has."""
+    start_seconds: Annotated[float, Field(gt=0, le=3600)] = _LAMBDA.start_seconds
+    """Longest time until a function has been made, its image is there, and an invocation has connected."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LambdaGateway:
+        if bool(self.subnets) != bool(self.security_groups):
+            raise ValueError("`subnets` and `securityGroups` belong together: write both, or none")
+        return self

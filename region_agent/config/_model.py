@@ -19,7 +19,13 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
 from geofed_pb.platforms import PLATFORMS, Platform
-from region_agent.config._gateways import DockerGateway, EmbeddedGateway, KubernetesGateway, OpenFaasGateway
+from region_agent.config._gateways import (
+    DockerGateway,
+    EmbeddedGateway,
+    KubernetesGateway,
+    LambdaGateway,
+    OpenFaasGateway,
+)
 from region_agent.config._section import Section
 from region_agent.worker.data.formats import check_format
 from region_agent.worker.data.spec import FormatSpec
@@ -460,7 +466,8 @@ class RegionConfig(Section):
     stores: dict[str, StoreConfig] = {}
     """S3-compatible object stores, by name; their credentials come from the SDK's credential chain."""
     gateway: Annotated[
-        EmbeddedGateway | DockerGateway | OpenFaasGateway | KubernetesGateway, Field(discriminator="kind")
+        EmbeddedGateway | DockerGateway | OpenFaasGateway | KubernetesGateway | LambdaGateway,
+        Field(discriminator="kind"),
     ] = EmbeddedGateway()
     """Where functions run. Default: `kind: embedded`."""
     channel: Annotated[FileChannelConfig | RedisChannelConfig | S3ChannelConfig, Field(discriminator="kind")] = (
@@ -489,6 +496,8 @@ class RegionConfig(Section):
         if self.prices is not None and not channel_kind(self.channel.kind).in_memory and self.channel.prices is None:
             raise ValueError("`channel.prices` is missing: without it the channel would be counted as free")
         if self.capacity.preemptible:
+            if not self.platform.has_preemptible:
+                raise ValueError(f"`capacity.preemptible` must be 0: {self.platform.title} has no preemptible capacity")
             if self.prices is not None and self.prices.preemptible_usd_per_gb_second is None:
                 raise ValueError(
                     "`prices.preemptibleUsdPerGbSecond` is missing: an unknown price is never assumed to be zero"
@@ -496,6 +505,14 @@ class RegionConfig(Section):
             if self.platform.places_preemptible and not self._preemptible_placement:
                 key = "preemptible" if isinstance(self.gateway, KubernetesGateway) else "preemptibleConstraints"
                 raise ValueError(f"`gateway.{key}` is missing: it places preemptible workers on their nodes")
+        return self
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> RegionConfig:
+        limits = self.platform.memory_mb
+        if limits is not None and not limits[0] <= self.capacity.memory_mb <= limits[1]:
+            text = f"{self.platform.title} gives a function {limits[0]} to {limits[1]} MB"
+            raise ValueError(f"`capacity.memoryMb` is {self.capacity.memory_mb}: {text}")
         return self
 
     @model_validator(mode="after")
@@ -521,8 +538,13 @@ class RegionConfig(Section):
     @property
     def start_seconds(self) -> float:
         """Longest time until the first replicas of a function are ready."""
-        gateway = self.gateway
-        return gateway.start_seconds if isinstance(gateway, KubernetesGateway) else self.platform.start_seconds
+        return float(getattr(self.gateway, "start_seconds", self.platform.start_seconds))
+
+    @property
+    def life_seconds(self) -> float | None:
+        """Longest life of a replica; None: there is no limit."""
+        limit: float | None = getattr(self.gateway, "life_seconds", self.platform.life_seconds)
+        return limit
 
     @property
     def _preemptible_placement(self) -> object:

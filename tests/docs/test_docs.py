@@ -179,6 +179,22 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file.write_text(re.sub(r"^server:.*\n(?: .*\n)*", "", changed, flags=re.MULTILINE) + server)
     config = load_config(file)
     assert (config.gateway.kind, config.start_seconds) == ("kubernetes", 300)
+    sections = re.fullmatch(r"(gateway:.*)(capacity:.*)(server:.*)", _yaml("lambda.md"), re.DOTALL)
+    assert sections is not None
+    changed = re.sub(r"^(gateway|capacity|server):.*\n(?: .*\n)*", "", _yaml("region-file.md"), flags=re.MULTILINE)
+    file.write_text(changed + "".join(sections.groups()))
+    config = load_config(file)
+    assert (config.gateway.kind, config.start_seconds, config.capacity.workers) == ("lambda", 180, 16)
+
+
+def test_the_documented_limits_of_lambda_are_those_that_are_used() -> None:
+    text = " ".join((ROOT / "docs" / "lambda.md").read_text().split())
+    platform = PLATFORMS["lambda"]
+    assert platform.memory_mb is not None
+    least, most = platform.memory_mb
+    assert f"{least} to {most} MB of memory" in text
+    assert f"ends after {platform.life_seconds:g} s at most" in text
+    assert f"has {platform.event_bytes} bytes at most" in text
 
 
 def test_the_documented_table_of_platforms_is_the_one_that_is_used() -> None:

@@ -144,6 +144,65 @@ def test_two_regions_train_in_one_cluster_over_an_eviction(cluster: Any, tmp_pat
         cluster.images.update(images)
 
 
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function service of AWS that has the worker's image, and that agents find by their environment."""
+    pytest.importorskip("boto3")
+    from support.lambda_service import IMAGE, Service, function_command
+
+    (tmp_path / "lambda").mkdir()
+    with Service(tmp_path / "lambda", {IMAGE: function_command()}) as service:
+        for name, value in service.variables.items():
+            monkeypatch.setenv(name, value)
+        yield service
+
+
+@pytest.mark.timeout(600)
+def test_two_regions_train_in_functions_of_aws_over_a_killed_invocation(functions: Any, tmp_path: Path) -> None:
+    from support.lambda_service import IMAGE, ROLE
+
+    sites = digits_sites(tmp_path, REGIONS, workers=2, gateway={"kind": "lambda", "image": IMAGE, "role": ROLE})
+    for site in sites:
+        (tmp_path / f"{site.name}.token").write_text(f"value of {site.name}")
+        site.config["secrets"] = {"token": {"file": str(tmp_path / f"{site.name}.token")}}
+    with Federation(tmp_path / "federation", sites) as federation:
+        running = Running(federation, tmp_path)
+        settings = "train.workers=2", "train.end.epochs=40", "wan.interval=20", "task.secrets=[token]"
+        job = running.submit(*settings, task=named("reads a secret in a function") + READS)
+        running.wait_round(job, 1)
+        # One function in each region, and an invocation of it for each worker.
+        of_region = {one.tags["geofed.region"]: name for name, one in functions.functions.items()}
+        assert sorted(of_region) == sorted(REGIONS)
+        assert {one.tags["geofed.job"] for one in functions.functions.values()} == {job}
+        assert sorted(one.function for one in functions.working()) == sorted([*of_region.values()] * 2)
+        killed = next(one for one in functions.working() if one.function == of_region[REGIONS[0]])
+        killed.process.kill()
+        running.wait_round(job, 3)
+        # An agent that is killed finds its functions when it starts again, and makes others.
+        federation.processes[REGIONS[1]].kill()
+        federation.processes[REGIONS[1]].wait(timeout=30)
+        federation.start_agent(REGIONS[1])
+        eventually(lambda: of_region[REGIONS[1]] not in functions.functions, "its earlier function is deleted")
+        described = running.wait_end(job)
+        check_succeeded(described)
+        failed = [event for event in running.events(job) if event["kind"] == "worker-failed"]
+        assert [event for event in failed if "ended without a word" in event["text"]], failed
+        eventually(lambda: not functions.functions, "the functions are deleted")
+
+        # A function's start is measured, and plans use it.
+        measured = running.job_folder(named("starts in a function")) / "job.yaml"
+        told = json.loads(federation.control_plane("profile", str(measured), "-o", "json", timeout=120).stdout)
+        starts = {region: one["start_seconds"] for region, one in told["data"]["regions"].items()}
+        assert starts.keys() == set(REGIONS)
+        assert all(0.5 < seconds < 60 for seconds in starts.values()), starts
+
+        # An image that is not there fails a job, and says so.
+        functions.images.clear()
+        failing = running.submit("train.workers=2", "train.end.epochs=1", task=named("finds no image at AWS"))
+        ended = running.wait_end(failing)
+        assert (ended["state"], ended["error"]["code"]) == ("failed", "IMAGE_UNAVAILABLE"), ended
+
+
 @pytest.fixture(scope="module")
 def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A region's gateway of kind `docker`, with an engine that has the worker's image."""

@@ -95,6 +95,10 @@ def _provider_of(config: Config) -> Provider:
             hint = "pip install 'geofed[kubernetes]'"
             raise GeofedError("CONFIG_INVALID", "the package lightkube is not installed", hint=hint) from None
         return ClusterProvider(config)
+    if config.serverless is not None:
+        from region_agent.gateway.embedded.serverless.provider import ServerlessProvider
+
+        return ServerlessProvider(config)
     return Provider(config)
 
 

@@ -19,7 +19,7 @@ from region_agent.gateway.functions import BasicAuth
 from region_agent.gateway.quantities import parse_duration
 
 if TYPE_CHECKING:
-    from region_agent.config import KubernetesGateway
+    from region_agent.config import KubernetesGateway, LambdaGateway
 
 __all__ = ["Config", "Profile", "load"]
 
@@ -90,10 +90,12 @@ class Config:
     """Network of the containers; empty: one of the gateway's own, from which only this machine is reached."""
     kubernetes: KubernetesGateway | None = None
     """The section ``gateway`` of a region file with the kind ``kubernetes``: replicas are Jobs of its cluster."""
+    serverless: LambdaGateway | None = None
+    """The section ``gateway`` of a region file with the kind ``lambda``: replicas are invocations of its functions."""
     owner: str = "local"
-    """Mark of the gateway's objects in the cluster, a label's value that no other gateway there has."""
+    """Mark of the gateway's objects on a platform that others use, too, which no other gateway there has."""
     dial_host: str = "127.0.0.1"
-    """Address of this machine at which it listens for the pods, and to which they connect."""
+    """Address of this machine at which it listens for replicas elsewhere, and to which they connect."""
     read_timeout: timedelta = timedelta(seconds=60)
     """Longest time for a request's body to arrive."""
     write_timeout: timedelta = timedelta(seconds=60)
@@ -193,6 +195,10 @@ def _convert(kind: str, value: Any) -> Any:
         from region_agent.config import KubernetesGateway
 
         return KubernetesGateway.model_validate(_expect(value, dict))
+    if kind.startswith("LambdaGateway"):
+        from region_agent.config import LambdaGateway
+
+        return LambdaGateway.model_validate(_expect(value, dict))
     if kind == "timedelta":
         return parse_duration(value if isinstance(value, str) else str(_expect(value, int | float)))
     if kind.startswith("tuple"):

@@ -53,6 +53,8 @@ ENV PYTHONPATH=/opt/probe
 ENTRYPOINT ["python", "-m", "region_agent.gateway.container", "--handler", "gateway_probe:handle"]
 """
 QUICK = RetryPolicy(deadline=timedelta(seconds=2))
+REMOTE = ("kubernetes", "lambda")
+"""Platforms whose replicas connect to the gateway, each with a double in this process."""
 _numbers = itertools.count(1)
 
 
@@ -77,6 +79,8 @@ class Embedded:
     directory: Path
     config: dict[str, Any] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    """Further variables of its environment."""
     process: subprocess.Popen[bytes] | None = None
     url: str = ""
 
@@ -103,7 +107,8 @@ class Embedded:
         file.write_text(json.dumps(base | self.config))
         command = [sys.executable, "-m", "region_agent.gateway.embedded", "--config", str(file), *self.arguments]
         with open(self.directory / "gateway.log", "ab") as log:
-            self.process = subprocess.Popen([*command, "--die-with-parent", str(os.getpid())], stderr=log)
+            environ = {**os.environ, **self.variables}
+            self.process = subprocess.Popen([*command, "--die-with-parent", str(os.getpid())], stderr=log, env=environ)
         until(lambda: ready.exists() or self.process.poll() is not None, 30)  # type: ignore[union-attr]
         assert self.process.poll() is None, (self.directory / "gateway.log").read_text()
         self.url = json.loads(ready.read_text())["url"]
@@ -211,10 +216,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Embedded]]:
     """Start embedded gateways of one's own; they end with the test."""
     started: list[Embedded] = []
 
-    def start(*arguments: str, **config: Any) -> Embedded:
+    def start(*arguments: str, variables: dict[str, str] | None = None, **config: Any) -> Embedded:
         directory = tmp_path / f"gateway-{len(started)}"
         directory.mkdir()
-        embedded = Embedded(directory, config, arguments)
+        embedded = Embedded(directory, config, arguments, variables or {})
         started.append(embedded)
         embedded.start()
         return embedded
@@ -293,7 +298,7 @@ def embedded_sessions(
 
 def _kinds() -> list[str]:
     named = {"docker": "GEOFED_TEST_DOCKER", "real": "GEOFED_TEST_GATEWAY_URL"}
-    return [*PROFILES, "kubernetes", *(kind for kind, variable in named.items() if os.environ.get(variable))]
+    return [*PROFILES, *REMOTE, *(kind for kind, variable in named.items() if os.environ.get(variable))]
 
 
 @pytest.fixture(scope="session")
@@ -331,6 +336,22 @@ def kubernetes_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emb
         embedded.stop()
 
 
+@pytest.fixture(scope="session")
+def lambda_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    """An embedded gateway whose replicas are invocations of a service's functions in this process."""
+    pytest.importorskip("boto3")
+    from support.lambda_service import IMAGE, ROLE, Service, function_command
+
+    command = function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
+    with Service(tmp_path_factory.mktemp("lambda"), {"probe": command, IMAGE: command}) as service:
+        settings = {"kind": "lambda", "image": IMAGE, "role": ROLE}
+        config = {"serverless": settings, "owner": "contract", "drain_timeout": "1s"}
+        embedded = Embedded(tmp_path_factory.mktemp("gateway-lambda"), config, variables=service.variables)
+        embedded.start()
+        yield embedded
+        embedded.stop()
+
+
 @pytest.fixture(params=_kinds())
 async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[Target]:
     """The gateway that the contract is checked on."""
@@ -344,8 +365,8 @@ async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIt
         async with open_url(embedded.url, None, None, image, embedded) as target:
             yield target
         return
-    if request.param == "kubernetes":
-        async with open_target(request.getfixturevalue("kubernetes_session")) as target:
+    if request.param in REMOTE:
+        async with open_target(request.getfixturevalue(f"{request.param}_session")) as target:
             yield target
         return
     setting = os.environ.get
@@ -366,5 +387,6 @@ def _gateways_live_longer_than_a_test(request: pytest.FixtureRequest) -> None:
             request.getfixturevalue(name)
         if any("[docker" in item.nodeid for item in request.session.items):
             request.getfixturevalue("docker_session")
-        if any("[kubernetes" in item.nodeid for item in request.session.items):
-            request.getfixturevalue("kubernetes_session")
+        for kind in REMOTE:
+            if any(f"[{kind}" in item.nodeid for item in request.session.items):
+                request.getfixturevalue(f"{kind}_session")

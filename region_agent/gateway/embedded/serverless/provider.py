@@ -1,0 +1,351 @@
+"""Carries out the actions of the function table at a cloud's function service: each replica is one invocation.
+
+A function of the table is a function of the cloud, made when its first replica starts and deleted when its last one has
+ended and it is not wanted any more. Environment and secrets travel with the event that starts a replica. The service
+tells nobody how an invocation ends, and none can be ended from outside: replicas tell it themselves, one that loses all
+its connections has ended, and one whose connections the gateway does not accept any more ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import math
+import secrets
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.platforms import PLATFORMS
+from geofed_pb.tasks import awaited, end_process
+from region_agent.gateway.embedded.config import Config
+from region_agent.gateway.embedded.dialled import Listener
+from region_agent.gateway.embedded.logs import LineSplitter
+from region_agent.gateway.embedded.provider import Isolation
+from region_agent.gateway.embedded.remote import RemoteProvider
+from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running
+from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, RUN_TAG, CloudFunctions, Hosted
+from region_agent.gateway.embedded.serverless.clouds import functions_of
+from region_agent.gateway.embedded.table import Aged, Expired, Refused, ReplicaReady
+from region_agent.gateway.functions import FunctionSpec
+from region_agent.gateway.quantities import parse_memory_bytes
+from region_agent.gateway.serverless.order import Order
+
+__all__ = ["ServerlessProvider", "memory_mb"]
+
+_log = structlog.get_logger("gateway.serverless")
+_DEFAULT_MEMORY = "1Gi"
+"""Memory of a function that states none."""
+_LOOK_SECONDS = 1.0
+"""Interval at which replicas without a connection, and functions that nobody wants, are looked for."""
+_LONGEST_PAUSE_SECONDS = 15.0
+"""Longest pause before functions that could not be deleted are deleted again."""
+_LOST_SECONDS = 3.0
+"""Time without any connection after which a replica counts as ended."""
+_POLL_SECONDS = 0.5
+"""Interval at which a function that is being made is looked at."""
+_MOST_TAG = 256
+"""Most characters of a tag's value."""
+_LEAVE_SECONDS = 8.0
+"""Time before the platform's limit in which a replica begins no call."""
+_LEAST_LEAD_SECONDS = 10.0
+"""Least time before a replica's last call in which its successor is started."""
+_STOP_SECONDS = 3.0
+"""Time for the functions to be deleted when the gateway stops."""
+_ENDS = {
+    "time": ("FUNCTION_EVICTED", "evicted"),
+    "crash": ("FUNCTION_FAILED", "crash"),
+}
+"""Codes and reasons of how replicas say that they have ended."""
+_Key = tuple[str, str, int]
+
+
+@dataclass
+class _Function:
+    """A function at the cloud."""
+
+    name: str
+    key: _Key
+    """Function of the table, image, and memory in MB."""
+    made: asyncio.Task[None]
+    replicas: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Placed:
+    """A replica."""
+
+    name: str
+    """Name under which it connects."""
+    function: _Function
+    over: bool = False
+    alone_since: float | None = None
+    """When it had no connection first, after it had one; by the monotonic clock."""
+
+
+class ServerlessProvider(RemoteProvider):
+    """The functions of one gateway, as functions of a cloud, whose invocations connect to it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        assert config.serverless is not None
+        self._settings = config.serverless
+        self._platform = PLATFORMS[self._settings.kind]
+        self.orchestration = self._settings.kind
+        self._mark, self._run = config.owner, secrets.token_hex(3)
+        self._cloud: CloudFunctions
+        self._functions: dict[_Key, _Function] = {}
+        self._left: set[str] = set()
+        """Names of functions at the cloud that nobody wants."""
+        self._placed: dict[str, _Placed] = {}
+        self._number = 0
+        self._requests: set[asyncio.Task[None]] = set()
+        """Requests that make functions. None is cut short: the cloud may carry it out all the same, later."""
+        self._look_now = asyncio.Event()
+        self._start_seconds = _LEAST_LEAD_SECONDS
+        """Time that the last start of a replica has taken."""
+
+    def _greeted(self, replica: str) -> None:
+        self._look_now.set()
+
+    async def start(self) -> None:
+        """Listen for the replicas; functions of an earlier gateway are deleted."""
+        self._cloud = await asyncio.to_thread(functions_of, self._settings)
+        self._clear_runtime()
+        await self._dialled.start(self.config.dial_host, self._settings.port)
+        self.isolation = Isolation("container", "", limits_processes=True)
+        self._run_task(self._watch(), end_process)
+
+    async def stop(self) -> None:
+        """End every replica and delete every function, once none is being made any more."""
+        self._stopping = True
+        self.logs.end()
+        await self._dialled.stop()
+        await self._stop_tasks()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                await asyncio.gather(*self._requests, return_exceptions=True)
+                names = self._left | {one.name for one in self._functions.values()}
+                deletions = [asyncio.to_thread(self._cloud.delete, name) for name in names]
+                await asyncio.gather(*deletions, return_exceptions=True)
+
+    def deploy(self, spec: FunctionSpec) -> None:
+        """Create or change a function; raises ``Refused``, also for more than the platform has."""
+        limits, life = FunctionLimits.of(spec, self.config), float(self._settings.life_seconds)
+        if limits.call_timeout.total_seconds() + _LEAVE_SECONDS > life:
+            text = f"its calls take {limits.call_timeout.total_seconds():g} s, and its replicas live for {life:g} s"
+            raise Refused(400, f"function {spec.service}: {text}")
+        try:
+            memory_mb(spec, self._platform.memory_mb)
+        except ValueError as error:
+            raise Refused(400, f"function {spec.service}: {error}") from error
+        super().deploy(spec)
+
+    # replicas
+
+    async def _start_replica(self, name: str, spec: FunctionSpec) -> None:
+        if self._stopping:
+            return
+        running = Running.create(name, spec, self.config, None)
+        self._running[name] = running
+        begun = time.monotonic()
+        self._number += 1
+        placed = self._placed[name] = _Placed(f"geofed-{self._mark}-{self._run}-{self._number}", self._function(spec))
+        placed.function.replicas.add(name)
+        try:
+            await asyncio.shield(placed.function.made)
+            event = self._event(placed, running)
+            invoked = time.monotonic()
+            if self._placed.get(name) is placed:
+                await asyncio.to_thread(self._cloud.start, placed.function.name, event)
+        except Refused as refused:
+            self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
+            return
+        except GeofedError as error:
+            if self._functions.get(placed.function.key) is placed.function and placed.function.made.done():
+                # Another one is made for the next replica.
+                self._give_up(placed.function)
+            self._fail(name, error)
+            return
+        limit = self._settings.start_seconds
+        http = await self._client_of(running, placed.name, lambda: placed.over, begun + limit)
+        if http is None:
+            if self._placed.get(name) is placed and not placed.over:
+                self._fail(name, self._overdue(limit))
+            return
+        running.http = http
+        self._last_failure.pop(spec.service, None)
+        self._start_seconds = time.monotonic() - invoked
+        _log.info(
+            "replica ready", replica=name, function=placed.function.name, seconds=round(time.monotonic() - begun, 3)
+        )
+        self.apply(ReplicaReady(name))
+        self._replace_in_time(running, invoked)
+
+    def _replace_in_time(self, running: Running, invoked: float) -> None:
+        """Start another replica, and end this one, before a call in it could exceed the platform's limit."""
+        call, left = (
+            running.limits.call_timeout.total_seconds(),
+            self._settings.life_seconds - (time.monotonic() - invoked),
+        )
+        last = max(left - call - _LEAVE_SECONDS, 0.0)
+        lead = min(max(_LEAST_LEAD_SECONDS, 2 * self._start_seconds), last / 2)
+        self._after(last - lead, self.apply, Aged(running.name))
+        self._after(last, self.apply, Expired(running.name))
+
+    def _event(self, placed: _Placed, running: Running) -> bytes:
+        spec, redact = running.spec, self._redaction(running.spec)
+
+        def line(text: str) -> None:
+            self.logs.append(spec.service, running.name, redact(text))
+
+        splitter = LineSplitter(line)
+        dial = self._dialled.expect(placed.name, Listener(splitter.feed, partial(self._said, running, placed)))
+        running.exited.add_done_callback(lambda _: splitter.end())
+        order = Order(
+            address=dial.address, replica=dial.replica, token=dial.token, certificate=dial.certificate,
+            env=self._environment(running, "1"),
+            secrets={one: base64.b64encode(self.secrets.read(one)) for one in spec.secrets},
+            life_seconds=self._settings.life_seconds,
+        )  # fmt: skip
+        event, most = order.model_dump_json().encode(), self._platform.event_bytes
+        if most is not None and len(event) > most:
+            raise Refused(413, f"{len(event)} bytes of environment and secrets; {self._platform.title} takes {most}")
+        return event
+
+    def _said(self, running: Running, placed: _Placed, reason: str, text: str) -> None:
+        """Take a replica's word that it has ended."""
+        code, kind = _ENDS.get(reason, _ENDS["crash"])
+        self._ended(running, placed, code, kind, " ".join(text.split())[:500] or "it has ended")
+
+    def _ended(self, running: Running, placed: _Placed, code: str, reason: str, text: str) -> None:
+        if not placed.over:
+            placed.over = True
+            running.kill_reason = running.kill_reason or reason
+            self._fail(running.name, GeofedError(code, f"replica {running.name}: {text}"))
+
+    def _overdue(self, limit: float) -> GeofedError:
+        host = self.config.dial_host
+        text = f"no invocation has connected to {host} and been ready within {limit:g} s"
+        hint = (
+            "see that functions reach `server.workerHost` and `gateway.port`, that the image is of this version, and "
+            f"that {self._platform.title} has room for another invocation; its own log of the function may say more"
+        )
+        return GeofedError("FUNCTION_UNSCHEDULABLE", text, hint=hint)
+
+    def _fail(self, replica: str, error: GeofedError) -> None:
+        """Give up a replica: it ends, its calls fail, and the table decides about another."""
+        running = self._running.get(replica)
+        if running is None:
+            return
+        if not running.kill_text:
+            running.kill_text, running.kill_code, running.kill_hint = error.message, error.code, error.hint
+        self._end(replica)
+
+    def _end(self, name: str) -> None:
+        placed = self._placed.pop(name, None)
+        if placed is None:
+            return
+        placed.over = True
+        placed.function.replicas.discard(name)
+        self._dialled.forget(placed.name)
+        self._look_now.set()
+        # Not in the middle of the actions that ended it.
+        asyncio.get_running_loop().call_soon(self._exited, name, None)
+
+    # functions at the cloud
+
+    def _function(self, spec: FunctionSpec) -> _Function:
+        """Return the function at the cloud that runs a specification, and have it made if there is none."""
+        key = self._key(spec)
+        found = self._functions.get(key)
+        if found is None:
+            self._number += 1
+            name = f"geofed-{self._mark}-{self._run}-f{self._number}"
+            own = {one: value[:_MOST_TAG] for one, value in spec.labels.items() if one.startswith("geofed.") and value}
+            tags = {**own, GATEWAY_TAG: self._mark, RUN_TAG: self._run}
+            made = awaited(self._make(Hosted(name, spec.image, key[2], tags)))
+            self._requests.add(made)
+            made.add_done_callback(self._requests.discard)
+            made.add_done_callback(
+                lambda task: task.cancelled() or task.exception()
+            )  # replicas ask for it, if there are
+            found = self._functions[key] = _Function(name, key, made)
+        return found
+
+    def _key(self, spec: FunctionSpec) -> _Key:
+        return spec.service, spec.image, memory_mb(spec, self._platform.memory_mb)
+
+    async def _make(self, function: Hosted) -> None:
+        begun, limit = time.monotonic(), self._settings.start_seconds
+        await asyncio.to_thread(self._cloud.create, function)
+        while not await asyncio.to_thread(self._cloud.is_ready, function.name):
+            if time.monotonic() - begun > limit:
+                text = f"{self._platform.title} has not made the function within {limit:g} s"
+                raise GeofedError("FUNCTION_UNSCHEDULABLE", text)
+            await asyncio.sleep(_POLL_SECONDS)
+        _log.info("function made", function=function.name, seconds=round(time.monotonic() - begun, 3))
+
+    def _give_up(self, function: _Function) -> None:
+        if self._functions.get(function.key) is function:
+            del self._functions[function.key]
+            self._left.add(function.name)
+
+    async def _watch(self) -> None:
+        """Look for ever for replicas that have no connection any more, and for functions that nobody wants."""
+        cleared, told, pause, again_at = False, "", _LOOK_SECONDS, 0.0
+        while True:
+            self._look()
+            try:
+                if time.monotonic() > again_at:
+                    if not cleared:
+                        await self._clear_earlier()
+                        cleared = True
+                    for name in list(self._left):
+                        await asyncio.to_thread(self._cloud.delete, name)
+                        self._left.discard(name)
+                    told, pause = "", _LOOK_SECONDS
+            except GeofedError as error:
+                again_at, pause = time.monotonic() + pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                if str(error) != told:
+                    told = str(error)
+                    _log.warning("functions could not be deleted yet", cause=told)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), _LOOK_SECONDS)
+            self._look_now.clear()
+            await asyncio.sleep(0.1)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for name, placed in list(self._placed.items()):
+            running = self._running.get(name)
+            if running is None or running.http is None or self._dialled.connected(placed.name):
+                placed.alone_since = None
+            elif placed.alone_since is None:
+                placed.alone_since = now
+            elif now - placed.alone_since > _LOST_SECONDS:
+                text = "its invocation has ended without a word, as when the platform ends it or its memory is used up"
+                self._ended(running, placed, "FUNCTION_EVICTED", "evicted", text)
+        wanted = {self._key(self.table.spec(name)) for name in self.table.names()}
+        for function in list(self._functions.values()):
+            if not function.replicas and function.key not in wanted and function.made.done():
+                self._give_up(function)
+
+    async def _clear_earlier(self) -> None:
+        """Delete what earlier runs of this gateway have left."""
+        for name in await asyncio.to_thread(self._cloud.names, self._mark):
+            if not name.startswith(f"geofed-{self._mark}-{self._run}-"):
+                self._left.add(name)
+
+
+def memory_mb(spec: FunctionSpec, limits: tuple[int, int] | None) -> int:
+    """Return the memory of a function in MB, within a platform's limits; raises ``ValueError`` for more."""
+    asked = math.ceil(parse_memory_bytes(spec.limits.get("memory", _DEFAULT_MEMORY)) / 2**20)
+    least, most = limits or (1, asked)
+    if asked > most:
+        raise ValueError(f"it has {asked} MB of memory; {most} MB are the most")
+    return max(least, asked)
