@@ -30,6 +30,7 @@ from region_agent.config import (
     OpenFaasGateway,
     RedisChannelConfig,
     RegionConfig,
+    ScfGateway,
 )
 from region_agent.embedded_gateway import EmbeddedGatewayProcess, openfaas_client
 from region_agent.isolation import CONTAINER, isolation_of
@@ -166,7 +167,7 @@ async def _gateway(config: RegionConfig) -> str:
         return await asyncio.to_thread(_docker, gateway)
     if isinstance(gateway, KubernetesGateway):
         return await _kubernetes(config, gateway)
-    if isinstance(gateway, LambdaGateway):
+    if isinstance(gateway, LambdaGateway | ScfGateway):
         from region_agent.gateway.embedded.serverless.examine import examine_functions
 
         return await examine_functions(config, gateway)

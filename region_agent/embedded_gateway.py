@@ -19,6 +19,7 @@ from region_agent.config import (
     LambdaGateway,
     OpenFaasGateway,
     RegionConfig,
+    ScfGateway,
 )
 from region_agent.gateway import BasicAuth, GatewayClient
 
@@ -58,7 +59,7 @@ class EmbeddedGatewayProcess:
     def __init__(
         self,
         state_dir: Path,
-        platform: EmbeddedGateway | DockerGateway | KubernetesGateway | LambdaGateway,
+        platform: EmbeddedGateway | DockerGateway | KubernetesGateway | LambdaGateway | ScfGateway,
         *,
         isolation: str,
         warm: bool = True,
@@ -108,7 +109,7 @@ class EmbeddedGatewayProcess:
             case KubernetesGateway() as cluster:
                 settings = cluster.model_dump(mode="json", exclude_none=True)
                 config |= {"kubernetes": settings, "owner": self._owner, "dial_host": self._worker_host}
-            case LambdaGateway() as functions:
+            case (LambdaGateway() | ScfGateway()) as functions:
                 settings = functions.model_dump(mode="json", exclude_none=True)
                 config |= {"serverless": settings, "owner": self._owner, "dial_host": self._worker_host}
         config_file = self._folder / "config.json"

@@ -309,7 +309,12 @@ class Profiler:
                 image=context.image,
                 labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
                 annotations=grants.annotations() if context.config.platform.local_files else {},
-                env_vars={**timeout_env(limit), **context.channel.worker_env(), **self._token.env, **self._secrets.env},
+                env_vars={
+                    **timeout_env(limit),
+                    **context.channel.worker_env(sent=context.config.platform.dials_out),
+                    **self._token.env,
+                    **self._secrets.env,
+                },
                 secrets=self._secrets.names,
                 limits={"memory": f"{memory_mb}Mi"},
             )

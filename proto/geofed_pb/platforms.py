@@ -37,10 +37,14 @@ class Platform:
     start_seconds: float = 60.0
     """Longest time until the first replicas of a function are ready; region files may change it where images are
     pulled and nodes are added."""
+    own_role: bool = True
+    """Whether functions may have a role of the platform, which their SDKs find by themselves."""
     has_preemptible: bool = True
     """Whether there may be workers on capacity that the cloud takes away at any time, for another price."""
     memory_mb: tuple[int, int] | None = None
     """Least and most memory of a function, in MB; None: what the machines have."""
+    memory_step_mb: int = 1
+    """Memory of a function is a multiple of this, in MB."""
     life_seconds: float | None = None
     """Longest life of a replica, which the platform then ends; None: there is no limit."""
     event_bytes: int | None = None
@@ -70,8 +74,15 @@ PLATFORMS = {
         ),
         Platform(
             "lambda", "AWS Lambda", local_files=False, sandboxed=False, callable_by_others=False, dials_out=True,
-            shared=True, own_secrets=False, places_preemptible=False, start_seconds=180.0, has_preemptible=False,
+            shared=True, own_secrets=False, places_preemptible=False, start_seconds=180.0, own_role=False,
+            has_preemptible=False,
             memory_mb=(128, 10240), life_seconds=900.0, event_bytes=1_000_000, scratch_mb=(512, 10240),
+        ),
+        Platform(
+            "scf", "Tencent Cloud SCF", local_files=False, sandboxed=False, callable_by_others=False, dials_out=True,
+            shared=True, own_secrets=False, places_preemptible=False, start_seconds=180.0, own_role=False,
+            has_preemptible=False,
+            memory_mb=(128, 3072), memory_step_mb=128, life_seconds=900.0, event_bytes=130_000, scratch_mb=(512, 512),
         ),
     )
 }  # fmt: skip

@@ -10,6 +10,7 @@ from region_agent.config._gateways import (
     LambdaGateway,
     OpenFaasGateway,
     PlacementConfig,
+    ScfGateway,
 )
 from region_agent.config._load import load_config
 from region_agent.config._model import (
@@ -42,6 +43,7 @@ __all__ = [
     "RegionConfig",
     "RetentionConfig",
     "S3ChannelConfig",
+    "ScfGateway",
     "ServerConfig",
     "SplitConfig",
     "StoreConfig",

@@ -20,6 +20,7 @@ __all__ = [
     "LambdaGateway",
     "OpenFaasGateway",
     "PlacementConfig",
+    "ScfGateway",
 ]
 
 
@@ -192,4 +193,49 @@ class LambdaGateway(Section):
     def _check(self) -> LambdaGateway:
         if bool(self.subnets) != bool(self.security_groups):
             raise ValueError("`subnets` and `securityGroups` belong together: write both, or none")
+        return self
+
+
+_SCF = PLATFORMS["scf"]
+
+
+class ScfGateway(Section):
+    """Functions are invocations of functions of Tencent Cloud SCF that the agent creates (docs/scf.md)."""
+
+    kind: Literal["scf"]
+    """Kind of the gateway."""
+    image: Annotated[str, Field(pattern=r"^[^\s/]+\.(tencentyun|tencentcloudcr)\.com/[^\s]+$")]
+    """Image of the worker function in Tencent Container Registry, in the same Tencent Cloud region."""
+    image_type: Literal["personal", "enterprise"] = "personal"
+    """Kind of the registry."""
+    registry_id: Annotated[str, Field(pattern=r"^tcr-[0-9a-z]+$")] | None = None
+    """ID of the registry; required with `imageType: enterprise`."""
+    tencent_region: Annotated[str, Field(pattern=r"^[a-z]{2}-[a-z]+(-[a-z0-9]+)?$")]
+    """Tencent Cloud region of the functions, such as `ap-guangzhou`."""
+    namespace: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,28}[A-Za-z0-9]$")] = "default"
+    """Namespace of the functions; it has 50 functions at most."""
+    role: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.,=@-]{1,128}$")] | None = None
+    """Name of the role that functions have. Job code can use its rights. Default: none."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of this agent to which functions connect, at `server.workerHost`. 0: any free one."""
+    vpc: Annotated[str, Field(pattern=r"^vpc-[0-9a-z]+$")] | None = None
+    """VPC to which functions are attached. Default: none; the agent then has a public address."""
+    subnet: Annotated[str, Field(pattern=r"^subnet-[0-9a-z]+$")] | None = None
+    """Subnet of the VPC."""
+    life_seconds: Annotated[int, Field(ge=30, le=int(_SCF.life_seconds or 0))] = int(_SCF.life_seconds or 0)
+    """Time limit of an invocation, in seconds. A replica is replaced by another invocation before."""
+    reserved_concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Concurrent invocations whose memory is reserved for each job's function, and its most: twice a job's workers,
+    since all may be replaced at the same time. Default: none; functions share what the account has."""
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/@]+$")] = "https://scf.tencentcloudapi.com"
+    """Address of the API. Within Tencent Cloud's network: `https://scf.internal.tencentcloudapi.com`."""
+    start_seconds: Annotated[float, Field(gt=0, le=3600)] = _SCF.start_seconds
+    """Longest time until a function has been made, its image is there, and an invocation has connected."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScfGateway:
+        if bool(self.vpc) != bool(self.subnet):
+            raise ValueError("`vpc` and `subnet` belong together: write both, or none")
+        if (self.image_type == "enterprise") != bool(self.registry_id):
+            raise ValueError("`registryId` is for `imageType: enterprise`, which needs it")
         return self

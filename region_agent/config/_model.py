@@ -25,6 +25,7 @@ from region_agent.config._gateways import (
     KubernetesGateway,
     LambdaGateway,
     OpenFaasGateway,
+    ScfGateway,
 )
 from region_agent.config._section import Section
 from region_agent.worker.data.formats import check_format
@@ -267,8 +268,9 @@ class S3ChannelConfig(Section):
     path_style: bool = False
     """Whether the bucket is named in the path of an address instead of its host."""
     worker_credentials_file: Path | None = None
-    """Path, in the workers' file system, of a file with credentials for this bucket only. Default: the workers have a
-    role of their own."""
+    """Path, in the workers' file system, of a file with credentials for this bucket only. Workers on Kubernetes, Lambda
+    and SCF get what a file of the agent's machine with this path holds. Default: the workers have a role of their
+    own."""
     insecure: bool = False
     """Whether the connection may be unencrypted (`http://`) to another machine."""
     prices: ChannelPricesConfig | None = None
@@ -466,7 +468,7 @@ class RegionConfig(Section):
     stores: dict[str, StoreConfig] = {}
     """S3-compatible object stores, by name; their credentials come from the SDK's credential chain."""
     gateway: Annotated[
-        EmbeddedGateway | DockerGateway | OpenFaasGateway | KubernetesGateway | LambdaGateway,
+        EmbeddedGateway | DockerGateway | OpenFaasGateway | KubernetesGateway | LambdaGateway | ScfGateway,
         Field(discriminator="kind"),
     ] = EmbeddedGateway()
     """Where functions run. Default: `kind: embedded`."""
@@ -505,6 +507,15 @@ class RegionConfig(Section):
             if self.platform.places_preemptible and not self._preemptible_placement:
                 key = "preemptible" if isinstance(self.gateway, KubernetesGateway) else "preemptibleConstraints"
                 raise ValueError(f"`gateway.{key}` is missing: it places preemptible workers on their nodes")
+        return self
+
+    @model_validator(mode="after")
+    def _check_channel(self) -> RegionConfig:
+        channel = self.channel
+        alone = isinstance(channel, S3ChannelConfig) and channel.worker_credentials_file is None
+        if alone and not self.platform.own_role:
+            text = f"job code in functions of {self.platform.title} is given no role"
+            raise ValueError(f"`channel.workerCredentialsFile` is missing: {text}")
         return self
 
     @model_validator(mode="after")

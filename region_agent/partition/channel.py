@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import secrets
 import time
@@ -88,12 +89,18 @@ class RegionChannel:
         host = parts.netloc.rpartition("@")[2]
         return urlunsplit(parts._replace(netloc=f"{quote(user)}:{quote(password)}@{host}"))
 
-    def worker_env(self) -> dict[str, str]:
-        """Return the environment variables that the worker function needs for the channel."""
+    def worker_env(self, *, sent: bool) -> dict[str, str]:
+        """Return the environment variables that the worker function needs for the channel.
+
+        ``sent``: the environment reaches workers that see no file of this machine, and nobody else: it has what the
+        file with the workers' credentials holds, if that is here. Raises ``GeofedError("CONFIG_INVALID")``.
+        """
         config = self._config
-        if isinstance(config, S3ChannelConfig) and config.worker_credentials_file is not None:
-            return {"AWS_SHARED_CREDENTIALS_FILE": str(config.worker_credentials_file)}
-        return {}
+        if not isinstance(config, S3ChannelConfig) or config.worker_credentials_file is None:
+            return {}
+        if sent and config.worker_credentials_file.exists():
+            return _credentials(config.worker_credentials_file)
+        return {"AWS_SHARED_CREDENTIALS_FILE": str(config.worker_credentials_file)}
 
     def files(self, job: str) -> tuple[list[str], list[str]]:
         """Return files and folders of this machine through which a job's workers access the channel: those that they
@@ -235,3 +242,19 @@ def _redis_admin(address: str, command: Callable[[Any], _Result]) -> _Result:
         raise GeofedError("CHANNEL_UNAVAILABLE", f"{type(error).__name__}: {error}") from None
     finally:
         client.close()
+
+
+def _credentials(file: Path) -> dict[str, str]:
+    """Return the credentials of the first profile in a file, as environment variables."""
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read_string(file.read_text())
+        profile = parser[parser.sections()[0]]
+        names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+        found = {name.upper(): profile[name] for name in names if name in profile}
+    except (OSError, ValueError, IndexError, configparser.Error) as error:
+        raise GeofedError("CONFIG_INVALID", f"{file} is no file with AWS credentials: {type(error).__name__}") from None
+    if len(found) < 2:
+        text = f"{file} has no aws_access_key_id and aws_secret_access_key in its first profile"
+        raise GeofedError("CONFIG_INVALID", text)
+    return found

@@ -125,7 +125,7 @@ class WorkerFunction:
             constraints=self._constraints(preemptible=preemptible),
             env_vars={
                 **timeout_env(self._call_seconds),
-                **self._channel.worker_env(),
+                **self._channel.worker_env(sent=self._config.platform.dials_out),
                 **self._token.env,
                 **self._secrets.env,
             },

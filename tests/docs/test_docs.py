@@ -186,15 +186,25 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     config = load_config(file)
     assert (config.gateway.kind, config.start_seconds, config.capacity.workers) == ("lambda", 180, 16)
 
+    sections = re.fullmatch(r"(gateway:.*)", _yaml("scf.md"), re.DOTALL)
+    assert sections is not None
+    changed = re.sub(
+        r"^(gateway|capacity|channel|server):.*\n(?: .*\n)*", "", _yaml("region-file.md"), flags=re.MULTILINE
+    )
+    file.write_text(changed + sections[0])
+    config = load_config(file)
+    assert (config.gateway.kind, config.channel.kind, config.capacity.memory_mb) == ("scf", "s3", 3072)
 
-def test_the_documented_limits_of_lambda_are_those_that_are_used() -> None:
-    text = " ".join((ROOT / "docs" / "lambda.md").read_text().split())
-    platform = PLATFORMS["lambda"]
-    assert platform.memory_mb is not None
-    least, most = platform.memory_mb
-    assert f"{least} to {most} MB of memory" in text
-    assert f"ends after {platform.life_seconds:g} s at most" in text
-    assert f"has {platform.event_bytes} bytes at most" in text
+
+def test_the_documented_limits_of_function_services_are_those_that_are_used() -> None:
+    for name in ("lambda", "scf"):
+        text = " ".join((ROOT / "docs" / f"{name}.md").read_text().split())
+        platform = PLATFORMS[name]
+        assert platform.memory_mb is not None
+        least, most = platform.memory_mb
+        assert f"{least} to {most} MB of memory" in text
+        assert f"ends after {platform.life_seconds:g} s at most" in text
+        assert f"has {platform.event_bytes} bytes at most" in text
 
 
 def test_the_documented_table_of_platforms_is_the_one_that_is_used() -> None:

@@ -203,6 +203,36 @@ def test_two_regions_train_in_functions_of_aws_over_a_killed_invocation(function
         assert (ended["state"], ended["error"]["code"]) == ("failed", "IMAGE_UNAVAILABLE"), ended
 
 
+@pytest.mark.timeout(600)
+def test_two_regions_train_in_functions_of_tencent_over_a_killed_invocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tencentcloud.scf")
+    from support.scf_service import IMAGE, REGION, Service
+
+    (tmp_path / "scf").mkdir()
+    with Service(tmp_path / "scf", {IMAGE: ""}) as functions:
+        for name, value in functions.variables.items():
+            monkeypatch.setenv(name, value)
+        gateway = {"kind": "scf", "image": IMAGE, "tencentRegion": REGION, "endpoint": functions.url}
+        sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=gateway)
+        with Federation(tmp_path / "federation", sites) as federation:
+            running = Running(federation, tmp_path)
+            job = running.submit("train.workers=2", "train.end.epochs=40", "wan.interval=20")
+            running.wait_round(job, 1)
+            tags = [{one["Key"]: one["Value"] for one in made.given["Tags"]} for made in functions.functions.values()]
+            assert sorted(one["geofed.region"] for one in tags) == sorted(REGIONS)
+            assert {one["geofed.job"] for one in tags} == {job}
+            assert len(functions.running) == 4
+            functions.running[0].process.kill()
+            running.wait_round(job, 3)
+            described = running.wait_end(job)
+            check_succeeded(described)
+            failed = [event for event in running.events(job) if event["kind"] == "worker-failed"]
+            assert [event for event in failed if "ended without a word" in event["text"]], failed
+            eventually(lambda: not functions.functions, "the functions are deleted")
+
+
 @pytest.fixture(scope="module")
 def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A region's gateway of kind `docker`, with an engine that has the worker's image."""

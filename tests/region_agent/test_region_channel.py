@@ -46,6 +46,23 @@ def test_addresses_of_each_kind(tmp_path: Path) -> None:
     assert told == "s3://bucket/a/b/east/job-1?endpoint=https%3A%2F%2Fstore%3A9000&path_style=1"
 
 
+def test_credentials_of_a_bucket_are_sent_to_workers_that_see_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "credentials"
+    store = S3ChannelConfig(kind="s3", bucket="tensors", worker_credentials_file=file)
+    channel = RegionChannel(store, tmp_path, "east")
+    named = {"AWS_SHARED_CREDENTIALS_FILE": str(file)}
+    assert channel.worker_env(sent=False) == channel.worker_env(sent=True) == named
+    file.write_text("[default]\naws_access_key_id = AKIA\naws_secret_access_key = a%b\n")
+    assert channel.worker_env(sent=True) == {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "a%b"}
+    assert channel.worker_env(sent=False) == named
+    for wrong in ("", "[default]\naws_access_key_id = AKIA\n", "very secret"):
+        file.write_text(wrong)
+        with pytest.raises(GeofedError) as caught:
+            channel.worker_env(sent=True)
+        assert caught.value.code == "CONFIG_INVALID"
+        assert "very secret" not in str(caught.value)
+
+
 def test_without_a_password_workers_have_the_regions_own_address(tmp_path: Path) -> None:
     channel = RegionChannel(RedisChannelConfig(kind="redis", url="rediss://cache:6379"), tmp_path, "east")
     assert channel.worker_address("job-1") == channel.address("job-1") == "rediss://cache:6379?prefix=geofed/east/job-1"

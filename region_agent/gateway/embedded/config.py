@@ -19,7 +19,7 @@ from region_agent.gateway.functions import BasicAuth
 from region_agent.gateway.quantities import parse_duration
 
 if TYPE_CHECKING:
-    from region_agent.config import KubernetesGateway, LambdaGateway
+    from region_agent.config import KubernetesGateway, LambdaGateway, ScfGateway
 
 __all__ = ["Config", "Profile", "load"]
 
@@ -90,8 +90,9 @@ class Config:
     """Network of the containers; empty: one of the gateway's own, from which only this machine is reached."""
     kubernetes: KubernetesGateway | None = None
     """The section ``gateway`` of a region file with the kind ``kubernetes``: replicas are Jobs of its cluster."""
-    serverless: LambdaGateway | None = None
-    """The section ``gateway`` of a region file with the kind ``lambda``: replicas are invocations of its functions."""
+    serverless: LambdaGateway | ScfGateway | None = None
+    """The section ``gateway`` of a region file with the kind ``lambda`` or ``scf``: replicas are invocations of its
+    functions."""
     owner: str = "local"
     """Mark of the gateway's objects on a platform that others use, too, which no other gateway there has."""
     dial_host: str = "127.0.0.1"
@@ -196,9 +197,10 @@ def _convert(kind: str, value: Any) -> Any:
 
         return KubernetesGateway.model_validate(_expect(value, dict))
     if kind.startswith("LambdaGateway"):
-        from region_agent.config import LambdaGateway
+        from region_agent.config import LambdaGateway, ScfGateway
 
-        return LambdaGateway.model_validate(_expect(value, dict))
+        found = _expect(value, dict)
+        return (ScfGateway if found.get("kind") == "scf" else LambdaGateway).model_validate(found)
     if kind == "timedelta":
         return parse_duration(value if isinstance(value, str) else str(_expect(value, int | float)))
     if kind.startswith("tuple"):

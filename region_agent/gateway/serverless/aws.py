@@ -32,13 +32,12 @@ def main(arguments: list[str] | None = None) -> None:
     if not address:
         print("error: AWS_LAMBDA_RUNTIME_API is missing: only AWS Lambda starts this", file=sys.stderr)
         sys.exit(2)
-    memory_bytes = int(os.environ["AWS_LAMBDA_FUNCTION_MEMORY_SIZE"]) * 2**20
     while True:
         headers, event = _asked(address, "GET", "next", b"")
         identity = headers["Lambda-Runtime-Aws-Request-Id"] or ""
         left = int(headers["Lambda-Runtime-Deadline-Ms"] or "0") / 1000 - time.time()
         try:
-            reason = serve(order_of(event), time.monotonic() + left, memory_bytes, options.handler)
+            reason = serve(order_of(event), time.monotonic() + left, options.handler)
         except (GeofedError, OSError) as error:
             print(f"the replica could not be served: {error}", file=sys.stderr, flush=True)
             told = {"errorType": getattr(error, "code", type(error).__name__), "errorMessage": str(error)}

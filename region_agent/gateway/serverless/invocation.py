@@ -32,7 +32,7 @@ from region_agent.gateway.serverless.order import Order
 
 __all__ = ["serve"]
 
-_KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE", "PYTHONUNBUFFERED")
+_KEPT = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "SSL_CERT_FILE")
 """Variables of the image that the handler's process has, too."""
 _ALONE_SECONDS = 60.0
 """Time without any connection after which the invocation ends: its agent is gone, and it costs money."""
@@ -56,7 +56,7 @@ class _Over:
     text: str
 
 
-def serve(order: Order, ends_at: float, memory_bytes: int, handler: str = HANDLER) -> str:
+def serve(order: Order, ends_at: float, handler: str = HANDLER) -> str:
     """Be a replica until it is over; returns the reason. ``ends_at``: the platform's limit, by the monotonic clock.
 
     Raises ``GeofedError("CONFIG_INVALID")`` and ``OSError``.
@@ -64,13 +64,13 @@ def serve(order: Order, ends_at: float, memory_bytes: int, handler: str = HANDLE
     ends_at = min(ends_at, time.monotonic() + order.life_seconds)
     folder = Path(tempfile.mkdtemp(prefix="geofed-"))
     try:
-        return _serve(order, ends_at, memory_bytes, handler, folder)
+        return _serve(order, ends_at, handler, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve(order: Order, ends_at: float, memory_bytes: int, handler: str, folder: Path) -> str:
-    env = _environment(order, folder)
+def _serve(order: Order, ends_at: float, handler: str, folder: Path) -> str:
+    env, memory_bytes = _environment(order, folder), order.memory_mb * 2**20
     token, inflight, limit = (
         env.pop("GEOFED_CALL_TOKEN", ""),
         env.get("max_inflight", "1"),
@@ -122,7 +122,7 @@ def _environment(order: Order, folder: Path) -> dict[str, str]:
         file.touch(mode=0o600)
         file.write_bytes(value)
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    own = {"HOME": str(folder), "TMPDIR": str(temporary), "HOSTNAME": order.replica}
+    own = {"HOME": str(folder), "TMPDIR": str(temporary), "HOSTNAME": order.replica, "PYTHONUNBUFFERED": "1"}
     return {**kept, **own, **order.env, "OPENFAAS_SECRETS": str(secrets)}
 
 

@@ -34,6 +34,8 @@ class Order(BaseModel):
     """Environment of the handler."""
     secrets: dict[_FileName, Base64Bytes] = {}
     """Secrets of the function, by name."""
+    memory_mb: Annotated[int, Field(ge=1)]
+    """Memory of the function, in MB."""
     life_seconds: Annotated[float, Field(gt=0)]
     """Longest life of the replica."""
 

@@ -53,7 +53,7 @@ ENV PYTHONPATH=/opt/probe
 ENTRYPOINT ["python", "-m", "region_agent.gateway.container", "--handler", "gateway_probe:handle"]
 """
 QUICK = RetryPolicy(deadline=timedelta(seconds=2))
-REMOTE = ("kubernetes", "lambda")
+REMOTE = ("kubernetes", "lambda", "scf")
 """Platforms whose replicas connect to the gateway, each with a double in this process."""
 _numbers = itertools.count(1)
 
@@ -347,6 +347,23 @@ def lambda_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedde
         settings = {"kind": "lambda", "image": IMAGE, "role": ROLE}
         config = {"serverless": settings, "owner": "contract", "drain_timeout": "1s"}
         embedded = Embedded(tmp_path_factory.mktemp("gateway-lambda"), config, variables=service.variables)
+        embedded.start()
+        yield embedded
+        embedded.stop()
+
+
+@pytest.fixture(scope="session")
+def scf_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
+    """The same for Tencent Cloud SCF."""
+    pytest.importorskip("tencentcloud.scf")
+    from support.lambda_service import function_command
+    from support.scf_service import IMAGE, REGION, Service
+
+    command = function_command("--handler", "gateway_probe:handle", path=str(HANDLERS))
+    with Service(tmp_path_factory.mktemp("scf"), {"probe": command, IMAGE: command}) as service:
+        settings = {"kind": "scf", "image": IMAGE, "tencentRegion": REGION, "endpoint": service.url}
+        config = {"serverless": settings, "owner": "contract", "drain_timeout": "1s"}
+        embedded = Embedded(tmp_path_factory.mktemp("gateway-scf"), config, variables=service.variables)
         embedded.start()
         yield embedded
         embedded.stop()

@@ -300,9 +300,9 @@ def test_an_invocation_without_a_gateway_ends(monkeypatch: pytest.MonkeyPatch) -
     from support.pki import Authority
 
     pem = Authority("gateway").pem.decode()
-    order = Order(address=f"127.0.0.1:{port}", replica="a", token="t", certificate=pem, life_seconds=60)
+    order = Order(address=f"127.0.0.1:{port}", replica="a", token="t", certificate=pem, life_seconds=60, memory_mb=1024)
     monkeypatch.setenv("PYTHONPATH", str(HANDLERS))
-    assert invocation.serve(order, time.monotonic() + 60, 2**30, "gateway_probe:handle") == "alone"
+    assert invocation.serve(order, time.monotonic() + 60, "gateway_probe:handle") == "alone"
 
 
 # What fails
@@ -493,7 +493,7 @@ def test_an_event_of_another_kind_is_refused_without_its_values() -> None:
             order_of(event)
         assert caught.value.code == "CONFIG_INVALID"
         assert "secret" not in str(caught.value)
-    given = {"address": "a:1", "replica": "r", "token": "t", "certificate": "c", "life_seconds": 1}
+    given = {"address": "a:1", "replica": "r", "token": "t", "certificate": "c", "life_seconds": 1, "memory_mb": 1}
     with pytest.raises(GeofedError):
         order_of(json.dumps({**given, "secrets": {"../etc": "eA=="}}).encode())
     assert order_of(json.dumps({**given, "secrets": {"one": "eA=="}}).encode()).secrets == {"one": b"x"}

@@ -7,7 +7,7 @@ import secrets
 import time
 
 from geofed_pb.errors import GeofedError
-from region_agent.config import LambdaGateway, RegionConfig
+from region_agent.config import LambdaGateway, RegionConfig, ScfGateway
 from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, RUN_TAG, Hosted
 from region_agent.gateway.embedded.serverless.clouds import functions_of
 
@@ -17,14 +17,19 @@ _MARK = "doctor"
 _POLL_SECONDS = 0.5
 
 
-async def examine_functions(config: RegionConfig, gateway: LambdaGateway) -> str:
+def _rounded(config: RegionConfig) -> int:
+    step = config.platform.memory_step_mb
+    return -(-config.capacity.memory_mb // step) * step
+
+
+async def examine_functions(config: RegionConfig, gateway: LambdaGateway | ScfGateway) -> str:
     """Return what was found; raises ``GeofedError`` for what would keep functions from running.
 
     A function is made for that, and deleted; none is invoked.
     """
     run, limit = secrets.token_hex(3), gateway.start_seconds
     tags = {GATEWAY_TAG: _MARK, RUN_TAG: run, "geofed.region": config.name}
-    function = Hosted(f"geofed-{_MARK}-{run}-f1", gateway.image, config.capacity.memory_mb, tags)
+    function = Hosted(f"geofed-{_MARK}-{run}-f1", gateway.image, _rounded(config), tags)
 
     def examined() -> str:
         begun = time.monotonic()

@@ -140,7 +140,7 @@ class ServerlessProvider(RemoteProvider):
             text = f"its calls take {limits.call_timeout.total_seconds():g} s, and its replicas live for {life:g} s"
             raise Refused(400, f"function {spec.service}: {text}")
         try:
-            memory_mb(spec, self._platform.memory_mb)
+            self._key(spec)
         except ValueError as error:
             raise Refused(400, f"function {spec.service}: {error}") from error
         super().deploy(spec)
@@ -210,7 +210,7 @@ class ServerlessProvider(RemoteProvider):
             address=dial.address, replica=dial.replica, token=dial.token, certificate=dial.certificate,
             env=self._environment(running, "1"),
             secrets={one: base64.b64encode(self.secrets.read(one)) for one in spec.secrets},
-            life_seconds=self._settings.life_seconds,
+            life_seconds=self._settings.life_seconds, memory_mb=placed.function.key[2],
         )  # fmt: skip
         event, most = order.model_dump_json().encode(), self._platform.event_bytes
         if most is not None and len(event) > most:
@@ -278,7 +278,7 @@ class ServerlessProvider(RemoteProvider):
         return found
 
     def _key(self, spec: FunctionSpec) -> _Key:
-        return spec.service, spec.image, memory_mb(spec, self._platform.memory_mb)
+        return spec.service, spec.image, memory_mb(spec, self._platform.memory_mb, self._platform.memory_step_mb)
 
     async def _make(self, function: Hosted) -> None:
         begun, limit = time.monotonic(), self._settings.start_seconds
@@ -342,10 +342,13 @@ class ServerlessProvider(RemoteProvider):
                 self._left.add(name)
 
 
-def memory_mb(spec: FunctionSpec, limits: tuple[int, int] | None) -> int:
-    """Return the memory of a function in MB, within a platform's limits; raises ``ValueError`` for more."""
+def memory_mb(spec: FunctionSpec, limits: tuple[int, int] | None, step: int = 1) -> int:
+    """Return the memory of a function in MB, within a platform's limits and a multiple of its step.
+
+    Raises ``ValueError`` for more.
+    """
     asked = math.ceil(parse_memory_bytes(spec.limits.get("memory", _DEFAULT_MEMORY)) / 2**20)
     least, most = limits or (1, asked)
     if asked > most:
         raise ValueError(f"it has {asked} MB of memory; {most} MB are the most")
-    return max(least, asked)
+    return max(least, -(-asked // step) * step)
