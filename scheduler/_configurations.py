@@ -15,6 +15,7 @@ from scheduler._estimate import worker_speed
 from scheduler._model import Demand, PlannedPartition, Region, Snapshot
 from scheduler._moves import train_clients, train_samples
 from scheduler._pipelined import Staged, staged
+from scheduler._published import METHODS
 from scheduler.tuning._profile import worker_counts
 from sync.channel import channel_kinds
 from sync.collective import DEFAULT, collective_named
@@ -43,7 +44,8 @@ class Configured:
 def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[Configured, ...]:
     """Return the configurations of a region, those with the fewest workers first; never none.
 
-    A number of workers that the demand states is taken as it is, even if the region does not have so many.
+    What a published rule chooses for the region alone is before all others. A number of workers that the demand states
+    is taken as it is, even if the region does not have so many.
     """
     samples, cut = train_samples(region, demand.dataset), staged(region, snapshot, demand)
     stated = demand.workers if isinstance(demand.workers, int | None) else demand.workers[region.name]
@@ -58,6 +60,9 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
     known = _profiled(region, snapshot, demand)
     measured = _measured(region, known, counts, snapshot, demand) if known is not None else {}
     found: list[Configured] = []
+    if known is not None and demand.method is not None and METHODS[demand.method].by_region:
+        workers, step = _alone(known, region, counts, snapshot, demand)
+        found += _of_count(region, samples, workers, [step], snapshot, demand)
     for count in counts:
         found += _of_count(region, samples, count, measured.get(count, ()), snapshot, demand)
     return tuple(found) if rounds is None else tuple(_in_rounds(one, rounds) for one in found)
@@ -167,6 +172,42 @@ def _measured(
         None if chunks is None else int(chunks), int(demand.merging.get("staleness", 0)),
         snapshot.speeds.get(region.name), snapshot.merges.get(region.name, ()),
     )  # fmt: skip
+
+
+def _alone(
+    profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
+) -> tuple[int, _Step]:
+    """Return the workers, and their step, that FasDL's search chooses for one region: within the deadline if it can."""
+    from scheduler.tuning import Platform, TuningLimits, fasdl_heuristic, space_of, task_of
+
+    prices = region.prices
+    assert prices is not None, "a region without prices takes no part"
+    platform = Platform(
+        usd_per_gb_second=prices.function_usd_per_gb_second, usd_per_call=prices.function_usd_per_request,
+        server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.slice_seconds,
+    )  # fmt: skip
+    task = task_of(
+        profile, platform, epochs=demand.epochs, steps=demand.steps,
+        samples_per_second=snapshot.speeds.get(region.name), merges=snapshot.merges.get(region.name, ()),
+    )  # fmt: skip
+    space = space_of(
+        profile, workers=counts, most_memory_mb=region.capacity.memory_mb, batch=demand.batch,
+        memory_mb=demand.memory_mb,
+    )  # fmt: skip
+    limits = TuningLimits(demand.deadline_seconds or math.inf)
+    found = [
+        one
+        for limit in (limits, TuningLimits())
+        if (one := fasdl_heuristic(task, space, limit, profile.channel.name, demand.batch)) is not None
+    ]
+    if not found:
+        memory_mb = demand.memory_mb or region.capacity.memory_mb
+        return counts[-1], _Step(memory_mb, DEFAULT, 0, profile.step_seconds, 0.0, 0.0)
+    best, way = found[0], found[0].configuration
+    requests = best.requests_usd / best.iterations
+    return way.workers, _Step(
+        way.memory_mb, way.collective, way.chunks, best.compute_seconds, best.merge_seconds, requests
+    )
 
 
 @lru_cache(maxsize=1024)

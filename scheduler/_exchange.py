@@ -113,7 +113,7 @@ def _codecs(demand: Demand, snapshot: Snapshot, regions: int) -> tuple[str, ...]
     if demand.wan_settings.get("secure"):
         masked = [codec_named(codec_named(name).masked) for name in names if codec_named(name).masked]
         names = tuple(one.name for one in masked if isinstance(one, MaskedIntegers) and regions <= one.most_regions)
-    return names[:1] if known else names
+    return names[:1] if known or demand.method else names
 
 
 def _modes(demand: Demand, regions: int) -> tuple[bool, ...]:

@@ -223,6 +223,8 @@ class Demand:
     """None: samples belong to no clients."""
     tolerance: float = 0.3
     """Points of the metric that the plan may give up by its exchange and, for money, by its global batch."""
+    method: str | None = None
+    """Name of a published rule that chooses the workers (`_published`); None: they are searched."""
     deadline_seconds: float | None = None
     """Seconds from now."""
     budget_usd: float | None = None

@@ -12,6 +12,7 @@ from scheduler._estimate import basis_of, copied_of, estimate, figures_of, occas
 from scheduler._exchange import Ways, policy_of, ways_of
 from scheduler._explain import alternatives, beyond_limits
 from scheduler._model import (
+    Alternative,
     Declined,
     Demand,
     Estimate,
@@ -25,6 +26,7 @@ from scheduler._model import (
 )
 from scheduler._moves import PlacedShards, best_moves, train_clients, train_samples
 from scheduler._pipelined import unstaged
+from scheduler._published import METHODS
 from scheduler.search import MOST_OFF, Evaluated, Evaluation, Limits, Place, Search, Spread
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
 from sync.channel import channel_kinds
@@ -58,10 +60,37 @@ class Planner:
 
     def plan(self, demand: Demand) -> Plan | Declined:
         """Return a plan, as the function `plan`."""
+        if demand.method is not None:
+            return self._by_method(demand, demand.method)
         unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None)
         if unbounded != self._demand:
             self._demand, self._evaluated = unbounded, {}
         return best_moves(self._snapshot, demand, self._placed)
+
+    def _by_method(self, demand: Demand, method: str) -> Plan | Declined:
+        """Return the plan of a published rule, with what the search would have chosen beside it."""
+
+        def answer(placed: PlacedShards, asked: Demand) -> Plan | Declined:
+            problem = _problem(placed, asked)
+            return problem if isinstance(problem, Declined) else problem.best(asked)
+
+        ruled = replace(demand, residency="region", collective=demand.collective or METHODS[method].collective)
+        found = best_moves(self._snapshot, ruled, answer)
+        if isinstance(found, Declined):
+            return found
+        auto = self.plan(replace(demand, method=None))
+        if isinstance(auto, Declined):
+            told = Alternative("no plan", "; ".join(reason.text for reason in auto.reasons), f"method {method}")
+        else:
+            each = ", ".join(f"{part.workers} in {part.region}" for part in auto.partitions)
+            usual = auto.estimate
+            points = [one.learning.points if one.learning else 0.0 for one in (auto, found)]
+            text = (
+                f"auto: {usual.seconds.expected:.0f} s and ${usual.usd.expected:.4f}; may give up {points[0]:.2g} "
+                f"points, this plan {points[1]:.2g}"
+            )
+            told = Alternative(text, f"the job asks for {method}; workers: {each}", f"method {method}")
+        return replace(found, alternatives=(told, *found.alternatives))
 
     def _placed(self, placed: PlacedShards, demand: Demand) -> Plan | Declined:
         key = tuple((copy.source, copy.destination) for copy in placed.copies)
@@ -151,7 +180,7 @@ def limits_of(demand: Demand) -> Limits:
 
 def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
     """Return the problem of a demand, or why there is none."""
-    snapshot = placed.snapshot
+    snapshot, method = placed.snapshot, METHODS[demand.method] if demand.method is not None else None
     regions, reasons = _candidates(snapshot, demand)
     if not reasons:
         reasons = [reason for region in regions if (reason := unstaged(region, snapshot, demand)) is not None]
@@ -162,6 +191,7 @@ def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
             *_too_many_wrong(demand, regions),
             *_readable(demand, regions),
             *_without_clients(demand, regions),
+            *(_unprofiled(demand, regions, snapshot) if method is not None and method.by_region else ()),
         ]
     if reasons:
         return Declined(tuple(reasons))
@@ -183,7 +213,8 @@ def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
         noise_samples(snapshot.profiles.values()),
     )
     spread = Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.regions))
-    return _Problem(placed, fronts, ways, Search(evaluation, spread))
+    only = None if method is None else method.staffing(evaluation)
+    return _Problem(placed, fronts, ways, Search(evaluation, spread, only))
 
 
 def _fastest_merging(chosen: Configured, front: Sequence[Configured]) -> Configured:
@@ -266,6 +297,19 @@ def _without_clients(demand: Demand, candidates: list[Region]) -> list[Reason]:
         )
         for region in candidates
         if not train_clients(region, demand.dataset)
+    ]
+
+
+def _unprofiled(demand: Demand, candidates: list[Region], snapshot: Snapshot) -> list[Reason]:
+    """Return the regions without a profile by which a published rule could choose."""
+    return [
+        Reason(
+            "INADMISSIBLE",
+            f"method {demand.method} chooses by a profile of the task, and region {region.name} has none",
+            "profile the task first: geofed profile JOB.yaml",
+        )
+        for region in candidates
+        if region.name not in snapshot.profiles
     ]
 
 

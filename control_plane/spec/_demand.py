@@ -55,6 +55,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         minimise=_minimise(spec),
         to_goal=spec.train.end.goal is not None and spec.train.scaling == "fixed",
         tolerance=spec.objective.tolerance,
+        method=_fixed(spec.objective.method),
         deadline_seconds=_seconds_left(deadline or spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
         clients=_clients(spec),

@@ -376,6 +376,9 @@ class Objective(_Section):
     """Points of the metric that the plan may give up: by the exchange between regions, against float32 every 20 steps
     (in a short job 20 times); and, to save money, by a larger global batch, if the number of epochs is fixed. What the
     plan expects to give up is part of it."""
+    method: Literal["auto", "load-power", "fasdl", "greedy"] = "auto"
+    """What chooses the workers: a search, or for comparison a published rule
+    ([planning.md](planning.md#published-rules)). Such a job's workers are not changed while it runs."""
     deadline: Deadline | None = None
     """Duration from the submission, `3650d` at most, or time with a time zone. The job is declined if it cannot be
     promised."""
@@ -664,6 +667,8 @@ class JobSpec(_Section):
         if self.train.scaling == "fixed":
             return self
         key = f"`train.scaling: {self.train.scaling}`"
+        if self.objective.method != "auto":
+            raise ValueError(f"{key} chooses workers while the job runs, and `objective.method` before: give only one")
         if isinstance(self.parallelism, Parallelism):
             raise ValueError(f"{key} cannot be used with a pipeline, whose stages all need a worker")
         if self.wan.exchange == "background" or self.wan.traits.on_arrival:

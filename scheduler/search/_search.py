@@ -90,9 +90,9 @@ class Spread:
 class Search:
     """The best of all plans of one demand over given regions."""
 
-    def __init__(self, evaluation: Evaluation, spread: Spread) -> None:
-        """``spread``: the upper bounds of what plans are expected to take."""
-        self.evaluation, self._staffings, self._spread = evaluation, Staffings(evaluation), spread
+    def __init__(self, evaluation: Evaluation, spread: Spread, only: Ints | None = None) -> None:
+        """``spread``: the upper bounds of what plans are expected to take. ``only``: the one staffing that is tried."""
+        self.evaluation, self._staffings, self._spread = evaluation, Staffings(evaluation, only), spread
 
     # What can be asked
 

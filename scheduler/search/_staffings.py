@@ -33,9 +33,9 @@ count, the smaller the batch."""
 class Staffings:
     """Arrays of shape (staffings, regions)."""
 
-    def __init__(self, evaluation: Evaluation) -> None:
-        """``evaluation``: of the plans that are searched."""
-        self._of = evaluation
+    def __init__(self, evaluation: Evaluation, only: Ints | None = None) -> None:
+        """``evaluation``: of the plans that are searched. ``only``: the one staffing that is tried."""
+        self._of, self._only = evaluation, only
         # All configurations of all regions: whose, and its number there.
         self._regions = np.repeat(np.arange(len(evaluation.sizes)), evaluation.sizes)
         self._numbers = np.concatenate([np.arange(size) for size in evaluation.sizes])
@@ -43,12 +43,16 @@ class Staffings:
     @cached_property
     def all_tried(self) -> bool:
         """Whether the staffings are so few that all are evaluated."""
+        if self._only is not None:
+            return True
         count = math.prod(int(size) for size in self._of.sizes)
         return count * len(self._of.intervals) * len(self._of.useful_ways) * len(self._of.sizes) <= MOST_ENUMERATED
 
     def by_pace(self) -> Ints:
         """Return all staffings if they are few; else for every pace the cheapest configurations that keep it, and the
         fastest of every region."""
+        if self._only is not None:
+            return self._only[None, :]
         if self.all_tried:
             numbers = np.meshgrid(*(np.arange(size) for size in self._of.sizes), indexing="ij")
             return np.stack(numbers, -1).reshape(-1, len(numbers))
@@ -112,7 +116,7 @@ class Staffings:
 
     def changed(self, choice: Ints) -> Ints:
         """Return a staffing with the configuration of one region changed, in every way; none if these are many."""
-        if len(self._regions) * len(choice) > MOST_FIGURES:
+        if self._only is not None or len(self._regions) * len(choice) > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
         other = self._numbers != choice[self._regions]
         return _with(choice, (self._regions[other], self._numbers[other]))

@@ -1,5 +1,6 @@
 """FasDL's performance model, mended and extended, and the search for the best configuration of a partition."""
 
+from scheduler.tuning._fasdl import fasdl_heuristic
 from scheduler.tuning._fit import (
     MergePoint,
     StepPoint,
@@ -44,6 +45,7 @@ __all__ = [
     "cheapest",
     "configurations",
     "error_of",
+    "fasdl_heuristic",
     "fastest",
     "fit_compute",
     "fit_correction",

@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from channel_prices import REQUEST_PRICES
 from report import Bar, Report, options
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
-from tuning_baselines import as_published, fasdl_heuristic
+from tuning_baselines import as_published
+from tuning_baselines import fasdl as fasdl_heuristic
 from tuning_live import MB, Measured, Setting, compute_seconds, measured
 
 from scheduler.tuning import (

@@ -53,3 +53,9 @@ def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(
     again = json.loads(federation.control_plane("explain", job, "-o", "json", "--set", "train.workers=2").stdout)
     was = {part["region"]: part["merge_seconds"] for part in described["plan"]["partitions"]}
     assert all(part["merge_seconds"] != was[part["region"]] for part in again["data"]["partitions"])
+    # By the profile a published rule can choose, too, and the job runs as it says.
+    ruled = running.wait_end(running.submit("objective.method=fasdl", "train.end.epochs=4"))
+    assert ruled["state"] == "succeeded", ruled["error"]
+    assert ruled["plan"]["collective"] == "k-reduce"
+    assert ruled["plan"]["codec"] == "fp32"
+    assert "method fasdl" in {one["decision"] for one in ruled["plan"]["alternatives"]}

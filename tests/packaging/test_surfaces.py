@@ -220,6 +220,7 @@ SURFACES = {
         "cheapest",
         "configurations",
         "error_of",
+        "fasdl_heuristic",
         "fastest",
         "fit_compute",
         "fit_correction",

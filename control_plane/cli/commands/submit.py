@@ -25,6 +25,16 @@ if TYPE_CHECKING:
 
 JobName = Annotated[str | None, typer.Option("--name", help="Name of the job, instead of the job file's.")]
 
+Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        metavar="load-power|fasdl|greedy",
+        help="Choose the workers by a published rule, for comparison, as with `objective.method`.",
+        show_default=False,
+    ),
+]
+
 
 def submit(
     job_file: JobFile,
@@ -44,6 +54,7 @@ def submit(
             autocompletion=complete_job,
         ),
     ] = None,
+    method: Method = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan with its cost; run nothing.")] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile the task first, unless it has been measured already.")
@@ -58,6 +69,7 @@ def submit(
     """Submit a job, or with --dry-run show its plan. On a terminal the plan is shown first, and confirmed by you."""
     if start is not None:
         overrides = [_starting_from(start), *(overrides or [])]
+    overrides = _by_method(method, overrides)
     loaded, bundle = read_job(job_file, overrides, name)
     if profile:
         _profile_unless_measured(context, loaded, bundle, request_id)
@@ -75,6 +87,11 @@ def submit(
     from control_plane.cli.commands.jobs import finish_with_job
 
     finish_with_job(context, view["id"], shown=watch)
+
+
+def _by_method(method: str | None, overrides: list[str] | None) -> list[str] | None:
+    """Return the overrides with that of `--method`."""
+    return overrides if method is None else [*(overrides or []), f"objective.method={method}"]
 
 
 def _starting_from(start: str) -> str:
@@ -136,10 +153,12 @@ def explain(
         Path | None,
         typer.Option("--diff", metavar="OTHER.yaml", help="Show what JOB.yaml changes in the plan of this job file."),
     ] = None,
+    method: Method = None,
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
     """Show the plan of a job with predicted time and cost, and the alternatives; run nothing."""
+    overrides = _by_method(method, overrides)
     loaded, bundle = read_job(job_file, overrides, name)
     if diff is not None:
         _show_diff(context, diff, job_file, (loaded, bundle), overrides)

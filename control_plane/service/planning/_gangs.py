@@ -66,7 +66,7 @@ def is_elastic(entry: JobEntry) -> bool:
 
 def may_scale(spec: JobSpec, chosen: Plan) -> bool:
     """Whether a job's number of workers may change: the plan or a tuner chooses it, and no region runs a pipeline."""
-    free = spec.train.workers == "auto" or is_tuned(spec)
+    free = (spec.train.workers == "auto" and spec.objective.method == "auto") or is_tuned(spec)
     return free and all(part.pipeline is None for part in chosen.partitions)
 
 

@@ -208,6 +208,23 @@ def test_two_job_files_are_compared_by_their_plans(live: Federation, run: Run, j
     assert (wrong.status, f"{job_file}: " in wrong.err) == (9, True)
 
 
+def test_a_published_rule_chooses_the_workers(live: Federation, run: Run, job_file: str) -> None:
+    for told in (
+        run("explain", job_file, "--method", "greedy", "-o", "json"),
+        run("submit", job_file, "--method", "greedy", "--dry-run", "-o", "json"),
+        run("explain", job_file, "--set", "objective.method=greedy", "-o", "json"),
+    ):
+        assert told.status == 0
+        assert told.data["codec"] == "fp32"
+        assert told.data["alternatives"][0]["decision"] == "method greedy"
+        assert told.data["alternatives"][0]["text"].startswith("auto: ")
+    assert "the job asks for greedy" in run("explain", job_file, "--method", "greedy").out
+    without = run("explain", job_file, "--method", "fasdl")
+    assert (without.status, "geofed profile" in without.err) == (9, True)
+    wrong = run("submit", job_file, "--method", "best", "--dry-run")
+    assert (wrong.status, "objective.method" in wrong.err) == (3, True)
+
+
 def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
     before = run("list", "--all", "-o", "json").data
     plot = tmp_path / "plan.svg"

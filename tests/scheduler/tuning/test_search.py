@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from bench.tuning_baselines import fasdl_heuristic
+from bench.tuning_baselines import fasdl as fasdl_heuristic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
