@@ -682,6 +682,8 @@ class JobSpec(_Section):
     def _fits_together(self) -> JobSpec:
         if self.train.balance == "speed" and (self.wan.traits.every_step or self.wan.interval == 1):
             raise ValueError("`train.balance: speed` requires rounds of several steps")
+        if self.objective.method != "auto" and (isinstance(self.parallelism, Parallelism) or self.clients is not None):
+            raise ValueError("`objective.method` knows neither pipelines nor `clients`: set it to `auto`")
         if isinstance(self.parallelism, Parallelism) and (keys := self.keys_without_pipeline):
             raise ValueError(f"{keys[0]} cannot be used with a pipeline, whose stages hold parts of model and gradient")
         self._merges_together()

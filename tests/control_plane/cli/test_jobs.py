@@ -221,6 +221,11 @@ def test_a_published_rule_chooses_the_workers(live: Federation, run: Run, job_fi
     assert "the job asks for greedy" in run("explain", job_file, "--method", "greedy").out
     without = run("explain", job_file, "--method", "fasdl")
     assert (without.status, "geofed profile" in without.err) == (9, True)
+    cut = run("explain", job_file, "--method", "greedy", "--set", "parallelism={pipeline: {stages: 2}}")
+    assert (cut.status, "knows neither pipelines" in cut.err) == (3, True)
+    tuned = ("train.scaling=tuned", "train.end.goal={metric: loss, atMost: 0.1}", "train.evaluateEvery=1")
+    scaled = run("explain", job_file, "--method", "greedy", *(part for one in tuned for part in ("--set", one)))
+    assert (scaled.status, "give only one" in scaled.err) == (3, True)
     wrong = run("submit", job_file, "--method", "best", "--dry-run")
     assert (wrong.status, "objective.method" in wrong.err) == (3, True)
 
