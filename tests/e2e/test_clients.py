@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 pytest.importorskip("pyarrow", reason="needs geofed[data]")
 
-CLIENTS = {"shanghai": 1000, "virginia": 500}
+CLIENTS = {"shanghai": 1000, "virginia": 500, "frankfurt": 300}
 ROUNDS, RATE, BATCH = 12, 0.05, 2
 HOW = ClientRounds(fraction=0.1, least=10, epochs=2, batch=BATCH)
 _PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
@@ -52,7 +52,7 @@ JOB = (
 
 def _samples(region: str) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Clients of one to five samples, each with an offset of its own; those of one client lie together."""
-    rng = np.random.default_rng(PAIR.index(region))
+    rng = np.random.default_rng(list(CLIENTS).index(region))
     sizes = rng.integers(1, 6, CLIENTS[region])
     ids = np.repeat(np.arange(CLIENTS[region]), sizes)
     x = rng.standard_normal((len(ids), 2)).astype(np.float32)
@@ -194,3 +194,22 @@ def test_what_clients_need_is_told_before_a_job_begins(federation: Federation, t
         )
         assert refused.returncode
         assert text in refused.stderr, refused.stderr
+
+
+def test_a_masked_sum_of_regions_with_clients_is_that_of_federated_averaging(tmp_path: Path) -> None:
+    """Regions weigh by their share of the data there, too."""
+    sites = digits_sites(tmp_path, tuple(CLIENTS))
+    for site in sites:
+        x, y, ids = _samples(site.name)
+        torch.save({"x": x, "y": y, "branch": ids}, tmp_path / f"{site.name}.pt")
+        own = {"uri": str(tmp_path / f"{site.name}.pt"), "samples": len(ids), "clients": CLIENTS[site.name]}
+        site.config["datasets"]["branches"] = {"splits": {"train": own, "test": own}}
+    found = []
+    with Federation(tmp_path / "federation", sites) as made:
+        running = Running(made, tmp_path)
+        for secure in ("false", "true"):
+            settings = ("data.dataset=branches", f"privacy={{secureAggregation: {secure}}}", *JOB)
+            job = running.submit(*settings, task=OWN_TASK)
+            found.append(_ended(running, job, tmp_path / f"{secure}.safetensors")[1])
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-4, atol=1e-5)
