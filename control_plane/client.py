@@ -348,6 +348,11 @@ class ControlClient:
             async for reply in self._stub.Audit(control_pb2.AuditRequest(), metadata=self._metadata):
                 yield reply.line
 
+    async def attestation(self, job: str) -> str:
+        """Return a signed statement of where an ended job's models come from, for `geofed_pb.attestation.opened`."""
+        reply: control_pb2.AttestReply = await self._answer(lambda stub: stub.Attest, control_pb2.JobRequest(job=job))
+        return reply.envelope
+
     async def watch(
         self, job: str, *, cursor: int = 0, follow: bool = True, on_break: OnBreak | None = None
     ) -> AsyncIterator[control_pb2.Event]:

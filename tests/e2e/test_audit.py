@@ -62,6 +62,25 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
         assert {"region.invited", "region.enrolled", "user.added", "job.shared"} <= set(found)
         assert told["entries"] == len(entries(log))
 
+        statement, model = tmp_path / "model.intoto.json", tmp_path / "model.safetensors"
+        of("user", "add", "bob")
+        of("audit", "attest", job, str(statement), "--context", str(tmp_path / "ann.json"))
+        check = ("audit", "verify-model", str(model), str(statement), "--public-key", told["public_key"])
+        shown = of(*check, "--log", str(log), check=False)
+        assert shown.returncode == 8, "the log ends before the statement's head"
+        of("audit", "export", str(log))
+        good = json.loads(of(*check, "--log", str(log), "-o", "json").stdout)["data"]
+        name = f"{job}, round {ended['result']['rounds']}"
+        assert (good["job"], good["verified"], good["made_of"][0]) == (job, name, "code")
+        assert good["models"][good["verified"]] == read["digest"].removeprefix("sha256:")
+        (tmp_path / "other.safetensors").write_bytes(model.read_bytes()[:-1] + b"x")
+        other = of("audit", "verify-model", str(tmp_path / "other.safetensors"), str(statement), check=False)
+        assert (other.returncode, "is not about" in other.stderr) == (8, True)
+        other = of(*check[:4], "--public-key", "00" * 32, check=False)
+        assert (other.returncode, "not of the key 0000" in other.stderr) == (8, True)
+        early = of("audit", "attest", running.submit("train.end.epochs=900"), str(tmp_path / "early"), check=False)
+        assert (early.returncode, "has not ended" in early.stderr) == (8, True)
+
         heads = next(federation.folder.rglob(AUDIT_HEADS))
         state_dir = str(heads.parent.parent)
         argv = [sys.executable, "-m", "geofed.cli", "agent", "audit", "--state-dir", state_dir]

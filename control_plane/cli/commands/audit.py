@@ -1,7 +1,8 @@
-"""`audit export` and `audit verify`."""
+"""`audit`: the log, and statements of where models come from."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,10 +14,12 @@ from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
 from control_plane.cli._output import emit, fields, say, unwritable
 from control_plane.cli._settings import Format
+from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
+    from geofed_pb.attestation import Provenance
     from geofed_pb.audit import Head, Verified
 
 app = typer.Typer(
@@ -61,6 +64,118 @@ def verify(
     _show(file, _verified(file, public_key.lower(), [head for path in witness or () for head in _heads(path)]))
     if not witness:
         say("without --witness, a log that the control plane has written anew as a whole is not found out")
+
+
+@app.command(epilog="Example: geofed audit attest digits-3fa1 digits.intoto.json")
+def attest(
+    job: JobArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.", show_default=False)],
+    context: ContextFile = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Write where an ended job's models come from, signed: an in-toto statement with SLSA provenance, in an envelope of
+    DSSE.
+    """
+
+    async def ask(client: ControlClient) -> str:
+        return await client.attestation(job)
+
+    text = ask_control_plane(context, ask)
+    found = _provenance(text, file, "")
+    try:
+        file.write_text(f"{text}\n")
+    except OSError as error:
+        raise unwritable(file, error) from None
+    _show_provenance(file, found)
+
+
+@app.command("verify-model", epilog="Example: geofed audit verify-model digits.safetensors digits.intoto.json")
+def verify_model(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Exported model.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `audit attest` wrote.", show_default=False)],
+    public_key: Annotated[
+        str, typer.Option(help="Key that must have signed, in hexadecimal. Default: the one that FILE names.")
+    ] = "",
+    log: Annotated[
+        Path | None, typer.Option(help="Audit log, in which the model must be the job's.", show_default=False)
+    ] = None,
+    output: Output = Format.TABLE,
+) -> None:
+    """Check, without a control plane, that a model is the one that a statement is about."""
+    found = _provenance(_text_of(file), file, public_key.lower())
+    try:
+        with model.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    except OSError as error:
+        raise GeofedError("USAGE", f"cannot read {model}: {error}") from None
+    if digest not in found.models:
+        raise GeofedError("AUDIT_BROKEN", f"{file} is not about {model}, whose SHA-256 is {digest}")
+    if log is not None:
+        _check_in_log(log, found, digest)
+    _show_provenance(file, found, digest)
+    if not public_key and log is None:
+        say("without --public-key or --log, anybody may have signed this")
+
+
+def _text_of(file: Path) -> str:
+    from geofed_pb.attestation import MOST_BYTES
+
+    try:
+        with file.open(encoding="utf-8") as opened:
+            return opened.read(MOST_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        raise GeofedError("USAGE", f"cannot read {file}: {error}") from None
+
+
+def _provenance(text: str, file: Path, public_key: str) -> Provenance:
+    from geofed_pb.attestation import AttestationBroken, opened
+
+    try:
+        return opened(text, public_key)
+    except AttestationBroken as error:
+        raise GeofedError("AUDIT_BROKEN", f"{file}: {error}") from None
+
+
+def _check_in_log(log: Path, found: Provenance, digest: str) -> None:
+    """Check that a log continues the one that a statement was made with, and that the job has the model there."""
+    import json
+
+    from geofed_pb.audit import AuditBroken, Head
+
+    try:
+        head = Head.read(found.head)
+    except AuditBroken as error:
+        raise GeofedError("AUDIT_BROKEN", f"the statement's head of the audit log: {error}") from None
+    _verified(log, found.public_key, [head])
+    for line in _lines(log):
+        if (text := json.loads(line).get("entry")) is not None:
+            entry = json.loads(text)
+            ended = entry["kind"] == "job.ended" and entry.get("job") == found.job
+            if ended and (entry["model"] or {}).get("digest") == f"sha256:{digest}":
+                return
+    raise GeofedError("AUDIT_BROKEN", f"{log} has no end of job {found.job} with this model, as its last one")
+
+
+def _show_provenance(file: Path, found: Provenance, digest: str = "") -> None:
+    data: Data = {
+        "file": str(file),
+        "federation": found.federation,
+        "job": found.job,
+        "finished_at": found.finished_at,
+        "models": {name: digest for digest, name in found.models.items()},
+        "made_of": list(found.made_of),
+        "public_key": found.public_key,
+        "verified": found.models.get(digest),
+    }
+    emit(data, table=_provenance_text, name=lambda data: str(data["file"]))
+
+
+def _provenance_text(data: Data) -> str:
+    return fields([
+        ("statement", data["file"]), ("federation", data["federation"]), ("job", data["job"]),
+        ("ended", data["finished_at"]), ("models", ", ".join(data["models"])), ("made of", ", ".join(data["made_of"])),
+        ("signed by", data["public_key"]), *([("this model", data["verified"])] if data["verified"] else []),
+    ])  # fmt: skip
 
 
 def _verified(file: Path, public_key: str, witnesses: list[Head]) -> Verified:

@@ -44,6 +44,7 @@ _CONTROL = {
     "RemoveUser": Rule(("operator",)),
     "ListUsers": Rule(_BOTH, note="a user gets only its own entry"),
     "Audit": Rule(("operator",)),
+    "Attest": Rule(_BOTH, job="read"),
 }
 CONTROL_RULES = {
     **{f"/geofed.v1.Control/{name}": rule for name, rule in _CONTROL.items()},

@@ -24,6 +24,7 @@ from control_plane.pki import (
     new_secret,
     not_issued,
 )
+from control_plane.service.jobs._attestation import statement_of
 from control_plane.service.jobs._commands import cancel, finish, rename, share
 from control_plane.service.jobs._resume import resume
 from control_plane.service.jobs._signed import require_signed
@@ -50,6 +51,7 @@ from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_request
 from control_plane.store import AuditRow, EventRow, Invitation, Store
+from geofed_pb.attestation import sealed
 from geofed_pb.audit import GENESIS, entry_line, head_line, header_line
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, streaming
@@ -376,6 +378,14 @@ class ControlService(control_pb2_grpc.ControlServicer):
             for last in page:
                 yield control_pb2.AuditLine(line=entry_line(last.text, last.hash))
         yield control_pb2.AuditLine(line=head_line(self._federation.audit.head(last or AuditRow("", 0, GENESIS))))
+
+    @answering
+    async def Attest(self, request: control_pb2.JobRequest, context: Context) -> control_pb2.AttestReply:
+        """Return a signed statement of where an ended job's models come from."""
+        entry, audit = await self._find(request.job), self._federation.audit
+        return control_pb2.AttestReply(
+            envelope=sealed(audit.key, statement_of(entry.row, self._federation.name, audit.head()))
+        )
 
     # --- helpers
 

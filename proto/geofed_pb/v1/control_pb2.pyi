@@ -645,6 +645,12 @@ class AuditLine(_message.Message):
     line: str
     def __init__(self, line: _Optional[str] = ...) -> None: ...
 
+class AttestReply(_message.Message):
+    __slots__ = ("envelope",)
+    ENVELOPE_FIELD_NUMBER: _ClassVar[int]
+    envelope: str
+    def __init__(self, envelope: _Optional[str] = ...) -> None: ...
+
 class ListUsersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -175,6 +175,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.AuditRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.AuditLine.FromString,
                 _registered_method=True)
+        self.Attest = channel.unary_unary(
+                '/geofed.v1.Control/Attest',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.JobRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.AttestReply.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_stream(
                 '/geofed.v1.Control/GetModel',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.ModelRequest.SerializeToString,
@@ -374,6 +379,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attest(self, request, context):
+        """Where an ended job's models come from, signed by the control plane.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Downloads a kept model as safetensors bytes; the manifest is in the job's result.
         """
@@ -523,6 +535,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.AuditRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.AuditLine.SerializeToString,
+            ),
+            'Attest': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attest,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.JobRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.AttestReply.SerializeToString,
             ),
             'GetModel': grpc.unary_stream_rpc_method_handler(
                     servicer.GetModel,
@@ -1286,6 +1303,33 @@ class Control(object):
             '/geofed.v1.Control/Audit',
             geofed__pb_dot_v1_dot_control__pb2.AuditRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.AuditLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/Attest',
+            geofed__pb_dot_v1_dot_control__pb2.JobRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.AttestReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -108,6 +108,8 @@ CONTRACTS = {
     "serve": Contract(remote=False, formats=NONE),
     "audit export": Contract("{fresh}.jsonl"),
     "audit verify": Contract("{log}", remote=False),
+    "audit attest": Contract("{job} {fresh}.intoto.json"),
+    "audit verify-model": Contract("{model} {statement}", remote=False),
     "backup": Contract("{fresh}.backup --state-dir {state}", remote=False),
     "restore": Contract("{backup} --state-dir s-{fresh} --yes", remote=False),
     "simulate": Contract("{trace} --cluster 1x4", remote=False),
@@ -200,7 +202,11 @@ def jobs(federation: Federation, store: str, tmp_path_factory: pytest.TempPathFa
     told("audit", "export", str(folder / "log"))
     given |= {"state": state, "backup": backup, "log": str(folder / "log"), "context": str(federation.context)}
     given |= {"cancelled": held, "ended": ended, "kept": kept}
-    return {"job": told("submit", file, "--wait", "-o", "name"), **given}
+    job = told("submit", file, "--wait", "-o", "name")
+    model, statement = str(folder / "model.safetensors"), str(folder / "statement.json")
+    told("export", job, "--output-file", model)
+    told("audit", "attest", job, statement)
+    return {"job": job, "model": model, "statement": statement, **given}
 
 
 @pytest.fixture

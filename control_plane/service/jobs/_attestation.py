@@ -1,0 +1,84 @@
+"""Where a job's models come from, as a statement that the control plane signs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from control_plane._view import time_text
+from control_plane.store import JobRow
+from geofed_pb.attestation import FEDERATION, PREDICATE, STATEMENT
+from geofed_pb.audit import Head
+from geofed_pb.errors import GeofedError
+
+__all__ = ["statement_of"]
+
+_BUILD = "urn:geofed:job:v1"
+"""Kind of the build, in SLSA's words; docs/audit.md describes it."""
+
+
+def statement_of(row: JobRow, federation: str, head: Head) -> dict[str, Any]:
+    """Return the provenance of an ended job's models: what they were made of, by whom, and how.
+
+    ``head``: of the audit log, signed after the job's end.
+
+    Raises ``GeofedError``: ILLEGAL_STATE if the job has not ended, MODEL_NOT_FOUND if it has no model.
+    """
+    if not row.result_json:
+        text = f"job {row.id} has not ended"
+        raise GeofedError("ILLEGAL_STATE", text, hint=f"wait for it with `geofed wait {row.id}`")
+    result, spec = json.loads(row.result_json), json.loads(row.spec_json)
+    models = {one["digest"]: f"{row.id}, round {one['round']}" for one in result["models"] if one["digest"]}
+    if result["model"] is not None:
+        models.setdefault(result["model"]["digest"], row.id)
+    if not models:
+        raise GeofedError("MODEL_NOT_FOUND", f"job {row.id} has no model")
+    return {
+        "_type": STATEMENT,
+        "subject": [{"name": name, "digest": _digest(digest)} for digest, name in models.items()],
+        "predicateType": PREDICATE,
+        "predicate": {
+            "buildDefinition": {
+                "buildType": _BUILD,
+                "externalParameters": {"spec": spec, "user": row.user or "operator"},
+                "internalParameters": {
+                    "plan": {"sha256": hashlib.sha256(row.plan_json.encode()).hexdigest()},
+                    "residency": result["residency"],
+                },
+                "resolvedDependencies": _made_of(row, spec, result),
+            },
+            "runDetails": {
+                "builder": {"id": f"{FEDERATION}{federation}", "version": {"geofed": version("geofed")}},
+                "metadata": {
+                    "invocationId": row.id,
+                    "startedOn": time_text(row.created_at),
+                    "finishedOn": time_text(row.ended_at),
+                },
+                "byproducts": [
+                    {"name": "result", "annotations": result},
+                    {"name": "audit-head", "annotations": asdict(head)},
+                ],
+            },
+        },
+    }
+
+
+def _made_of(row: JobRow, spec: dict[str, Any], result: dict[str, Any]) -> list[dict[str, Any]]:
+    dataset, initial = spec["data"]["dataset"], result["initial_model"]
+    found: list[dict[str, Any]] = [{"name": "code", "digest": _digest(row.bundle_digest)}]
+    if initial is not None:
+        found.append({"name": "initial model", "digest": _digest(initial["digest"]), "annotations": initial})
+    for part in result["regions"]:
+        facts = {name: part[name] for name in ("samples", "steps", "privacy")}
+        found.append(
+            {"name": f"data of {part['name']}", "uri": f"urn:geofed:{part['name']}:{dataset}", "annotations": facts}
+        )
+    return found
+
+
+def _digest(text: str) -> dict[str, str]:
+    algorithm, _, value = text.rpartition(":")
+    return {algorithm or "sha256": value}

@@ -1,0 +1,113 @@
+"""Signed statements of where a model comes from, in the forms that supply-chain tools read.
+
+A statement is one of in-toto's (in-toto.io/Statement/v1) with a SLSA provenance (slsa.dev/provenance/v1), signed as a
+DSSE envelope (github.com/secure-systems-lab/dsse, version 1.0) with Ed25519. This module signs and checks; it reads and
+writes nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from geofed_pb.audit import public_key_of
+
+__all__ = ["FEDERATION", "MOST_BYTES", "PREDICATE", "STATEMENT", "AttestationBroken", "Provenance", "opened", "sealed"]
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://slsa.dev/provenance/v1"
+FEDERATION = "urn:geofed:federation:"
+"""Beginning of a builder's identity; the federation's name follows."""
+MOST_BYTES = 16 << 20
+"""Largest envelope that is read. A plan over a thousand regions takes some hundred kB."""
+_PAYLOAD = "application/vnd.in-toto+json"
+
+
+class AttestationBroken(ValueError):
+    """It is no envelope of a statement, or not signed by the key that it names; the text says what."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a statement says whose signature is right."""
+
+    job: str
+    """Identity of the job that has trained the models."""
+    federation: str
+    finished_at: str
+    models: dict[str, str]
+    """Names of the models by their SHA-256, in hexadecimal."""
+    made_of: tuple[str, ...]
+    """Names of what the models were made of."""
+    head: dict[str, Any]
+    """Head of the audit log when the statement was signed, for ``geofed_pb.audit.Head.read``."""
+    public_key: str
+    """Of the signer, in hexadecimal. Whose it is must be known from elsewhere."""
+    statement: dict[str, Any]
+
+
+def sealed(key: Ed25519PrivateKey, statement: dict[str, Any]) -> str:
+    """Return a statement's envelope, as JSON."""
+    payload = json.dumps(statement).encode()
+    signature = {"keyid": public_key_of(key), "sig": base64.b64encode(key.sign(_signed(payload))).decode()}
+    return json.dumps(
+        {"payloadType": _PAYLOAD, "payload": base64.b64encode(payload).decode(), "signatures": [signature]}
+    )
+
+
+def opened(text: str, public_key: str = "") -> Provenance:
+    """Return the statement in an envelope.
+
+    Args:
+        text: the envelope, as JSON.
+        public_key: the one that it must be signed with; empty: the one that it names.
+
+    Raises ``AttestationBroken``.
+    """
+    try:
+        envelope = json.loads(text)
+        if envelope["payloadType"] != _PAYLOAD:
+            raise AttestationBroken("it is not of in-toto")
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        (signature,) = envelope["signatures"]
+        named, signed = signature["keyid"], base64.b64decode(signature["sig"], validate=True)
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key or named))
+    except AttestationBroken:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise AttestationBroken("it is no signed envelope") from None
+    try:
+        key.verify(signed, _signed(payload))
+    except InvalidSignature:
+        raise AttestationBroken(f"the signature is not of the key {public_key or named}") from None
+    try:
+        return _read(json.loads(payload), key.public_bytes_raw().hex())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise AttestationBroken("the statement is no provenance of a model") from None
+
+
+def _read(statement: dict[str, Any], public_key: str) -> Provenance:
+    if (statement["_type"], statement["predicateType"]) != (STATEMENT, PREDICATE):
+        raise ValueError("another kind of statement")
+    made, run = statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"]
+    (head,) = [one["annotations"] for one in run["byproducts"] if one["name"] == "audit-head"]
+    return Provenance(
+        job=str(run["metadata"]["invocationId"]),
+        federation=str(run["builder"]["id"]).removeprefix(FEDERATION),
+        finished_at=str(run["metadata"]["finishedOn"]),
+        models={str(one["digest"]["sha256"]): str(one["name"]) for one in statement["subject"]},
+        made_of=tuple(str(one["name"]) for one in made["resolvedDependencies"]),
+        head=dict(head),
+        public_key=public_key,
+        statement=statement,
+    )
+
+
+def _signed(payload: bytes) -> bytes:
+    """Return the bytes that are signed: DSSE's pre-authentication encoding of a payload."""
+    return b"DSSEv1 %d %s %d %s" % (len(_PAYLOAD), _PAYLOAD.encode(), len(payload), payload)
