@@ -186,7 +186,9 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     busy = work + lost
     result = _slowest(staffs.result) + np.zeros_like(between)
     seconds = occasion.start + occasion.copying + busy + result
-    usd = busy * staffs.worker_usd.sum(-1)[:, None, None] + seconds * staffs.server_usd.sum(-1)[:, None, None]
+    # Parameter servers start with the functions: what comes before them is not billed.
+    usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
+    usd = usd + (seconds - occasion.start) * staffs.server_usd.sum(-1)[:, None, None]
     usd = usd - occasion.copying * (staffs.server_usd * occasion.served_late).sum(-1)[:, None, None]
     usd = usd + ((1 + ends) * call_usd[:, None, None, :]).sum(-1)
     usd = usd + many * ((steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] + exchanges.usd)

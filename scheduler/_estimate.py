@@ -114,7 +114,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
     items = tuple(
         cost
         for place, part in enumerate(plan.partitions)
-        for cost in _bill(place, plan, regions[part.region], took, topology.sent.get(part.region, {}))
+        for cost in _bill(place, plan, regions[part.region], occasion, took, topology.sent.get(part.region, {}))
     )
     low, high = spread_of(basis)
     size_low, size_high = _SIZES_KNOWN if snapshot.model_bytes else UNKNOWN_SIZE
@@ -275,11 +275,13 @@ def _prices(region: Region) -> Prices:
     return region.prices
 
 
-def _bill(place: int, plan: Plan, region: Region, took: Course, sent_to: Mapping[str, int]) -> list[Cost]:
+def _bill(
+    place: int, plan: Plan, region: Region, occasion: Occasion, took: Course, sent_to: Mapping[str, int]
+) -> list[Cost]:
     """Return the bill of the plan's partition at a place."""
     part, prices, busy = plan.partitions[place], _prices(region), float(took.busy[0, 0, 0])
     calls = part.workers * (1 + float(took.ends[0, 0, 0, min(place, took.ends.shape[-1] - 1)]))
-    served = float(took.seconds[0, 0, 0]) - (0.0 if part.shards else max((c.seconds for c in plan.copies), default=0.0))
+    served = float(took.seconds[0, 0, 0]) - occasion.start - (0.0 if part.shards else occasion.copying)
     costs = [
         ("function-seconds", part.workers * part.memory_mb / 1024 * busy, "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", calls, "1", prices.function_usd_per_request),

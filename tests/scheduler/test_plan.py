@@ -489,3 +489,13 @@ def test_bytes_are_predicted_as_they_are_metered() -> None:
     assert known.wan_bytes.low <= 1_830_276 <= known.wan_bytes.high
     guessed = planned(Snapshot(regions), wanted).estimate
     assert guessed.wan_bytes.low <= 1_830_276 <= guessed.wan_bytes.high, "nobody knows the model's size yet"
+
+
+def test_parameter_servers_are_not_paid_for_before_the_functions_start() -> None:
+    bills = {}
+    for start in (1.0, 11.0):
+        found = planned(Snapshot((region("a"), region("b")), model_bytes=4000, start_seconds=start), demand(workers=1))
+        hours = [cost.quantity for cost in found.estimate.items if cost.item == "parameter-server"]
+        bills[start] = found.estimate.seconds.expected, hours, found.estimate.usd.expected
+    assert bills[11.0][0] == pytest.approx(bills[1.0][0] + 10)
+    assert bills[11.0][1:] == (pytest.approx(bills[1.0][1]), pytest.approx(bills[1.0][2]))
