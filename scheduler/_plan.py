@@ -228,10 +228,12 @@ def _fastest_merging(chosen: Configured, front: Sequence[Configured]) -> Configu
 def _wan_settings(background: bool, regions: int, demand: Demand) -> dict[str, float]:
     """Return the settings of policy and exchange, and what may be adapted while the job runs."""
     policy = policy_of(demand)
+    # What a published rule states holds as long as the job runs.
+    adapts = background and demand.method is None
     adapted = {
         "background": background,
-        "choose_codec": background and demand.codec is None and not policy.significance,
-        "choose_interval": background and demand.interval is None and policy.adapts_interval,
+        "choose_codec": adapts and demand.codec is None and not policy.significance,
+        "choose_interval": adapts and demand.interval is None and policy.adapts_interval,
         "choose_topology": demand.topology is None and regions > 2,
     }
     return demand.wan_settings | {name: 1.0 for name, chosen in adapted.items() if chosen}

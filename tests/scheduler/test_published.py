@@ -70,6 +70,8 @@ def test_updates_are_not_coded_and_what_the_job_fixes_stays(method: str) -> None
     found = planned(federation(), demand(method, interval=50, workers={"east": 2, "west": 3}, topology="mesh"))
     assert (found.codec, found.interval, workers(found)) == ("fp32", 50, {"east": 2, "west": 3})
     assert planned(federation(), demand(method, codec="int8")).codec == "int8"
+    background = planned(federation(), demand(method, exchange="background")).wan_settings
+    assert not {"choose_codec", "choose_interval"} & set(background)
 
 
 @pytest.mark.parametrize("method", ["greedy", "load-power"])
