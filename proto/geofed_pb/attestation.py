@@ -16,6 +16,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from geofed_pb.audit import public_key_of
+from geofed_pb.bounds import clean
 
 __all__ = ["FEDERATION", "MOST_BYTES", "PREDICATE", "STATEMENT", "AttestationBroken", "Provenance", "opened", "sealed"]
 
@@ -25,6 +26,8 @@ FEDERATION = "urn:geofed:federation:"
 """Beginning of a builder's identity; the federation's name follows."""
 MOST_BYTES = 16 << 20
 """Largest envelope that is read. A plan over a thousand regions takes some hundred kB."""
+_MOST_TEXT = 256
+"""Bytes of a name that are shown."""
 _PAYLOAD = "application/vnd.in-toto+json"
 
 
@@ -44,6 +47,10 @@ class Provenance:
     """Names of the models by their SHA-256, in hexadecimal."""
     made_of: tuple[str, ...]
     """Names of what the models were made of."""
+    code: str
+    """SHA-256 of the job's code, in hexadecimal."""
+    state: str
+    """How the job ended: `succeeded`, `failed` or `cancelled`."""
     head: dict[str, Any]
     """Head of the audit log when the statement was signed, for ``geofed_pb.audit.Head.read``."""
     public_key: str
@@ -95,17 +102,25 @@ def _read(statement: dict[str, Any], public_key: str) -> Provenance:
     if (statement["_type"], statement["predicateType"]) != (STATEMENT, PREDICATE):
         raise ValueError("another kind of statement")
     made, run = statement["predicate"]["buildDefinition"], statement["predicate"]["runDetails"]
-    (head,) = [one["annotations"] for one in run["byproducts"] if one["name"] == "audit-head"]
+    facts = {one["name"]: one["annotations"] for one in run["byproducts"]}
+    (code,) = [one["digest"]["sha256"] for one in made["resolvedDependencies"] if one["name"] == "code"]
     return Provenance(
-        job=str(run["metadata"]["invocationId"]),
-        federation=str(run["builder"]["id"]).removeprefix(FEDERATION),
-        finished_at=str(run["metadata"]["finishedOn"]),
-        models={str(one["digest"]["sha256"]): str(one["name"]) for one in statement["subject"]},
-        made_of=tuple(str(one["name"]) for one in made["resolvedDependencies"]),
-        head=dict(head),
+        job=_text(run["metadata"]["invocationId"]),
+        federation=_text(run["builder"]["id"]).removeprefix(FEDERATION),
+        finished_at=_text(run["metadata"]["finishedOn"]),
+        models={_text(one["digest"]["sha256"]): _text(one["name"]) for one in statement["subject"]},
+        made_of=tuple(_text(one["name"]) for one in made["resolvedDependencies"]),
+        code=_text(code),
+        state=_text(facts["result"]["state"]),
+        head=dict(facts["audit-head"]),
         public_key=public_key,
         statement=statement,
     )
+
+
+def _text(value: Any) -> str:
+    """Return a text for a terminal, whoever has signed it."""
+    return clean(str(value), _MOST_TEXT)
 
 
 def _signed(payload: bytes) -> bytes:

@@ -78,6 +78,8 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
         assert (other.returncode, "is not about" in other.stderr) == (8, True)
         other = of(*check[:4], "--public-key", "00" * 32, check=False)
         assert (other.returncode, "not of the key 0000" in other.stderr) == (8, True)
+        unsigned = of("audit", "verify-model", str(model), str(statement), "--log", str(log)).stderr
+        assert "without --public-key, anybody may have signed this, and have made the log" in unsigned
         early = of("audit", "attest", running.submit("train.end.epochs=900"), str(tmp_path / "early"), check=False)
         assert (early.returncode, "has not ended" in early.stderr) == (8, True)
 

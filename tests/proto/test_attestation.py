@@ -28,7 +28,10 @@ STATEMENT: dict[str, Any] = {
         "runDetails": {
             "builder": {"id": "urn:geofed:federation:north"},
             "metadata": {"invocationId": "job", "finishedOn": "2026-11-01T00:00:00.000Z"},
-            "byproducts": [{"name": "audit-head", "annotations": {"seq": 4}}],
+            "byproducts": [
+                {"name": "result", "annotations": {"state": "succeeded"}},
+                {"name": "audit-head", "annotations": {"seq": 4}},
+            ],
         },
     },
 }
@@ -38,6 +41,7 @@ def test_a_statement_is_read_by_whoever_knows_the_format() -> None:
     text = sealed(KEY, STATEMENT)
     found = opened(text, public_key_of(KEY))
     assert (found.job, found.federation, found.made_of) == ("job", "north", ("code",))
+    assert (found.state, found.code) == ("succeeded", "cd" * 32)
     assert (found.models, found.head, found.public_key) == ({"ab" * 32: "job, round 3"}, {"seq": 4}, public_key_of(KEY))
     # As another implementation of DSSE checks it, by the words of its specification.
     envelope = json.loads(text)
@@ -68,6 +72,11 @@ def test_another_signer_is_found() -> None:
     with pytest.raises(AttestationBroken, match="the signature is not of the key"):
         opened(sealed(other, STATEMENT), public_key_of(KEY))
     assert opened(sealed(other, STATEMENT)).public_key == public_key_of(other)
+
+
+def test_texts_of_a_signer_do_nothing_to_a_terminal() -> None:
+    named = {**STATEMENT, "subject": [{"name": "a\x1b[31m\r", "digest": {"sha256": "ab" * 32}}]}
+    assert opened(sealed(KEY, named)).models == {"ab" * 32: "a\\x1b[31m\\x0d"}
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,10 @@ def verify_model(
     if log is not None:
         _check_in_log(log, found, digest)
     _show_provenance(file, found, digest)
-    if not public_key and log is None:
-        say("without --public-key or --log, anybody may have signed this")
+    if not public_key:
+        say(f"without --public-key, anybody may have signed {'this' if log is None else 'this, and have made the log'}")
+    if found.state != "succeeded":
+        say(f"warning: job {found.job} has not succeeded, it was {found.state}")
 
 
 def _text_of(file: Path) -> str:
@@ -146,14 +148,16 @@ def _check_in_log(log: Path, found: Provenance, digest: str) -> None:
         head = Head.read(found.head)
     except AuditBroken as error:
         raise GeofedError("AUDIT_BROKEN", f"the statement's head of the audit log: {error}") from None
-    _verified(log, found.public_key, [head])
-    for line in _lines(log):
-        if (text := json.loads(line).get("entry")) is not None:
-            entry = json.loads(text)
-            ended = entry["kind"] == "job.ended" and entry.get("job") == found.job
-            if ended and (entry["model"] or {}).get("digest") == f"sha256:{digest}":
-                return
-    raise GeofedError("AUDIT_BROKEN", f"{log} has no end of job {found.job} with this model, as its last one")
+    named = _verified(log, found.public_key, [head]).federation
+    if named != found.federation:
+        raise GeofedError("AUDIT_BROKEN", f"{log} is of federation {named}, {found.job} of {found.federation}")
+    entries = (json.loads(text) for line in _lines(log) if (text := json.loads(line).get("entry")) is not None)
+    of_job = {entry["kind"]: entry for entry in entries if entry.get("job") == found.job}
+    submitted, ended = of_job.get("job.submitted", {}), of_job.get("job.ended", {})
+    if (submitted.get("code"), ended.get("state")) != (f"sha256:{found.code}", found.state):
+        raise GeofedError("AUDIT_BROKEN", f"{log} tells another code or end of job {found.job}")
+    if (ended["model"] or {}).get("digest") != f"sha256:{digest}":
+        raise GeofedError("AUDIT_BROKEN", f"{log} has no end of job {found.job} with this model, as its last one")
 
 
 def _show_provenance(file: Path, found: Provenance, digest: str = "") -> None:
@@ -161,6 +165,7 @@ def _show_provenance(file: Path, found: Provenance, digest: str = "") -> None:
         "file": str(file),
         "federation": found.federation,
         "job": found.job,
+        "state": found.state,
         "finished_at": found.finished_at,
         "models": {name: digest for digest, name in found.models.items()},
         "made_of": list(found.made_of),
@@ -173,7 +178,8 @@ def _show_provenance(file: Path, found: Provenance, digest: str = "") -> None:
 def _provenance_text(data: Data) -> str:
     return fields([
         ("statement", data["file"]), ("federation", data["federation"]), ("job", data["job"]),
-        ("ended", data["finished_at"]), ("models", ", ".join(data["models"])), ("made of", ", ".join(data["made_of"])),
+        ("ended", f"{data['state']}, {data['finished_at']}"), ("models", ", ".join(data["models"])),
+        ("made of", ", ".join(data["made_of"])),
         ("signed by", data["public_key"]), *([("this model", data["verified"])] if data["verified"] else []),
     ])  # fmt: skip
 

@@ -31,7 +31,11 @@ def statement_of(row: JobRow, federation: str, head: Head) -> dict[str, Any]:
         text = f"job {row.id} has not ended"
         raise GeofedError("ILLEGAL_STATE", text, hint=f"wait for it with `geofed wait {row.id}`")
     result, spec = json.loads(row.result_json), json.loads(row.spec_json)
-    models = {one["digest"]: f"{row.id}, round {one['round']}" for one in result["models"] if one["digest"]}
+    rounds: dict[str, list[str]] = {}
+    for one in result["models"]:
+        if one["digest"]:
+            rounds.setdefault(one["digest"], []).append(str(one["round"]))
+    models = {digest: f"{row.id}, round {', '.join(those)}" for digest, those in rounds.items()}
     if result["model"] is not None:
         models.setdefault(result["model"]["digest"], row.id)
     if not models:
