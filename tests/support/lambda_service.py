@@ -33,7 +33,7 @@ import psutil
 from botocore.model import OperationModel, ServiceModel, Shape, StructureShape
 from botocore.validate import ParamValidator
 
-__all__ = ["IMAGE", "ROLE", "Service", "allowed_operations", "function_command"]
+__all__ = ["IMAGE", "ROLE", "Refusal", "Service", "allowed_operations", "function_command"]
 
 ACCOUNT = "123456789012"
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/geofed-worker"
@@ -125,10 +125,16 @@ class Service:
         self.roles = {ROLE}
         self.quota = 1000
         self.pending_seconds = 0.3
+        self.unknown_seconds = 0.1
+        """Time for which a function that was made is not found yet."""
         self.failing: dict[str, str] = {}
         """State reason and its code of functions that are made from now on."""
         self.throttled = 0
         """How many requests are refused for their rate, from now on."""
+        self.refusing: dict[str, Refusal] = {}
+        """Operations that are refused, from now on, and how."""
+        self.refused: list[str] = []
+        """Operations that were refused so."""
         self.down = False
         self.allowed = allowed_operations()
         """Operations that the caller may use: those of the shipped policy."""
@@ -210,6 +216,9 @@ class Service:
                 if operation.name not in self.allowed:
                     text = f"User: agent is not authorized to perform: lambda:{operation.name}"
                     raise Refusal(403, "AccessDeniedException", text)
+                if operation.name in self.refusing:
+                    self.refused.append(operation.name)
+                    raise self.refusing[operation.name]
                 self.requests.append((operation.name, given))
                 answer = getattr(self, f"_{_snake(operation.name)}")(given)
         except Refusal as refusal:
@@ -260,7 +269,7 @@ class Service:
         return _output("CreateFunction", configuration)
 
     def _get_function_configuration(self, given: dict[str, Any]) -> dict[str, Any]:
-        return _output("GetFunctionConfiguration", self._function(given["FunctionName"]).configuration)
+        return _output("GetFunctionConfiguration", self._known(given["FunctionName"]).configuration)
 
     def _delete_function(self, given: dict[str, Any]) -> int:
         self._function(given["FunctionName"])
@@ -280,11 +289,11 @@ class Service:
         return {"Tags": self._function(given["Resource"].rpartition(":")[2]).tags}
 
     def _put_function_event_invoke_config(self, given: dict[str, Any]) -> dict[str, Any]:
-        self._function(given.pop("FunctionName")).event_config = given
+        self._active(given.pop("FunctionName")).event_config = given
         return given
 
     def _put_function_concurrency(self, given: dict[str, Any]) -> dict[str, Any]:
-        function, wanted = self._function(given["FunctionName"]), given["ReservedConcurrentExecutions"]
+        function, wanted = self._active(given["FunctionName"]), given["ReservedConcurrentExecutions"]
         if self._unreserved() - wanted < 100:
             text = (
                 "Specified ReservedConcurrentExecutions for function decreases account's UnreservedConcurrentExecution "
@@ -300,11 +309,7 @@ class Service:
 
     def _invoke(self, given: dict[str, Any]) -> int:
         name = given["FunctionName"]
-        function, kind = self._function(name), given.get("InvocationType", "RequestResponse")
-        if function.configuration["State"] != "Active":
-            state = function.configuration["State"]
-            text = f"The operation cannot be performed at this time. The function is currently in the state: {state}"
-            raise Refusal(409, "ResourceConflictException", text)
+        function, kind = self._active(name), given.get("InvocationType", "RequestResponse")
         if kind == "DryRun":
             return 204
         if kind != "Event":
@@ -327,6 +332,20 @@ class Service:
         if found is None:
             text = f"Function not found: arn:aws:lambda:{REGION}:{ACCOUNT}:function:{name}"
             raise Refusal(404, "ResourceNotFoundException", text)
+        return found
+
+    def _known(self, name: str) -> _Function:
+        """Return a function that may be known everywhere in the service."""
+        found = self._function(name)
+        if time.monotonic() - found.created_at < self.unknown_seconds:
+            raise Refusal(404, "ResourceNotFoundException", f"Function not found: {name}")
+        return found
+
+    def _active(self, name: str) -> _Function:
+        found = self._known(name)
+        if (state := found.configuration["State"]) != "Active":
+            text = f"The operation cannot be performed at this time. The function is currently in the state: {state}"
+            raise Refusal(409, "ResourceConflictException", text)
         return found
 
     def _unreserved(self) -> int:

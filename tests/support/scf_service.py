@@ -90,6 +90,14 @@ class Service:
         """How events have ended: function, and ``success``, ``error``, ``killed``, ``timeout`` or ``expired``."""
         self.memory_mb = 128_000
         self.pending_seconds = 0.3
+        self.unknown_seconds = 0.1
+        """Time for which a function that was made is not found yet."""
+        self.conflicts = 0
+        """How many times a function that is active cannot be set up yet."""
+        self.refusing: dict[str, Refusal] = {}
+        """Actions that are refused, from now on, and how."""
+        self.refused: list[str] = []
+        """Actions that were refused so."""
         self.failing: list[dict[str, str]] = []
         self.throttled = 0
         self.denied: set[str] = set()
@@ -166,6 +174,9 @@ class Service:
                 _check(f"{action}Request", given, action)
                 if missing := _REQUIRED[action] - given.keys():
                     raise Refusal(0, "MissingParameter", ", ".join(missing))
+                if action in self.refusing:
+                    self.refused.append(action)
+                    raise self.refusing[action]
                 self.requests.append((action, given))
                 return dict(getattr(self, f"_{action}")(given))
         except Refusal as refusal:
@@ -193,6 +204,8 @@ class Service:
 
     def _GetFunction(self, given: dict[str, Any]) -> dict[str, Any]:
         one = self._function(given)
+        if time.monotonic() - one.created_at < self.unknown_seconds:
+            raise Refusal(0, "ResourceNotFound.Function", f"{given['FunctionName']} does not exist")
         kept = {key: one.given[key] for key in ("FunctionName", "MemorySize", "Timeout", "Tags")}
         return {**kept, "Status": one.status, "StatusDesc": "", "StatusReasons": one.reasons}
 
@@ -208,6 +221,9 @@ class Service:
         return {"Functions": listed, "TotalCount": len(names)}
 
     def _UpdateFunctionEventInvokeConfig(self, given: dict[str, Any]) -> dict[str, Any]:
+        if self.conflicts:
+            self.conflicts -= 1
+            raise Refusal(0, "FailedOperation.OperationConflict", "the function is being changed")
         self._active(given).events = given["AsyncTriggerConfig"]
         return {}
 

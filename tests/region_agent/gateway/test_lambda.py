@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -28,15 +29,16 @@ from region_agent.policy import check_partition
 
 pytest.importorskip("boto3")
 
-from support.lambda_service import IMAGE, ROLE, Service, function_command
+from support.lambda_service import IMAGE, ROLE, Refusal, Service, function_command
 
 from region_agent.gateway.embedded.dialled import Dialled
-from region_agent.gateway.embedded.serverless.api import Hosted
+from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
 from region_agent.gateway.embedded.serverless.aws import LambdaFunctions, error_of, failure_of
 from region_agent.gateway.embedded.serverless.provider import memory_mb
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]
+_numbers = itertools.count(1)
 SETTINGS: dict[str, Any] = {"kind": "lambda", "image": IMAGE, "role": ROLE}
 MOTO = """
 import logging
@@ -74,7 +76,7 @@ def opened(service: Service, launch: Callable[..., Embedded]) -> Callable[..., A
 
 async def refused(target: Target, seconds: float = 60.0, **members: Any) -> GeofedError:
     """Deploy a function that cannot start; returns the error of waiting for it."""
-    name = f"refused-{os.getpid()}"
+    name = f"refused-{next(_numbers)}"
     await target.client.deploy(FunctionSpec(name, members.pop("image", IMAGE), **members))
     with pytest.raises(GeofedError) as caught:
         await target.client.wait_ready(name, 1, timedelta(seconds=seconds))
@@ -362,6 +364,62 @@ async def test_a_throttled_request_is_repeated_with_a_bound(service: Service, op
         assert 5 <= used <= 30, used
         service.throttled = 0
         await target.client.wait_ready("throttled", 1, timedelta(seconds=30))
+
+
+async def test_an_invocation_that_cannot_be_started_for_a_moment_ends_no_other_of_its_function(
+    service: Service, opened: Any
+) -> None:
+    async with opened() as target:
+        probe = await target.deploy()
+        # An event waits for room, and the next request is refused.
+        service.quota = 1
+        await target.client.scale(probe.name, 2)
+        await asyncio.to_thread(until, lambda: len(told(service, "Invoke")) == 2)
+        service.refusing = {"Invoke": Refusal(403, "ExpiredTokenException", "The security token is expired")}
+        await target.client.scale(probe.name, 3)
+        await asyncio.to_thread(until, lambda: service.refused)
+        await asyncio.sleep(2)
+        service.refusing, service.quota = {}, 1000
+        await target.client.wait_ready(probe.name, 3, timedelta(seconds=40))
+        assert (len(told(service, "CreateFunction")), len(told(service, "Invoke"))) == (1, 3)
+        assert not told(service, "DeleteFunction")
+
+
+async def test_a_function_that_was_deleted_by_others_is_made_again(service: Service, opened: Any) -> None:
+    async with opened() as target:
+        probe = await target.deploy()
+        host, _ = await probe.process()
+        service.functions.clear()
+        await target.client.scale(probe.name, 2)
+        await target.client.wait_ready(probe.name, 2, timedelta(seconds=40))
+        assert len(told(service, "CreateFunction")) == 2
+        assert host in {(await probe.process())[0] for _ in range(10)}
+
+
+def test_a_function_is_set_up_once_lambda_has_made_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in service.variables.items():
+        monkeypatch.setenv(name, value)
+    service.pending_seconds, service.unknown_seconds = 0.6, 0.3
+    functions = LambdaFunctions(LambdaGateway.model_validate(SETTINGS | {"reservedConcurrency": 5}))
+    function = Hosted("geofed-a-1-f1", IMAGE, 256, {"geofed.gateway": "a"})
+    functions.create(function)
+    # As a request that is repeated after a lost answer.
+    functions.create(function)
+    assert not functions.is_ready(function.name)
+    assert not told(service, "PutFunctionEventInvokeConfig")
+    until(lambda: functions.is_ready(function.name))
+    made = service.functions[function.name]
+    assert (made.event_config["MaximumRetryAttempts"], made.concurrency) == (0, 5)
+    conflict = Refusal(409, "ResourceConflictException", "An update is in progress")
+    for operation in ("PutFunctionEventInvokeConfig", "PutFunctionConcurrency"):
+        service.refusing = {operation: conflict}
+        assert not functions.is_ready(function.name)
+    service.refusing = {}
+    assert functions.is_ready(function.name)
+    service.functions.clear()
+    with pytest.raises(NoFunction) as caught:
+        functions.start(function.name, b"{}")
+    assert caught.value.code == "GATEWAY_UNAVAILABLE"
 
 
 async def test_an_outage_of_the_api_stops_no_call(service: Service, opened: Any) -> None:

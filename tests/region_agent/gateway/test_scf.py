@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -21,14 +21,16 @@ from region_agent.gateway import FunctionSpec
 
 pytest.importorskip("tencentcloud.scf")
 
-from support.lambda_service import function_command
+from support.lambda_service import Refusal, function_command
 from support.scf_service import IMAGE, REGION, Service
 
+from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
 from region_agent.gateway.embedded.serverless.provider import memory_mb
 from region_agent.gateway.embedded.serverless.tencent import ScfFunctions, error_of
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]
+_numbers = itertools.count(1)
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def section_of(service: Service) -> dict[str, Any]:
 
 async def refused(target: Target, **members: Any) -> GeofedError:
     """Deploy a function that cannot start; returns the error of waiting for it."""
-    name = f"refused-{os.getpid()}"
+    name = f"refused-{next(_numbers)}"
     await target.client.deploy(FunctionSpec(name, members.pop("image", IMAGE), **members))
     with pytest.raises(GeofedError) as caught:
         await target.client.wait_ready(name, 1, timedelta(seconds=60))
@@ -166,6 +168,39 @@ async def test_what_cannot_be_made_is_told(service: Service, opened: Any) -> Non
     async with opened(reservedConcurrency=200) as target:
         service.memory_mb = 128_000
         assert (await refused(target)).code == "QUOTA_EXCEEDED"
+
+
+async def test_an_event_that_is_refused_for_a_moment_ends_no_other_of_its_function(
+    service: Service, opened: Any
+) -> None:
+    async with opened() as target:
+        probe = await target.deploy()
+        service.refusing = {"Invoke": Refusal(0, "AuthFailure.SignatureExpire", "the signature is expired")}
+        await target.client.scale(probe.name, 2)
+        await asyncio.to_thread(until, lambda: service.refused)
+        await asyncio.sleep(2)
+        assert len(service.functions) == 1
+        service.refusing = {}
+        await target.client.wait_ready(probe.name, 2, timedelta(seconds=40))
+        assert len(told(service, "CreateFunction")) == 1
+
+
+def test_a_function_is_set_up_once_scf_has_made_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in service.variables.items():
+        monkeypatch.setenv(name, value)
+    service.unknown_seconds, service.conflicts = 0.3, 1
+    functions = ScfFunctions(ScfGateway.model_validate(section_of(service)))
+    function = Hosted("geofed-a-1-f1", IMAGE, 256, {"geofed.gateway": "a"})
+    functions.create(function)
+    functions.create(function)
+    assert not functions.is_ready(function.name)
+    until(lambda: functions.is_ready(function.name))
+    assert (service.conflicts, service.functions[function.name].events["MsgTTL"]) == (0, 60)
+    functions.delete(function.name)
+    functions.delete(function.name)
+    with pytest.raises(NoFunction) as caught:
+        functions.start(function.name, b"{}")
+    assert caught.value.code == "GATEWAY_UNAVAILABLE"
 
 
 async def test_secrets_that_no_event_holds_are_told(opened: Any) -> None:

@@ -6,10 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["GATEWAY_TAG", "RUN_TAG", "CloudFunctions", "Hosted"]
+from geofed_pb.errors import GeofedError
+
+__all__ = ["GATEWAY_TAG", "RUN_TAG", "CloudFunctions", "Hosted", "NoFunction"]
 
 GATEWAY_TAG, RUN_TAG = "geofed.gateway", "geofed.run"
 """Tags of every function: whose it is, and which run of its gateway has made it."""
+
+
+class NoFunction(GeofedError):
+    """The service has no such function, or does not know yet of one that it has just made."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,10 @@ class CloudFunctions(Protocol):
         """Make a function."""
 
     def is_ready(self, name: str) -> bool:
-        """Whether a function that was made can be started; raises ``GeofedError`` if it never will."""
+        """Whether a function that was made can be started, and is set up; raises ``GeofedError`` if it never will."""
 
     def start(self, name: str, event: bytes) -> None:
-        """Start an invocation, which the service does not repeat."""
+        """Start an invocation, which the service does not repeat; raises ``NoFunction``, too."""
 
     def delete(self, name: str) -> None:
         """Delete a function, if it is there; invocations that run go on."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import LambdaGateway
-from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, Hosted
+from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, Hosted, NoFunction
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -62,10 +62,11 @@ class LambdaFunctions:
             raise GeofedError("CONFIG_INVALID", f"AWS cannot be used: {error}", hint=hint) from error
 
     def create(self, function: Hosted) -> None:
-        """Make a function, without retries of its events, and with its concurrency."""
+        """Make a function; the rest is set when it is active."""
         settings = self._settings
         vpc = {"SubnetIds": list(settings.subnets), "SecurityGroupIds": list(settings.security_groups)}
-        with _told("a function could not be made"):
+        # A name is used once: a function that is there was made by a request whose answer was lost.
+        with _told("a function could not be made"), contextlib.suppress(self._conflict):
             self._client.create_function(
                 FunctionName=function.name,
                 PackageType="Image",
@@ -79,26 +80,36 @@ class LambdaFunctions:
                 Tags=dict(function.tags),
                 **({"VpcConfig": vpc} if settings.subnets else {}),
             )
-            self._client.put_function_event_invoke_config(
-                FunctionName=function.name, MaximumRetryAttempts=0, MaximumEventAgeInSeconds=_EVENT_SECONDS
-            )
-            if settings.reserved_concurrency is not None:
-                self._client.put_function_concurrency(
-                    FunctionName=function.name, ReservedConcurrentExecutions=settings.reserved_concurrency
-                )
 
     def is_ready(self, name: str) -> bool:
-        """Whether a function that was made is active."""
-        with _told(f"function {name} could not be looked at"):
-            found = self._client.get_function_configuration(FunctionName=name)
-        if found.get("State") == "Failed":
-            raise failure_of(found)
-        return bool(found.get("State") == "Active" and found.get("LastUpdateStatus") != "InProgress")
+        """Whether a function that was made is active; its events are then not repeated, and its concurrency is set.
+
+        Lambda refuses both while it makes the function, and may not know the function yet just after it was made.
+        """
+        try:
+            with _told(f"function {name} could not be looked at", self._missing):
+                found = self._client.get_function_configuration(FunctionName=name)
+            if found.get("State") == "Failed":
+                raise failure_of(found)
+            if found.get("State") != "Active" or found.get("LastUpdateStatus") == "InProgress":
+                return False
+            with _told(f"function {name} could not be set up", self._missing, self._conflict):
+                self._client.put_function_event_invoke_config(
+                    FunctionName=name, MaximumRetryAttempts=0, MaximumEventAgeInSeconds=_EVENT_SECONDS
+                )
+                if (reserved := self._settings.reserved_concurrency) is not None:
+                    self._client.put_function_concurrency(FunctionName=name, ReservedConcurrentExecutions=reserved)
+        except (self._missing, self._conflict):
+            return False
+        return True
 
     def start(self, name: str, event: bytes) -> None:
         """Start an invocation asynchronously."""
-        with _told("an invocation could not be started"):
-            self._client.invoke(FunctionName=name, InvocationType="Event", Payload=event)
+        try:
+            with _told("an invocation could not be started", self._missing):
+                self._client.invoke(FunctionName=name, InvocationType="Event", Payload=event)
+        except self._missing as error:
+            raise NoFunction("GATEWAY_UNAVAILABLE", f"AWS Lambda has no function {name} any more") from error
 
     def delete(self, name: str) -> None:
         """Delete a function, if it is there."""
@@ -142,6 +153,11 @@ class LambdaFunctions:
         found: type[Exception] = self._client.exceptions.ResourceNotFoundException
         return found
 
+    @property
+    def _conflict(self) -> type[Exception]:
+        found: type[Exception] = self._client.exceptions.ResourceConflictException
+        return found
+
     def _tags(self, arn: str) -> Mapping[str, str]:
         try:
             return dict(self._client.list_tags(Resource=arn)["Tags"])
@@ -182,12 +198,15 @@ def error_of(code: str, message: str, status: int, what: str) -> GeofedError:
 
 
 @contextlib.contextmanager
-def _told(what: str) -> Iterator[None]:
+def _told(what: str, *but: type[Exception]) -> Iterator[None]:
+    """Raise errors of Lambda's API as ours, ``but`` for these."""
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError, PartialCredentialsError
 
     try:
         yield
     except ClientError as error:
+        if isinstance(error, but):
+            raise
         told, status = (
             error.response.get("Error", {}),
             error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0),

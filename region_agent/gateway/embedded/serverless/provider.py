@@ -28,7 +28,7 @@ from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.provider import Isolation
 from region_agent.gateway.embedded.remote import RemoteProvider
 from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running
-from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, RUN_TAG, CloudFunctions, Hosted
+from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, RUN_TAG, CloudFunctions, Hosted, NoFunction
 from region_agent.gateway.embedded.serverless.clouds import functions_of
 from region_agent.gateway.embedded.table import Aged, Expired, Refused, ReplicaReady
 from region_agent.gateway.functions import FunctionSpec
@@ -99,6 +99,8 @@ class ServerlessProvider(RemoteProvider):
         self._mark, self._run = config.owner, secrets.token_hex(3)
         self._cloud: CloudFunctions
         self._functions: dict[_Key, _Function] = {}
+        self._given_up: list[_Function] = []
+        """Functions of which no further replica starts; each is deleted when it has none."""
         self._left: set[str] = set()
         """Names of functions at the cloud that nobody wants."""
         self._placed: dict[str, _Placed] = {}
@@ -129,7 +131,7 @@ class ServerlessProvider(RemoteProvider):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await asyncio.gather(*self._requests, return_exceptions=True)
-                names = self._left | {one.name for one in self._functions.values()}
+                names = self._left | {one.name for one in (*self._functions.values(), *self._given_up)}
                 deletions = [asyncio.to_thread(self._cloud.delete, name) for name in names]
                 await asyncio.gather(*deletions, return_exceptions=True)
 
@@ -158,6 +160,12 @@ class ServerlessProvider(RemoteProvider):
         placed.function.replicas.add(name)
         try:
             await asyncio.shield(placed.function.made)
+        except GeofedError as error:
+            # Another one is made for the next replica.
+            self._give_up(placed.function)
+            self._fail(name, error)
+            return
+        try:
             event = self._event(placed, running)
             invoked = time.monotonic()
             if self._placed.get(name) is placed:
@@ -166,8 +174,8 @@ class ServerlessProvider(RemoteProvider):
             self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
             return
         except GeofedError as error:
-            if self._functions.get(placed.function.key) is placed.function and placed.function.made.done():
-                # Another one is made for the next replica.
+            # But for a function that is not there, the next replica is an invocation of the same one: it has others.
+            if isinstance(error, NoFunction):
                 self._give_up(placed.function)
             self._fail(name, error)
             return
@@ -293,7 +301,7 @@ class ServerlessProvider(RemoteProvider):
     def _give_up(self, function: _Function) -> None:
         if self._functions.get(function.key) is function:
             del self._functions[function.key]
-            self._left.add(function.name)
+            self._given_up.append(function)
 
     async def _watch(self) -> None:
         """Look for ever for replicas that have no connection any more, and for functions that nobody wants."""
@@ -334,6 +342,9 @@ class ServerlessProvider(RemoteProvider):
         for function in list(self._functions.values()):
             if not function.replicas and function.key not in wanted and function.made.done():
                 self._give_up(function)
+        # A function that is deleted loses the events that wait for an invocation.
+        self._left |= {one.name for one in self._given_up if not one.replicas}
+        self._given_up = [one for one in self._given_up if one.replicas]
 
     async def _clear_earlier(self) -> None:
         """Delete what earlier runs of this gateway have left."""

@@ -12,7 +12,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from geofed_pb.errors import GeofedError
 from region_agent.config import ScfGateway
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, Hosted
+from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, Hosted, NoFunction
 
 __all__ = ["ScfFunctions", "error_of"]
 
@@ -39,7 +39,16 @@ _NO_ROOM = ("FailedOperation.InsufficientResources",)
 _TOO_LARGE = ("InvalidParameter.RequestTooLarge", "InvalidParameter.Payload", "InvalidParameterValue.ClientContext")
 _REPEATED = ("RequestLimitExceeded", "InternalError", "ClientNetworkError", "ServerNetworkError")
 _GONE = ("ResourceNotFound.Function", "ResourceNotFound.FunctionName")
+_IN_USE = (
+    "ResourceInUse.Function", "FailedOperation.FunctionStatusError", "FailedOperation.OperationConflict",
+    "FailedOperation.ReservedInProgress",
+)  # fmt: skip
+"""The function is there already, or SCF is changing it."""
 _MOST_TEXT = 500
+
+
+class _InUse(GeofedError):
+    """A request that SCF does not take in the function's present state."""
 
 
 class ScfFunctions:
@@ -87,10 +96,18 @@ class ScfFunctions:
             given["VpcConfig"] = {"VpcId": settings.vpc, "SubnetId": settings.subnet}
         if settings.role:
             given["Role"] = settings.role
-        self._ask("CreateFunction", "a function could not be made", given)
+        # A name is used once: a function that is there was made by a request whose answer was lost.
+        with contextlib.suppress(_InUse):
+            self._ask("CreateFunction", "a function could not be made", given)
 
     def is_ready(self, name: str) -> bool:
         """Whether a function that was made is active; its events are then not repeated, and its concurrency is set."""
+        try:
+            return self._is_set_up(name)
+        except (NoFunction, _InUse):
+            return False
+
+    def _is_set_up(self, name: str) -> bool:
         named = self._named(name)
         found = self._ask("GetFunction", f"function {name} could not be looked at", {**named, "ShowCode": "FALSE"})
         if found.Status in ("CreateFailed", "UpdateFailed"):
@@ -115,7 +132,8 @@ class ScfFunctions:
 
     def delete(self, name: str) -> None:
         """Delete a function, if it is there."""
-        self._ask("DeleteFunction", f"function {name} could not be deleted", self._named(name), gone=True)
+        with contextlib.suppress(NoFunction):
+            self._ask("DeleteFunction", f"function {name} could not be deleted", self._named(name))
 
     def names(self, mark: str) -> list[str]:
         """Return the names of a gateway's functions, by their tag."""
@@ -155,8 +173,7 @@ class ScfFunctions:
     def _named(self, name: str) -> dict[str, str]:
         return {"FunctionName": name, "Namespace": self._settings.namespace}
 
-    def _ask(self, action: str, what: str, given: Mapping[str, Any], *, gone: bool = False) -> Any:
-        """Send a request; ``gone``: it is no error if there is no such function."""
+    def _ask(self, action: str, what: str, given: Mapping[str, Any]) -> Any:
         from tencentcloud.common.exception import TencentCloudSDKException
 
         request = getattr(self._models, f"{action}Request")()
@@ -174,9 +191,12 @@ class ScfFunctions:
         try:
             return Retrying(retry=repeated, wait=wait, stop=stop_after_attempt(_ATTEMPTS), reraise=True)(once)
         except TencentCloudSDKException as error:
-            if gone and str(error.code).startswith(_GONE):
-                return None
-            raise error_of(str(error.code), str(error.message), what) from error
+            code, told = str(error.code), error_of(str(error.code), str(error.message), what)
+            if code.startswith(_GONE):
+                raise NoFunction("GATEWAY_UNAVAILABLE", told.message) from error
+            if code.startswith(_IN_USE):
+                raise _InUse("GATEWAY_UNAVAILABLE", told.message) from error
+            raise told from error
 
 
 def error_of(code: str, message: str, what: str) -> GeofedError:
