@@ -264,6 +264,7 @@ async def _channel(config: RegionConfig, state_dir: Path) -> str:
     if not config.platform.sandboxed and (own or unix):
         text = f"the channel's address {[*own, 'a socket file'][0]} is of this machine only; functions do not reach it"
         raise GeofedError("CONFIG_INVALID", text, hint="write an address at which other machines reach the channel")
+    channel.worker_env(config.platform)
     measured = await asyncio.to_thread(channel.check)
     times = ", ".join(f"{request} {seconds * 1e3:.0f} ms" for request, seconds in measured.items())
     return f"{channel_text(config)}: {times} (as a worker, with connecting)"

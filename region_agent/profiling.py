@@ -301,7 +301,10 @@ class Profiler:
         self._report_condition(command, f"starting a function with {memory_mb} MB")
         grants = await asyncio.to_thread(self._grants, command)
         task = command.task
-        self._secrets = await give_secrets(context.config, context.gateway, context.owner, command.id, task.secrets)
+        self._secrets = await give_secrets(
+            context.config, context.gateway, context.owner, command.id, task.secrets,
+            *context.channel.worker_env(context.config.platform),
+        )  # fmt: skip
         self._token = CallToken.new() if context.config.platform.callable_by_others else CallToken()
         await context.gateway.deploy(
             FunctionSpec(
@@ -311,7 +314,6 @@ class Profiler:
                 annotations=grants.annotations() if context.config.platform.local_files else {},
                 env_vars={
                     **timeout_env(limit),
-                    **context.channel.worker_env(sent=context.config.platform.dials_out),
                     **self._token.env,
                     **self._secrets.env,
                 },

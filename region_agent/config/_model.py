@@ -19,6 +19,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
 from geofed_pb.platforms import PLATFORMS, Platform
+from geofed_pb.task_secrets import OWN_PREFIX
 from region_agent.config._gateways import (
     DockerGateway,
     EmbeddedGateway,
@@ -269,8 +270,8 @@ class S3ChannelConfig(Section):
     """Whether the bucket is named in the path of an address instead of its host."""
     worker_credentials_file: Path | None = None
     """Path, in the workers' file system, of a file with credentials for this bucket only. Workers on Kubernetes, Lambda
-    and SCF get what a file of the agent's machine with this path holds. Default: the workers have a role of their
-    own."""
+    and SCF get what a file of the agent's machine with this path holds, as a secret; at Lambda and SCF it has to be
+    there. Default: the workers have a role of their own."""
     insecure: bool = False
     """Whether the connection may be unencrypted (`http://`) to another machine."""
     prices: ChannelPricesConfig | None = None
@@ -530,6 +531,10 @@ class RegionConfig(Section):
     def _check_secrets(self) -> RegionConfig:
         known = self.policy.allow_users
         for name, secret in self.secrets.items():
+            if name.startswith(OWN_PREFIX):
+                raise ValueError(
+                    f"`secrets.{name}`: names that begin with {OWN_PREFIX} are those of geofed's own secrets"
+                )
             if secret.file is None and not self.platform.own_secrets:
                 raise ValueError(f"`secrets.{name}.file` is missing: {self.platform.title} has no secrets of its own")
             if secret.users is not None and not set(secret.users) <= set(known or {}):

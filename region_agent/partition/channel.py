@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
 
 from geofed_pb.address import joined
 from geofed_pb.errors import GeofedError
+from geofed_pb.platforms import Platform
 from region_agent.config import FileChannelConfig, RedisChannelConfig, RegionConfig, S3ChannelConfig
 from sync.channel import Channel, Usage
 from sync.collective import ChannelCosts
@@ -89,18 +90,19 @@ class RegionChannel:
         host = parts.netloc.rpartition("@")[2]
         return urlunsplit(parts._replace(netloc=f"{quote(user)}:{quote(password)}@{host}"))
 
-    def worker_env(self, *, sent: bool) -> dict[str, str]:
-        """Return the environment variables that the worker function needs for the channel.
+    def worker_env(self, platform: Platform) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the environment variables that worker functions need for the channel: those that anyone may read, and
+        those with secret values.
 
-        ``sent``: the environment reaches workers that see no file of this machine, and nobody else: it has what the
-        file with the workers' credentials holds, if that is here. Raises ``GeofedError("CONFIG_INVALID")``.
+        Functions that see no file of this machine get what the file with the workers' credentials holds; where
+        they may have a role of their own, only if it is here. Raises ``GeofedError("CONFIG_INVALID")``.
         """
         config = self._config
-        if not isinstance(config, S3ChannelConfig) or config.worker_credentials_file is None:
-            return {}
-        if sent and config.worker_credentials_file.exists():
-            return _credentials(config.worker_credentials_file)
-        return {"AWS_SHARED_CREDENTIALS_FILE": str(config.worker_credentials_file)}
+        if not isinstance(config, S3ChannelConfig) or (file := config.worker_credentials_file) is None:
+            return {}, {}
+        if platform.dials_out and (file.exists() or not platform.own_role):
+            return {}, _credentials(file)
+        return {"AWS_SHARED_CREDENTIALS_FILE": str(file)}, {}
 
     def files(self, job: str) -> tuple[list[str], list[str]]:
         """Return files and folders of this machine through which a job's workers access the channel: those that they
@@ -252,6 +254,9 @@ def _credentials(file: Path) -> dict[str, str]:
         profile = parser[parser.sections()[0]]
         names = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
         found = {name.upper(): profile[name] for name in names if name in profile}
+    except FileNotFoundError:
+        text = f"channel.workerCredentialsFile: {file} is not on the agent's machine, so functions get no key"
+        raise GeofedError("CONFIG_INVALID", text, hint="put a key for this bucket only there") from None
     except (OSError, ValueError, IndexError, configparser.Error) as error:
         raise GeofedError("CONFIG_INVALID", f"{file} is no file with AWS credentials: {type(error).__name__}") from None
     if len(found) < 2:

@@ -76,9 +76,19 @@ class WorkerFunction:
         """Orders deployments, so that the last one uses the latest number of workers."""
 
     async def give_secrets(self) -> None:
-        """Store the job's secrets at the platform. Raises ``GeofedError("SECRET_MISSING")``."""
-        task = self._start.task
-        self._secrets = await give_secrets(self._config, self._gateway, self._owner, self._start.job, task.secrets)
+        """Store the job's secrets, and its key of the channel, at the platform.
+
+        Raises ``GeofedError``: SECRET_MISSING; CONFIG_INVALID.
+        """
+        names = self._start.task.secrets
+        self._secrets = await give_secrets(
+            self._config,
+            self._gateway,
+            self._owner,
+            self._start.job,
+            names,
+            *self._channel.worker_env(self._config.platform),
+        )
 
     @property
     def redact(self) -> Redaction:
@@ -125,7 +135,6 @@ class WorkerFunction:
             constraints=self._constraints(preemptible=preemptible),
             env_vars={
                 **timeout_env(self._call_seconds),
-                **self._channel.worker_env(sent=self._config.platform.dials_out),
                 **self._token.env,
                 **self._secrets.env,
             },
@@ -217,7 +226,7 @@ class WorkerFunction:
         for name in sorted(names):
             await _deleted(self._gateway.delete, name)
         self._replicas.clear()
-        if self._start.task.secrets:
+        if self._start.task.secrets or self._config.platform.dials_out:
             with contextlib.suppress(GeofedError):  # what is left is found by its name later
                 await _persistent(remove_secrets, self._gateway, self._owner, self._start.job)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.task_secrets import FILES_VARIABLE
+from geofed_pb.task_secrets import FILES_VARIABLE, OWN_PREFIX, VARIABLES_VARIABLE
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
@@ -17,6 +17,7 @@ from region_agent.gateway.redaction import Redaction
 
 __all__ = ["GivenSecrets", "check_secrets", "give_secrets", "remove_secrets"]
 
+_NONE: Mapping[str, str] = {}
 _LONGEST = 64 << 10
 """Bytes of a secret at most; Kubernetes' own limit is 1 MiB for all of an object."""
 
@@ -42,26 +43,40 @@ class GivenSecrets:
     names: tuple[str, ...] = ()
     """Names of the secrets at the function platform."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Environment of the functions, in which tasks find the secrets by their own names."""
+    """Environment of the functions, in which tasks find the secrets by their own names, and which has no value of them.
+    """
     redact: Redaction = field(default_factory=Redaction)
     """Takes their values out of texts."""
 
 
 async def give_secrets(
-    config: RegionConfig, gateway: GatewayClient, owner: Owner, job: str, names: Iterable[str]
+    config: RegionConfig,
+    gateway: GatewayClient,
+    owner: Owner,
+    job: str,
+    names: Iterable[str],
+    env: Mapping[str, str] = _NONE,
+    secret_env: Mapping[str, str] = _NONE,
 ) -> GivenSecrets:
     """Store a job's own copies of the named secrets at the function platform, except for those that it has by itself.
+
+    ``env``: further variables of the functions. ``secret_env``: those whose values are secrets, too.
 
     Raises ``GeofedError("SECRET_MISSING")`` if a file cannot be read.
     """
     names = tuple(names)
     values = {name: _value(config.name, name, file) for name in names if (file := config.secrets[name].file)}
+    variables = {variable: OWN_PREFIX + variable.lower().replace("_", "-") for variable in secret_env}
+    values |= {name: secret_env[variable].encode() for variable, name in variables.items()}
     copies = {name: owner.secret(name, job) for name in values}
     for name, value in values.items():
         await gateway.put_secret(copies[name], value)
-    renamed = {name: copy for name, copy in copies.items() if name != copy}
-    env = {FILES_VARIABLE: json.dumps(renamed)} if renamed else {}
-    return GivenSecrets(tuple(copies.get(name, name) for name in names), env, Redaction.of(values))
+    renamed = {name: copies[name] for name in names if copies.get(name, name) != name}
+    files = {variable: copies[name] for variable, name in variables.items()}
+    own = {FILES_VARIABLE: renamed, VARIABLES_VARIABLE: files}
+    told = {variable: json.dumps(content) for variable, content in own.items() if content}
+    held = tuple(copies.get(name, name) for name in (*names, *variables.values()))
+    return GivenSecrets(held, {**env, **told}, Redaction.of(values))
 
 
 async def remove_secrets(gateway: GatewayClient, owner: Owner, job: str) -> None:

@@ -24,6 +24,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import keep_freed_memory
+from geofed_pb.task_secrets import set_secret_variables
 from region_agent.worker.clients.model import ClientsModel
 from region_agent.worker.data.index import BlockIndex, index_key
 from region_agent.worker.data.scratch import scratch_folder
@@ -118,6 +119,7 @@ def _messages(channel: Channel) -> dict[str, float]:
 
 
 def _prepare_process() -> None:
+    set_secret_variables()
     keep_freed_memory()
     torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1"))))
 

@@ -13,7 +13,9 @@ import httpx2
 import pytest
 from support.docker_engine import docker_engine, worker_image
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually, named
+from support.stores import BUCKET, s3_server
 
+from tests.e2e.conftest import STORE_PRICES
 from tests.region_agent.gateway.conftest import Embedded
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -22,6 +24,11 @@ REGIONS = ("lille", "lyon")
 READS = """
 from geofed import secret
 assert secret("token").startswith("value of l")
+"""
+PRINTS = """
+import os
+print("variables:", dict(os.environ), flush=True)
+assert os.environ["AWS_SECRET_ACCESS_KEY"].startswith("of-the-")
 """
 OWN = {"label": "geofed.gateway"}
 
@@ -211,26 +218,37 @@ def test_two_regions_train_in_functions_of_tencent_over_a_killed_invocation(
     from support.scf_service import IMAGE, REGION, Service
 
     (tmp_path / "scf").mkdir()
-    with Service(tmp_path / "scf", {IMAGE: ""}) as functions:
+    key = tmp_path / "key"
+    key.write_text("[default]\naws_access_key_id = AKIAOFTHEWORKERS\naws_secret_access_key = of-the-workers\n")
+    with Service(tmp_path / "scf", {IMAGE: ""}) as functions, s3_server() as store:
         for name, value in functions.variables.items():
             monkeypatch.setenv(name, value)
         gateway = {"kind": "scf", "image": IMAGE, "tencentRegion": REGION, "endpoint": functions.url}
-        sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=gateway)
+        channel = {
+            "kind": "s3", "bucket": BUCKET, "endpointUrl": store.endpoint, "region": "us-east-1", "pathStyle": True,
+            "workerCredentialsFile": str(key), "prices": STORE_PRICES,
+        }  # fmt: skip
+        sites = digits_sites(tmp_path, REGIONS, workers=2, gateway=gateway, channel=channel)
         with Federation(tmp_path / "federation", sites) as federation:
             running = Running(federation, tmp_path)
-            job = running.submit("train.workers=2", "train.end.epochs=40", "wan.interval=20")
+            settings = "train.workers=2", "train.end.epochs=12", "wan.interval=40"
+            job = running.submit(*settings, task=named("prints its variables") + PRINTS)
             running.wait_round(job, 1)
             tags = [{one["Key"]: one["Value"] for one in made.given["Tags"]} for made in functions.functions.values()]
             assert sorted(one["geofed.region"] for one in tags) == sorted(REGIONS)
             assert {one["geofed.job"] for one in tags} == {job}
             assert len(functions.running) == 4
             functions.running[0].process.kill()
-            running.wait_round(job, 3)
-            described = running.wait_end(job)
+            running.wait_round(job, 2)
+            described = running.wait_end(job, 400)
             check_succeeded(described)
             failed = [event for event in running.events(job) if event["kind"] == "worker-failed"]
             assert [event for event in failed if "ended without a word" in event["text"]], failed
             eventually(lambda: not functions.functions, "the functions are deleted")
+            # The job has the key of its channel, and its logs have not.
+            logs = federation.control_plane("logs", job).stdout
+            assert "'AWS_SECRET_ACCESS_KEY': '[secret geofed-aws-secret-access-key" in logs
+            assert not [value for value in ("AKIAOFTHEWORKERS", "of-the-workers") if value in logs]
 
 
 @pytest.fixture(scope="module")

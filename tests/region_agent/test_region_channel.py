@@ -9,6 +9,7 @@ import pytest
 from support.stores import redis_server
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.platforms import PLATFORMS
 from region_agent.config import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, load_config
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.worker.training.merging import Fenced
@@ -50,15 +51,23 @@ def test_credentials_of_a_bucket_are_sent_to_workers_that_see_no_file(tmp_path: 
     file = tmp_path / "credentials"
     store = S3ChannelConfig(kind="s3", bucket="tensors", worker_credentials_file=file)
     channel = RegionChannel(store, tmp_path, "east")
-    named = {"AWS_SHARED_CREDENTIALS_FILE": str(file)}
-    assert channel.worker_env(sent=False) == channel.worker_env(sent=True) == named
+    named = {"AWS_SHARED_CREDENTIALS_FILE": str(file)}, dict[str, str]()
+    # Their image may have the file, and a pod a role; at Lambda and SCF nothing else has a key.
+    for name in ("embedded", "docker", "openfaas", "kubernetes"):
+        assert channel.worker_env(PLATFORMS[name]) == named
+    for name in ("lambda", "scf"):
+        with pytest.raises(GeofedError, match="is not on the agent's machine") as caught:
+            channel.worker_env(PLATFORMS[name])
+        assert caught.value.code == "CONFIG_INVALID"
     file.write_text("[default]\naws_access_key_id = AKIA\naws_secret_access_key = a%b\n")
-    assert channel.worker_env(sent=True) == {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "a%b"}
-    assert channel.worker_env(sent=False) == named
+    for name in ("kubernetes", "lambda", "scf"):
+        sent = {"AWS_ACCESS_KEY_ID": "AKIA", "AWS_SECRET_ACCESS_KEY": "a%b"}
+        assert channel.worker_env(PLATFORMS[name]) == ({}, sent)
+    assert channel.worker_env(PLATFORMS["docker"]) == named
     for wrong in ("", "[default]\naws_access_key_id = AKIA\n", "very secret"):
         file.write_text(wrong)
         with pytest.raises(GeofedError) as caught:
-            channel.worker_env(sent=True)
+            channel.worker_env(PLATFORMS["kubernetes"])
         assert caught.value.code == "CONFIG_INVALID"
         assert "very secret" not in str(caught.value)
 

@@ -69,6 +69,7 @@ def test_only_named_users_read_a_secret(tmp_path: Path) -> None:
         ({"token": {}}, {}, "`secrets.token.file` is missing"),
         ({"token": {"file": "t", "users": ["ann"]}}, {}, "policy.allowUsers"),
         ({"Token": {"file": "t"}}, {}, "Token"),
+        ({"geofed-aws-access-key-id": {"file": "t"}}, {}, "geofed's own"),
     ],
 )
 def test_a_secret_that_cannot_be_given_is_an_error_in_the_region_file(
