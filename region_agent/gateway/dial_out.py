@@ -26,8 +26,8 @@ from geofed_pb.errors import GeofedError
 from region_agent.gateway.embedded.replicas.replica_http import ReplicaServer
 
 __all__ = [
-    "ACCEPTED", "CALLS", "CERTIFICATE_NAME", "END", "MOST_HELLO_BYTES", "OUTPUT", "REFUSED", "DialOut", "NotExpected",
-    "connections_for", "is_open", "keep_alive",
+    "ACCEPTED", "CALLS", "CERTIFICATE_NAME", "END", "GONE_SECONDS", "MOST_HELLO_BYTES", "OUTPUT", "REFUSED", "DialOut",
+    "NotExpected", "connections_for", "is_open", "keep_alive",
 ]  # fmt: skip
 
 ACCEPTED = b"ok\n"
@@ -49,6 +49,10 @@ _CONNECT_SECONDS = 10.0
 """Timeout of a connection, until it is accepted."""
 _LONGEST_PAUSE_SECONDS = 5.0
 """Longest pause between attempts to connect."""
+_KEEPALIVE = (15, 5, 4)
+"""Seconds without traffic until the other side is asked, seconds between questions, and their number."""
+GONE_SECONDS = 35
+"""Time after which a connection ends whose other side acknowledges nothing any more."""
 _GIVE_UP_SECONDS = 300.0
 """Time without any connection after which the function ends: its agent is gone for good, and it costs money."""
 
@@ -212,9 +216,17 @@ def connections_for(calls: int) -> int:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice within three minutes that the other side is gone, and keep routers from forgetting it."""
+    """Have the kernel notice within `GONE_SECONDS` that the other side is gone without a word, and keep routers from
+    forgetting the connection. Platforms take a function away without closing its connections."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6)):
+    idle, interval, probes = _KEEPALIVE
+    for option, value in (
+        (socket.TCP_KEEPIDLE, idle),
+        (socket.TCP_KEEPINTVL, interval),
+        (socket.TCP_KEEPCNT, probes),
+        # For what is sent and not acknowledged; without it that is a quarter of an hour.
+        (socket.TCP_USER_TIMEOUT, 1000 * GONE_SECONDS),
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 

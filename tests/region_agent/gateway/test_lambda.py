@@ -23,6 +23,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent.config import LambdaGateway, RegionConfig
 from region_agent.doctor import examine
 from region_agent.gateway import FunctionSpec
+from region_agent.gateway.dial_out import GONE_SECONDS
 from region_agent.gateway.serverless import invocation
 from region_agent.gateway.serverless.order import Order, order_of
 from region_agent.policy import check_partition
@@ -48,6 +49,41 @@ logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
 print(server.server_port, flush=True)
 server.serve_forever()
+"""
+
+SILENCE = f"""
+import asyncio, json, subprocess, threading, time
+from region_agent.gateway.embedded.dialled import Dialled, Listener
+
+def loopback(state):
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+async def main():
+    loopback("up")
+    dialled = Dialled(lambda _: None)
+    await dialled.start("127.0.0.1", 0)
+    dial = dialled.expect("one", Listener(lambda _: None, lambda *_: None))
+    connections = {{one: await asyncio.to_thread(dial.connect, dial.context) for one in ("idle", "sending")}}
+    while not dialled.connected("one"):
+        await asyncio.sleep(0.05)
+    loopback("down")
+    begun, seconds = time.monotonic(), {{}}
+    def wait(name):
+        try:
+            connections[name].recv(1)
+        except OSError:
+            pass
+        seconds[name] = time.monotonic() - begun
+    connections["sending"].sendall(b"never arrives")
+    for name in connections:
+        threading.Thread(target=wait, args=(name,), daemon=True).start()
+    while len(seconds) < 3 and time.monotonic() - begun < {GONE_SECONDS + 20}:
+        await asyncio.sleep(0.1)
+        if not dialled.connected("one"):
+            seconds.setdefault("gateway", time.monotonic() - begun)
+    print(json.dumps(seconds))
+
+asyncio.run(main())
 """
 
 
@@ -305,6 +341,23 @@ def test_an_invocation_without_a_gateway_ends(monkeypatch: pytest.MonkeyPatch) -
     order = Order(address=f"127.0.0.1:{port}", replica="a", token="t", certificate=pem, life_seconds=60, memory_mb=1024)
     monkeypatch.setenv("PYTHONPATH", str(HANDLERS))
     assert invocation.serve(order, time.monotonic() + 60, "gateway_probe:handle") == "alone"
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+def test_both_sides_notice_within_a_time_that_the_other_is_gone_without_a_word() -> None:
+    import subprocess
+    import sys
+
+    # In a network of its own, in which nothing arrives any more after a moment: no end of a connection, no reset.
+    alone = ["unshare", "--user", "--map-root-user", "--net"]
+    if subprocess.run([*alone, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine gives no network namespace")
+    done = subprocess.run([*alone, sys.executable, "-c", SILENCE], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads(done.stdout)
+    assert sorted(seconds) == ["gateway", "idle", "sending"]
+    assert all(10 < one < GONE_SECONDS + 10 for one in seconds.values()), seconds
 
 
 # What fails
