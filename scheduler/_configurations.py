@@ -45,7 +45,7 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
     """Return the configurations of a region, those with the fewest workers first; never none.
 
     What a published rule chooses for the region alone is before all others. A number of workers that the demand states
-    is taken as it is, even if the region does not have so many.
+    is taken as it is, even if the region does not have so many; but no more than clients of a round, or replicas.
     """
     samples, cut = train_samples(region, demand.dataset), staged(region, snapshot, demand)
     stated = demand.workers if isinstance(demand.workers, int | None) else demand.workers[region.name]
@@ -56,7 +56,9 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
         return tuple(Configured(_in_stages(region, samples, cut, count, demand)) for count in counts)
     rounds = _client_rounds(region, samples, demand)
     most = rounds.clients if rounds else samples // demand.batch
-    counts = worker_counts(max(1, min(free, most))) if stated is None else (stated,)
+    counts = worker_counts(max(1, min(free, most)))
+    if stated is not None:
+        counts = (min(stated, rounds.clients) if rounds else stated,)
     known = _profiled(region, snapshot, demand)
     measured = _measured(region, known, counts, snapshot, demand) if known is not None else {}
     found: list[Configured] = []
@@ -94,7 +96,9 @@ def _client_rounds(region: Region, samples: int, demand: Demand) -> _ClientRound
 def _in_rounds(one: Configured, rounds: _ClientRounds) -> Configured:
     """Return a configuration whose step is a round of clients, which its workers divide among themselves."""
     batch = max(1, math.ceil(rounds.samples / one.part.workers - 1e-9))
-    part = replace(one.part, batch=batch, clients=rounds.total, clients_per_round=rounds.clients)
+    part = replace(
+        one.part, batch=batch, clients=rounds.total, clients_per_round=rounds.clients, clients_samples=rounds.samples
+    )
     return replace(one, part=part)
 
 

@@ -63,7 +63,7 @@ class Staffs:
     def figures(part: PlannedPartition, prices: Prices, besides: Overheads) -> tuple[float, ...]:
         """Return one region's figures in the order of the fields."""
         return (
-            float(part.replicas * part.batch),
+            part.step_samples,
             step_seconds(part),
             part.workers * part.memory_mb / 1024 * prices.function_usd_per_gb_second,
             prices.server_usd_per_hour / _SECONDS_PER_HOUR,

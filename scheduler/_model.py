@@ -293,11 +293,24 @@ class PlannedPartition:
     """Clients of the region; 0: samples belong to none."""
     clients_per_round: int = 0
     """Clients that train in a step, which is a round of clients."""
+    clients_samples: float = 0.0
+    """Samples that they are expected to process, which do not depend on the workers; `batch` is a worker's part,
+    rounded up."""
 
     @property
     def replicas(self) -> int:
         """Replicas of the model; each takes `batch` samples in a step."""
         return self.pipeline.degree if self.pipeline else self.workers
+
+    @property
+    def step_samples(self) -> float:
+        """Samples of all replicas in one step."""
+        return self.clients_samples if self.clients else float(self.replicas * self.batch)
+
+    @property
+    def most_workers(self) -> int:
+        """Workers that can share a step of so many samples, or the clients of a round."""
+        return self.clients_per_round if self.clients else self.replicas * self.batch
 
 
 @dataclass(frozen=True)

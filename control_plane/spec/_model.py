@@ -777,6 +777,9 @@ class JobSpec(_Section):
             ),
             (bool(self.merge.staleness), "`merge.staleness`: clients start from the region's present model"),
             (wan.exchange == "background", "`wan.exchange: background`: clients start from the federation's model"),
+            (wan.quorum is not None, "`wan.quorum`, which is for exchange in the background"),
+            (bool(wan.grace), "`wan.grace`, which is for exchange in the background"),
+            (wan.staleness != "none", f"`wan.staleness: {wan.staleness}`, which is for exchange in the background"),
             (wan.traits.on_arrival, f"`wan.policy: {wan.policy}`, which merges updates as they arrive"),
             (wan.traits.normalises, f"`wan.policy: {wan.policy}`: all regions make the same rounds of clients"),
             (

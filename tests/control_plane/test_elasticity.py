@@ -12,6 +12,7 @@ from control_plane.core import JobState, Partition, Report, Speed
 from control_plane.service.measuring._known import Learnt
 from control_plane.service.measuring._speeds import FIRST_REST_SECONDS
 from control_plane.service.planning._allocation import Allocation
+from control_plane.service.planning._gangs import planned_workers, staffed_of
 from control_plane.service.planning._planning import plan_json, snapshot_of, workers_now
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import Draft
@@ -19,7 +20,7 @@ from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, load, to_demand
 from control_plane.store import EventRow, JobRow
 from geofed_pb.v1 import agent_pb2
-from scheduler import Plan, plan
+from scheduler import Plan, paces, plan
 from tests.control_plane.fake_agent import catalogue
 
 JOB = """\
@@ -178,3 +179,15 @@ def test_a_promise_in_danger_survives_that_a_region_is_cut_off(tmp_path: Path) -
     assert len(watch.told) == told, "the promise is as late as before"
     assert not watch.sent
     assert workers_now(watch.entry) == workers
+
+
+def test_no_region_gets_more_workers_than_clients_of_a_round(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, "1")
+    parts = [
+        replace(part, batch=60, clients=30, clients_per_round=3, clients_samples=60.0) for part in watch.plan.partitions
+    ]
+    chosen = replace(watch.plan, partitions=tuple(parts))
+    staffed = staffed_of(chosen, planned_workers(chosen), watch.regions, {})
+    assert [(one.free, one.batch) for one in staffed] == [(3, 60), (3, 60)]
+    most = [dict(workers) for workers, _ in paces(staffed, 0.0, background=False)][-1]
+    assert max(most.values()) <= 3

@@ -244,6 +244,9 @@ CLIENTS = "clients={fraction: 0.2, min: 3}"
         (["collective=isp"], "`clients` cannot be used with `collective: isp`"),
         (["collective=k-reduce", "merge.staleness=1"], "`clients` cannot be used with `merge.staleness`"),
         (["wan.exchange=background"], "`clients` cannot be used with `wan.exchange: background`"),
+        (["wan.quorum=2"], "`clients` cannot be used with `wan.quorum`"),
+        (["wan.grace=5s"], "`clients` cannot be used with `wan.grace`"),
+        (["wan.staleness=damping"], "`clients` cannot be used with `wan.staleness: damping`"),
         (["wan.policy=asgd"], "`clients` cannot be used with `wan.policy: asgd`"),
         (["wan.policy=fednova"], "`clients` cannot be used with `wan.policy: fednova`"),
         (

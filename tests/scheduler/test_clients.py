@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,24 @@ def test_epochs_are_passes_of_all_clients() -> None:
     )
     # A round passes twice over a tenth of the data.
     assert chosen.rounds == 50
+
+
+@pytest.mark.parametrize("workers", [1, 2, 6, 8, 9])
+def test_rounds_do_not_depend_on_the_number_of_workers(workers: int) -> None:
+    chosen = planned(
+        Snapshot((_region("a", 100, 100, workers=16),)),
+        demand(batch=4, epochs=10.0, interval=1, exchange="synchronous", clients=ClientDemand(0.1, 1, 1),
+               workers=workers),
+    )  # fmt: skip
+    assert chosen.rounds == 100
+    assert chosen.partitions[0].workers == workers
+
+
+def test_no_more_workers_than_clients_of_a_round() -> None:
+    wanted = demand(batch=4, epochs=1.0, interval=1, exchange="synchronous", clients=ClientDemand(0.1, 1, 1),
+                    workers=16)  # fmt: skip
+    (part,) = planned(Snapshot((_region("a", 1000, 100, workers=16),)), wanted).partitions
+    assert (part.clients_per_round, part.workers, part.most_workers) == (10, 10, 10)
 
 
 def test_a_region_that_does_not_know_its_clients_takes_no_part() -> None:

@@ -255,7 +255,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
     """Change the numbers of workers of a job's regions, as a user (``by``) has requested; 0 pauses a region.
 
     Raises ``GeofedError``: ILLEGAL_STATE if the job does not run; REGION_NOT_FOUND; INADMISSIBLE if a region lacks free
-    workers, or if a step has fewer samples than workers.
+    workers, or if a step has fewer samples, or a round fewer clients, than workers.
     """
     entry = await federation.find_job(job)
     async with federation.change() as draft:
@@ -277,7 +277,6 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
             # Scaling by hand moves all regions of the job from preemptible to regular workers.
             workers = {**workers_now(entry), **workers}
         for region, wanted in workers.items():
-            batch = planned[region].replicas * planned[region].batch
             held = lasting_workers_now(entry).get(region, 0)
             free = max(0, capacity.get(region, held) - snapshot.busy_workers.get(region, 0)) + held
             if wanted > free:
@@ -289,10 +288,13 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
             if is_tuned(entry.spec) and wanted > (most := pool_of(entry.plan)[region]):
                 text = f"region {region} is limited to {most} workers of this tuned job; {wanted} were requested"
                 raise GeofedError("INADMISSIBLE", text)
-            if wanted > batch:
-                raise GeofedError(
-                    "INADMISSIBLE", f"a step in {region} has {batch} samples, fewer than {wanted} workers"
+            if wanted > (most := planned[region].most_workers):
+                step = (
+                    f"round in {region} has {most} clients"
+                    if planned[region].clients
+                    else (f"step in {region} has {most} samples")
                 )
+                raise GeofedError("INADMISSIBLE", f"a {step}, fewer than {wanted} workers")
             stages = len(shape.stages) if (shape := planned[region].pipeline) is not None else 1
             if wanted % stages:
                 raise GeofedError(

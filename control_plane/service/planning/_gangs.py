@@ -208,8 +208,8 @@ def staffed_of(
         Staffed(
             region=part.region,
             workers=workers[part.region],
-            free=max(workers[part.region], catalogue.capacity.workers),
-            batch=part.replicas * part.batch,
+            free=max(workers[part.region], min(catalogue.capacity.workers, part.most_workers)),
+            batch=math.ceil(part.step_samples - 1e-9),
             steps_per_round=part.steps_per_round,
             samples_per_second=speeds.get(part.region, part.samples_per_second),
             worker_usd_per_second=part.memory_mb / 1024 * catalogue.prices.function_usd_per_gb_second,
