@@ -26,8 +26,8 @@ _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _LONGEST_SLICE = MAX_TOKEN_LIFETIME - timedelta(minutes=5)
 """Longest slice; a worker's token must stay valid after it, until the end of the step and of waits for an answer."""
 
-_BEGIN_SECONDS = 60.0
-"""Part of the life of a replica that its platform ends, in which calls may begin: its successor starts meanwhile."""
+_ENDING_SECONDS = 15.0
+"""Time of a replica that its platform ends beyond its start and a call: to begin that, and to leave before the end."""
 
 
 def most_workers(config: RegionConfig, *, preemptible: bool = False) -> int:
@@ -70,10 +70,13 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         text = f"a slice of {plan.slice_seconds:g} s; a worker's token is valid for {valid:g} s"
         raise GeofedError("LIMIT_EXCEEDED", text, hint=f"function.slice is at most {_LONGEST_SLICE.total_seconds():g}s")
     life = config.life_seconds
-    if life is not None and plan.slice_seconds + CALL_GRACE.total_seconds() + _BEGIN_SECONDS > life:
-        longest = life - CALL_GRACE.total_seconds() - _BEGIN_SECONDS
+    # A higher `startSeconds` than the platform's allows for more waiting, not for longer starts.
+    start = min(config.start_seconds, config.platform.start_seconds)
+    longest = None if life is None else life - CALL_GRACE.total_seconds() - start - _ENDING_SECONDS
+    if longest is not None and plan.slice_seconds > longest:
         text = f"a slice of {plan.slice_seconds:g} s; {config.platform.title} ends a function of {config.name} after "
-        raise GeofedError("LIMIT_EXCEEDED", f"{text}{life:g} s", hint=f"function.slice is at most {longest:g}s there")
+        hint = f"function.slice is at most {max(0.0, longest):g}s there, with starts of up to {start:g} s"
+        raise GeofedError("LIMIT_EXCEEDED", f"{text}{life:g} s", hint=hint)
     if plan.memory_mb > config.capacity.memory_mb:
         text = f"region {config.name} allows a function {config.capacity.memory_mb} MB, the plan has {plan.memory_mb}"
         raise GeofedError("FORBIDDEN", text)

@@ -112,14 +112,15 @@ class DialOut:
         alone_seconds: float = _GIVE_UP_SECONDS,
         refused: Callable[[], object] | None = None,
         instance: str = "",
+        left: Callable[[], float] | None = None,
     ) -> Callable[[], None]:
         """Keep this many connections open in threads, and serve each; returns what closes them.
 
         ``gave_up`` is called when none could be made for ``alone_seconds``. ``refused``: called when the gateway does
         not expect the replica; None: it is asked again. ``instance``: differs between processes of the same replica, of
-        which the gateway takes the first.
+        which the gateway takes the first. ``left``: returns the seconds after which the platform ends the process.
         """
-        keeper = _Keeper(self, server, self.context, gave_up, alone_seconds, refused, instance)
+        keeper = _Keeper(self, server, self.context, gave_up, alone_seconds, refused, instance, left)
         for number in range(connections):
             threading.Thread(target=keeper.keep, name=f"connection {number}", daemon=True).start()
         return keeper.close
@@ -161,6 +162,7 @@ class _Keeper:
     alone_seconds: float
     refused: Callable[[], object] | None
     instance: str
+    left: Callable[[], float] | None
     open: set[socket.socket] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
     serving: int = 0
@@ -174,6 +176,8 @@ class _Keeper:
         while not self.server.draining:
             begun = time.monotonic()
             try:
+                if self.left is not None:
+                    more["left"] = f"{max(0.0, self.left()):.1f}"
                 connection = self.dial.connect(self.context, **more)
             except (OSError, ValueError) as error:
                 # Another certificate is that of a gateway that has started since.

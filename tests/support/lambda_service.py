@@ -127,6 +127,8 @@ class Service:
         self.pending_seconds = 0.3
         self.unknown_seconds = 0.1
         """Time for which a function that was made is not found yet."""
+        self.spent_seconds = 0.0
+        """Part of its time limit that an invocation has had when its program gets the event."""
         self.failing: dict[str, str] = {}
         """State reason and its code of functions that are made from now on."""
         self.throttled = 0
@@ -391,7 +393,7 @@ class Service:
         idle = [one for one in self.environments if one.function == name and one.working is None]
         environment = idle[0] if idle else self._environment(name, function)
         event.begun += 1
-        timeout = function.configuration.get("Timeout", 3)
+        timeout = function.configuration.get("Timeout", 3) - self.spent_seconds
         environment.working, environment.deadline = event, time.monotonic() + timeout
         environment.events.put((secrets.token_hex(16), event.body, time.time() + timeout))
 

@@ -7,9 +7,11 @@ import contextlib
 import datetime
 import hmac
 import json
+import math
 import secrets
 import ssl
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +75,8 @@ class _Hello:
     use: str
     reason: str
     text: str
+    left: float | None
+    """Seconds until its platform ends it."""
 
 
 class _Unexpected(Exception):
@@ -87,6 +91,8 @@ class _Expected:
     listener: Listener | None
     instance: str = ""
     """Which process of the replica has connected, if it has said."""
+    ends_at: float | None = None
+    """When its platform ends it, if it has said; by the monotonic clock."""
     connections: asyncio.Queue[_Connection | None] = field(default_factory=lambda: asyncio.Queue(_MOST_WAITING + 1))
     """Those that wait for a call; None: there will be no more."""
     open: dict[asyncio.StreamWriter, asyncio.StreamReader] = field(default_factory=dict)
@@ -172,6 +178,11 @@ class Dialled:
             not writer.is_closing() and not reader.at_eof() for writer, reader in expected.open.items()
         )
 
+    def left(self, replica: str) -> float | None:
+        """Return the seconds after which the platform ends a replica, if it has said."""
+        expected = self._expected.get(replica)
+        return None if expected is None or expected.ends_at is None else expected.ends_at - time.monotonic()
+
     def client(self, replica: str) -> httpx2.AsyncClient:
         """Return a client of a replica; a call waits until it has a connection."""
         expected = self._expected[replica]
@@ -226,6 +237,8 @@ class Dialled:
                 listener.ended(hello.reason, hello.text)
             return
         expected.open = {one: its for one, its in expected.open.items() if not one.is_closing()} | {writer: reader}
+        if hello.left is not None and expected.ends_at is None:
+            expected.ends_at = time.monotonic() + hello.left
         if hello.use == CALLS:
             expected.connections.put_nowait((reader, writer))
         self._greeted(hello.replica)
@@ -262,13 +275,16 @@ class Dialled:
     def _hello(self, line: bytes) -> _Hello:
         """Return what a first line says; raises ``ValueError``, and `_Unexpected`."""
         given = json.loads(line) if len(line) <= MOST_HELLO_BYTES else None
-        members = ("replica", "token", "instance", "use", "reason", "text")
+        members = ("replica", "token", "instance", "use", "reason", "text", "left")
         if not isinstance(given, dict) or not isinstance(given.get("replica"), str):
             raise ValueError("not a first line")
-        replica, token, instance, use, reason, text = (given.get(one, "") for one in members)
+        replica, token, instance, use, reason, text, left = (given.get(one, "") for one in members)
         expected = self._expected.get(replica)
-        if not all(isinstance(one, str) for one in (token, instance, use, reason, text)):
+        if not all(isinstance(one, str) for one in (token, instance, use, reason, text, left)):
             raise ValueError("not a first line")
+        seconds = float(left) if left else None
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise ValueError("no time")
         known = expected.token if expected is not None else secrets.token_hex(32)
         if not hmac.compare_digest(token.encode(), known.encode()) or expected is None:
             self._dismissed.discard(replica)
@@ -279,7 +295,7 @@ class Dialled:
         if instance != expected.instance:
             # A platform may run what it was given once twice.
             raise _Unexpected
-        return _Hello(replica, instance, use or CALLS, reason, text)
+        return _Hello(replica, instance, use or CALLS, reason, text, seconds)
 
 
 def _certificate() -> tuple[str, str]:

@@ -97,6 +97,7 @@ def _serve(order: Order, ends_at: float, handler: str, folder: Path) -> str:
         close = dial.serve(
             server, connections_for(calls), lambda: over.put(_Over("alone", "it reached no gateway")),
             alone_seconds=_ALONE_SECONDS, refused=lambda: over.put(_Over("dismissed", "")), instance=instance,
+            left=lambda: ends_at - time.monotonic(),
         )  # fmt: skip
         ended = _wait(over, process, ends_at - _LEAVE_SECONDS, memory_bytes)
         if ended.reason == "time":

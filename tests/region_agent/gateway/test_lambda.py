@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,29 @@ async def test_a_replica_is_replaced_before_the_platforms_limit_without_a_failed
     # Ended by the gateway: never by the platform.
     until(lambda: not service.working())
     assert {kind for one, kind in service.ended if one == name} == {"success"}
+
+
+async def test_a_replica_that_has_waited_for_room_is_not_replaced_early(service: Service, opened: Any) -> None:
+    service.quota = 0
+    async with opened(lifeSeconds=40) as target:
+        deployed = asyncio.create_task(target.deploy(env_vars={"exec_timeout": "16s"}))
+        await asyncio.to_thread(until, lambda: told(service, "Invoke"))
+        await asyncio.sleep(14)
+        service.quota = 1000
+        probe = await deployed
+        host, _ = await probe.process()
+        await asyncio.sleep(1)
+        assert (await probe.process())[0] == host
+        assert len(told(service, "Invoke")) == 1
+
+
+async def test_calls_that_the_platforms_limit_has_no_time_for_are_told(service: Service, opened: Any) -> None:
+    service.spent_seconds = 35
+    async with opened(lifeSeconds=60) as target:
+        error = await refused(target, env_vars={"exec_timeout": "20s", "write_timeout": "20s"})
+        assert (error.code, "function.slice" in error.hint) == ("LIMIT_EXCEEDED", True)
+        assert "its calls take 20 s, but AWS Lambda ends it 2" in error.message
+        await asyncio.to_thread(until, lambda: not service.working())
 
 
 async def test_a_replica_leaves_before_the_platform_ends_it(service: Service, opened: Any) -> None:
@@ -624,8 +648,9 @@ async def test_a_second_process_of_a_replica_is_not_expected() -> None:
         output = await asyncio.to_thread(dial.connect, context, instance="first", use=OUTPUT)
         with pytest.raises(NotExpected):
             await asyncio.to_thread(dial.connect, context, instance="second")
-        with pytest.raises(OSError):
-            await asyncio.to_thread(dial.connect, context, instance="first", use="other")
+        for wrong in ({"use": "other"}, {"left": "soon"}, {"left": "nan"}, {"left": "-1"}):
+            with pytest.raises(OSError):
+                await asyncio.to_thread(partial(dial.connect, context, instance="first", **wrong))
         await asyncio.to_thread(output.sendall, b"a line\n")
         (await asyncio.to_thread(dial.connect, context, instance="first", use=END, reason="time", text="over")).close()
         await asyncio.sleep(0.2)
@@ -675,13 +700,18 @@ def test_a_slice_that_an_invocation_has_no_time_for_is_refused() -> None:
     command = agent_pb2.StartPartition(
         job="a-1", region="east",
         task=agent_pb2.TaskRef(bundle_digest=f"sha256:{'0' * 64}", dataset="d"),
-        plan=agent_pb2.PartitionPlan(workers=1, memory_mb=512, slice_seconds=600),
+        plan=agent_pb2.PartitionPlan(workers=1, memory_mb=512, slice_seconds=585),
     )  # fmt: skip
     check_partition(region, command)
-    with pytest.raises(GeofedError) as caught:
-        check_partition(_region(datasets=datasets, gateway={"lifeSeconds": 400}), command)
-    assert caught.value.code == "LIMIT_EXCEEDED"
-    assert "at most 220s there" in caught.value.hint
+    for slice_seconds, gateway, longest in (
+        (586, {}, 585), (586, {"startSeconds": 600}, 585), (406, {"startSeconds": 60, "lifeSeconds": 600}, 405),
+        (585, {"lifeSeconds": 400}, 85), (30, {"lifeSeconds": 60}, 0),
+    ):  # fmt: skip
+        command.plan.slice_seconds = slice_seconds
+        with pytest.raises(GeofedError) as caught:
+            check_partition(_region(datasets=datasets, gateway=gateway), command)
+        assert caught.value.code == "LIMIT_EXCEEDED"
+        assert f"at most {longest}s there" in caught.value.hint
 
 
 def test_the_shipped_policy_names_what_the_agent_asks_and_no_more(service: Service) -> None:

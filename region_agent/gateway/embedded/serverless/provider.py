@@ -52,6 +52,8 @@ _MOST_TAG = 256
 """Most characters of a tag's value."""
 _LEAVE_SECONDS = 8.0
 """Time before the platform's limit in which a replica begins no call."""
+_LEAST_SERVING_SECONDS = 5.0
+"""Least time in which a replica may begin calls, once it is ready."""
 _LEAST_LEAD_SECONDS = 10.0
 """Least time before a replica's last call in which its successor is started."""
 _STOP_SECONDS = 3.0
@@ -138,7 +140,7 @@ class ServerlessProvider(RemoteProvider):
     def deploy(self, spec: FunctionSpec) -> None:
         """Create or change a function; raises ``Refused``, also for more than the platform has."""
         limits, life = FunctionLimits.of(spec, self.config), float(self._settings.life_seconds)
-        if limits.call_timeout.total_seconds() + _LEAVE_SECONDS > life:
+        if limits.call_timeout.total_seconds() + _LEAVE_SECONDS + _LEAST_SERVING_SECONDS > life:
             text = f"its calls take {limits.call_timeout.total_seconds():g} s, and its replicas live for {life:g} s"
             raise Refused(400, f"function {spec.service}: {text}")
         try:
@@ -185,6 +187,15 @@ class ServerlessProvider(RemoteProvider):
             if self._placed.get(name) is placed and not placed.over:
                 self._fail(name, self._overdue(limit))
             return
+        left = self._dialled.left(placed.name)
+        if left is None:
+            left = self._settings.life_seconds - (time.monotonic() - invoked)
+        serving = left - running.limits.call_timeout.total_seconds() - _LEAVE_SECONDS
+        if serving < _LEAST_SERVING_SECONDS:
+            # Its successor would have no more time: the job must change.
+            await http.aclose()
+            self._fail(name, self._too_late(running, left))
+            return
         running.http = http
         self._last_failure.pop(spec.service, None)
         self._start_seconds = time.monotonic() - invoked
@@ -192,18 +203,22 @@ class ServerlessProvider(RemoteProvider):
             "replica ready", replica=name, function=placed.function.name, seconds=round(time.monotonic() - begun, 3)
         )
         self.apply(ReplicaReady(name))
-        self._replace_in_time(running, invoked)
+        self._replace_in_time(running, serving)
 
-    def _replace_in_time(self, running: Running, invoked: float) -> None:
-        """Start another replica, and end this one, before a call in it could exceed the platform's limit."""
-        call, left = (
-            running.limits.call_timeout.total_seconds(),
-            self._settings.life_seconds - (time.monotonic() - invoked),
-        )
-        last = max(left - call - _LEAVE_SECONDS, 0.0)
-        lead = min(max(_LEAST_LEAD_SECONDS, 2 * self._start_seconds), last / 2)
-        self._after(last - lead, self.apply, Aged(running.name))
-        self._after(last, self.apply, Expired(running.name))
+    def _replace_in_time(self, running: Running, serving: float) -> None:
+        """Start another replica, and end this one, before a call in it could exceed the platform's limit.
+
+        ``serving``: seconds in which it may begin calls.
+        """
+        lead = min(max(_LEAST_LEAD_SECONDS, 2 * self._start_seconds), serving / 2)
+        self._after(serving - lead, self.apply, Aged(running.name))
+        self._after(serving, self.apply, Expired(running.name))
+
+    def _too_late(self, running: Running, left: float) -> GeofedError:
+        call, title = running.limits.call_timeout.total_seconds(), self._platform.title
+        text = f"its calls take {call:g} s, but {title} ends it {left:.0f} s after it was ready"
+        hint = "lower function.slice of the job, or raise `gateway.lifeSeconds`"
+        return GeofedError("LIMIT_EXCEEDED", f"replica {running.name}: {text}", hint=hint)
 
     def _event(self, placed: _Placed, running: Running) -> bytes:
         spec, redact = running.spec, self._redaction(running.spec)
