@@ -30,6 +30,8 @@ WORKER_IMAGE = "geofed/worker"
 _LOOPBACK = "127.0.0.1"
 _READY_SECONDS = 60.0
 """Timeout of the gateway's start."""
+_STOP_SECONDS = 8.0
+"""Time after which a process that should end is killed: 2 s for open requests, 5 s for what its platform still has."""
 
 
 def openfaas_client(gateway: OpenFaasGateway) -> GatewayClient:
@@ -138,12 +140,12 @@ class EmbeddedGatewayProcess:
             await self._process.wait()
 
     async def stop(self) -> None:
-        """Terminate the process, kill it if it is still running after 5 s."""
+        """Terminate the process, kill it if it is still running after some seconds."""
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(_STOP_SECONDS):
                     await self._process.wait()
             if self._process.returncode is None:
                 self._process.kill()

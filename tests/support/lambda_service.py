@@ -137,6 +137,10 @@ class Service:
         """Operations that are refused, from now on, and how."""
         self.refused: list[str] = []
         """Operations that were refused so."""
+        self.slow: dict[str, float] = {}
+        """Seconds after which requests of an operation are answered."""
+        self.undeletable: set[str] = set()
+        """Functions whose deletion is refused."""
         self.down = False
         self.allowed = allowed_operations()
         """Operations that the caller may use: those of the shipped policy."""
@@ -207,6 +211,8 @@ class Service:
 
     def _answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, str], bytes]:
         try:
+            if self.slow:
+                time.sleep(self.slow.get(_parsed(method, path, headers, body)[0].name, 0.0))
             with self._lock:
                 if self.down:
                     raise Refusal(503, "ServiceException", "the service is down")
@@ -275,6 +281,8 @@ class Service:
 
     def _delete_function(self, given: dict[str, Any]) -> int:
         self._function(given["FunctionName"])
+        if given["FunctionName"] in self.undeletable:
+            raise Refusal(409, "ResourceConflictException", "The function is being changed")
         del self.functions[given["FunctionName"]]
         return 204
 

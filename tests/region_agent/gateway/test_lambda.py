@@ -31,12 +31,14 @@ from region_agent.policy import check_partition
 
 pytest.importorskip("boto3")
 
-from support.lambda_service import IMAGE, ROLE, Refusal, Service, function_command
+from support.lambda_service import IMAGE, ROLE, Refusal, Service, _Function, function_command
 
+from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Dialled
+from region_agent.gateway.embedded.serverless import provider as provider_module
 from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
 from region_agent.gateway.embedded.serverless.aws import LambdaFunctions, error_of, failure_of
-from region_agent.gateway.embedded.serverless.provider import memory_mb
+from region_agent.gateway.embedded.serverless.provider import ServerlessProvider, memory_mb
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]
@@ -353,6 +355,76 @@ async def test_a_gateway_that_stops_leaves_no_function_that_is_being_made(servic
         until(lambda: told(service, "CreateFunction"))
         target.embedded.stop()
     until(lambda: not service.functions, 5)
+
+
+async def test_a_gateway_that_stops_waits_for_no_function_to_become_active(service: Service, opened: Any) -> None:
+    async with opened() as target:
+        await target.deploy()
+        service.pending_seconds = 60
+        await target.client.deploy(FunctionSpec("pending", IMAGE))
+        await asyncio.to_thread(until, lambda: len(service.functions) == 2)
+        service.slow = {"CreateFunction": 1.5}
+        await target.client.deploy(FunctionSpec("under-way", IMAGE))
+        await asyncio.sleep(0.5)
+        begun = time.monotonic()
+        await asyncio.to_thread(target.embedded.stop)
+        assert time.monotonic() - begun < 8
+        assert not service.functions
+        assert len(told(service, "CreateFunction")) == 3
+
+
+async def test_what_an_earlier_gateway_has_left_is_looked_for_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[list[str]] = [[], ["geofed-mark-old-f1"]]
+    deleted: list[str] = []
+
+    class Cloud:
+        def names(self, mark: str) -> list[str]:
+            return listed.pop(0)
+
+        def delete(self, name: str) -> None:
+            deleted.append(name)
+
+    monkeypatch.setattr(provider_module, "functions_of", lambda _: Cloud())
+    monkeypatch.setattr(provider_module, "_CLEAR_AGAIN_SECONDS", 0.5)
+    settings = LambdaGateway.model_validate(SETTINGS)
+    provider = ServerlessProvider(Config(state_dir=tmp_path, serverless=settings, owner="mark"))
+    await provider.start()
+    try:
+        await asyncio.to_thread(until, lambda: deleted, 20)
+    finally:
+        await provider.stop()
+    assert (deleted, listed) == (["geofed-mark-old-f1"], [])
+
+
+async def test_a_function_that_cannot_be_deleted_keeps_no_other(service: Service, opened: Any) -> None:
+    left = [f"geofed-mark-old-f{number}" for number in range(6)]
+    for name in left:
+        configuration = {
+            "FunctionName": name,
+            "FunctionArn": f"arn:aws:lambda:eu-central-1:123456789012:function:{name}",
+        }
+        service.functions[name] = _Function({**configuration, "State": "Active"}, {"geofed.gateway": "mark"}, 0.0)
+    service.undeletable = {*left[:3], *left[4:]}
+    async with opened():
+        await asyncio.to_thread(until, lambda: left[3] not in service.functions, 20)
+        assert len(service.functions) == 5
+        service.undeletable = set()
+        await asyncio.to_thread(until, lambda: not service.functions, 40)
+
+
+async def test_a_killed_invocation_is_noticed_while_the_api_does_not_answer(service: Service, opened: Any) -> None:
+    async with opened() as target:
+        probe, other = await target.deploy(), await target.deploy()
+        service.slow = {"DeleteFunction": 18.0}
+        await target.client.delete(other.name)
+        await asyncio.to_thread(until, lambda: len(service.working()) == 1)
+        await asyncio.sleep(1.5)
+        service.working()[0].process.kill()
+        await asyncio.to_thread(until, lambda: len(told(service, "Invoke")) == 3, 12)
+        await target.client.wait_ready(probe.name, 1, timedelta(seconds=30))
+        service.slow = {}
 
 
 def test_an_invocation_without_a_gateway_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,11 @@ import contextlib
 import math
 import secrets
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 
 import structlog
 
@@ -56,14 +59,20 @@ _LEAST_SERVING_SECONDS = 5.0
 """Least time in which a replica may begin calls, once it is ready."""
 _LEAST_LEAD_SECONDS = 10.0
 """Least time before a replica's last call in which its successor is started."""
-_STOP_SECONDS = 3.0
-"""Time for the functions to be deleted when the gateway stops."""
+_STOP_SECONDS = 5.0
+"""Time for the functions to be deleted when the gateway stops; the agent kills it some seconds later."""
+_CLEAR_AGAIN_SECONDS = 300.0
+"""Time after the start at which functions of an earlier gateway are looked for again: a request of one that was killed
+may be carried out after this one has looked first."""
+_MOST_REQUESTS = 16
+"""Most requests to the cloud at the same time."""
 _ENDS = {
     "time": ("FUNCTION_EVICTED", "evicted"),
     "crash": ("FUNCTION_FAILED", "crash"),
 }
 """Codes and reasons of how replicas say that they have ended."""
 _Key = tuple[str, str, int]
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -73,7 +82,10 @@ class _Function:
     name: str
     key: _Key
     """Function of the table, image, and memory in MB."""
+    created: asyncio.Task[None]
+    """The request that makes it. It is not cut short: the cloud may carry it out all the same, later."""
     made: asyncio.Task[None]
+    """Ends when it can be started."""
     replicas: set[str] = field(default_factory=set)
 
 
@@ -107,8 +119,8 @@ class ServerlessProvider(RemoteProvider):
         """Names of functions at the cloud that nobody wants."""
         self._placed: dict[str, _Placed] = {}
         self._number = 0
-        self._requests: set[asyncio.Task[None]] = set()
-        """Requests that make functions. None is cut short: the cloud may carry it out all the same, later."""
+        # Threads of its own: requests that the cloud does not answer hold up nothing else.
+        self._threads = ThreadPoolExecutor(_MOST_REQUESTS, thread_name_prefix="cloud")
         self._look_now = asyncio.Event()
         self._start_seconds = _LEAST_LEAD_SECONDS
         """Time that the last start of a replica has taken."""
@@ -118,24 +130,46 @@ class ServerlessProvider(RemoteProvider):
 
     async def start(self) -> None:
         """Listen for the replicas; functions of an earlier gateway are deleted."""
-        self._cloud = await asyncio.to_thread(functions_of, self._settings)
+        self._cloud = await self._ask(functions_of, self._settings)
         self._clear_runtime()
         await self._dialled.start(self.config.dial_host, self._settings.port)
         self.isolation = Isolation("container", "", limits_processes=True)
         self._run_task(self._watch(), end_process)
+        self._run_task(self._delete_unwanted(), end_process)
 
     async def stop(self) -> None:
-        """End every replica and delete every function, once none is being made any more."""
+        """End every replica and delete every function."""
         self._stopping = True
         self.logs.end()
+        deleted = awaited(self._delete_all())
         await self._dialled.stop()
         await self._stop_tasks()
+        await deleted
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _delete_all(self) -> None:
+        """Delete all functions at the same time; one whose request has not been answered, as soon as it has been."""
+        known = [*self._functions.values(), *self._given_up]
+        for one in known:
+            one.made.cancel()
+        loop = asyncio.get_running_loop()
+        # Other threads than those that may wait for answers.
+        threads = ThreadPoolExecutor(_MOST_REQUESTS, thread_name_prefix="stop")
+
+        async def delete(name: str, created: asyncio.Task[None] | None = None) -> None:
+            if created is not None:
+                await asyncio.wait([created])
+            await loop.run_in_executor(threads, self._cloud.delete, name)
+
+        deletions = [*map(delete, self._left), *(delete(one.name, one.created) for one in known)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
-                await asyncio.gather(*self._requests, return_exceptions=True)
-                names = self._left | {one.name for one in (*self._functions.values(), *self._given_up)}
-                deletions = [asyncio.to_thread(self._cloud.delete, name) for name in names]
                 await asyncio.gather(*deletions, return_exceptions=True)
+        threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _ask(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """Make a call to the cloud, which blocks."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
 
     def deploy(self, spec: FunctionSpec) -> None:
         """Create or change a function; raises ``Refused``, also for more than the platform has."""
@@ -171,7 +205,7 @@ class ServerlessProvider(RemoteProvider):
             event = self._event(placed, running)
             invoked = time.monotonic()
             if self._placed.get(name) is placed:
-                await asyncio.to_thread(self._cloud.start, placed.function.name, event)
+                await self._ask(self._cloud.start, placed.function.name, event)
         except Refused as refused:
             self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
             return
@@ -291,27 +325,32 @@ class ServerlessProvider(RemoteProvider):
             name = f"geofed-{self._mark}-{self._run}-f{self._number}"
             own = {one: value[:_MOST_TAG] for one, value in spec.labels.items() if one.startswith("geofed.") and value}
             tags = {**own, GATEWAY_TAG: self._mark, RUN_TAG: self._run}
-            made = awaited(self._make(Hosted(name, spec.image, key[2], tags)))
-            self._requests.add(made)
-            made.add_done_callback(self._requests.discard)
-            made.add_done_callback(
-                lambda task: task.cancelled() or task.exception()
-            )  # replicas ask for it, if there are
-            found = self._functions[key] = _Function(name, key, made)
+            created = awaited(self._ask(self._create, Hosted(name, spec.image, key[2], tags)))
+            made = awaited(self._make(name, created))
+            for task in (created, made):
+                # Replicas ask for their errors, if there are replicas.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            found = self._functions[key] = _Function(name, key, created, made)
         return found
+
+    def _create(self, function: Hosted) -> None:
+        # It may have waited for a thread until the gateway stops.
+        if self._stopping:
+            raise GeofedError("GATEWAY_UNAVAILABLE", "the gateway stops")
+        self._cloud.create(function)
 
     def _key(self, spec: FunctionSpec) -> _Key:
         return spec.service, spec.image, memory_mb(spec, self._platform.memory_mb, self._platform.memory_step_mb)
 
-    async def _make(self, function: Hosted) -> None:
+    async def _make(self, name: str, created: asyncio.Task[None]) -> None:
         begun, limit = time.monotonic(), self._settings.start_seconds
-        await asyncio.to_thread(self._cloud.create, function)
-        while not await asyncio.to_thread(self._cloud.is_ready, function.name):
+        await asyncio.shield(created)
+        while not await self._ask(self._cloud.is_ready, name):
             if time.monotonic() - begun > limit:
                 text = f"{self._platform.title} has not made the function within {limit:g} s"
                 raise GeofedError("FUNCTION_UNSCHEDULABLE", text)
             await asyncio.sleep(_POLL_SECONDS)
-        _log.info("function made", function=function.name, seconds=round(time.monotonic() - begun, 3))
+        _log.info("function made", function=name, seconds=round(time.monotonic() - begun, 3))
 
     def _give_up(self, function: _Function) -> None:
         if self._functions.get(function.key) is function:
@@ -320,27 +359,36 @@ class ServerlessProvider(RemoteProvider):
 
     async def _watch(self) -> None:
         """Look for ever for replicas that have no connection any more, and for functions that nobody wants."""
-        cleared, told, pause, again_at = False, "", _LOOK_SECONDS, 0.0
         while True:
             self._look()
-            try:
-                if time.monotonic() > again_at:
-                    if not cleared:
-                        await self._clear_earlier()
-                        cleared = True
-                    for name in list(self._left):
-                        await asyncio.to_thread(self._cloud.delete, name)
-                        self._left.discard(name)
-                    told, pause = "", _LOOK_SECONDS
-            except GeofedError as error:
-                again_at, pause = time.monotonic() + pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
-                if str(error) != told:
-                    told = str(error)
-                    _log.warning("functions could not be deleted yet", cause=told)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look_now.wait(), _LOOK_SECONDS)
             self._look_now.clear()
             await asyncio.sleep(0.1)
+
+    async def _delete_unwanted(self) -> None:
+        """Delete for ever the functions that nobody wants."""
+        begun, told, pause = time.monotonic(), "", _LOOK_SECONDS
+        clear_at = [begun, begun + _CLEAR_AGAIN_SECONDS]
+        while True:
+            failed = ""
+            if clear_at and time.monotonic() >= clear_at[0]:
+                try:
+                    await self._clear_earlier()
+                    del clear_at[0]
+                except GeofedError as error:
+                    failed = str(error)
+            for name in sorted(self._left):
+                try:
+                    await self._ask(self._cloud.delete, name)
+                    self._left.discard(name)
+                except GeofedError as error:
+                    failed = str(error)
+            if failed and failed != told:
+                _log.warning("functions could not be deleted yet", cause=failed)
+            told = failed
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS) if failed else _LOOK_SECONDS
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -363,7 +411,7 @@ class ServerlessProvider(RemoteProvider):
 
     async def _clear_earlier(self) -> None:
         """Delete what earlier runs of this gateway have left."""
-        for name in await asyncio.to_thread(self._cloud.names, self._mark):
+        for name in await self._ask(self._cloud.names, self._mark):
             if not name.startswith(f"geofed-{self._mark}-{self._run}-"):
                 self._left.add(name)
 
