@@ -7,12 +7,14 @@ import itertools
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,14 @@ from region_agent.policy import check_partition
 
 pytest.importorskip("boto3")
 
+from botocore import xform_name
 from support.lambda_service import IMAGE, ROLE, Refusal, Service, _Function, function_command
 
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Dialled
 from region_agent.gateway.embedded.serverless import provider as provider_module
 from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
-from region_agent.gateway.embedded.serverless.aws import LambdaFunctions, error_of, failure_of
+from region_agent.gateway.embedded.serverless.aws import _LOG_GROUP, LambdaFunctions, error_of, failure_of
 from region_agent.gateway.embedded.serverless.provider import ServerlessProvider, memory_mb
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
@@ -152,6 +155,7 @@ async def test_a_replica_is_an_invocation_with_no_right_of_the_agent(service: Se
         assert (made["MemorySize"], made["Timeout"], made["Role"], made["Architectures"]) == (512, 900, ROLE, ["arm64"])
         assert made["VpcConfig"] == {"SubnetIds": ["subnet-0a1"], "SecurityGroupIds": ["sg-0b2"]}
         assert made["EphemeralStorage"] == {"Size": 1024}
+        assert made["LoggingConfig"] == {"LogGroup": "/geofed/worker"}
         assert "Environment" not in made
         assert "hidden" not in json.dumps(made)
         (events,) = told(service, "PutFunctionEventInvokeConfig")
@@ -689,6 +693,55 @@ def test_functions_are_made_found_and_deleted_at_moto(moto: str) -> None:
     functions.delete("geofed-east-1-f1")
     assert functions.names("east") == []
     assert len(functions.names("west")) == 30
+
+
+def test_the_commands_of_the_page_set_up_what_functions_need(moto: str) -> None:
+    import boto3
+
+    root = Path(__file__).parents[3]
+    page = (root / "docs" / "lambda.md").read_text()
+    section = page.partition("## Setting up")[2].partition("\n## ")[0].replace("\\\n", " ")
+    commands = [shlex.split(line) for line in section.splitlines() if line.startswith("    aws ") and "|" not in line]
+    iam, logs, ecr = boto3.client("iam"), boto3.client("logs"), boto3.client("ecr")
+    iam.create_role(RoleName="geofed-agent", AssumeRolePolicyDocument="{}")
+    for _, service, command, *options in commands:
+        client = boto3.client(service)
+        operation = command.replace("-", "_")
+        shape = client.meta.service_model.operation_model(client.meta.method_to_api_mapping[operation]).input_shape
+        members = {xform_name(member, "-"): member for member in shape.members}
+        given: dict[str, Any] = {}
+        for option, value in zip(options[::2], options[1::2], strict=True):
+            member = members[option.removeprefix("--")]
+            text = (root / value.removeprefix("file://")).read_text() if value.startswith("file://") else value
+            given[member] = int(text) if shape.members[member].type_name == "integer" else text
+        getattr(client, operation)(**given)
+    (repository,) = json.loads(ecr.get_repository_policy(repositoryName="geofed-worker")["policyText"])["Statement"]
+    assert repository["Principal"] == {"Service": "lambda.amazonaws.com"}
+    assert set(repository["Action"]) == {"ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer"}
+    (group,) = logs.describe_log_groups(logGroupNamePrefix="/geofed/worker")["logGroups"]
+    assert group["retentionInDays"] == 14
+    assert group["logGroupName"] == _LOG_GROUP
+    assert not iam.list_attached_role_policies(RoleName="geofed-worker")["AttachedPolicies"]
+    policies = {
+        name: iam.get_role_policy(RoleName="geofed-worker", PolicyName=name)["PolicyDocument"]["Statement"]
+        for name in iam.list_role_policies(RoleName="geofed-worker")["PolicyNames"]
+    }
+    assert policies.keys() == {"logs", "network"}
+    (log,) = policies["logs"]
+    assert fnmatch(f"arn:aws:logs:eu-central-1:123456789012:log-group:{_LOG_GROUP}:log-stream:a", log["Resource"])
+    assert not fnmatch(
+        "arn:aws:logs:eu-central-1:123456789012:log-group:/aws/lambda/other:log-stream:a", log["Resource"]
+    )
+    assert set(log["Action"]) == {"logs:CreateLogStream", "logs:PutLogEvents"}
+    # Whoever asks for a network interface in the name of a function is job code.
+    allowed, denied = policies["network"]
+    (condition,) = denied["Condition"].values()
+    assert (allowed["Effect"], denied["Effect"], denied["Action"]) == ("Allow", "Deny", "ec2:*")
+    assert {one.partition(":")[0] for one in allowed["Action"]} == {"ec2"}
+    function = "arn:aws:lambda:eu-central-1:123456789012:function:geofed-mark-1-f1"
+    assert denied["Condition"].keys() == {"ArnLike"}
+    assert fnmatch(function, condition["lambda:SourceFunctionArn"])
+    assert iam.get_role_policy(RoleName="geofed-agent", PolicyName="functions")["PolicyDocument"]["Statement"]
 
 
 # The event

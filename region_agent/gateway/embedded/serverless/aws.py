@@ -23,6 +23,8 @@ _EVENT_SECONDS = 60
 """Longest time for which Lambda keeps an event that it cannot run; the least that it takes."""
 _ENTRY_POINT = ("python", "-m", "region_agent.gateway.serverless.aws")
 """Entry point of the worker's image for Lambda."""
+_LOG_GROUP = "/geofed/worker"
+"""Log group of all functions, which the operator makes: each would leave one of its own behind, without an end."""
 _UNAUTHENTICATED = frozenset({
     "ExpiredTokenException", "IncompleteSignature", "InvalidClientTokenId", "InvalidSignatureException",
     "MissingAuthenticationToken", "UnrecognizedClientException",
@@ -77,6 +79,7 @@ class LambdaFunctions:
                 Timeout=settings.life_seconds,
                 Architectures=[settings.architecture],
                 EphemeralStorage={"Size": settings.scratch_mb},
+                LoggingConfig={"LogGroup": _LOG_GROUP},
                 Tags=dict(function.tags),
                 **({"VpcConfig": vpc} if settings.subnets else {}),
             )
