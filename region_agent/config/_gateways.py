@@ -184,8 +184,9 @@ class LambdaGateway(Section):
     life_seconds: Annotated[int, Field(ge=30, le=int(_LIFE_SECONDS))] = int(_LIFE_SECONDS)
     """Time limit of an invocation, in seconds. A replica is replaced by another invocation before."""
     reserved_concurrency: Annotated[int, Field(ge=1)] | None = None
-    """Concurrent invocations that are reserved for each job's function, and its most: twice the workers of a job, since
-    all may be replaced at the same time. Default: none; functions share what the account has."""
+    """Concurrent invocations that are reserved for each job's function, and its most: one more than the workers of a
+    job at least, and better a quarter more, since some are replaced at the same time. Default: none; functions share
+    what the account has."""
     start_seconds: Annotated[float, Field(gt=0, le=3600)] = _LAMBDA.start_seconds
     """Longest time until a function has been made, its image is there, and an invocation has connected."""
 
@@ -225,8 +226,9 @@ class ScfGateway(Section):
     life_seconds: Annotated[int, Field(ge=30, le=int(_SCF.life_seconds or 0))] = int(_SCF.life_seconds or 0)
     """Time limit of an invocation, in seconds. A replica is replaced by another invocation before."""
     reserved_concurrency: Annotated[int, Field(ge=1)] | None = None
-    """Concurrent invocations whose memory is reserved for each job's function, and its most: twice a job's workers,
-    since all may be replaced at the same time. Default: none; functions share what the account has."""
+    """Concurrent invocations whose memory is reserved for each job's function, and its most: one more than the workers
+    of a job at least, and better a quarter more, since some are replaced at the same time. Default: none; functions
+    share what the account has."""
     endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/@]+$")] = "https://scf.tencentcloudapi.com"
     """Address of the API. Within Tencent Cloud's network: `https://scf.internal.tencentcloudapi.com`."""
     start_seconds: Annotated[float, Field(gt=0, le=3600)] = _SCF.start_seconds

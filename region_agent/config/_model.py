@@ -511,6 +511,15 @@ class RegionConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_concurrency(self) -> RegionConfig:
+        reserved = getattr(self.gateway, "reserved_concurrency", None)
+        workers = min(self.capacity.workers, self.policy.max_workers_per_job or self.capacity.workers)
+        if reserved is not None and reserved <= workers:
+            text = f"a job may have {workers} workers, and one more runs while one is replaced"
+            raise ValueError(f"`gateway.reservedConcurrency` must be at least {workers + 1}: {text}")
+        return self
+
+    @model_validator(mode="after")
     def _check_channel(self) -> RegionConfig:
         channel = self.channel
         alone = isinstance(channel, S3ChannelConfig) and channel.worker_credentials_file is None

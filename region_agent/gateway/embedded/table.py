@@ -415,10 +415,12 @@ class FunctionTable:
         if len(current) > function.wanted:
             current.sort(key=lambda replica: (replica.phase is ReplicaPhase.READY, replica.calls))
             actions += self._drain(current[: len(current) - function.wanted])
-        if self.limits.bare or sum(replica.phase is ReplicaPhase.READY for replica in current) >= function.wanted:
-            older = [replica for replica in alive if replica.generation != function.generation]
-            actions += self._drain(replica for replica in older if replica.generation != _AGED)
-            actions += self._drain((replica for replica in older if replica.generation == _AGED), limit=False)
+        ready = sum(replica.phase is ReplicaPhase.READY for replica in current)
+        aged = [replica for replica in alive if replica.generation == _AGED]
+        if self.limits.bare or ready >= function.wanted:
+            actions += self._drain(one for one in alive if one.generation not in (function.generation, _AGED))
+        # Each successor takes the place of one as soon as it is ready, so that few more than wanted are there.
+        actions += self._drain(aged[: max(0, ready + len(aged) - function.wanted)], limit=False)
         return actions
 
     def _start(self, function: _Function) -> Action:

@@ -38,10 +38,12 @@ from support.lambda_service import IMAGE, ROLE, Refusal, Service, _Function, fun
 
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Dialled
+from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.serverless import provider as provider_module
 from region_agent.gateway.embedded.serverless.api import Hosted, NoFunction
 from region_agent.gateway.embedded.serverless.aws import _LOG_GROUP, LambdaFunctions, error_of, failure_of
 from region_agent.gateway.embedded.serverless.provider import ServerlessProvider, memory_mb
+from region_agent.gateway.embedded.table import Aged, Expired, ScaleFunction
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.processes]
@@ -271,6 +273,53 @@ async def test_calls_that_the_platforms_limit_has_no_time_for_are_told(service: 
         assert (error.code, "function.slice" in error.hint) == ("LIMIT_EXCEEDED", True)
         assert "its calls take 20 s, but AWS Lambda ends it 2" in error.message
         await asyncio.to_thread(until, lambda: not service.working())
+
+
+async def test_replicas_that_started_together_are_replaced_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = ServerlessProvider(
+        Config(state_dir=tmp_path, serverless=LambdaGateway.model_validate(SETTINGS), owner="m")
+    )
+    (tmp_path / "r").mkdir()
+    due: dict[type, list[float]] = {Aged: [], Expired: []}
+    monkeypatch.setattr(provider, "_after", lambda wait, _, event: due[type(event)].append(wait))
+    for number in range(16):
+        running = Running.create(f"a-{number}", FunctionSpec("a", IMAGE), provider.config, None)
+        provider._replace_in_time(running, 700.0)
+    aged = sorted(due[Aged])
+    assert set(due[Expired]) == {700.0}
+    assert 0.74 * 690 < aged[0] < aged[-1] < 690
+    # A start takes 20 s.
+    assert max(sum(one <= other < one + 20 for other in aged) for one in aged) <= 3
+
+
+async def test_an_event_that_was_dropped_is_sent_again(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in service.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(provider_module, "EVENT_SECONDS", 1)
+    monkeypatch.setattr(provider_module, "_LEAST_LEAD_SECONDS", 1)
+    provider = ServerlessProvider(
+        Config(state_dir=tmp_path, serverless=LambdaGateway.model_validate(SETTINGS), owner="m")
+    )
+    await provider.start()
+    try:
+        provider.deploy(FunctionSpec("a", IMAGE))
+        await asyncio.to_thread(until, lambda: provider.table.available("a") == 1, 30)
+        service.quota = 1
+        provider.apply(ScaleFunction("a", 2))
+        await asyncio.to_thread(until, lambda: len(told(service, "Invoke")) == 3, 60)
+        failure = provider.status("a").failure
+        assert failure is not None
+        assert (failure.code, "has not run an event" in failure.message) == ("GATEWAY_UNAVAILABLE", True)
+        service.quota = 1000
+        await asyncio.to_thread(until, lambda: provider.table.available("a") == 2, 30)
+        assert len(told(service, "CreateFunction")) == 1
+    finally:
+        await provider.stop()
+    assert not service.functions
 
 
 async def test_a_replica_leaves_before_the_platform_ends_it(service: Service, opened: Any) -> None:
@@ -806,10 +855,13 @@ def _region(**changes: Any) -> RegionConfig:
 
 def test_a_region_file_states_no_more_than_lambda_has() -> None:
     assert _region().life_seconds == 900
+    _region(gateway={"reservedConcurrency": 5})
     for changes, text in (
         ({"capacity": {"workers": 1, "memoryMb": 12000}}, "128 to 10240 MB"),
         ({"capacity": {"workers": 1, "preemptible": 1}}, "has no preemptible capacity"),
         ({"gateway": {"subnets": ["subnet-1"]}}, "belong together"),
+        ({"gateway": {"reservedConcurrency": 4}}, "must be at least 5"),
+        ({"gateway": {"reservedConcurrency": 2}, "policy": {"maxWorkersPerJob": 2}}, "must be at least 3"),
         ({"gateway": {"lifeSeconds": 901}}, "900"),
         ({"gateway": {"scratchMb": 100}}, "512"),
         ({"gateway": {"image": "docker.io/geofed/worker"}}, "image"),

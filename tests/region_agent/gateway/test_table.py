@@ -161,6 +161,16 @@ def test_an_aged_replica_serves_until_its_successor_is_ready_and_ends_its_calls_
     assert table.replicas("f") == [new]
 
 
+def test_each_successor_takes_the_place_of_one_aged_replica_as_soon_as_it_is_ready() -> None:
+    table, old = table_with(3)
+    new = [one for name in old for one in started(table.handle(Aged(name)))]
+    for number in range(3):
+        assert table.handle(ReplicaReady(new[number])) == [StopReplica(old[number])]
+        assert table.available("f") == 3
+        assert table.handle(ReplicaExited(old[number])) == []
+    assert table.replicas("f") == new
+
+
 def test_an_expired_replica_gets_no_call_although_its_successor_is_missing() -> None:
     table, (busy, idle) = table_with(2)
     table.handle(CallStarted(busy))

@@ -8,8 +8,10 @@ from typing import Protocol
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["GATEWAY_TAG", "RUN_TAG", "CloudFunctions", "Hosted", "NoFunction"]
+__all__ = ["EVENT_SECONDS", "GATEWAY_TAG", "RUN_TAG", "CloudFunctions", "Hosted", "NoFunction"]
 
+EVENT_SECONDS = 60
+"""Longest time for which a service keeps an event that it cannot run; the least that Lambda takes."""
 GATEWAY_TAG, RUN_TAG = "geofed.gateway", "geofed.run"
 """Tags of every function: whose it is, and which run of its gateway has made it."""
 

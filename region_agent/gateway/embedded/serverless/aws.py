@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from geofed_pb.errors import GeofedError
 from region_agent.config import LambdaGateway
-from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, Hosted, NoFunction
+from region_agent.gateway.embedded.serverless.api import EVENT_SECONDS, GATEWAY_TAG, Hosted, NoFunction
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -19,8 +19,6 @@ __all__ = ["LambdaFunctions", "error_of", "failure_of"]
 _ATTEMPTS = 5
 """Attempts of a request that Lambda throttles or fails to answer, with growing pauses."""
 _TIMEOUT_SECONDS = 20
-_EVENT_SECONDS = 60
-"""Longest time for which Lambda keeps an event that it cannot run; the least that it takes."""
 _ENTRY_POINT = ("python", "-m", "region_agent.gateway.serverless.aws")
 """Entry point of the worker's image for Lambda."""
 _LOG_GROUP = "/geofed/worker"
@@ -98,7 +96,7 @@ class LambdaFunctions:
                 return False
             with _told(f"function {name} could not be set up", self._missing, self._conflict):
                 self._client.put_function_event_invoke_config(
-                    FunctionName=name, MaximumRetryAttempts=0, MaximumEventAgeInSeconds=_EVENT_SECONDS
+                    FunctionName=name, MaximumRetryAttempts=0, MaximumEventAgeInSeconds=EVENT_SECONDS
                 )
                 if (reserved := self._settings.reserved_concurrency) is not None:
                     self._client.put_function_concurrency(FunctionName=name, ReservedConcurrentExecutions=reserved)

@@ -31,7 +31,14 @@ from region_agent.gateway.embedded.logs import LineSplitter
 from region_agent.gateway.embedded.provider import Isolation
 from region_agent.gateway.embedded.remote import RemoteProvider
 from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running
-from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, RUN_TAG, CloudFunctions, Hosted, NoFunction
+from region_agent.gateway.embedded.serverless.api import (
+    EVENT_SECONDS,
+    GATEWAY_TAG,
+    RUN_TAG,
+    CloudFunctions,
+    Hosted,
+    NoFunction,
+)
 from region_agent.gateway.embedded.serverless.clouds import functions_of
 from region_agent.gateway.embedded.table import Aged, Expired, Refused, ReplicaReady
 from region_agent.gateway.functions import FunctionSpec
@@ -59,6 +66,9 @@ _LEAST_SERVING_SECONDS = 5.0
 """Least time in which a replica may begin calls, once it is ready."""
 _LEAST_LEAD_SECONDS = 10.0
 """Least time before a replica's last call in which its successor is started."""
+_EARLY_SHARE, _TURN = 0.25, (math.sqrt(5) - 1) / 2
+"""Part of the time in which replicas begin calls over which their replacement is spread, and the step from one to the
+next as a part of that: multiples of the golden ratio are spread evenly, however many there are."""
 _STOP_SECONDS = 5.0
 """Time for the functions to be deleted when the gateway stops; the agent kills it some seconds later."""
 _CLEAR_AGAIN_SECONDS = 300.0
@@ -124,6 +134,9 @@ class ServerlessProvider(RemoteProvider):
         self._look_now = asyncio.Event()
         self._start_seconds = _LEAST_LEAD_SECONDS
         """Time that the last start of a replica has taken."""
+        self._longest_start = 0.0
+        """The longest start so far; 0: there was none."""
+        self._turn = 0.0
 
     def _greeted(self, replica: str) -> None:
         self._look_now.set()
@@ -216,10 +229,14 @@ class ServerlessProvider(RemoteProvider):
             self._fail(name, error)
             return
         limit = self._settings.start_seconds
-        http = await self._client_of(running, placed.name, lambda: placed.over, begun + limit)
+
+        def dropped() -> bool:
+            return self._is_dropped(placed, invoked)
+
+        http = await self._client_of(running, placed.name, lambda: placed.over or dropped(), begun + limit)
         if http is None:
             if self._placed.get(name) is placed and not placed.over:
-                self._fail(name, self._overdue(limit))
+                self._fail(name, self._unrun() if dropped() else self._overdue(limit))
             return
         left = self._dialled.left(placed.name)
         if left is None:
@@ -233,6 +250,7 @@ class ServerlessProvider(RemoteProvider):
         running.http = http
         self._last_failure.pop(spec.service, None)
         self._start_seconds = time.monotonic() - invoked
+        self._longest_start = max(self._longest_start, self._start_seconds)
         _log.info(
             "replica ready", replica=name, function=placed.function.name, seconds=round(time.monotonic() - begun, 3)
         )
@@ -245,7 +263,10 @@ class ServerlessProvider(RemoteProvider):
         ``serving``: seconds in which it may begin calls.
         """
         lead = min(max(_LEAST_LEAD_SECONDS, 2 * self._start_seconds), serving / 2)
-        self._after(serving - lead, self.apply, Aged(running.name))
+        # Replicas that started together are not replaced together.
+        self._turn = (self._turn + _TURN) % 1
+        early = self._turn * _EARLY_SHARE * (serving - lead)
+        self._after(serving - lead - early, self.apply, Aged(running.name))
         self._after(serving, self.apply, Expired(running.name))
 
     def _too_late(self, running: Running, left: float) -> GeofedError:
@@ -284,6 +305,18 @@ class ServerlessProvider(RemoteProvider):
             placed.over = True
             running.kill_reason = running.kill_reason or reason
             self._fail(running.name, GeofedError(code, f"replica {running.name}: {text}"))
+
+    def _is_dropped(self, placed: _Placed, invoked: float) -> bool:
+        """Whether the service has dropped a replica's event, by how long starts have taken."""
+        waited, longest = time.monotonic() - invoked, self._longest_start
+        if not longest or self._dialled.left(placed.name) is not None:
+            return False
+        return waited > EVENT_SECONDS + longest + _LEAST_LEAD_SECONDS
+
+    def _unrun(self) -> GeofedError:
+        text = f"{self._platform.title} has not run an event for {EVENT_SECONDS} s; another one is sent"
+        hint = "have the account's concurrency raised, raise `gateway.reservedConcurrency`, or lower `capacity`"
+        return GeofedError("GATEWAY_UNAVAILABLE", text, hint=hint)
 
     def _overdue(self, limit: float) -> GeofedError:
         host = self.config.dial_host

@@ -12,15 +12,13 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from geofed_pb.errors import GeofedError
 from region_agent.config import ScfGateway
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.embedded.serverless.api import GATEWAY_TAG, Hosted, NoFunction
+from region_agent.gateway.embedded.serverless.api import EVENT_SECONDS, GATEWAY_TAG, Hosted, NoFunction
 
 __all__ = ["ScfFunctions", "error_of"]
 
 _ATTEMPTS = 5
 """Attempts of a request that SCF refuses for its rate or fails to answer, with growing pauses."""
 _TIMEOUT_SECONDS = 20
-_EVENT_SECONDS = 60
-"""Longest time for which SCF keeps an event that it cannot run."""
 _PAGE = 100
 _ARGUMENTS = "-m region_agent.gateway.serverless.tencent"
 _UNAUTHENTICATED = "AuthFailure"
@@ -116,7 +114,7 @@ class ScfFunctions:
             raise error_of(code, reasons or str(found.StatusDesc), "SCF cannot run the function")
         if found.Status != "Active":
             return False
-        once = {"RetryConfig": [{"RetryNum": 0}], "MsgTTL": _EVENT_SECONDS}
+        once = {"RetryConfig": [{"RetryNum": 0}], "MsgTTL": EVENT_SECONDS}
         what = "the repetition of events could not be switched off"
         self._ask("UpdateFunctionEventInvokeConfig", what, {**named, "AsyncTriggerConfig": once})
         if self._settings.reserved_concurrency is not None:
