@@ -48,7 +48,7 @@ _MOST_WAITING = 128
 """Most connections of a replica that wait for a call; further ones are closed."""
 _OUTPUT_BYTES = 65536
 """Bytes that are read at a time from a connection with what a function prints."""
-_TOLD_SECONDS = 1.5
+_TOLD_SECONDS = 4.0
 """Time after the end in which replicas that ask again are told that they are not expected any more."""
 _VALID = datetime.timedelta(days=3650)
 """Validity of the certificate, which is made anew with each start."""
