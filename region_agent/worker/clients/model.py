@@ -61,6 +61,13 @@ class ClientsModel(WholeModel):
         """Open what merges the mean changes of the workers' clients."""
         self._merged = merged
         self._after: Vector | None = None
+        self._next: list[int] = []
+        self._unsaved = [
+            (owner, name, value.clone())
+            for owner in self._module.modules()
+            for name, value in owner.named_buffers(recurse=False)
+            if name in owner._non_persistent_buffers_set
+        ]
         # Clients get new optimisers, which are scheduled as this one.
         self._scheduled, call = self._optimizer, self._call.model_copy(update={"clip_norm": 0.0})
         self._optimizer = torch.optim.SGD([one for one in self._module.parameters() if one.requires_grad], lr=1.0)
@@ -79,7 +86,7 @@ class ClientsModel(WholeModel):
         """Train this worker's clients of a round, merge their changes, and add the mean to the model; returns the mean
         loss of their samples, and seconds.
 
-        Raises ``GeofedError("TASK_INVALID")`` if all samples of the clients are None.
+        Raises ``GeofedError("TASK_INVALID")`` if all samples of the clients are None, and no other worker trains any.
         """
         begun, mine = time.monotonic(), self._mine(step)
         start = self._merged.vector()
@@ -91,18 +98,19 @@ class ClientsModel(WholeModel):
         sums: npt.NDArray[np.float64] = np.zeros(start.size)
         weight, self.counted, loss = 0, 0, 0.0
         for place, client in enumerate(mine):
-            self._clients.expect(mine[place : place + 2])
+            self._next = mine[place + 1 :]
             samples, loss_sum = self._train(client, step, start)
             if not samples:
                 continue
             self._after = self._merged.vector(self._after)
-            own = self._clients.samples(client)
+            own = self._clients.weight(client, samples)
             sums += np.multiply(self._after - start, own, dtype=np.float64)
             weight += own
             self.counted += samples
             loss += loss_sum
-        if mine and not weight:
+        if not weight and self._call.workers == 1:
             raise GeofedError("TASK_INVALID", f"all samples that dataset gives for round {step} of clients are None")
+        self._restore_unsaved()
         self._set(start, (sums / max(1, weight)).astype(np.float32))
         log("clients", self._clients.of_round)
         finish(self._device)
@@ -114,6 +122,7 @@ class ClientsModel(WholeModel):
     def _train(self, client: int, step: int, start: Vector) -> tuple[int, float]:
         """Train a client from a model; returns the samples that it has processed, and the sum of their losses."""
         self._merged.load(start)
+        self._restore_unsaved()
         # Random numbers of a client depend on it and the round, not on the worker, nor on clients before it.
         reseed(self._call.seed, zlib.crc32(self._call.region.encode()), client, step)
         optimizer = self._task.optimizer(self._module.parameters())
@@ -121,7 +130,7 @@ class ClientsModel(WholeModel):
             copy_scheduled(self._scheduled, optimizer)
         update = OptimizerStep(optimizer, self._task, self._call.clip_norm, self._proximal)
         samples, loss = 0, 0.0
-        for indices in self._clients.batches(client, step):
+        for indices in self._clients.batches(client, step, self._next):
             with self._task.calling("dataset"):
                 found = self._clients.batch(indices, self._call.batch)
                 drawn = [(size, move(batch, self._device)) for size, batch in found]
@@ -134,6 +143,12 @@ class ClientsModel(WholeModel):
             count = sum(size for size, _ in drawn)
             samples, loss = samples + count, loss + value * count
         return samples, loss
+
+    def _restore_unsaved(self) -> None:
+        """Give buffers that are not part of the state the values that model(config) gave them: no client, and no
+        later invocation, depends on which clients this worker has trained before."""
+        for owner, name, value in self._unsaved:
+            owner._buffers[name] = value.clone()
 
     def _set(self, start: Vector, change: Vector) -> None:
         """Return to a model, with a change as the gradient of what is trained, and as part of the rest of the state."""

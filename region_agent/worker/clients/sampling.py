@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.data.order import SMALL_BYTES
 from region_agent.worker.data.shard import Collate, collated, split_clients
 from region_agent.worker.data.streamed import Streamed
 from region_agent.worker.invocation import ClientRounds
@@ -58,7 +60,7 @@ class Clients:
         """Drawn samples that are None."""
 
     def samples(self, client: int) -> int:
-        """Return the samples that a client has, which it counts by in the mean."""
+        """Return the samples that a client has."""
         return int(self._counts[client])
 
     def drawn(self, step: int) -> list[int]:
@@ -93,9 +95,32 @@ class Clients:
         whole, rest = divmod(rounds.steps, each)
         return whole * count + min(rest * rounds.batch, count)
 
-    def batches(self, client: int, step: int) -> Iterator[list[int]]:
+    def weight(self, client: int, kept: int) -> int:
+        """Return what a client counts by in the mean, if so many of the samples that it has drawn in a round are not
+        None: its samples without those that are, estimated where it has not drawn each equally often."""
+        drawn = self.trained_samples(client)
+        return max(1, (self.samples(client) * kept + drawn // 2) // drawn)
+
+    def batches(self, client: int, step: int, after: Sequence[int] = ()) -> Iterator[list[int]]:
         """Yield the samples of each local step of a client: in each epoch all of its samples in a new order, in batches
-        of which the last may be smaller."""
+        of which the last may be smaller.
+
+        ``after``: the clients that train next, of whose first batches data in blocks are read ahead, too.
+        """
+        if not isinstance(self._data, Streamed):
+            yield from self._drawn_batches(client, step)
+            return
+        following = itertools.chain.from_iterable(self._drawn_batches(one, step) for one in (client, *after))
+        window = deque(itertools.islice(following, self._data.prefetch + 1))
+        for _ in range(self._local_steps(client)):
+            self._data.expect_within(list(window), SMALL_BYTES)
+            yield window.popleft()
+            window.extend(itertools.islice(following, 1))
+
+    def _local_steps(self, client: int) -> int:
+        return self._rounds.steps or self._rounds.epochs * -(-self.samples(client) // self._rounds.batch)
+
+    def _drawn_batches(self, client: int, step: int) -> Iterator[list[int]]:
         own = self._of(client)
         made, epoch = 0, 0
         while not self._over(epoch, made):
@@ -114,11 +139,6 @@ class Clients:
     def _of(self, client: int) -> npt.NDArray[np.int64]:
         end = int(self._ends[client])
         return self._samples[end - self.samples(client) : end]
-
-    def expect(self, clients: Sequence[int]) -> None:
-        """Read the samples of clients ahead, of data that are read block by block."""
-        if isinstance(self._data, Streamed):
-            self._data.expect([self._of(one).tolist() for one in clients])
 
     def batch(self, indices: list[int], at_once: int) -> list[tuple[int, Any]]:
         """Return samples in as few batches of at most ``at_once`` as there can be (0: no limit), each with its number

@@ -75,6 +75,10 @@ class Rows(Dataset[Any]):
         for block in blocks:
             self._begin(block)
 
+    def held_bytes(self, indices: Sequence[int]) -> int:
+        """Return the bytes in memory of the blocks of these samples."""
+        return int(self.index.held[np.unique(self._blocks_of(indices))].sum())
+
     def use_tokenizer(self, path: Path) -> None:
         """Make the text's tokens by a file of the package tokenizers.
 
@@ -164,3 +168,12 @@ class Streamed:
     def expect(self, steps: Sequence[Sequence[int]]) -> None:
         """Read ahead what steps need, the first of them first."""
         self.rows.expect([index for step in steps for index in step])
+
+    def expect_within(self, steps: Sequence[Sequence[int]], most_bytes: int) -> None:
+        """Read ahead what the first step needs, and the next ones as far as their blocks have so many bytes at most."""
+        wanted: list[int] = []
+        for step in steps:
+            if wanted and self.rows.held_bytes([*wanted, *step]) > most_bytes:
+                break
+            wanted += step
+        self.rows.expect(wanted)
