@@ -57,6 +57,9 @@ def _of_column(spec: FormatSpec, clients: ClientColumn, sources: Sources, index:
     from pyarrow import types
 
     of_kind, kinds = format_of(spec), {name: kind for name, kind in spec.types.items() if name == clients.column}
+    if "types" in of_kind.options:
+        # As integers, 007 and 7 would be one client.
+        kinds = {clients.column: "string", **kinds}
     alone = FormatSpec(kind=spec.kind, columns=(clients.column,), types=kinds)
     reader = of_kind.reader(alone, sources, of_kind.index(alone, sources))
     for number in range(len(index)):

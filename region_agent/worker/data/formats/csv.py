@@ -12,7 +12,7 @@ from region_agent.worker.data.formats.lines import line_blocks
 from region_agent.worker.data.formats.tables import TableReader, arrow, checked_schema, chosen, data_files
 from region_agent.worker.data.index import Block, BlockIndex
 from region_agent.worker.data.sources import Source, Sources, file_faults
-from region_agent.worker.data.spec import FormatSpec
+from region_agent.worker.data.spec import ClientColumn, FormatSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +34,10 @@ class CsvFormat:
         pa = arrow(self.kind)
         blocks: list[Block] = []
         found: dict[str, str] = {}
-        stated = {name: pa.type_for_alias(kind) for name, kind in spec.types.items()}
+        # The type of the clients' column counts where jobs do not get it, too: it is read apart.
+        apart = spec.clients.column if isinstance(spec.clients, ClientColumn) and spec.columns else None
+        types = {name: kind for name, kind in spec.types.items() if name != apart or name in spec.columns}
+        stated = {name: pa.type_for_alias(kind) for name, kind in types.items()}
         names: list[str] = []
         for number in data_files(sources):
             source = sources[number]
@@ -51,7 +54,7 @@ class CsvFormat:
                     blocks.append(Block(number, at, len(content), table.num_rows, max(table.nbytes, len(content))))
         # A column that is empty everywhere has no type of its own.
         kinds = {name: found.get(name, "null").replace("null", "float64") for name in spec.columns or names}
-        kinds |= spec.types
+        kinds |= types
         schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in kinds.items()])
         return BlockIndex.of(blocks, checked_schema({}, chosen(spec, schema, "the split"), "the split"))
 

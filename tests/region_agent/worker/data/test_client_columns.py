@@ -70,11 +70,17 @@ def test_a_column_names_the_client_and_is_not_given_to_jobs(tmp_path: Path, kind
     assert two.client_count == 8, "clients of two shards are different ones"
 
 
-def test_a_stated_type_of_the_column_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("columns", [[], ["x"], ["x", "patient"]], ids=str)
+def test_a_column_of_csv_is_text_unless_its_type_is_stated(tmp_path: Path, columns: list[str]) -> None:
     _write(tmp_path, "csv", ["07", "7", "07"])
-    columns = {"kind": "csv", "clients": {"column": "patient"}}
-    assert _index(tmp_path, columns).client_count == 1
-    assert _index(tmp_path, {**columns, "types": {"patient": "string"}}).client_count == 2
+    spec = {"kind": "csv", "columns": columns, "clients": {"column": "patient"}}
+    assert _index(tmp_path, spec).client_count == 2
+    for kind, clients in (("string", 2), ("int64", 1)):
+        index = _index(tmp_path, {**spec, "types": {"patient": kind}})
+        assert index.client_count == clients
+        assert ("patient" in index.schema) == (columns != ["x"])
+    with pytest.raises(GeofedError, match="has no column 'other' of those that jobs get"):
+        _index(tmp_path, {**spec, "types": {"other": "string"}})
 
 
 def test_a_folder_is_a_client_and_so_is_a_file_in_none(tmp_path: Path) -> None:
