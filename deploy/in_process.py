@@ -42,6 +42,11 @@ if TYPE_CHECKING:
 __all__ = ["Trained", "train_clients"]
 
 _REGION = "here"
+_OF_LINKS = (
+    "robust", "byzantine", "codec", "topology", "fragments", "quorum", "grace", "lead", "staleness", "significance",
+    "guard",
+)  # fmt: skip
+"""Keys of `wan` that need several regions."""
 _WITHOUT_EFFECT = ("goal", "patience", "time")
 """Keys of `train.end` that a control plane looks after."""
 
@@ -87,7 +92,7 @@ def _check(spec: JobSpec) -> None:
     given += ["train.initialModel"] if spec.train.initial_model is not None else []
     given += ["train.keep"] if spec.train.keep != "last" else []
     given += [f"wan.policy: {spec.wan.policy}"] if spec.wan.traits.normalises else []
-    given += ["wan.robust"] if spec.wan.robust != "none" else []
+    given += [f"wan.{key}" for key in _OF_LINKS if key in spec.wan.model_fields_set]
     if given:
         text = f"{given[0]} has no effect on clients in one process"
         raise GeofedError("SPEC_INVALID", text, hint="leave it out, or train over regions: `clients` of a job file")

@@ -137,6 +137,7 @@ def test_server_optimisers_and_the_proximal_term_apply(task: Path, wan: dict[str
     [
         ({"regions": 3}, "give `clients`, which train in this process, or `regions`"),
         ({"clients": 5000}, "1500 samples cannot be partitioned over 5000 clients"),
+        ({"wan": {"codec": "int8"}}, "wan.codec has no effect on clients in one process"),
         ({"train": {"keep": "best", "evaluateEvery": 1}}, "train.keep has no effect on clients in one process"),
         ({"wan": {"policy": "fednova"}}, "fednova"),
         ({"sampling": {"fraction": 2}}, "clients.fraction"),
