@@ -57,6 +57,7 @@ THREADS = {
     "region_agent/gateway/embedded/replicas/calls.py",  # a call's error is its answer
     "region_agent/gateway/embedded/replicas/relay.py",  # an error closes the connection
     "region_agent/gateway/embedded/replicas/replica.py",  # accept
+    "region_agent/gateway/embedded/serverless/provider.py",  # who asked the cloud awaits the answer
     "region_agent/gateway/handler_process.py",  # an error ends the container; a call's error is its answer
     "region_agent/gateway/serverless/invocation.py",  # output is lost with its connection; the rest ends the invocation
     "region_agent/worker/loop.py",
