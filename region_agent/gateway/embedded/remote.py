@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import httpx2
 
+from geofed_pb.errors import GeofedError
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Dialled
 from region_agent.gateway.embedded.provider import Provider
@@ -44,6 +45,15 @@ class RemoteProvider(Provider):
         """Kill a replica that has exceeded a limit. One whose caller has gone notices that by itself and stays."""
         if reason != "gone":
             super().kill(running, reason, text)
+
+    def _fail(self, replica: str, error: GeofedError) -> None:
+        """Give up a replica: it ends, its calls fail, and the table decides about another."""
+        running = self._running.get(replica)
+        if running is None:
+            return
+        if not running.kill_text:
+            running.kill_text, running.kill_code, running.kill_hint = error.message, error.code, error.hint
+        self._end(replica)
 
     def _environment(self, running: Running, cpu: str) -> dict[str, str]:
         """Return a replica's environment, without what it needs to connect."""

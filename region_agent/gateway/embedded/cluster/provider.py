@@ -249,15 +249,6 @@ class ClusterProvider(RemoteProvider):
         running.kill_reason = running.kill_reason or placed.verdict.reason
         self._fail(running.name, GeofedError(placed.verdict.code, text))
 
-    def _fail(self, replica: str, error: GeofedError) -> None:
-        """Give up a replica: its objects are deleted, its calls fail, and the table decides about another."""
-        running = self._running.get(replica)
-        if running is None:
-            return
-        if not running.kill_text:
-            running.kill_text, running.kill_code, running.kill_hint = error.message, error.code, error.hint
-        self._end(replica)
-
     def _end(self, name: str) -> None:
         placed = self._placed.pop(name, None)
         if placed is None:

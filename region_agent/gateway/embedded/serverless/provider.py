@@ -327,15 +327,6 @@ class ServerlessProvider(RemoteProvider):
         )
         return GeofedError("FUNCTION_UNSCHEDULABLE", text, hint=hint)
 
-    def _fail(self, replica: str, error: GeofedError) -> None:
-        """Give up a replica: it ends, its calls fail, and the table decides about another."""
-        running = self._running.get(replica)
-        if running is None:
-            return
-        if not running.kill_text:
-            running.kill_text, running.kill_code, running.kill_hint = error.message, error.code, error.hint
-        self._end(replica)
-
     def _end(self, name: str) -> None:
         placed = self._placed.pop(name, None)
         if placed is None:
