@@ -7,6 +7,7 @@ __all__ = [
     "BASE",
     "CLIENTS",
     "DIFFERENTIAL",
+    "EVALUATION",
     "FEATURES",
     "INITIAL_FILE",
     "LOCAL",
@@ -27,5 +28,8 @@ SECURE = "privacy.secureAggregation"
 DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
 CLIENTS = "clients"
-FEATURES = (BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS)
+EVALUATION = "train.end.steps: 0"
+FEATURES = (
+    BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS, EVALUATION,
+)  # fmt: skip
 """All features of this version."""

@@ -66,18 +66,20 @@ class ToAgent(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., lease: _Optional[_Union[LeaseGrant, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., start: _Optional[_Union[StartPartition, _Mapping]] = ..., peers: _Optional[_Union[Peers, _Mapping]] = ..., stop: _Optional[_Union[StopPartition, _Mapping]] = ..., publish: _Optional[_Union[PublishModel, _Mapping]] = ..., scale: _Optional[_Union[ScalePartition, _Mapping]] = ..., profile: _Optional[_Union[ProfileTask, _Mapping]] = ..., send_shard: _Optional[_Union[SendShard, _Mapping]] = ..., probe: _Optional[_Union[ProfileTask, _Mapping]] = ..., revoked: _Optional[_Union[RevokedCertificates, _Mapping]] = ..., keep: _Optional[_Union[KeepModel, _Mapping]] = ..., own_model: _Optional[_Union[OwnModel, _Mapping]] = ..., audit_head: _Optional[_Union[AuditHead, _Mapping]] = ...) -> None: ...
 
 class AuditHead(_message.Message):
-    __slots__ = ("seq", "hash", "at", "public_key", "signature")
+    __slots__ = ("seq", "hash", "at", "public_key", "signature", "region")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
     seq: int
     hash: str
     at: float
     public_key: str
     signature: str
-    def __init__(self, seq: _Optional[int] = ..., hash: _Optional[str] = ..., at: _Optional[float] = ..., public_key: _Optional[str] = ..., signature: _Optional[str] = ...) -> None: ...
+    region: str
+    def __init__(self, seq: _Optional[int] = ..., hash: _Optional[str] = ..., at: _Optional[float] = ..., public_key: _Optional[str] = ..., signature: _Optional[str] = ..., region: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("agent_version", "boot_id", "command_cursor", "catalogue_json", "report_cursor", "features")
@@ -166,7 +168,7 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients", "evaluates_only")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +194,7 @@ class TaskRef(_message.Message):
     SECRETS_FIELD_NUMBER: _ClassVar[int]
     REQUIREMENTS_FIELD_NUMBER: _ClassVar[int]
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATES_ONLY_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
@@ -210,7 +213,8 @@ class TaskRef(_message.Message):
     secrets: _containers.RepeatedScalarFieldContainer[str]
     requirements: str
     clients: ClientRounds
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ..., clients: _Optional[_Union[ClientRounds, _Mapping]] = ...) -> None: ...
+    evaluates_only: bool
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ..., clients: _Optional[_Union[ClientRounds, _Mapping]] = ..., evaluates_only: bool = ...) -> None: ...
 
 class ClientRounds(_message.Message):
     __slots__ = ("fraction", "least", "epochs", "steps", "batch")
@@ -500,7 +504,7 @@ class PublishModel(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class PartitionReport(_message.Message):
-    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss", "ps_signs", "keeps_models", "kept", "logged", "usage", "privacy")
+    __slots__ = ("job", "epoch", "state", "condition", "ps_address", "round", "step", "samples", "loss", "model_digest", "blob_digest", "error", "workers", "attempt", "preempted", "scale_order", "shard_address", "shards_here", "meter", "totals", "evaluation", "speed", "exchange", "links", "round_loss", "ps_signs", "keeps_models", "kept", "logged", "usage", "time", "privacy", "audit_head")
     class LinksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -538,7 +542,9 @@ class PartitionReport(_message.Message):
     KEPT_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
     PRIVACY_FIELD_NUMBER: _ClassVar[int]
+    AUDIT_HEAD_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     state: str
@@ -569,8 +575,10 @@ class PartitionReport(_message.Message):
     kept: UploadedModel
     logged: _common_pb2.Logged
     usage: _common_pb2.Usage
+    time: _common_pb2.RoundTime
     privacy: Privacy
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ..., ps_signs: bool = ..., keeps_models: bool = ..., kept: _Optional[_Union[UploadedModel, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., privacy: _Optional[_Union[Privacy, _Mapping]] = ...) -> None: ...
+    audit_head: AuditHead
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., ps_address: _Optional[str] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ..., model_digest: _Optional[str] = ..., blob_digest: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., workers: _Optional[int] = ..., attempt: _Optional[int] = ..., preempted: bool = ..., scale_order: _Optional[int] = ..., shard_address: _Optional[str] = ..., shards_here: bool = ..., meter: _Optional[int] = ..., totals: _Optional[_Union[MeterTotals, _Mapping]] = ..., evaluation: _Optional[_Union[Evaluation, _Mapping]] = ..., speed: _Optional[_Union[Speed, _Mapping]] = ..., exchange: _Optional[_Union[WanExchange, _Mapping]] = ..., links: _Optional[_Mapping[str, LinkReport]] = ..., round_loss: _Optional[float] = ..., ps_signs: bool = ..., keeps_models: bool = ..., kept: _Optional[_Union[UploadedModel, _Mapping]] = ..., logged: _Optional[_Union[_common_pb2.Logged, _Mapping]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., time: _Optional[_Union[_common_pb2.RoundTime, _Mapping]] = ..., privacy: _Optional[_Union[Privacy, _Mapping]] = ..., audit_head: _Optional[_Union[AuditHead, _Mapping]] = ...) -> None: ...
 
 class Privacy(_message.Message):
     __slots__ = ("epsilon", "delta", "releases")
@@ -617,7 +625,7 @@ class MeterTotals(_message.Message):
     def __init__(self, money: _Optional[_Iterable[_Union[_common_pb2.Money, _Mapping]]] = ..., sent_bytes: _Optional[_Mapping[str, int]] = ..., received_bytes: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class Evaluation(_message.Message):
-    __slots__ = ("metrics", "samples", "round", "error")
+    __slots__ = ("metrics", "samples", "round", "error", "histograms")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -625,15 +633,24 @@ class Evaluation(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class HistogramsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.Histogram
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Histogram, _Mapping]] = ...) -> None: ...
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
     metrics: _containers.ScalarMap[str, float]
     samples: int
     round: int
     error: str
-    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[int] = ..., round: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    histograms: _containers.MessageMap[str, _common_pb2.Histogram]
+    def __init__(self, metrics: _Optional[_Mapping[str, float]] = ..., samples: _Optional[int] = ..., round: _Optional[int] = ..., error: _Optional[str] = ..., histograms: _Optional[_Mapping[str, _common_pb2.Histogram]] = ...) -> None: ...
 
 class Speed(_message.Message):
     __slots__ = ("samples_per_second", "round_samples_per_second", "step_seconds", "merge_seconds", "compute_seconds", "wait_seconds", "merged_by")

@@ -1,7 +1,7 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -60,6 +60,20 @@ class Usage(_message.Message):
     gpu_memory_bytes: int
     def __init__(self, cpu_cores: _Optional[float] = ..., memory_bytes: _Optional[int] = ..., gpu_memory_bytes: _Optional[int] = ...) -> None: ...
 
+class RoundTime(_message.Message):
+    __slots__ = ("compute", "merge", "exchange", "wait", "evaluate")
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
+    EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_FIELD_NUMBER: _ClassVar[int]
+    compute: float
+    merge: float
+    exchange: float
+    wait: float
+    evaluate: float
+    def __init__(self, compute: _Optional[float] = ..., merge: _Optional[float] = ..., exchange: _Optional[float] = ..., wait: _Optional[float] = ..., evaluate: _Optional[float] = ...) -> None: ...
+
 class Logged(_message.Message):
     __slots__ = ("round", "values")
     class ValuesEntry(_message.Message):
@@ -74,6 +88,18 @@ class Logged(_message.Message):
     round: int
     values: _containers.ScalarMap[str, float]
     def __init__(self, round: _Optional[int] = ..., values: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class Histogram(_message.Message):
+    __slots__ = ("edges", "categories", "counts", "withheld")
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    CATEGORIES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    WITHHELD_FIELD_NUMBER: _ClassVar[int]
+    edges: _containers.RepeatedScalarFieldContainer[float]
+    categories: _containers.RepeatedScalarFieldContainer[str]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    withheld: int
+    def __init__(self, edges: _Optional[_Iterable[float]] = ..., categories: _Optional[_Iterable[str]] = ..., counts: _Optional[_Iterable[int]] = ..., withheld: _Optional[int] = ...) -> None: ...
 
 class Money(_message.Message):
     __slots__ = ("item", "quantity", "unit", "usd", "source")

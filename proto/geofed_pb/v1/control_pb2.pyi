@@ -600,26 +600,38 @@ class ChangeRegionRequest(_message.Message):
     def __init__(self, region: _Optional[str] = ..., change: _Optional[_Union[ChangeRegionRequest.Change, str]] = ..., reason: _Optional[str] = ..., move: bool = ...) -> None: ...
 
 class AddUserRequest(_message.Message):
-    __slots__ = ("name", "promised_workers")
+    __slots__ = ("name", "promised_workers", "role", "token_seconds", "identity")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     promised_workers: int
-    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ...) -> None: ...
+    role: str
+    token_seconds: float
+    identity: str
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., role: _Optional[str] = ..., token_seconds: _Optional[float] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class ChangeUserRequest(_message.Message):
-    __slots__ = ("name", "promised_workers", "no_quota", "new_token", "new_key")
+    __slots__ = ("name", "promised_workers", "no_quota", "new_token", "new_key", "role", "token_seconds", "identity")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     NO_QUOTA_FIELD_NUMBER: _ClassVar[int]
     NEW_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NEW_KEY_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     promised_workers: int
     no_quota: bool
     new_token: bool
     new_key: bool
-    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., no_quota: bool = ..., new_token: bool = ..., new_key: bool = ...) -> None: ...
+    role: str
+    token_seconds: float
+    identity: str
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., no_quota: bool = ..., new_token: bool = ..., new_key: bool = ..., role: _Optional[str] = ..., token_seconds: _Optional[float] = ..., identity: _Optional[str] = ...) -> None: ...
 
 class RemoveUserRequest(_message.Message):
     __slots__ = ("name",)
@@ -634,6 +646,46 @@ class UserReply(_message.Message):
     user: User
     token: str
     def __init__(self, user: _Optional[_Union[User, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+
+class SignInOptionsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SignInOptionsReply(_message.Message):
+    __slots__ = ("federation", "issuer", "client_id", "scope")
+    FEDERATION_FIELD_NUMBER: _ClassVar[int]
+    ISSUER_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    federation: str
+    issuer: str
+    client_id: str
+    scope: str
+    def __init__(self, federation: _Optional[str] = ..., issuer: _Optional[str] = ..., client_id: _Optional[str] = ..., scope: _Optional[str] = ...) -> None: ...
+
+class SignInRequest(_message.Message):
+    __slots__ = ("id_token",)
+    ID_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    id_token: str
+    def __init__(self, id_token: _Optional[str] = ...) -> None: ...
+
+class SignInReply(_message.Message):
+    __slots__ = ("user", "token", "expires_at")
+    USER_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    user: User
+    token: str
+    expires_at: float
+    def __init__(self, user: _Optional[_Union[User, _Mapping]] = ..., token: _Optional[str] = ..., expires_at: _Optional[float] = ...) -> None: ...
+
+class SignOutRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SignOutReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AuditRequest(_message.Message):
     __slots__ = ()
@@ -662,20 +714,28 @@ class ListUsersReply(_message.Message):
     def __init__(self, users: _Optional[_Iterable[_Union[User, _Mapping]]] = ...) -> None: ...
 
 class User(_message.Message):
-    __slots__ = ("name", "promised_workers", "promised_now", "jobs", "created_at", "public_key")
+    __slots__ = ("name", "promised_workers", "promised_now", "jobs", "created_at", "public_key", "role", "token_expires_at", "identity", "sign_ins")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PROMISED_WORKERS_FIELD_NUMBER: _ClassVar[int]
     PROMISED_NOW_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    SIGN_INS_FIELD_NUMBER: _ClassVar[int]
     name: str
     promised_workers: int
     promised_now: int
     jobs: int
     created_at: float
     public_key: str
-    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., promised_now: _Optional[int] = ..., jobs: _Optional[int] = ..., created_at: _Optional[float] = ..., public_key: _Optional[str] = ...) -> None: ...
+    role: str
+    token_expires_at: float
+    identity: str
+    sign_ins: int
+    def __init__(self, name: _Optional[str] = ..., promised_workers: _Optional[int] = ..., promised_now: _Optional[int] = ..., jobs: _Optional[int] = ..., created_at: _Optional[float] = ..., public_key: _Optional[str] = ..., role: _Optional[str] = ..., token_expires_at: _Optional[float] = ..., identity: _Optional[str] = ..., sign_ins: _Optional[int] = ...) -> None: ...
 
 class ModelRequest(_message.Message):
     __slots__ = ("job", "offset", "round", "region")

@@ -175,6 +175,21 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.AuditRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_control__pb2.AuditLine.FromString,
                 _registered_method=True)
+        self.SignInOptions = channel.unary_unary(
+                '/geofed.v1.Control/SignInOptions',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.SignInOptionsRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.SignInOptionsReply.FromString,
+                _registered_method=True)
+        self.SignIn = channel.unary_unary(
+                '/geofed.v1.Control/SignIn',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.SignInRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.SignInReply.FromString,
+                _registered_method=True)
+        self.SignOut = channel.unary_unary(
+                '/geofed.v1.Control/SignOut',
+                request_serializer=geofed__pb_dot_v1_dot_control__pb2.SignOutRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_control__pb2.SignOutReply.FromString,
+                _registered_method=True)
         self.Attest = channel.unary_unary(
                 '/geofed.v1.Control/Attest',
                 request_serializer=geofed__pb_dot_v1_dot_control__pb2.JobRequest.SerializeToString,
@@ -379,6 +394,27 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SignInOptions(self, request, context):
+        """How people sign in with the organisation's identity provider, for `geofed login`. Needs no token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SignIn(self, request, context):
+        """Exchanges an ID token of the identity provider for a token of its user.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SignOut(self, request, context):
+        """Revokes the token that the call is made with; only one of SignIn can be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Attest(self, request, context):
         """Where an ended job's models come from, signed by the control plane.
         """
@@ -535,6 +571,21 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Audit,
                     request_deserializer=geofed__pb_dot_v1_dot_control__pb2.AuditRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_control__pb2.AuditLine.SerializeToString,
+            ),
+            'SignInOptions': grpc.unary_unary_rpc_method_handler(
+                    servicer.SignInOptions,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.SignInOptionsRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.SignInOptionsReply.SerializeToString,
+            ),
+            'SignIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.SignIn,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.SignInRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.SignInReply.SerializeToString,
+            ),
+            'SignOut': grpc.unary_unary_rpc_method_handler(
+                    servicer.SignOut,
+                    request_deserializer=geofed__pb_dot_v1_dot_control__pb2.SignOutRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_control__pb2.SignOutReply.SerializeToString,
             ),
             'Attest': grpc.unary_unary_rpc_method_handler(
                     servicer.Attest,
@@ -1303,6 +1354,87 @@ class Control(object):
             '/geofed.v1.Control/Audit',
             geofed__pb_dot_v1_dot_control__pb2.AuditRequest.SerializeToString,
             geofed__pb_dot_v1_dot_control__pb2.AuditLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SignInOptions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/SignInOptions',
+            geofed__pb_dot_v1_dot_control__pb2.SignInOptionsRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.SignInOptionsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SignIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/SignIn',
+            geofed__pb_dot_v1_dot_control__pb2.SignInRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.SignInReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SignOut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/SignOut',
+            geofed__pb_dot_v1_dot_control__pb2.SignOutRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_control__pb2.SignOutReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from geofed_pb.v1 import common_pb2 as geofed__pb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/worker.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"K\n\rAttachRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\x12\x13\n\x0binitial_key\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_key\x18\x03 \x01(\t\"\xe9\x01\n\x0b\x41ttachReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x11\n\tstate_key\x18\x04 \x01(\t\x12\x10\n\x08\x62oundary\x18\x05 \x01(\x08\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x10\n\x08\x65valuate\x18\x07 \x01(\x08\x12\x0f\n\x07pending\x18\x08 \x01(\x08\x12\x12\n\nuntil_step\x18\t \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\n \x01(\t\x12\x12\n\nbackground\x18\x0b \x01(\x08\x12\x10\n\x08\x62\x61se_key\x18\x0c \x01(\t\"I\n\rReduceRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\x12\x0c\n\x04loss\x18\x04 \x01(\x01\"C\n\x0bReduceReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\x12\n\nmerged_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\",\n\x0eSteppedRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\"\x0e\n\x0cSteppedReply\"\xf4\x01\n\x0f\x42oundaryRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tmodel_key\x18\x04 \x01(\t\x12\x11\n\tstate_key\x18\x05 \x01(\t\x12\x0f\n\x07samples\x18\x06 \x01(\x01\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x08 \x01(\x01\x12\r\n\x05group\x18\t \x01(\r\x12&\n\x06logged\x18\n \x03(\x0b\x32\x16.geofed.v1.LoggedRound\x12\x1f\n\x05usage\x18\x0b \x01(\x0b\x32\x10.geofed.v1.Usage\"\x95\x01\n\x0bLoggedRound\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x32\n\x06values\x18\x02 \x03(\x0b\x32\".geofed.v1.LoggedRound.ValuesEntry\x1a\x43\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.geofed.v1.LoggedSum:\x02\x38\x01\"\'\n\tLoggedSum\x12\x0b\n\x03sum\x18\x01 \x01(\x01\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xa5\x01\n\rBoundaryReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x10\n\x08\x65valuate\x18\x04 \x01(\x08\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12\x11\n\tstate_key\x18\x06 \x01(\t\x12\x12\n\nuntil_step\x18\x07 \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\x08 \x01(\t\"\xd4\x01\n\x10\x45valuatedRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.geofed.v1.EvaluatedRequest.MetricsEntry\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12&\n\x06logged\x18\x05 \x03(\x0b\x32\x16.geofed.v1.LoggedRound\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"!\n\x0e\x45valuatedReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x32\xca\x02\n\nWorkerPort\x12:\n\x06\x41ttach\x12\x18.geofed.v1.AttachRequest\x1a\x16.geofed.v1.AttachReply\x12:\n\x06Reduce\x12\x18.geofed.v1.ReduceRequest\x1a\x16.geofed.v1.ReduceReply\x12=\n\x07Stepped\x12\x19.geofed.v1.SteppedRequest\x1a\x17.geofed.v1.SteppedReply\x12@\n\x08\x42oundary\x12\x1a.geofed.v1.BoundaryRequest\x1a\x18.geofed.v1.BoundaryReply\x12\x43\n\tEvaluated\x12\x1b.geofed.v1.EvaluatedRequest\x1a\x19.geofed.v1.EvaluatedReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/worker.proto\x12\tgeofed.v1\x1a\x19geofed_pb/v1/common.proto\"K\n\rAttachRequest\x12\x13\n\x0blayout_json\x18\x01 \x01(\t\x12\x13\n\x0binitial_key\x18\x02 \x01(\t\x12\x10\n\x08\x62\x61se_key\x18\x03 \x01(\t\"\xe9\x01\n\x0b\x41ttachReply\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x11\n\tstate_key\x18\x04 \x01(\t\x12\x10\n\x08\x62oundary\x18\x05 \x01(\x08\x12\x10\n\x08\x66inished\x18\x06 \x01(\x08\x12\x10\n\x08\x65valuate\x18\x07 \x01(\x08\x12\x0f\n\x07pending\x18\x08 \x01(\x08\x12\x12\n\nuntil_step\x18\t \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\n \x01(\t\x12\x12\n\nbackground\x18\x0b \x01(\x08\x12\x10\n\x08\x62\x61se_key\x18\x0c \x01(\t\"I\n\rReduceRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\x12\x0c\n\x04loss\x18\x04 \x01(\x01\"C\n\x0bReduceReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\x12\n\nmerged_key\x18\x02 \x01(\t\x12\x0f\n\x07samples\x18\x03 \x01(\x01\",\n\x0eSteppedRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04loss\x18\x02 \x01(\x01\"\x0e\n\x0cSteppedReply\"\xa5\x02\n\x0f\x42oundaryRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x11\n\tmodel_key\x18\x04 \x01(\t\x12\x11\n\tstate_key\x18\x05 \x01(\t\x12\x0f\n\x07samples\x18\x06 \x01(\x01\x12\x0c\n\x04loss\x18\x07 \x01(\x01\x12\x17\n\x0f\x63ompute_seconds\x18\x08 \x01(\x01\x12\r\n\x05group\x18\t \x01(\r\x12&\n\x06logged\x18\n \x03(\x0b\x32\x16.geofed.v1.LoggedRound\x12\x1f\n\x05usage\x18\x0b \x01(\x0b\x32\x10.geofed.v1.Usage\x12\x15\n\rmerge_seconds\x18\x0c \x01(\x01\x12\x18\n\x10\x65valuate_seconds\x18\r \x01(\x01\"\x95\x01\n\x0bLoggedRound\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x32\n\x06values\x18\x02 \x03(\x0b\x32\".geofed.v1.LoggedRound.ValuesEntry\x1a\x43\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.geofed.v1.LoggedSum:\x02\x38\x01\"\'\n\tLoggedSum\x12\x0b\n\x03sum\x18\x01 \x01(\x01\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xa5\x01\n\rBoundaryReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\tmodel_key\x18\x03 \x01(\t\x12\x10\n\x08\x65valuate\x18\x04 \x01(\x08\x12\x10\n\x08\x66inished\x18\x05 \x01(\x08\x12\x11\n\tstate_key\x18\x06 \x01(\t\x12\x12\n\nuntil_step\x18\x07 \x01(\x04\x12\x16\n\x0e\x63orrection_key\x18\x08 \x01(\t\"\xde\x02\n\x10\x45valuatedRequest\x12\r\n\x05round\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x01\x12\x39\n\x07metrics\x18\x03 \x03(\x0b\x32(.geofed.v1.EvaluatedRequest.MetricsEntry\x12\r\n\x05\x65rror\x18\x04 \x01(\t\x12&\n\x06logged\x18\x05 \x03(\x0b\x32\x16.geofed.v1.LoggedRound\x12?\n\nhistograms\x18\x06 \x03(\x0b\x32+.geofed.v1.EvaluatedRequest.HistogramsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aG\n\x0fHistogramsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.geofed.v1.Histogram:\x02\x38\x01\"!\n\x0e\x45valuatedReply\x12\x0f\n\x07pending\x18\x01 \x01(\x08\x32\xca\x02\n\nWorkerPort\x12:\n\x06\x41ttach\x12\x18.geofed.v1.AttachRequest\x1a\x16.geofed.v1.AttachReply\x12:\n\x06Reduce\x12\x18.geofed.v1.ReduceRequest\x1a\x16.geofed.v1.ReduceReply\x12=\n\x07Stepped\x12\x19.geofed.v1.SteppedRequest\x1a\x17.geofed.v1.SteppedReply\x12@\n\x08\x42oundary\x12\x1a.geofed.v1.BoundaryRequest\x1a\x18.geofed.v1.BoundaryReply\x12\x43\n\tEvaluated\x12\x1b.geofed.v1.EvaluatedRequest\x1a\x19.geofed.v1.EvaluatedReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,6 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGGEDROUND_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_EVALUATEDREQUEST_METRICSENTRY']._loaded_options = None
   _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_options = b'8\001'
+  _globals['_EVALUATEDREQUEST_HISTOGRAMSENTRY']._loaded_options = None
+  _globals['_EVALUATEDREQUEST_HISTOGRAMSENTRY']._serialized_options = b'8\001'
   _globals['_ATTACHREQUEST']._serialized_start=67
   _globals['_ATTACHREQUEST']._serialized_end=142
   _globals['_ATTACHREPLY']._serialized_start=145
@@ -49,21 +51,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPPEDREPLY']._serialized_start=570
   _globals['_STEPPEDREPLY']._serialized_end=584
   _globals['_BOUNDARYREQUEST']._serialized_start=587
-  _globals['_BOUNDARYREQUEST']._serialized_end=831
-  _globals['_LOGGEDROUND']._serialized_start=834
-  _globals['_LOGGEDROUND']._serialized_end=983
-  _globals['_LOGGEDROUND_VALUESENTRY']._serialized_start=916
-  _globals['_LOGGEDROUND_VALUESENTRY']._serialized_end=983
-  _globals['_LOGGEDSUM']._serialized_start=985
-  _globals['_LOGGEDSUM']._serialized_end=1024
-  _globals['_BOUNDARYREPLY']._serialized_start=1027
-  _globals['_BOUNDARYREPLY']._serialized_end=1192
-  _globals['_EVALUATEDREQUEST']._serialized_start=1195
-  _globals['_EVALUATEDREQUEST']._serialized_end=1407
-  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_start=1361
-  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_end=1407
-  _globals['_EVALUATEDREPLY']._serialized_start=1409
-  _globals['_EVALUATEDREPLY']._serialized_end=1442
-  _globals['_WORKERPORT']._serialized_start=1445
-  _globals['_WORKERPORT']._serialized_end=1775
+  _globals['_BOUNDARYREQUEST']._serialized_end=880
+  _globals['_LOGGEDROUND']._serialized_start=883
+  _globals['_LOGGEDROUND']._serialized_end=1032
+  _globals['_LOGGEDROUND_VALUESENTRY']._serialized_start=965
+  _globals['_LOGGEDROUND_VALUESENTRY']._serialized_end=1032
+  _globals['_LOGGEDSUM']._serialized_start=1034
+  _globals['_LOGGEDSUM']._serialized_end=1073
+  _globals['_BOUNDARYREPLY']._serialized_start=1076
+  _globals['_BOUNDARYREPLY']._serialized_end=1241
+  _globals['_EVALUATEDREQUEST']._serialized_start=1244
+  _globals['_EVALUATEDREQUEST']._serialized_end=1594
+  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_start=1475
+  _globals['_EVALUATEDREQUEST_METRICSENTRY']._serialized_end=1521
+  _globals['_EVALUATEDREQUEST_HISTOGRAMSENTRY']._serialized_start=1523
+  _globals['_EVALUATEDREQUEST_HISTOGRAMSENTRY']._serialized_end=1594
+  _globals['_EVALUATEDREPLY']._serialized_start=1596
+  _globals['_EVALUATEDREPLY']._serialized_end=1629
+  _globals['_WORKERPORT']._serialized_start=1632
+  _globals['_WORKERPORT']._serialized_end=1962
 # @@protoc_insertion_point(module_scope)

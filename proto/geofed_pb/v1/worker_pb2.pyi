@@ -80,7 +80,7 @@ class SteppedReply(_message.Message):
     def __init__(self) -> None: ...
 
 class BoundaryRequest(_message.Message):
-    __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds", "group", "logged", "usage")
+    __slots__ = ("round", "step", "digest", "model_key", "state_key", "samples", "loss", "compute_seconds", "group", "logged", "usage", "merge_seconds", "evaluate_seconds")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +92,8 @@ class BoundaryRequest(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
+    MERGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVALUATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     round: int
     step: int
     digest: str
@@ -103,7 +105,9 @@ class BoundaryRequest(_message.Message):
     group: int
     logged: _containers.RepeatedCompositeFieldContainer[LoggedRound]
     usage: _common_pb2.Usage
-    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., group: _Optional[int] = ..., logged: _Optional[_Iterable[_Union[LoggedRound, _Mapping]]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ...) -> None: ...
+    merge_seconds: float
+    evaluate_seconds: float
+    def __init__(self, round: _Optional[int] = ..., step: _Optional[int] = ..., digest: _Optional[str] = ..., model_key: _Optional[str] = ..., state_key: _Optional[str] = ..., samples: _Optional[float] = ..., loss: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., group: _Optional[int] = ..., logged: _Optional[_Iterable[_Union[LoggedRound, _Mapping]]] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., merge_seconds: _Optional[float] = ..., evaluate_seconds: _Optional[float] = ...) -> None: ...
 
 class LoggedRound(_message.Message):
     __slots__ = ("round", "values")
@@ -149,7 +153,7 @@ class BoundaryReply(_message.Message):
     def __init__(self, pending: bool = ..., round: _Optional[int] = ..., model_key: _Optional[str] = ..., evaluate: bool = ..., finished: bool = ..., state_key: _Optional[str] = ..., until_step: _Optional[int] = ..., correction_key: _Optional[str] = ...) -> None: ...
 
 class EvaluatedRequest(_message.Message):
-    __slots__ = ("round", "samples", "metrics", "error", "logged")
+    __slots__ = ("round", "samples", "metrics", "error", "logged", "histograms")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -157,17 +161,26 @@ class EvaluatedRequest(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class HistogramsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: _common_pb2.Histogram
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[_common_pb2.Histogram, _Mapping]] = ...) -> None: ...
     ROUND_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOGGED_FIELD_NUMBER: _ClassVar[int]
+    HISTOGRAMS_FIELD_NUMBER: _ClassVar[int]
     round: int
     samples: float
     metrics: _containers.ScalarMap[str, float]
     error: str
     logged: _containers.RepeatedCompositeFieldContainer[LoggedRound]
-    def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., logged: _Optional[_Iterable[_Union[LoggedRound, _Mapping]]] = ...) -> None: ...
+    histograms: _containers.MessageMap[str, _common_pb2.Histogram]
+    def __init__(self, round: _Optional[int] = ..., samples: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., error: _Optional[str] = ..., logged: _Optional[_Iterable[_Union[LoggedRound, _Mapping]]] = ..., histograms: _Optional[_Mapping[str, _common_pb2.Histogram]] = ...) -> None: ...
 
 class EvaluatedReply(_message.Message):
     __slots__ = ("pending",)

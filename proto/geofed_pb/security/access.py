@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from geofed_pb.decoding import Undecodable, decoding
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.decoding import Undecodable, decoding
 from geofed_pb.rpc import errors_with_code
 
 __all__ = ["AccessInterceptor", "Check", "Rule", "wrapped"]
@@ -24,10 +24,11 @@ class Rule:
     """Who may call an RPC."""
 
     callers: tuple[str, ...]
-    """Roles: of a control port "anyone", "user", "operator"; of an agent port "region"; of a parameter server's ports
-    "peer", "own agent", "worker"."""
+    """Roles: of a control port "anyone", "viewer", "member", "auditor", "operator"; of an agent port "region"; of a
+    parameter server's ports "peer", "own agent", "worker"."""
     job: str = ""
-    """What a user needs to be allowed with the job that the request names: "read" or "change"; empty: nothing."""
+    """What a caller must be allowed with the job that the request names: "read", its "contents", or "change"; empty:
+    nothing."""
     note: str = ""
     """Further condition, for the table in the documentation."""
 

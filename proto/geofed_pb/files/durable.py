@@ -6,54 +6,64 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import write_range
 
-__all__ = ["begin_write", "commit_write", "disk_full_as_error", "flush_folder", "write_durably", "write_unflushed"]
+__all__ = [
+    "Reuse",
+    "begin_write",
+    "commit_write",
+    "disk_full_as_error",
+    "flush_folder",
+    "write_durably",
+    "write_unflushed",
+]
 
 Buffer = bytes | bytearray | memoryview
 """Pieces of a file's content."""
+Reuse = Callable[[int, Path], object]
+"""Gives a path to an old file of about so many bytes, if there is one, whose blocks and page cache are used again: they
+are most of what a new file costs."""
 _WINDOW_BYTES = 4 << 20
 """Bytes that a throttled write passes to the disk in one piece."""
 
 
-def write_durably(path: Path, pieces: Sequence[Buffer], *, mode: int | None = None) -> None:
+def write_durably(path: Path, pieces: Sequence[Buffer], *, mode: int | None = None, reuse: Reuse | None = None) -> None:
     """Replace a file so that after a crash it has either its old or its new content.
 
-    ``mode``: the file's mode, set before there is any content in it; None: as the umask has it.
+    ``mode``: the file's mode, set before there is any content in it; None: as the umask has it. ``reuse``: see
+    `begin_write`.
 
     Raises ``GeofedError("DISK_FULL")`` if the disk is full.
     """
-    commit_write(path, begin_write(path, pieces, mode=mode))
+    commit_write(path, begin_write(path, pieces, reuse, mode=mode))
 
 
-def write_unflushed(path: Path, pieces: Sequence[Buffer]) -> None:
+def write_unflushed(path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = None) -> None:
     """Replace a file so that other processes see its old or its new content, also if this one is killed. After a
     failure of the machine it may hold anything.
 
     Raises ``GeofedError("DISK_FULL")`` if the disk is full.
     """
     with disk_full_as_error(path):
-        begin_write(path, pieces).close()
+        begin_write(path, pieces, reuse).close()
         os.replace(_partial(path), path)
 
 
 def begin_write(
-    path: Path, pieces: Sequence[Buffer], spare: Path | None = None, *, mode: int | None = None
+    path: Path, pieces: Sequence[Buffer], reuse: Reuse | None = None, *, mode: int | None = None
 ) -> BinaryIO:
     """Write a file under a temporary name, for `commit_write`, and return it open.
 
-    It stays open because the kernel is sure to report a failed write only to the descriptor that wrote. ``spare`` is an
-    old file to overwrite, if it exists, so that its blocks and its page cache are used again. ``mode``: as for
-    `write_durably`.
+    It stays open because the kernel is sure to report a failed write only to the descriptor that wrote. ``reuse``
+    gives an old file to overwrite. ``mode``: as for `write_durably`.
     """
-    if spare is not None:
-        with contextlib.suppress(FileNotFoundError):
-            spare.replace(_partial(path))
+    if reuse is not None:
+        reuse(sum(memoryview(piece).nbytes for piece in pieces), _partial(path))
     with disk_full_as_error(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
         file = os.fdopen(os.open(_partial(path), flags, 0o666 if mode is None else mode), "wb")

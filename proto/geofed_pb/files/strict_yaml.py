@@ -7,7 +7,7 @@ resolved, up to a bound; models of pydantic check the rest.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -32,6 +32,12 @@ _MAX_DEPTH = 100
 """Levels of a file; files that people write have about ten."""
 _NEAR = 0.5
 """Similarity, 0 to 1, from which on a valid word is suggested instead of an invalid one."""
+_NEAR_ELSEWHERE = 0.8
+"""The same for a key of another part of the file."""
+_MAX_SUGGESTIONS = 20
+"""Mistakes of a file for which it is said what may be meant: to look for it takes a millisecond each."""
+_MAX_MISTAKES = 100
+"""Mistakes of a file that are told; the others are counted."""
 
 
 class InvalidYaml(ValueError):
@@ -62,6 +68,20 @@ class Document:
     def error(self, path: Path, text: str) -> str:
         """Return the line for a mistake in the value at a path, or in what is nearest above it."""
         return self._line(self._position(path, ""), text)
+
+    def error_at_key(self, path: Path, text: str) -> str:
+        """Return the line for a mistake in the key at a path."""
+        return self._line(self.keys.get(path), text)
+
+    def line(self, path: Path) -> int:
+        """Return the line of the key at a path. Raises ``KeyError``."""
+        return self.keys[path].line
+
+    def move(self, old: Path, new: Path) -> None:
+        """Note that the value at a path, with all below it, is at another path from now on."""
+        for positions in (self.values, self.keys):
+            for path in [path for path in positions if path[: len(old)] == old]:
+                positions[(*new, *path[len(old) :])] = positions.pop(path)
 
     def _line(self, position: Position | None, text: str) -> str:
         return f"{self.source}:{position.line}:{position.column}: {text}" if position else f"{self.source}: {text}"
@@ -100,7 +120,8 @@ def parse(text: str, source: str) -> Document:
         reader = _Reader(document)
         document.value = reader.read(root, ())
         if reader.problems:
-            raise InvalidYaml("\n".join(document._line(position, text) for position, text in reader.problems))
+            told = [document._line(position, text) for position, text in reader.problems[:_MAX_MISTAKES]]
+            raise InvalidYaml(_lines(told, len(reader.problems)))
     return document
 
 
@@ -118,7 +139,7 @@ def scalar(text: str) -> Any:
 def validate(model: type[_Model], document: Document, origins: Mapping[Path, str] | None = None) -> _Model:
     """Return the document as a model; ``origins`` tells by path where values that are not in the file come from.
 
-    Raises `InvalidYaml` with all mistakes, in the order of the file.
+    Raises `InvalidYaml` with the mistakes, in the order of the file.
     """
     if not isinstance(document.value, dict):
         raise InvalidYaml(document._line(Position(1, 1), "the file must be a mapping"))
@@ -129,17 +150,26 @@ def validate(model: type[_Model], document: Document, origins: Mapping[Path, str
 
 
 def explain(error: ValidationError, model: type[BaseModel], document: Document, origins: Mapping[Path, str]) -> str:
-    """Return a line for each mistake of a document: those of the file in its order, then those of ``origins``."""
+    """Return a line for each mistake of a document: those of the file in its order, then those of ``origins``.
+
+    Of very many it tells some, and how many more there are.
+    """
     mistakes = []
-    for found in error.errors(include_url=False):
+    for number, found in enumerate(error.errors(include_url=False)[:_MAX_MISTAKES]):
         path = _in_document(found["loc"], document, found["type"])
-        text = _sentence(path, _keys(_at(model, found["loc"])), _keys(_at(model, found["loc"][:-1])), found)
+        keys, above = _keys(_at(model, found["loc"])), _keys(_at(model, found["loc"][:-1]))
+        text = _sentence(path, keys, above, _places(model), found, suggests=number < _MAX_SUGGESTIONS)
         if path in origins:
             mistakes.append((Position(1 << 62, 0), f"{origins[path]}: {text}"))
         else:
             position = document._position(path, found["type"])
             mistakes.append((position or Position(0, 0), document._line(position, text)))
-    return "\n".join(line for _, line in sorted(mistakes, key=lambda mistake: mistake[0]))
+    told = [line for _, line in sorted(mistakes, key=lambda mistake: mistake[0])]
+    return _lines(told, error.error_count())
+
+
+def _lines(told: list[str], mistakes: int) -> str:
+    return "\n".join([*told, f"and {mistakes - len(told):,} more"] if mistakes > len(told) else told)
 
 
 class _Scanner(Scanner):
@@ -268,18 +298,36 @@ def _in_document(location: Path, document: Document, kind: str) -> Path:
     return path
 
 
-def _sentence(path: Path, keys: list[str], keys_above: list[str], found: Any) -> str:
-    """Return the sentence for an error of pydantic; ``keys``: that the value may have, and the one above it."""
+def _sentence(
+    path: Path,
+    keys: list[str],
+    keys_above: list[str],
+    places: Iterable[tuple[str, str]],
+    found: Any,
+    *,
+    suggests: bool,
+) -> str:
+    """Return the sentence for an error of pydantic.
+
+    Args:
+        keys: that the value may have.
+        keys_above: that the value above it may have.
+        places: names and paths of all keys of the file.
+        suggests: whether to say what may be meant.
+    """
     dotted = ".".join(map(str, path))
     if found["type"] == "extra_forbidden":
         text = f"unknown key `{path[-1]}` in {'.'.join(map(str, path[:-1])) or 'the file'}"
-        near = _near(path[-1], keys_above)
-        return f"{text}; did you mean `{near}`?" if near else f"{text}; valid keys: {', '.join(keys_above)}"
+        if not suggests:
+            return text
+        meant = _meant(str(path[-1]), keys_above, places)
+        return f"{text}; did you mean {meant}?" if meant else f"{text}; valid keys: {', '.join(keys_above)}"
     if found["type"] == "missing":
         return f"`{dotted}` is required"
     if found["type"] == "literal_error":
         expected = found["ctx"]["expected"]
-        near = _near(found["input"], [word.strip("' ") for word in expected.replace(" or ", ",").split(",")])
+        words = [word.strip("' ") for word in expected.replace(" or ", ",").split(",")] if suggests else []
+        near = _near(found["input"], words)
         return f"`{dotted}` must be {expected}, not {found['input']!r}" + (f"; did you mean {near}?" if near else "")
     if found["type"] == "string_pattern_mismatch" and found["ctx"]["pattern"].startswith("^[a-z"):
         return f"`{dotted}` must be a DNS label (lower-case letters, digits, hyphens), not {found['input']!r}"
@@ -293,7 +341,40 @@ def _sentence(path: Path, keys: list[str], keys_above: list[str], found: Any) ->
 
 
 def _near(word: Any, valid: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(str(word), valid, n=1, cutoff=_NEAR)), None)
+    return next(iter(_closest(str(word), valid, _NEAR)), None)
+
+
+def _closest(word: str, valid: Iterable[str], cutoff: float) -> list[str]:
+    """Return the most similar valid word, if there is one, in upper or lower case alike."""
+    written: dict[str, str] = {}
+    for each in valid:
+        written.setdefault(each.lower(), each)
+    return [written[near] for near in difflib.get_close_matches(word.lower(), written, n=1, cutoff=cutoff)]
+
+
+def _meant(word: str, here: list[str], places: Iterable[tuple[str, str]]) -> str:
+    """Return what an unknown key may stand for: a key that may be there, or a more similar one of another place."""
+    near = _near(word, here)
+    elsewhere: dict[str, list[str]] = {}
+    for name, path in places:
+        elsewhere.setdefault(name, []).append(path)
+    best = _closest(word, [*here, *elsewhere], _NEAR_ELSEWHERE)
+    if not best and not near and len(word) in (3, 4):
+        # One letter of a short word is much of it.
+        best = _closest(word, [key for key in elsewhere if len(key) == len(word)], (len(word) - 1) / len(word))
+    if not best or best[0] in here:
+        return f"`{near}`" if near else ""
+    return " or ".join(f"`{path}`" for path in dict.fromkeys(elsewhere[best[0]]))
+
+
+def _places(schema: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the name and the dotted path of each key below a type, other than those that the file itself chooses."""
+    for each in _variants(schema):
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            for name, field in each.model_fields.items():
+                path = f"{above}.{field.alias or name}".strip(".")
+                yield field.alias or name, path
+                yield from _places(field.annotation, path)
 
 
 def _at(schema: Any, location: Path) -> list[Any]:

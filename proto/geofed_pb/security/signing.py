@@ -13,11 +13,16 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import common_pb2
 
-__all__ = ["Signer", "public_key_text", "require_signature", "spec_digest_of", "statement"]
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+__all__ = ["Signer", "load_or_create_key", "public_key_text", "require_signature", "spec_digest_of", "statement"]
 
 _PREFIX = "ed25519:"
 """Begins the text of a public key."""
@@ -60,6 +65,37 @@ def statement(
 def spec_digest_of(spec_json: str) -> str:
     """Return the digest of a job file as it is submitted."""
     return f"sha256:{hashlib.sha256(spec_json.encode()).hexdigest()}"
+
+
+def load_or_create_key(path: Path, *, is_new: bool) -> Ed25519PrivateKey:
+    """Return the key that signs an audit log's heads, in a PEM file; create it with mode 0600.
+
+    ``is_new``: whether the log is empty: only then the key is created.
+
+    Raises ``GeofedError("STATE_INVALID")`` if it cannot be read, or is missing.
+    """
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    try:
+        if not path.exists():
+            if not is_new:
+                raise GeofedError(
+                    "STATE_INVALID",
+                    f"{path} is missing, which has signed the audit log until now",
+                    hint="restore it from a backup: with another key, the log contradicts every head that others have",
+                )
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            pem = Ed25519PrivateKey.generate().private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+            write_durably(path, [pem], mode=0o600)
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise GeofedError("STATE_INVALID", f"{path} is no private key: {error}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise GeofedError("STATE_INVALID", f"{path} is no Ed25519 key")
+    return key
 
 
 class Signer:

@@ -15,8 +15,8 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from geofed_pb.audit import public_key_of
 from geofed_pb.bounds import clean
+from geofed_pb.security.audit import public_key_of
 
 __all__ = ["FEDERATION", "MOST_BYTES", "PREDICATE", "STATEMENT", "AttestationBroken", "Provenance", "opened", "sealed"]
 
@@ -52,7 +52,7 @@ class Provenance:
     state: str
     """How the job ended: `succeeded`, `failed` or `cancelled`."""
     head: dict[str, Any]
-    """Head of the audit log when the statement was signed, for ``geofed_pb.audit.Head.read``."""
+    """Head of the audit log when the statement was signed, for ``geofed_pb.security.audit.Head.read``."""
     public_key: str
     """Of the signer, in hexadecimal. Whose it is must be known from elsewhere."""
     statement: dict[str, Any]

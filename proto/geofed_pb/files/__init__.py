@@ -1,0 +1,1 @@
+"""Files that people and processes write: strict YAML, what is durable, compressed data, output files."""

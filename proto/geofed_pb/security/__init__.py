@@ -1,0 +1,1 @@
+"""Who may do what, and proof of what was done: rules, signatures, audit logs, attestations."""
