@@ -18,6 +18,8 @@ __all__ = ["ErrorFeedback"]
 _ALL = slice(None)
 _RELEASED = 1 << 22
 """Coordinates after which the pages of a mapped model are given back: 16 MB. A choice."""
+_BLOCK = 1 << 16
+"""Coordinates that are processed together where no codec says how many, so that they stay in the CPU's cache."""
 
 
 def _fitting(buffer: Vector | None, size: int) -> Vector:
@@ -34,12 +36,12 @@ def _difference(end: Vector, since: Vector, buffer: Vector | None) -> Vector:
 class ErrorFeedback:
     """The residual of one region's updates.
 
-    The updates sent plus the residual equal the sum of all changes, without rounding, as long as the changes of a
-    coordinate lie within a factor of 2^29 of each other: the residual is kept in float64. The codec may change from
-    update to update.
+    The updates sent plus the residual equal the sum of all changes, up to one rounding a round: where a change is added
+    to the residual, in float32. Adding the update to the model, which is float32 as well and larger, rounds more. What
+    the codec holds back is exact. The codec may change from update to update.
     """
 
-    def __init__(self, codec: Codec, residual: npt.NDArray[np.float64] | None = None) -> None:
+    def __init__(self, codec: Codec, residual: Vector | None = None) -> None:
         self.codec = codec
         self.residual = residual
         """What has not been sent yet, shape (n,); None: nothing."""
@@ -66,10 +68,11 @@ class ErrorFeedback:
             delta = end if since is None else _difference(end, since, buffer)
             return self.codec.encode(delta), delta
         if fresh := self.residual is None:
-            self.residual = np.empty(end.size)
+            self.residual = np.empty(end.size, np.float32)
         begin, stop, _ = part.indices(end.size)
-        for around in (slice(0, begin), slice(stop, end.size)):
-            self._add(end, since, around, fresh=fresh)
+        for at, last in ((0, begin), (stop, end.size)):
+            for low in range(at, last, _BLOCK):
+                self._add(end, since, slice(low, min(low + _BLOCK, last)), fresh=fresh)
         size = stop - begin
         sent = _fitting(buffer, size) if decoded else np.empty(0, np.float32)
         slabs = slabs_of(self.codec, size) if keep is None else [(slice(0, size), self.codec)]
@@ -79,7 +82,7 @@ class ErrorFeedback:
             for slab, codec in slabs:
                 # A slab is processed completely while it is in the CPU's cache.
                 whole = self._add(end, since, slice(begin + slab.start, begin + slab.stop), fresh=fresh)
-                chosen = whole.astype(np.float32)
+                chosen = whole.copy()
                 if keep is not None:
                     chosen[~keep(chosen)] = 0.0
                 out = sent[slab] if decoded else np.empty_like(chosen)
@@ -94,20 +97,21 @@ class ErrorFeedback:
         (only,) = encoded()
         return only, sent
 
-    def _add(self, end: Vector, since: Vector | None, part: slice, *, fresh: bool) -> npt.NDArray[np.float64]:
+    def _add(self, end: Vector, since: Vector | None, part: slice, *, fresh: bool) -> Vector:
         """Add part of a change to the residual, or store it there if ``fresh``; return a view of that part of the
         residual."""
         assert self.residual is not None
         whole = self.residual[part]
-        delta = end[part] if since is None else end[part] - since[part]
-        if fresh:
-            whole[...] = delta
+        if not fresh:
+            whole += end[part] if since is None else end[part] - since[part]
+        elif since is None:
+            whole[...] = end[part]
         else:
-            whole += delta
+            np.subtract(end[part], since[part], out=whole)
         return whole
 
     def settle(self, delta: Vector, sent: Vector, part: slice = _ALL) -> None:
         """Account for an update that was encoded before, by an earlier process."""
-        whole = delta.astype(np.float64) if self.residual is None else self.residual + delta
+        whole = delta.copy() if self.residual is None else self.residual + delta
         whole[part] -= sent
         self.residual = whole if self.codec.lossy or part != _ALL or whole.any() else None

@@ -32,16 +32,19 @@ class Int8Blocks(Slabwise):
 
     def encode(self, vector: Vector) -> Tensors:
         """Encode float32 of shape (n,) as int8 values and one exponent per block."""
-        return self._scaled(vector)[0]
+        return self._encoded(vector)[0]
 
     def encode_into(self, vector: Vector, out: Vector) -> Tensors:
         """Encode `vector`, and write what the receiver will decode to `out`; both have shape (n,)."""
-        tensors, scale = self._scaled(vector)
-        self._put(np.asarray(tensors["int8"]), scale, out)
+        tensors, scaled, scale = self._encoded(vector)
+        # The integers are in memory as float32 as well, and so need not be converted again. Adding 0 turns -0 into 0,
+        # as an integer does.
+        scaled *= scale[:, None]
+        np.add(scaled.reshape(-1)[: out.size], 0.0, out=out)
         return tensors
 
-    def _scaled(self, vector: Vector) -> tuple[Tensors, Vector]:
-        """Return the arrays, and the scale of each block."""
+    def _encoded(self, vector: Vector) -> tuple[Tensors, npt.NDArray[np.float32], Vector]:
+        """Return the arrays, the integers in rows as float32, and the scale of each row."""
         blocks = in_rows(vector, self._BLOCK)
         largest = np.maximum(blocks.max(axis=1, initial=0.0), -blocks.min(axis=1, initial=0.0))
         # frexp: largest / 127 = m * 2^e with m < 1, so 127 * 2^e holds it.
@@ -50,12 +53,13 @@ class Int8Blocks(Slabwise):
         )
         scale = powers(exponents, self._MIN_EXPONENT, self._MAX_EXPONENT)
         # Multiplying by the inverse of a power of two is exact, and the inverse of the smallest scale is still finite.
-        scaled = blocks * (1 / scale[:, None])
+        scaled = np.multiply(blocks, 1 / scale[:, None], dtype=np.float32)
         np.rint(scaled, out=scaled)
         if exponents.max(initial=self._MIN_EXPONENT) == self._MAX_EXPONENT:
             # Only blocks with the largest exponent can have values beyond 127 times their scale.
             np.clip(scaled, -127, 127, out=scaled)
-        return {"int8": scaled.astype(np.int8).reshape(-1)[: vector.size], "exponents": exponents}, scale
+        values = scaled.astype(np.int8).reshape(-1)[: vector.size]
+        return {"int8": values, "exponents": exponents}, scaled, scale
 
     def _put(self, values: npt.NDArray[np.generic], scale: Vector, out: Vector) -> None:
         """Write the integers times the scales of their blocks into ``out``."""

@@ -61,19 +61,19 @@ class MeanOf:
         self.joined = {number: ErrorFeedback(codec) for number, codec in enumerate(self._codecs)}
         """Residuals of this worker's merges for its group, by chunk."""
         self._bounds = bounds
-        self.before: npt.NDArray[np.float64] | None = None
+        self.before: Vector | None = None
         """Residual of this worker's parts before the current exchange, shape (n,)."""
 
     def begin(self) -> None:
         """Save the residuals, in case the exchange fails."""
         if any(feedback.residual is not None for feedback in self.given.values()):
-            self.before = np.zeros(self._bounds[-1].stop)
+            self.before = np.zeros(self._bounds[-1].stop, np.float32)
             for chunk, part in enumerate(self._bounds):
                 residual = self.given[chunk].residual
                 if residual is not None:
                     self.before[part] = residual
 
-    def hold(self, residual: npt.NDArray[np.float64]) -> None:
+    def hold(self, residual: Vector) -> None:
         """Continue from the residual of parts with other bounds, shape (n,)."""
         for chunk, part in enumerate(self._bounds):
             self.given[chunk].residual = residual[part].copy()
@@ -138,7 +138,7 @@ class MeanOf:
     def restore(self, name: str, residual: npt.NDArray[np.generic]) -> None:
         """Restore one of the `residuals`."""
         kind, _, chunk = name.partition(".")
-        dict(self._streams())[kind][int(chunk)].residual = np.array(residual, np.float64)
+        dict(self._streams())[kind][int(chunk)].residual = np.array(residual, np.float32)
 
 
 def _codec(name: str, trained: int, size: int) -> Codec:

@@ -12,9 +12,9 @@ from geofed_pb.errors import GeofedError
 from sync.channel import Channel
 from sync.collective import Collective, Merged, Settings, State, collective_named
 from sync.flat import FlatModel
-from sync.gradients import GradientMerge
 from sync.layout import Vector
 from sync.merging import Buckets, Member, open_collective
+from sync.merging.gradients import GradientMerge
 
 __all__ = ["GroupMerge"]
 

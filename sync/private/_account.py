@@ -3,6 +3,7 @@ Mironov, Talwar and Zhang 2019), as Google's `dp-accounting` computes it."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Iterable
@@ -77,8 +78,11 @@ def epsilon_of(releases: Iterable[tuple[Release, int]], delta: float) -> float:
     return found
 
 
+@functools.lru_cache(maxsize=1024)
 def noise_for(epsilon: float, delta: float, rate: float, count: int, *, sampled: bool) -> float:
     """Return the smallest noise multiplier with which so many releases cost at most ``epsilon``.
+
+    It takes seconds, and the regions of a plan, `explain` and `submit` ask for the same: answers are kept.
 
     Raises ``GeofedError("INADMISSIBLE")`` if no noise is enough.
     """

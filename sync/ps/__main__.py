@@ -18,12 +18,12 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from geofed_pb.access import AccessInterceptor
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.linux import die_with_parent, keep_freed_memory
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from geofed_pb.rpc import read_pem, server_options
+from geofed_pb.security.access import AccessInterceptor
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import sync_pb2_grpc, worker_pb2_grpc
 from sync.codec import MaskedIntegers, codec_named

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from geofed_pb.bounds import clean
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import sync_pb2
 from sync.codec import codec_named
 from sync.ps.boundary import ManifestLimits

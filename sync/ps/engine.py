@@ -10,7 +10,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -51,6 +51,7 @@ from sync.ps.core.machine import Machine, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.ps.execution.executor import ActionExecutor, FramedUpdate, merged_key
 from sync.ps.execution.threads import lower_priority
+from sync.ps.standstill import Standstill, waits_only
 from sync.wan import ExchangeSettings, LinkSample
 
 __all__ = ["Engine", "merged_key"]
@@ -83,9 +84,13 @@ class Engine:
         self.on_ship: Callable[[SendUpdates], None] = lambda _: None
         self.on_reproduced: Callable[[FramedUpdate], None] = lambda _: None
         """Called with the initial model's update if our own workers have initialised the model."""
-        self.wan_wait_seconds = 0.0
-        """Total time that the partition has waited for other regions."""
-        self._exchange_since: float | None = None
+        self.standstill = Standstill()
+        self.arriving: Callable[[], Iterable[tuple[str, int]]] = tuple
+        """Returns the updates that are being received, by region and sequence."""
+        self.times: dict[str, float] = {}
+        """What the rounds have taken since the start, up to the last completed one: seconds by the fields of
+        ``RoundTime``."""
+        self._timed = 0
         self.patience_seconds = math.inf
         """How long the same update of another region may be awaited before the server fails."""
         self._called_at = time.monotonic()
@@ -122,7 +127,7 @@ class Engine:
         try:
             for action in self.machine.handle(event, Measured(time.monotonic(), self.links())):
                 self._carry_out(action)
-            self._watch_exchange()
+            self.watch_times()
             self._watch_awaited()
         except Exception as error:  # noqa: BLE001 - whoever feeds, a timer or a caller, does not own the machine
             _log.exception("%s could not be handled", type(event).__name__)
@@ -161,13 +166,22 @@ class Engine:
         async with self._changed:
             self._changed.notify_all()
 
-    def _watch_exchange(self) -> None:
-        exchanging = self.machine.progress.phase == "exchanging"
-        if exchanging and self._exchange_since is None:
-            self._exchange_since = time.monotonic()
-        elif not exchanging and self._exchange_since is not None:
-            self.wan_wait_seconds += time.monotonic() - self._exchange_since
-            self._exchange_since = None
+    def watch_times(self) -> None:
+        """Note what the workers stand still for, if they do, after a change."""
+        machine, still = self.machine, self.standstill
+        progress = machine.progress
+        stands_still = progress.phase == "exchanging"
+        still.seen(time.monotonic(), stands_still, waits=stands_still and waits_only(machine, self.arriving()))
+        if progress.sequence != self._timed:
+            # All of one round, whenever it is read.
+            self._timed = progress.sequence
+            self.times = {
+                "compute": machine.compute_seconds,
+                "merge": machine.merge_seconds,
+                "exchange": still.exchange_seconds,
+                "wait": still.wait_seconds,
+                "evaluate": machine.evaluate_seconds,
+            }
 
     def _watch_awaited(self) -> None:
         """Fail once the same update of another region has been awaited for too long."""

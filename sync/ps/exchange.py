@@ -20,6 +20,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, peer_region, streaming
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import common_pb2, sync_pb2
+from sync.mapped import locked
 from sync.ps.admission import MAX_WITNESSES, Admission
 from sync.ps.config import PsConfig
 from sync.ps.core.actions import SendUpdates
@@ -199,6 +200,7 @@ class ExchangeService(Intake):
         """Our own copy of the initial model's update, until that update is stored."""
         self._first_is_stored = False
         engine.on_reproduced = self._reproduced
+        engine.arriving = lambda: self._incoming
 
     # Admission
 
@@ -276,6 +278,12 @@ class ExchangeService(Intake):
             self._first = first
             self.take_local_copies()
 
+    def reuse(self, size: int, path: Path) -> None:
+        self._engine.storage.buffer_pool.take(size, path)
+
+    def begun(self, manifest: Manifest) -> None:
+        self._engine.watch_times()
+
     def next_of(self, region: str) -> int:
         return self._engine.machine.ledger.newest(region) + 1
 
@@ -347,8 +355,11 @@ class ExchangeService(Intake):
         try:
             if path is None:
                 raise FileNotFoundError
-            # Once the file is open, it may be deleted without harm.
+            # Once the file is open, it may be deleted without harm; and locked, it is not reused.
             file = path.open("rb")
+            if not locked(file.fileno(), path):
+                file.close()
+                raise FileNotFoundError
         except FileNotFoundError:
             raise GeofedError("MODEL_NOT_FOUND", "no longer stored", hint="call Rejoin again") from None
         with file:

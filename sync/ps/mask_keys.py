@@ -13,8 +13,8 @@ import grpc
 import grpc.aio
 
 from geofed_pb.bounds import clean
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.ps.config import PsConfig
 from sync.ps.core.events import MaskKeyKnown, Misbehaved

@@ -13,12 +13,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from geofed_pb.access import Rule
 from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, answering, streaming, to_proto
+from geofed_pb.security.access import Rule
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc, worker_pb2, worker_pb2_grpc
 from sync import framing
+from sync.histograms import from_messages, to_messages
 from sync.layout import Layout
 from sync.ps.config import PsConfig
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer, ReduceAnswer
@@ -160,6 +161,8 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
                 samples=request.samples,
                 loss=request.loss,
                 compute_seconds=request.compute_seconds,
+                merge_seconds=request.merge_seconds,
+                evaluate_seconds=request.evaluate_seconds,
                 group=request.group,
                 logged=_logged(request.logged),
                 usage=Usage(request.usage.cpu_cores, request.usage.memory_bytes, request.usage.gpu_memory_bytes),
@@ -181,7 +184,9 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
     @answering
     async def Evaluated(self, request: worker_pb2.EvaluatedRequest, context: _Context) -> worker_pb2.EvaluatedReply:
         who = self._authenticate()
-        values = (request.round, request.samples, dict(request.metrics), request.error, _logged(request.logged))
+        histograms, dropped = from_messages(request.histograms)
+        error = request.error or dropped
+        values = (request.round, request.samples, dict(request.metrics), error, _logged(request.logged), histograms)
         answer = await self._engine.ask(
             lambda call: Evaluated(call, who.worker, who.attempt, *values), CALL_TIMEOUT_SECONDS
         )
@@ -275,12 +280,14 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             metrics_samples=int(progress.metrics_samples),
             metrics_round=progress.metrics_sequence,
             metrics_error=progress.metrics_error,
+            histograms=to_messages(progress.histograms),
             sent_bytes={region: peer_sender.meter.sent_bytes for region, peer_sender in peer_senders.items()},
             received_bytes=self._links.received_bytes,
             model_digest=progress.model_digest,
             applied_updates=progress.applied,
             error=to_proto(failed) if failed else None,
-            wait_seconds=self._engine.wan_wait_seconds,
+            wait_seconds=self._engine.standstill.seconds,
+            time=common_pb2.RoundTime(**self._engine.times),
             link_rtt_ms={region: peer_sender.meter.rtt_ms for region, peer_sender in peer_senders.items()},
             link_mbps={region: peer_sender.mbps for region, peer_sender in peer_senders.items()},
             samples_per_second=progress.samples_per_second,

@@ -107,7 +107,7 @@ class SharedScale:
         self,
         end: Vector,
         start: Vector,
-        residual: Wide,
+        residual: Vector,
         trained: int,
         scales: Vector | None,
         masks: PairMasks,
@@ -171,7 +171,7 @@ class SharedScale:
         exponents = np.where(tops > 0, np.clip(exponents, _MIN_EXPONENT, _MAX_EXPONENT), _MIN_EXPONENT)
         return delta, exponents.astype(np.float32)
 
-    def _changed(self, end: Vector, start: Vector, residual: Wide, part: slice) -> Wide:
+    def _changed(self, end: Vector, start: Vector, residual: Vector, part: slice) -> Wide:
         change = np.subtract(end[part], start[part], dtype=np.float64)
         change *= self._share
         change += residual[part]

@@ -4,10 +4,11 @@ import pkgutil
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel, channel_kind
+from sync.store._buffer_pool import BufferPool
 from sync.store._file import FileChannel
 from sync.store._keys import fence_key
 
-__all__ = ["FileChannel", "fence_key", "open_channel"]
+__all__ = ["BufferPool", "FileChannel", "fence_key", "open_channel"]
 
 
 def open_channel(kind: str, address: str) -> Channel:

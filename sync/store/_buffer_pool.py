@@ -1,13 +1,16 @@
-"""Reuse of files in shared memory: for a new file the kernel would have to allocate and clear pages."""
+"""Reuse of large files: for a new one the kernel would have to allocate pages, and clear them or find blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+from sync.mapped import locked
 
 __all__ = ["MIN_BYTES", "SPARE_FOLDER", "BufferPool", "locked"]
 
@@ -17,30 +20,17 @@ SPARE_FOLDER = ".spare"
 MIN_BYTES = 1 << 18
 """Files of smaller values are not reused: writing them anew is cheaper."""
 _MAX_BYTES = 1 << 28
-"""Total size of the spare files, at most, if there is more than one."""
+"""Total size of a channel's spare files, at most, if there is more than one."""
 _MAX_FRACTION = 0.125
 """Fraction of the folder's free memory that spare files may take, in any case."""
-
-
-def locked(descriptor: int, path: Path) -> bool:
-    """Lock a file that was opened as a value, so that it is not reused while it is open or mapped.
-
-    Returns False if it is no longer that value.
-    """
-    # A process that deletes the file holds its lock for a moment only.
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    # The file may have been deleted and reused for another value since it was opened.
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 class BufferPool:
     """The deleted files of a folder, kept for the next values. Many processes may share them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, max_bytes: float = _MAX_BYTES, max_files: float = math.inf) -> None:
+        """``max_bytes``, ``max_files``: of the spare files, at most, if there is more than one."""
+        self._folder, self._max_bytes, self._max_files = folder, max_bytes, max_files
 
     def keep(self, path: Path) -> bool:
         """Take a value's file out of the channel for reuse.
@@ -103,10 +93,12 @@ class BufferPool:
         return bool(buffer_pool)
 
     def _fits(self, size: int) -> bool:
-        kept = sum(held_bytes for held_bytes, _ in self._all())
+        sizes = [held_bytes for held_bytes, _ in self._all()]
+        kept = sum(sizes)
         system = os.statvfs(self._folder.parent)
         most = _MAX_FRACTION * system.f_bavail * system.f_frsize
-        return size <= most and (not kept or kept + size <= min(most, _MAX_BYTES))
+        few = len(sizes) < self._max_files and kept + size <= min(most, self._max_bytes)
+        return size <= most and (not kept or few)
 
     def _all(self) -> Iterator[tuple[int, Path]]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:

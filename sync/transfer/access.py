@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from geofed_pb.access import AccessInterceptor, Rule
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import peer_region, peer_serial
+from geofed_pb.security.access import AccessInterceptor, Rule
 from sync.transport.receiver import BulkPort
 from sync.transport.revoked import RevokedSerials
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import Reuse, disk_full_as_error, write_durably
 from sync.transfer.manifest import Manifest
 from sync.transport.partial_file import PartialFile
 
@@ -72,6 +72,8 @@ class Arrival:
     """Path that the file gets once it is durable."""
     reserve: bool = True
     """Whether disk space is taken for the whole update at once: its size is known to be right."""
+    reuse: Reuse = lambda size, path: None
+    """Gives a path to an old file of about so many bytes, if there is one."""
     stream: int = 0
     """Number of the newest gRPC stream that sends it; chunks of older streams are refused."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -82,6 +84,10 @@ class Arrival:
         self.frame.parent.mkdir(parents=True, exist_ok=True)
         digest = self.manifest.digest.removeprefix("sha256:")[:16]
         self._part = self.frame.with_name(f"{self.manifest.sequence}.{digest}.part")
+        if not self._part.exists():
+            # A record that is left of another file of that name tells nothing of this one.
+            self._part.with_suffix(".have").unlink(missing_ok=True)
+            self.reuse(self.manifest.total_bytes, self._part)
         self.file = PartialFile(self._part, self.manifest.total_bytes, reserve=self.reserve)
 
     def append(self, offset: int, data: bytes) -> None:

@@ -72,6 +72,9 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
         """Return the path that an update's file gets once it is durable."""
         raise NotImplementedError
 
+    def reuse(self, size: int, path: Path) -> None:
+        """Give a path to an old file of about so many bytes, if there is one, to be overwritten."""
+
     def inspect(self, manifest: Manifest, path: Path) -> None:
         """Check the file of a received update before it is acknowledged; called in a thread. Raises ``GeofedError``."""
 
@@ -89,6 +92,9 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
     def next_of(self, region: str) -> int:
         """Return the sequence of the first missing update of a region; 0: not reported."""
         return 0
+
+    def begun(self, manifest: Manifest) -> None:
+        """Called once an update begins to arrive."""
 
     def stored(self, manifest: Manifest) -> None:
         """Called once an update is durable."""
@@ -132,7 +138,8 @@ class Intake(sync_pb2_grpc.ExchangeServicer):
             if arrival is not None:
                 arrival.drop()
             reserve = self.knows_size(manifest)
-            arrival = self._incoming[key] = Arrival(manifest, self.path_for(manifest), reserve)
+            arrival = self._incoming[key] = Arrival(manifest, self.path_for(manifest), reserve, self.reuse)
+            self.begun(manifest)
         elif manifest.epoch > arrival.manifest.epoch:
             # The bytes are the same, but an update of the older epoch would be refused.
             arrival.manifest = manifest

@@ -22,6 +22,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES, error_of
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import sync_pb2
+from sync.mapped import locked
 from sync.transfer.bulk import BulkConnection, BulkUnreachable
 from sync.transfer.direct import ConnectionReplaced, DirectConnection, LinkMeter
 from sync.transfer.manifest import Manifest, PeerAddress
@@ -80,6 +81,8 @@ class _File:
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._file, self._size = path, -1, size
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if not locked(self._file, path):
+            raise FileNotFoundError(path)
 
     def __del__(self) -> None:
         if self._file >= 0:

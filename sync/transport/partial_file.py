@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import threading
 from pathlib import Path
 
-from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import disk_full_as_error
 from geofed_pb.linux import write_range
 from sync.transport.ranges import Ranges
 
@@ -20,13 +19,16 @@ _FLUSH_BYTES = 4 << 20
 """Bytes after which the kernel begins to write to disk what has been hashed, without a wait for it."""
 _READ_BYTES = 1 << 20
 """Bytes that are read at a time to be hashed."""
+_LINE_BYTES = 33
+"""Bytes of a line of the record: "+" for written or "-" for dropped, then begin and end as hexadecimal numbers."""
 
 
 class PartialFile:
     """A file of known size, and a record of the ranges that are written.
 
-    The record is stored next to the file and survives the process; it is written after the bytes that it lists. After a
-    power failure it may list bytes that never reached the disk, which the digest of the whole file reveals. Hashing and
+    The record is stored next to the file and survives the process: a line for each range that was written, or dropped,
+    after its bytes. After a power failure it may list bytes that never reached the disk, which the digest of the whole
+    file reveals. Hashing and
     writing to disk proceed while the file is received (`hash_and_flush`), so that little is left to do at the end.
     """
 
@@ -41,9 +43,13 @@ class PartialFile:
         self._file: int | None = None
         self._hash, self._hashed, self._flushed = hashlib.sha256(), 0, 0
         self._buffer = memoryview(bytearray(min(_READ_BYTES, total_bytes)))
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        self._unrecorded = Ranges()
+        """Ranges that were written since `write_record`."""
+        self._lines: int | None = None
+        """File descriptor of the record; None: it is not open."""
+        with contextlib.suppress(OSError):
             if path.stat().st_size == total_bytes:
-                self._have = Ranges((int(begin), int(end)) for begin, end in json.loads(self._record.read_bytes()))
+                self._have = _recorded(self._record)
 
     @property
     def have(self) -> list[tuple[int, int]]:
@@ -79,6 +85,7 @@ class PartialFile:
         finally:
             with self._lock:
                 self._have.add(offset, at)
+                self._unrecorded.add(offset, at)
                 self._writers -= 1
                 self._idle.notify_all()
 
@@ -86,15 +93,23 @@ class PartialFile:
         """Mark bytes as missing because they are damaged. They are hashed once they have been written again."""
         with self._settling, self._lock:
             self._have.remove(offset, offset + length)
+            self._unrecorded.remove(offset, offset + length)
+            self._append([_line(offset, offset + length, kind=b"-")])
             if self._hashed > offset:
                 self._hash, self._hashed = hashlib.sha256(), 0
 
     def write_record(self) -> None:
-        """Store the record of written ranges, for a restart."""
-        with self._lock, disk_full_as_error(self._path):
-            partial = self._record.with_name(f".{self._record.name}.partial")
-            partial.write_text(json.dumps(list(self._have)))
-            os.replace(partial, self._record)
+        """Add what was written since the last call to the record, for a restart."""
+        with self._lock:
+            self._append([_line(begin, end) for begin, end in self._unrecorded])
+            self._unrecorded = Ranges()
+
+    def _append(self, lines: list[bytes]) -> None:
+        with disk_full_as_error(self._path):
+            if self._lines is None:
+                self._lines = os.open(self._record, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            for line in lines:
+                os.write(self._lines, line)
 
     def hash_and_flush(self) -> None:
         """Hash what has been written and have the kernel begin to write it to disk, unless another thread does so."""
@@ -127,7 +142,8 @@ class PartialFile:
         """Delete the file, and start again or else stay sealed. The file must be sealed."""
         self.close()
         with self._settling, self._lock:
-            self._have, self._hash, self._hashed, self._flushed = Ranges(), hashlib.sha256(), 0, 0
+            self._have, self._unrecorded = Ranges(), Ranges()
+            self._hash, self._hashed, self._flushed = hashlib.sha256(), 0, 0
             for path in (self._record, self._path):
                 path.unlink(missing_ok=True)
             self._sealed = not restart
@@ -139,13 +155,16 @@ class PartialFile:
     def close(self) -> None:
         """Close the file."""
         with self._settling, self._lock:
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
+            self._close_both()
 
     def __del__(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
+        self._close_both()
+
+    def _close_both(self) -> None:
+        for descriptor in (self._file, self._lines):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._lines = None
 
     def _open(self, *, writing: bool = False) -> int:
         with self._lock:
@@ -177,3 +196,25 @@ class PartialFile:
                 raise OSError(f"{self._path} has become shorter")
             self._hash.update(buffer[:count])
             self._hashed += count
+
+
+def _line(begin: int, end: int, kind: bytes = b"+") -> bytes:
+    # The newline before it ends a line that a full disk has cut short.
+    return b"\n%b%016x%016x\n" % (kind, begin, end)
+
+
+def _recorded(path: Path) -> Ranges:
+    """Return the ranges that a record lists. A line that was cut short counts as not written. Raises OSError."""
+    have = Ranges()
+    for line in path.read_bytes().split(b"\n"):
+        if len(line) != _LINE_BYTES:
+            continue
+        try:
+            begin, end = int(line[1:17], 16), int(line[17:], 16)
+        except ValueError:
+            continue
+        if line[:1] == b"+":
+            have.add(begin, end)
+        else:
+            have.remove(begin, end)
+    return have

@@ -23,8 +23,8 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from geofed_pb.decoding import Undecodable, decoding
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.decoding import Undecodable, decoding
 
 __all__ = ["HEAD_BYTES", "MAX_CHUNK_BYTES", "FrameHead", "FrameKind", "decoded", "frame", "parse"]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from sync.histograms import Histogram
 from sync.ps.core.answers import Answer
 from sync.transfer.manifest import Manifest, PeerAddress
 
@@ -185,6 +186,7 @@ class StoreMetrics:
     metrics: dict[str, float]
     error: str = ""
     """The task's error if a worker could not measure; there are no metrics then."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

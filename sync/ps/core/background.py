@@ -440,6 +440,18 @@ class Background(Machine):
             return tuple(region for region in self.setup.others if region not in self._lasts)
         return self.waiting.late(self._view()) if self._boundary.arrived else ()
 
+    @property
+    def paused(self) -> bool:
+        return self.held_up and not self.awaited
+
+    @property
+    def lacks_quorum(self) -> bool:
+        ended = self._pending
+        if ended is None or self._boundary.applying or self.ledger.own(ended.sequence) is None:
+            return False
+        quorum = min(self.setup.quorum, len(self.setup.regions))
+        return len({manifest.region for manifest in self._mergeable()}) + 1 < quorum
+
     def _condition(self) -> str:
         if self._sequence == NO_MODEL:
             return f"waiting for the update of round 0 from {self.awaited[0]}" if self.awaited else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from sync.histograms import Histogram
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, StoreMetrics
 from sync.transfer.manifest import Manifest, PeerAddress
 from sync.wan import LinkSample
@@ -134,6 +135,10 @@ class BoundaryArrived:
     """Workers of one group have the same values: those of one stage of the model, or of the whole model (group 0)."""
     logged: LoggedSums = field(default_factory=dict)
     usage: Usage = Usage()
+    merge_seconds: float = 0.0
+    """Time of the round's steps beyond their compute."""
+    evaluate_seconds: float = 0.0
+    """Time of evaluations since the round before."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +270,7 @@ class Evaluated:
     error: str = ""
     """The task's error if it could not evaluate."""
     logged: LoggedSums = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -349,6 +355,7 @@ class Progress:
     metrics_sequence: int = 0
     metrics_error: str = ""
     """Why there are no metrics of that round; empty: there are."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
     samples_per_second: float = 0.0
     """Speed of one worker in the last round, counting computing time only."""
     staleness: dict[str, float] = field(default_factory=dict)

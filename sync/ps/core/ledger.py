@@ -179,6 +179,15 @@ class Ledger:
         wanted = self.sums.next_sum(lambda peer, origin: self._lacking(peer, origin), self.has, backlogs=backlogs)
         return () if wanted is None else (wanted,)
 
+    @property
+    def sends(self) -> bool:
+        """Whether a direct peer that can be reached is not known to have our newest update."""
+        newest, own = self.newest(self._region), self._region
+        return any(
+            peer in self.peers and not self.sums.is_unreached(peer) and self.has(peer, own) < newest
+            for peer in self._sends_to(own)
+        )
+
     def _lacking(self, peer: str, origin: str) -> list[Manifest]:
         """Return the updates of an origin that a peer is to get from here and may lack, in order."""
         if peer not in self.peers or origin == peer or peer not in self._sends_to(origin):

@@ -206,6 +206,8 @@ class Machine(abc.ABC):
         self._round_losses: dict[int, float | None] = {}
         """Mean losses of the last two rounds that the workers have ended, by sequence."""
         self._logged, self._usage = LoggedValues(), Usage()
+        self.compute_seconds, self.merge_seconds, self.evaluate_seconds = 0.0, 0.0, 0.0
+        """Of all rounds that the workers have ended, the mean of the workers."""
         self.step_seconds = 0.0
         """Computing time of one step in the last round; 0: not known."""
         self._live_step = recovered.step
@@ -261,6 +263,7 @@ class Machine(abc.ABC):
             metrics_samples=metrics.samples if metrics else 0.0,
             metrics_sequence=metrics.sequence if metrics else 0,
             metrics_error=metrics.error if metrics else "",
+            histograms=dict(metrics.histograms) if metrics else {},
             samples_per_second=self._speed,
             staleness=dict(self._staleness),
             refused=dict(self._refused),
@@ -297,6 +300,21 @@ class Machine(abc.ABC):
     @abc.abstractmethod
     def awaited(self) -> tuple[str, ...]:
         """Other regions without whose update nothing can go on here, sorted."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether workers that have ended their round wait for time to pass, and for no update."""
+        return False
+
+    @property
+    def lacks_quorum(self) -> bool:
+        """Whether the merge of the last round waits for updates of any regions."""
+        return False
+
+    @property
+    def sends(self) -> bool:
+        """Whether our newest update is being made, or sent to a peer that can be reached."""
+        return self._boundary.preparing or self.ledger.sends
 
     def _early_text(self) -> str:
         told = [f"{region} states that the job ends with round {ends}" for region, ends in sorted(self._early.items())]
@@ -546,6 +564,9 @@ class Machine(abc.ABC):
         weight = sum(end.samples for end in ends)
         computing = sum(end.compute_seconds for end in ends)
         self._speed = weight / computing if computing > 0 else 0.0
+        self.compute_seconds += computing / len(ends)
+        self.merge_seconds += sum(end.merge_seconds for end in ends) / len(ends)
+        self.evaluate_seconds += sum(end.evaluate_seconds for end in ends) / len(ends)
         steps = (ends[0].step - self._open_step) * len(ends)
         self.step_seconds = computing / steps if steps > 0 else 0.0
         return ends[0], weight

@@ -94,6 +94,10 @@ class Sums:
         """Record that a peer has been reached."""
         self._unreached.discard(peer)
 
+    def is_unreached(self, peer: str) -> bool:
+        """Whether a peer could not be reached at the last attempt."""
+        return peer in self._unreached
+
     # Sending
 
     def replace_with_sums(self, peer: str, run: Sequence[Manifest]) -> list[Manifest]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from geofed_pb.bounds import MOST_LOGGED, bounded_metrics, clean
+from sync.histograms import bounded, sums_by_name
 from sync.ps.core.actions import Action, MergeGradients, Refuse, Reply, StoreMetrics
 from sync.ps.core.answers import EvaluatedAnswer, ReduceAnswer
 from sync.ps.core.events import BoundaryArrived, Evaluated, GradientsMerged, LoggedSums, ReduceArrived, Usage
@@ -135,7 +136,7 @@ def _answer(event: GradientsMerged) -> ReduceAnswer:
 
 def _mean_metrics(sequence: int, parts: list[Evaluated]) -> StoreMetrics:
     error = next((part.error for part in parts if part.error), "")
-    if any(part.error and not part.metrics for part in parts):
+    if any(part.error and not part.metrics and not part.histograms for part in parts):
         return StoreMetrics(sequence, 0.0, {}, clean(error))
     total = sum(part.samples for part in parts)
     sums: dict[str, float] = {}
@@ -143,7 +144,9 @@ def _mean_metrics(sequence: int, parts: list[Evaluated]) -> StoreMetrics:
         for name, value in part.metrics.items():
             sums[name] = sums.get(name, 0.0) + value * part.samples
     kept, left_out = bounded_metrics({name: value / total for name, value in sums.items()} if total else {})
-    return StoreMetrics(sequence, total, kept, clean(error or left_out))
+    summed, unlike = sums_by_name(part.histograms for part in parts)
+    histograms, beyond = bounded(summed)
+    return StoreMetrics(sequence, total, kept, clean(error or left_out or unlike or beyond), histograms)
 
 
 def mean_loss(parts: list[ReduceArrived] | list[BoundaryArrived]) -> float:

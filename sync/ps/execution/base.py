@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from geofed_pb.durable import write_durably
+from geofed_pb.files.durable import write_durably
 from sync import framing
 from sync.channel import Channel
 from sync.framing import Array

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from sync.codec import Codec, ErrorFeedback, Float32, Sparse, Tensors, codec_named, with_state
 from sync.layout import Vector
@@ -79,7 +78,7 @@ class ReplicaState:
     model: Vector
     start: Vector
     """What the workers began the open round from, shape (n,)."""
-    residual: npt.NDArray[np.float64] | None = None
+    residual: Vector | None = None
     """What a lossy codec has not sent yet, shape (n,)."""
     memory: Mapping[str, Vector] = field(default_factory=dict)
     """State of the WAN policy, of the guard and of the view, by name."""
@@ -220,7 +219,7 @@ class Replica:
     def masked_update(self, end: Vector, sequence: int, scale: SharedScale, masks: PairMasks) -> Tensors:
         """Encode the update of a round that ended with the model ``end`` for secure aggregation."""
         if self._feedback.residual is None:
-            self._feedback.residual = np.zeros(end.size)
+            self._feedback.residual = np.zeros(end.size, np.float32)
         residual = self._feedback.residual
         return scale.encode(end, self._start, residual, self.trained, self._scales, masks, sequence)
 

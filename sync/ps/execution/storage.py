@@ -6,7 +6,7 @@
     layout.json                  layout of the flat model; written before anything else
     base-GROUP.frame             tensors that never change, as workers have made them (`sync.ps.execution.base`)
     checkpoint-V-DIGEST.frame    state of the replica and watermarks after merge V; the newest undamaged one counts
-    .spare.partial               an old checkpoint, to be overwritten by the next; background exchange only
+    spare/                       old checkpoints, residuals and updates, to be overwritten by new ones
     log-V.jsonl                  ends of rounds and merges since merge V, one line each; background exchange only
     state-SEQ.frame              the workers' optimiser state at the end of round SEQ
     residual-SEQ.frame           residual of a lossy codec after our update of round SEQ; synchronous exchange only,
@@ -28,9 +28,13 @@ before the round's checkpoint, and are deleted only after the next checkpoint.
 
 With synchronous exchange every merge writes a checkpoint. With background exchange the log is enough to repeat a merge,
 so checkpoints are written only from time to time, concurrently with other work. When one is begun, the log continues in
-a new file; the older log files stay until the checkpoint is durable. An old checkpoint is renamed to ``.spare.partial``
-and overwritten by the next one, because allocating the page cache and the disk blocks of a new file is what a file of
-a model's size mostly costs. The rename is durable by then: beginning a log file flushes the folder.
+a new file; the older log files stay until the checkpoint is durable.
+
+Large files are not deleted but overwritten, unless something still reads them (`sync.store.BufferPool`), because
+allocating the page cache and the disk blocks of a new file is what a file of a model's size mostly costs. Only what no
+recovery needs is overwritten. If the machine crashes before the end of the old name is durable, that name may be of
+other content: a checkpoint has its digest in its name, and an update is compared with its manifest's digest before a
+merge.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 import zlib
@@ -47,9 +52,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
-from geofed_pb.durable import (
+from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import (
     begin_write,
     commit_write,
     disk_full_as_error,
@@ -57,8 +62,8 @@ from geofed_pb.durable import (
     write_durably,
     write_unflushed,
 )
-from geofed_pb.errors import GeofedError
 from sync import framing
+from sync.histograms import Histogram
 from sync.layout import Layout, Vector
 from sync.mapped import map_file
 from sync.ps.config import OWN_MODEL
@@ -66,6 +71,7 @@ from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreMetric
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.frames import check_received
 from sync.ps.execution.replica import ReplicaState
+from sync.store import BufferPool
 from sync.transfer.manifest import Manifest
 
 __all__ = ["Entry", "PendingCheckpoint", "Storage", "correction_key"]
@@ -75,8 +81,6 @@ _KEPT_CHECKPOINTS = 2
 """Checkpoints on disk: if the newest one is damaged, the merges since the one before it are repeated."""
 _KEPT_ROUNDS = 4
 """Models of evaluated rounds on disk. The control plane fetches one soon after its evaluation, if it wants it."""
-_SPARE = ".spare.partial"
-"""File name of an old checkpoint that the next one overwrites."""
 _MEMORY = "memory/"
 """Prefix, in a checkpoint, of tensors that the WAN policy and the guard keep between merges."""
 _MARK = "mark/"
@@ -102,6 +106,8 @@ class Storage:
         """File descriptor of the newest log file; None: it is not open."""
         self.folder, self._setup = folder, setup
         self._sums = folder / "sums"
+        # As many as a round writes: all regions' updates, a residual and a checkpoint.
+        self.buffer_pool = BufferPool(folder / "spare", max_bytes=math.inf, max_files=len(setup.regions) + 2)
         shutil.rmtree(self._sums, ignore_errors=True)
         for part in (folder, folder / "inbox", folder / "outbox"):
             part.mkdir(parents=True, exist_ok=True)
@@ -121,8 +127,9 @@ class Storage:
         Updates are kept until two checkpoints hold them, so that the state machine can repeat the merges of a damaged
         checkpoint. Raises ``GeofedError("STATE_INVALID")`` if such updates are missing, or another file is damaged.
         """
-        for left in (*self.folder.glob(".*.partial"), *self.folder.glob("*/**/.*.partial")):
-            left.unlink()
+        for left in self.folder.rglob(".*"):
+            if left.is_file():
+                left.unlink()
         self._sweep()
         try:
             return self._recover()
@@ -152,7 +159,7 @@ class Storage:
             self.layout = Layout.from_json((self.folder / "layout.json").read_text())
         metrics = None
         with contextlib.suppress(FileNotFoundError):
-            metrics = StoreMetrics(**json.loads((self.folder / "metrics.json").read_text()))
+            metrics = _metrics_of(json.loads((self.folder / "metrics.json").read_text()))
         base = Recovered(inbox=inbox, outbox=outbox, metrics=metrics)
         damaged: list[int] = []
         replica_state: ReplicaState | None = None
@@ -179,7 +186,7 @@ class Storage:
         replica_state = ReplicaState(
             model,
             np.array(frame.tensors["start"], np.float32) if "start" in frame.tensors else model,
-            np.array(frame.tensors["residual"], np.float64) if "residual" in frame.tensors else None,
+            np.array(frame.tensors["residual"], np.float32) if "residual" in frame.tensors else None,
             {name.removeprefix(_MEMORY): np.array(v, np.float32) for name, v in remembered.items()},
         )
         recovered = replace(
@@ -335,7 +342,7 @@ class Storage:
         ``first`` is called before the manifest is written: it waits until everything is durable that must be durable
         before the update counts, or raises.
         """
-        write_durably(self.folder / "outbox" / f"{manifest.sequence}.frame", pieces)
+        write_durably(self.folder / "outbox" / f"{manifest.sequence}.frame", pieces, reuse=self.buffer_pool.take)
         self._hashed.add(_key_of(manifest))
         first()
         self._keep_manifest(self.folder / "outbox" / f"{manifest.sequence}.json", manifest)
@@ -350,23 +357,24 @@ class Storage:
         found = max((number for number in kept if number <= sequence), default=None)
         return None if found is None else map_file(self.folder / f"state-{found}.frame")
 
-    def keep_residual(self, sequence: int, residual: npt.NDArray[np.float64]) -> None:
+    def keep_residual(self, sequence: int, residual: Vector) -> None:
         """Store the codec's residual after our update of a round. Must be called before `keep_update`.
 
-        It has eight times the bytes of an update in int8 and is replaced in each round, so it is not flushed: it
+        It has four times the bytes of an update in int8 and is replaced in each round, so it is not flushed: it
         survives this process, but not a failure of the machine.
         """
         boot = np.frombuffer(_boot_id(), np.uint8)
-        write_unflushed(self.folder / f"residual-{sequence}.frame", framing.encode({"residual": residual, _BOOT: boot}))
+        pieces = framing.encode({"residual": residual, _BOOT: boot})
+        write_unflushed(self.folder / f"residual-{sequence}.frame", pieces, self.buffer_pool.take)
 
-    def residual(self, sequence: int) -> npt.NDArray[np.float64] | None:
+    def residual(self, sequence: int) -> Vector | None:
         """Return the codec's residual after our update of a round, shape (n,), or None if none was stored since the
         machine has started."""
         with contextlib.suppress(FileNotFoundError):
             tensors = framing.decode(map_file(self.folder / f"residual-{sequence}.frame")).tensors
             # Without an id, an earlier version has flushed it.
             if _BOOT not in tensors or np.asarray(tensors[_BOOT], np.uint8).tobytes() == _boot_id():
-                return np.array(tensors["residual"], np.float64)
+                return np.array(tensors["residual"], np.float32)
         return None
 
     def keep_checkpoint(
@@ -382,7 +390,7 @@ class Storage:
         checkpoint.flush()
         self.finish_checkpoint(checkpoint)
         if apply.complete:
-            (self.folder / _SPARE).unlink(missing_ok=True)
+            self.buffer_pool.clear()
         return digest
 
     def begin_checkpoint(
@@ -410,7 +418,7 @@ class Storage:
             facts |= {"ended_last": int(ended.last)}
         if self._setup.background:
             self._open_log(apply.version)
-        return PendingCheckpoint(self.folder, apply.version, marks, replica_state.model, rest, facts)
+        return PendingCheckpoint(self.folder, self.buffer_pool, apply.version, marks, replica_state.model, rest, facts)
 
     def finish_checkpoint(self, checkpoint: PendingCheckpoint) -> None:
         """Record that a checkpoint is durable, and delete what only the dropped checkpoints needed."""
@@ -421,13 +429,8 @@ class Storage:
     def _forget_checkpoint(self, version: int) -> None:
         sequence = self._marks.pop(version).get(self._setup.region, version)
         for old, path in self._checkpoints():
-            if old > version:
-                continue
-            if self._setup.background:
-                path.replace(self.folder / _SPARE)
-            else:
-                # Another region may be reading it.
-                path.unlink(missing_ok=True)
+            if old <= version:
+                self._drop(path)
         for path in self._logs():
             if int(path.stem.split("-")[1]) <= version:
                 path.unlink(missing_ok=True)
@@ -437,7 +440,13 @@ class Storage:
         for kind, last in (("state", min(newest - 1, sequence)), ("residual", sequence)):
             for path in self.folder.glob(f"{kind}-*.frame"):
                 if int(path.stem.split("-")[1]) <= last:
-                    path.unlink(missing_ok=True)
+                    self._drop(path)
+
+    def _drop(self, path: Path) -> None:
+        """Delete a file, or have it overwritten later."""
+        with contextlib.suppress(FileNotFoundError):
+            if not self.buffer_pool.keep(path):
+                path.unlink()
 
     def durable_sequence(self) -> int:
         """Return the number of our rounds that every kept checkpoint holds, or -1: recovery never repeats them."""
@@ -552,7 +561,7 @@ class Storage:
             for path in folder.glob("*.*"):
                 # Another thread is still writing files whose name begins with a dot.
                 if not path.name.startswith(".") and int(path.name.split(".")[0]) <= last:
-                    path.unlink(missing_ok=True)
+                    self._drop(path)
 
     @staticmethod
     def _keep_manifest(path: Path, manifest: Manifest) -> None:
@@ -564,6 +573,7 @@ class PendingCheckpoint:
     """A checkpoint that is not durable yet. Call ``write``, then ``flush``, from any one thread."""
 
     folder: Path
+    buffer_pool: BufferPool
     version: int
     marks: dict[str, int]
     """Watermark of every region."""
@@ -580,7 +590,7 @@ class PendingCheckpoint:
         digest = framing.digest_of([model.data.cast("B")])
         pieces = framing.encode({"model": model, **self.rest}, {**self.facts, "memory_crc": _crc(self.rest)})
         path = self.folder / f"checkpoint-{self.version}-{digest.removeprefix('sha256:')}.frame"
-        self.written.append((path, begin_write(path, pieces, self.folder / _SPARE)))
+        self.written.append((path, begin_write(path, pieces, self.buffer_pool.take)))
         return digest
 
     def flush(self, *, throttled: bool = False) -> None:
@@ -628,6 +638,16 @@ def _manifests(paths: list[Path]) -> Iterator[Manifest]:
 def _manifest(values: dict[str, Any]) -> Manifest:
     seen = tuple((str(region), int(sequence)) for region, sequence in values.get("seen", ()))
     return Manifest(**{**values, "seen": seen})
+
+
+def _metrics_of(values: dict[str, Any]) -> StoreMetrics:
+    # A server of an earlier version has stored none.
+    held = values.get("histograms", {}).items()
+    histograms = {
+        name: Histogram(tuple(one["edges"]), tuple(one["categories"]), tuple(one["counts"]), one["withheld"])
+        for name, one in held
+    }
+    return StoreMetrics(**{**values, "histograms": histograms})
 
 
 def _entry(values: dict[str, Any]) -> Entry:
