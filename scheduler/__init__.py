@@ -1,5 +1,6 @@
 """All decisions of geofed, as pure functions over dataclasses: no I/O, no clock, no import of the other rooms."""
 
+from scheduler._configurations import unmeasured_mb
 from scheduler._course import step_seconds
 from scheduler._estimate import estimate, round_compute_seconds
 from scheduler._link import LinkTable, Path, link_table
@@ -25,6 +26,7 @@ from scheduler._model import (
     Region,
     Snapshot,
     Split,
+    StartBilled,
 )
 from scheduler._plan import Planner, plan
 from scheduler._restaff import Restaffing, Staffed, pace, paces, restaff
@@ -70,6 +72,7 @@ __all__ = [
     "Snapshot",
     "Split",
     "Staffed",
+    "StartBilled",
     "Topologies",
     "Topology",
     "as_seen",
@@ -86,4 +89,5 @@ __all__ = [
     "restaff",
     "round_compute_seconds",
     "step_seconds",
+    "unmeasured_mb",
 ]

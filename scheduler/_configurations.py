@@ -11,24 +11,33 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from scheduler._estimate import worker_speed
 from scheduler._model import Demand, PlannedPartition, Region, Snapshot
 from scheduler._moves import train_clients, train_samples
 from scheduler._pipelined import Staged, staged
 from scheduler._published import METHODS
-from scheduler.tuning._profile import worker_counts
+from scheduler.tuning._profile import MEMORIES_MB, worker_counts
 from sync.channel import channel_kinds
-from sync.collective import DEFAULT, collective_named
+from sync.collective import DEFAULT, collective_named, collectives
 from sync.policy import clients_of_round
 
 if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, TaskProfile
 
-__all__ = ["Configured", "configurations", "merging_of"]
+__all__ = ["Configured", "configurations", "merging_of", "needed_mb", "unmeasured_mb"]
 
 DEFAULT_MEMORY_MB = 1024
 """Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
-model fits, and a larger model needs a profile. A choice, not measured."""
+model fits. A choice, not measured."""
+TORCH_MB = 320
+"""Memory of a worker that has imported PyTorch and done nothing else, in MB, as measured with torch 2 for CPUs."""
+_MORE_VECTORS = 6
+"""Vectors of what is trained that a worker has at its peak besides the model's tensors and gradients: two values of the
+optimiser for each parameter, as Adam has, the merge's and the snapshot's, and what a step needs for a while. Measured
+with Adam and 40 million parameters, above PyTorch alone: 26 bytes a parameter after two steps and a snapshot, 30 with a
+gradient vector for a merge; 38 in a step made while all vectors of the exchange before it are kept."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +130,10 @@ def _of_count(
 ) -> list[Configured]:
     """Return the configurations with one number of workers."""
     if not measured:
-        memory_mb = demand.memory_mb or min(DEFAULT_MEMORY_MB, region.capacity.memory_mb)
-        speed = worker_speed(region, snapshot)
-        return [Configured(PlannedPartition(region.name, samples, count, demand.batch, memory_mb, 1, speed))]
+        memory_mb = unmeasured_mb(region, snapshot, demand)
+        speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
+        part = PlannedPartition(region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge)
+        return [Configured(part)]
     return [
         Configured(
             PlannedPartition(
@@ -134,6 +144,41 @@ def _of_count(
         )
         for one in measured
     ]  # fmt: skip
+
+
+def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> float | None:
+    """Return the seconds of a merge by runs of the task without a profile: those of the nearest number of workers, in
+    proportion to the others that each worker merges with. None: no run tells."""
+    if workers < 2 or demand.merging_codec != "fp32" or demand.merging.get("staleness"):
+        return None
+    usual = collectives(lambda method: method.predictable)
+    wanted = usual if demand.collective is None else (demand.collective,)
+    told = [point for point in snapshot.merges.get(region.name, ()) if point.collective in wanted]
+    if not told:
+        return None
+    nearest = min((point.workers for point in told), key=lambda count: (abs(count - workers), count))
+    its = [point.seconds for point in told if point.workers == nearest]
+    return float(np.median(its)) * (workers - 1) / (nearest - 1)
+
+
+def needed_mb(snapshot: Snapshot, demand: Demand) -> float:
+    """Return the memory in MB that a worker needs for a whole model, as counted by an agent; of one that none has
+    counted, PyTorch's alone."""
+    held = snapshot.held_bytes
+    if held is None:
+        return TORCH_MB
+    # Frozen weights have neither gradients nor vectors: only what is trained has, which is what regions exchange. With
+    # `train.local` they exchange less than that, and all that is held counts: 8 bytes a parameter, with clients 24.
+    trained = held / (24 if demand.clients else 8) * 4 if demand.local else snapshot.model_bytes or 0
+    return TORCH_MB + (held + _MORE_VECTORS * trained) / 2**20
+
+
+def unmeasured_mb(region: Region, snapshot: Snapshot, demand: Demand) -> int:
+    """Return the memory in MB of a worker whose steps no profile has measured: more than usual for a model that an
+    agent has counted and that needs it, at most what the region allows."""
+    needed = needed_mb(snapshot, demand)
+    wanted = next((mb for mb in MEMORIES_MB if mb >= max(DEFAULT_MEMORY_MB, needed)), math.ceil(needed))
+    return demand.memory_mb or min(wanted, region.capacity.memory_mb)
 
 
 def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand: Demand) -> PlannedPartition:

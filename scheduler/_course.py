@@ -54,6 +54,7 @@ class Staffs:
     first_model: Floats
     first_step: Floats
     round_end: Floats
+    round_work: Floats
     enter: Floats
     slice_end: Floats
     result: Floats
@@ -69,8 +70,8 @@ class Staffs:
             prices.server_usd_per_hour / _SECONDS_PER_HOUR,
             part.workers * prices.function_usd_per_request,
             part.merge_usd,
-            besides.first_model, besides.first_step, besides.round_end, besides.enter, besides.slice_end,
-            besides.result,
+            besides.first_model, besides.first_step, besides.round_end, besides.round_work, besides.enter,
+            besides.slice_end, besides.result,
         )  # fmt: skip
 
     @classmethod
@@ -119,9 +120,13 @@ class Occasion:
     copying: float
     """Seconds until the last shard has arrived where it is processed."""
     first_model_known: bool
-    """Whether `start` includes the time to create the first model."""
+    """Whether `start` includes contact, and the time to create the first model."""
     served_late: Bools
     """By region: whether its parameter server starts only when all shards have arrived."""
+    started: Floats
+    """Seconds of the start for which a worker's function is billed, by region."""
+    served: Floats
+    """The same for the parameter server."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,7 @@ class Course:
     first_step: Floats
     steps: Floats
     round_ends: Floats
+    round_work: Floats
     between: Floats
     """Seconds of exchange that steps do not hide."""
     ends: Floats
@@ -172,10 +178,11 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     between = np.where(back, many * np.maximum(0.0, exchange - compute) + exchange, many * waited)
     # With background exchange a round's end overlaps with the next one's steps.
     round_ends = np.where(back, 0.0, many * _slowest(staffs.round_end))
-    made = 0.0 if occasion.first_model_known else _slowest(staffs.first_model)
-    first_model = exchanges.contact + made + np.zeros_like(between)
+    known = occasion.first_model_known
+    first_model = (0.0 if known else exchanges.contact + _slowest(staffs.first_model)) + np.zeros_like(between)
     first_step = _slowest(staffs.first_step) + np.zeros_like(between)
-    work = first_model + first_step + training + between + round_ends
+    round_work = many * _slowest(staffs.round_work) + np.zeros_like(between)
+    work = first_model + first_step + training + between + round_ends + round_work
     room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)
     slice_end, call_usd = staffs.slice_end, staffs.call_usd
     if (room == room[:, :1]).all():
@@ -186,15 +193,17 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     busy = work + lost
     result = _slowest(staffs.result) + np.zeros_like(between)
     seconds = occasion.start + occasion.copying + busy + result
-    # Parameter servers start with the functions: what comes before them is not billed.
     usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
     usd = usd + (seconds - occasion.start) * staffs.server_usd.sum(-1)[:, None, None]
+    start = staffs.worker_usd * occasion.started + staffs.server_usd * occasion.served
+    # What passes after the functions have ended is taken off, which a training that takes no time does not have.
+    usd = np.maximum(0.0, usd + start.sum(-1)[:, None, None])
     usd = usd - occasion.copying * (staffs.server_usd * occasion.served_late).sum(-1)[:, None, None]
     usd = usd + ((1 + ends) * call_usd[:, None, None, :]).sum(-1)
     usd = usd + many * ((steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] + exchanges.usd)
     return Course(
-        first_model, first_step, training + np.zeros_like(between), round_ends, between, ends, lost, busy, result,
-        seconds, usd,
+        first_model, first_step, training + np.zeros_like(between), round_ends, round_work, between, ends, lost, busy,
+        result, seconds, usd,
     )  # fmt: skip
 
 

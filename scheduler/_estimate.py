@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -14,7 +15,19 @@ from scheduler._link import (
     ROUND_END_BYTES_PER_SECOND,
     update_bytes,
 )
-from scheduler._model import Copy, Cost, Estimate, Phase, Plan, PlannedPartition, Prices, Range, Region, Snapshot
+from scheduler._model import (
+    Copy,
+    Cost,
+    Estimate,
+    Phase,
+    Plan,
+    PlannedPartition,
+    Prices,
+    Range,
+    Region,
+    Snapshot,
+    StartBilled,
+)
 from scheduler._overheads import overheads
 from scheduler.topology import Links, Topology, evaluate_over, links_of
 from sync.codec import codec_named
@@ -89,7 +102,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
     basis = basis_of([regions[part.region] for part in plan.partitions], snapshot)
     links = links or links_of([regions[part.region] for part in plan.partitions])
-    topology = topology_of(plan, links, update_bytes(model_bytes, plan.codec, plan.rounds))
+    topology = topology_of(plan, links, update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share))
     occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
     figures = [[figures_of(part, regions[part.region], snapshot) for part in plan.partitions]]
     exchange = exchange_seconds(topology, model_bytes, plan.codec)
@@ -108,9 +121,11 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
         ),
     )
     # The model that all begin with is made, or fetched, by each region.
-    link_bytes = {
-        f"{source}>{to}": plan.rounds * sent for source, own in topology.sent.items() for to, sent in own.items()
-    }
+    link_bytes = dict[str, int]()
+    for source, own in topology.sent.items():
+        # Plans of a thousand regions have a million of them.
+        begin = source + ">"
+        link_bytes.update(zip([begin + to for to in own], [plan.rounds * sent for sent in own.values()], strict=True))
     items = tuple(
         cost
         for place, part in enumerate(plan.partitions)
@@ -140,19 +155,30 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
 
 def figures_of(part: PlannedPartition, region: Region, snapshot: Snapshot) -> tuple[float, ...]:
     """Return what the cost model must know about a partition, as `Staffs.of` takes it."""
-    return Staffs.figures(part, _prices(region), overheads(part, snapshot.profiles.get(region.name)))
+    besides = overheads(part, snapshot.profiles.get(region.name))
+    if part.pipeline is None and snapshot.round_end_seconds is not None:
+        besides = replace(besides, round_end=snapshot.round_end_seconds)
+    if part.pipeline is None:
+        besides = replace(besides, round_work=snapshot.round_work_seconds)
+    return Staffs.figures(part, _prices(region), besides)
 
 
 def occasion_of(
     parts: Sequence[PlannedPartition], copies: Sequence[Copy], slice_seconds: float, snapshot: Snapshot
 ) -> Occasion:
     """Return what all plans over the same shards have in common."""
+    start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
+    # A probe's start is that of one function, most of which is billed.
+    untold = start if snapshot.start_probed and snapshot.start_seconds is not None else 0.0
+    billed = [snapshot.started.get(part.region, StartBilled(untold, untold)) for part in parts]
     return Occasion(
         slice_seconds=slice_seconds,
-        start=snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS,
+        start=start,
         copying=max((copy.seconds for copy in copies), default=0.0),
         first_model_known=snapshot.start_seconds is not None and snapshot.start_of_run,
         served_late=np.array([not part.shards for part in parts]),
+        started=np.array([one.function for one in billed]),
+        served=np.array([one.server for one in billed]),
     )
 
 
@@ -170,6 +196,7 @@ def _phases(plan: Plan, occasion: Occasion, took: Course) -> tuple[Phase, ...]:
         Phase("shards on their way", len(plan.copies), occasion.copying),
         Phase("first model", 1, float(took.first_model[0, 0, 0])),
         Phase("memory of the first step and round", 1, float(took.first_step[0, 0, 0])),
+        Phase("besides steps", plan.rounds, float(took.round_work[0, 0, 0])),
         Phase("steps", steps, float(took.steps[0, 0, 0])),
         Phase("ends of rounds", ends, float(took.round_ends[0, 0, 0])),
         Phase("between regions", plan.rounds, float(took.between[0, 0, 0])),
@@ -281,7 +308,9 @@ def _bill(
     """Return the bill of the plan's partition at a place."""
     part, prices, busy = plan.partitions[place], _prices(region), float(took.busy[0, 0, 0])
     calls = part.workers * (1 + float(took.ends[0, 0, 0, min(place, took.ends.shape[-1] - 1)]))
+    busy += float(occasion.started[place])
     served = float(took.seconds[0, 0, 0]) - occasion.start - (0.0 if part.shards else occasion.copying)
+    served += float(occasion.served[place])
     costs = [
         ("function-seconds", part.workers * part.memory_mb / 1024 * busy, "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", calls, "1", prices.function_usd_per_request),

@@ -21,7 +21,7 @@ from scheduler.tuning._learning import coding_points
 from sync.codec import Automatic, MaskedIntegers, codec_named, codecs
 from sync.policy import DEFAULT, WanPolicy, policy_named
 
-__all__ = ["Way", "Ways", "policy_of", "ways_of"]
+__all__ = ["Way", "Ways", "policy_of", "share_of", "ways_of"]
 
 _ONLY_IN_BACKGROUND = {"quorum", "grace_seconds", "damping", "compensation"}
 """Settings without effect where all regions wait for all: a job that sets one exchanges in the background."""
@@ -68,6 +68,11 @@ def policy_of(demand: Demand) -> WanPolicy:
     return policy_named(demand.wan_policy or DEFAULT)
 
 
+def share_of(snapshot: Snapshot, demand: Demand) -> float:
+    """Return the part of an update that passes the policy's filter; 1 as long as no run has told."""
+    return (snapshot.sent_share or 1.0) if policy_of(demand).significance else 1.0
+
+
 def ways_of(
     regions: Sequence[Region], parts: Sequence[PlannedPartition], snapshot: Snapshot, demand: Demand
 ) -> Ways | Declined:
@@ -76,12 +81,11 @@ def ways_of(
     While the model's size is unknown, updates are sent in float32: nothing is lost by a guess.
     """
     model_bytes = snapshot.model_bytes or PRIOR_MODEL_BYTES
-    links, graphs = links_of(regions), None
+    links, evaluated, share = links_of(regions), None, share_of(snapshot, demand)
     found: list[tuple[Way, float]] = []
     impossible: dict[str, str] = {}
     for codec in (demand.codec,) if demand.codec else _codecs(demand, snapshot, len(regions)):
-        evaluated = topologies_over(links, update_bytes(model_bytes, codec), graphs)
-        graphs = evaluated.graphs
+        evaluated = topologies_over(links, update_bytes(model_bytes, codec, share=share), evaluated)
         wanted = _of_kind(evaluated, demand.topology if len(regions) > 1 else None)
         if not wanted:
             return _impossible(evaluated, demand.topology)
@@ -136,7 +140,7 @@ def _impossible(evaluated: Topologies, kind: str | None) -> Declined:
     if evaluated.possible and kind is not None:
         able = ", ".join(topology.kind for topology in evaluated.possible)
         text = f"topology {kind} cannot be made: {evaluated.impossible[kind]}"
-        return Declined((Reason("INADMISSIBLE", text, f"set wan.topology to auto, or to one of: {able}"),))
+        return Declined((Reason("INADMISSIBLE", text, f"set advanced.wan.topology to auto, or to one of: {able}"),))
     text = f"the regions cannot exchange: {next(iter(evaluated.impossible.values()))}"
     remedy = "state a link between them in the regions' configurations, or take some out with regions.avoid"
     return Declined((Reason("INADMISSIBLE", text, remedy),))

@@ -168,11 +168,12 @@ FRAME_BYTES = 200
 """Prefix, table and alignment of an update's frame; 145 to 260 were metered of a small model."""
 
 
-def update_bytes(model_bytes: int, codec: str, rounds: int = 0) -> int:
+def update_bytes(model_bytes: int, codec: str, rounds: int = 0, share: float = 1.0) -> int:
     """Return the size of one region's update in bytes.
 
-    ``rounds``: instead, the mean of so many; the first one may be larger.
+    ``rounds``: instead, the mean of so many; the first one may be larger. ``share``: the part of it that passes the
+    policy's filter.
     """
     found = codec_named(codec)
     larger = found.first_size_factor - found.size_factor if rounds and found.first_size_factor else 0.0
-    return int(model_bytes * (found.size_factor + larger / max(rounds, 1))) + FRAME_BYTES
+    return int(model_bytes * share * (found.size_factor + larger / max(rounds, 1))) + FRAME_BYTES

@@ -113,6 +113,17 @@ class Region:
 
 
 @dataclass(frozen=True)
+class StartBilled:
+    """Seconds that a run is billed besides those from the first step to its end: its start, without the waits before
+    the function and the parameter server run, less what passes after these have ended."""
+
+    function: float
+    """Of one worker's function."""
+    server: float
+    """Of the parameter server."""
+
+
+@dataclass(frozen=True)
 class Snapshot:
     """The state of the federation that planning needs."""
 
@@ -141,12 +152,24 @@ class Snapshot:
     probed: Mapping[str, float] = field(default_factory=dict)
     """Samples/s of one worker in a probe, a few steps of the task without any run, by region."""
     start_of_run: bool = True
-    """Whether `start_seconds` was measured in a run, so that it includes the transfer of the first model; a profile's
-    does not."""
+    """Whether `start_seconds` was measured in a run, so that it includes contact and the transfer of the first model; a
+    profile's does not."""
+    started: Mapping[str, StartBilled] = field(default_factory=dict)
+    """What a run has been billed besides its training, by region; where none tells, a
+    probe's whole start, else nothing."""
     profiles: Mapping[str, TaskProfile] = field(default_factory=dict)
     """Results of `geofed profile` for the task, by region."""
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
     """Merges measured in runs of the task, by region."""
+    round_end_seconds: float | None = None
+    """Seconds of a round's end beyond the exchange that a plan predicts, as measured in a run whose regions waited for
+    each other; None: no run has told."""
+    round_work_seconds: float = 0.0
+    """Seconds of a round besides its steps and its end, as measured in a run: evaluations, and what a single worker's
+    steps take besides compute."""
+    sent_share: float | None = None
+    """Part of the updates that has passed a policy's filter of significant changes in runs of the task; None: none has
+    told."""
     stage_paces: Mapping[str, float] = field(default_factory=dict)
     """For models in stages, by region: ratio of the step time measured in runs to the one that the profile alone
     predicts."""
@@ -221,6 +244,8 @@ class Demand:
     """Whether the job ends when it reaches a goal, at `epochs` or `steps` at the latest."""
     clients: ClientDemand | None = None
     """None: samples belong to no clients."""
+    local: bool = False
+    """Whether part of the model stays in its region, so that regions exchange less than they train."""
     tolerance: float = 0.3
     """Points of the metric that the plan may give up by its exchange and, for money, by its global batch."""
     method: str | None = None
@@ -282,7 +307,8 @@ class PlannedPartition:
     samples_per_second: float
     """Speed of one worker that the estimate was made with; of a pipeline the mean over its workers."""
     merge_seconds: float | None = None
-    """Seconds that merging one step takes, as a profile of the task predicts it; None: a prior is used."""
+    """Seconds that merging one step takes, as a profile of the task predicts it, or as runs have measured it; None: a
+    prior is used."""
     merge_usd: float = 0.0
     """USD of the channel's requests that merge one step, as a profile predicts them; 0 without a profile."""
     pipeline: PipelineShape | None = None
@@ -469,6 +495,8 @@ class Plan:
     isolation: dict[str, str] = field(default_factory=dict)
     """How each region isolates job code; empty for one that has not told."""
     learning: Learning = Learning()
+    sent_share: float = 1.0
+    """Part of each update that is expected to pass the policy's filter."""
 
 
 @dataclass(frozen=True)

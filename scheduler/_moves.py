@@ -6,9 +6,11 @@ the error of predictions. A plan with moved shards is evaluated by the planner i
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from scheduler._estimate import speed_by_probe
 from scheduler._link import link_table, pace
@@ -26,7 +28,7 @@ from scheduler._model import (
     Split,
 )
 
-__all__ = ["PlacedShards", "best_moves", "may_be", "rule_text", "train_clients", "train_samples"]
+__all__ = ["IMPOSSIBLE", "PlacedShards", "best_moves", "may_be", "rule_text", "train_clients", "train_samples"]
 
 WORTH = 0.1
 """Share of the money, or of the time, that moving data must save: raw data are not sent around for less."""
@@ -38,9 +40,15 @@ MOST_PLACES = 3
 """Regions that are tried for one shard: the best by a rough estimate of cost, and by one of time."""
 WORTH_EACH = 0.02
 """Share by which the plan must get worse when a single shard stays at home, for that shard to move."""
-MOST_PLANS, LEAST_PLANS, PLANNED_REGIONS = 60, 12, 500
-"""Plans that are made at most; over many regions, where each plan takes longer, the number of plans times regions is
-limited instead, but to no fewer than the least number of plans."""
+MOST_LAYOUTS, LEAST_LAYOUTS, PLANNED_REGIONS = 60, 12, 500
+"""Layouts that are evaluated roughly at most; over many regions, where each takes longer, the number of layouts times
+regions is limited instead, but to no fewer than the least number."""
+MOST_COMBINED = 256
+"""Combinations of a place for each shard up to which all layouts are evaluated: that of four shards."""
+MOST_PLANS = 3
+"""Layouts for which a plan is searched, the best by the rough evaluation."""
+MOST_TRIED = 12
+"""The same where none of them keeps the limits."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,14 @@ class PlacedShards:
 _Moves = Mapping[str, str]
 """The region in which a shard is processed, by the region that holds it; those that stay are left out."""
 _Answer = Callable[[PlacedShards, Demand], Plan | Declined]
-_Asked = Callable[[_Moves], Plan | Declined]
-_Tried = Mapping[tuple[tuple[str, str], ...], Plan | Declined]
+_Value = tuple[float, ...]
+"""What of two layouts decides, the smaller is better: 0 and the objective, or by how much the limits are exceeded."""
+_Rough = Callable[[PlacedShards, Demand], _Value]
+_Valued = Callable[[_Moves], _Value]
+_Key = tuple[tuple[str, str], ...]
+_Tried = Mapping[_Key, Plan | Declined]
+IMPOSSIBLE: _Value = (2.0,)
+"""Of a layout that no plan can have."""
 
 
 def train_samples(region: Region, dataset: str) -> int:
@@ -72,88 +86,111 @@ def train_clients(region: Region, dataset: str) -> int:
     return (held.splits["train"].clients or 0) if held is not None and "train" in held.splits else 0
 
 
-def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer) -> Plan | Declined:
+def best_moves(snapshot: Snapshot, demand: Demand, answer: _Answer, rough: _Rough) -> Plan | Declined:
     """Return the plan with all data at home, or one that is clearly better with some shards elsewhere.
 
-    From the best of several starts, one shard after the other is moved where it is best, until that no longer helps.
-    Chains are not allowed: a region that gets shards keeps its own.
+    All layouts are evaluated if they are few. Else from the best of several starts one shard after the other is moved
+    where it is best, until that no longer helps. Chains are not allowed: a region that gets shards keeps its own.
+    Layouts are evaluated by ``rough``, and only the best of them are searched for a plan.
     """
     at_home = answer(PlacedShards(snapshot), demand)
     places = _places(snapshot, demand)
     if not places:
         return _told(at_home, {}, snapshot, demand) if isinstance(at_home, Plan) else _hinted(at_home, snapshot, demand)
-    tried: dict[tuple[tuple[str, str], ...], Plan | Declined] = {(): at_home}
-    most = min(MOST_PLANS, max(LEAST_PLANS, PLANNED_REGIONS // len(snapshot.regions)))
+    tried: dict[_Key, Plan | Declined] = {(): at_home}
+    values: dict[_Key, _Value] = {}
+    most = min(MOST_LAYOUTS, max(LEAST_LAYOUTS, PLANNED_REGIONS // len(snapshot.regions)))
 
-    def asked(moves: _Moves, *, at_most: int = most) -> Plan | Declined:
+    def asked(moves: _Moves) -> Plan | Declined:
         key = tuple(sorted(moves.items()))
         if key not in tried:
-            if len(tried) >= at_most:
-                return Declined(())
             tried[key] = answer(_placed(snapshot, demand, moves), demand)
         return tried[key]
 
-    best = _climbed(_first(snapshot, demand, places), places, asked, demand)
-    best = _thinned(best, lambda moves: asked(moves, at_most=most + len(places)), demand)
-    found = asked(best) if best else None
-    if not isinstance(found, Plan):
-        if isinstance(at_home, Plan):
-            return _told(at_home, tried, snapshot, demand)
-        return at_home
-    if isinstance(at_home, Plan) and _worth(found, demand) > (1 - WORTH) * _worth(at_home, demand):
+    def valued(moves: _Moves, *, at_most: int = most) -> _Value:
+        key = tuple(sorted(moves.items()))
+        if key not in values:
+            if len(values) >= at_most:
+                return IMPOSSIBLE
+            values[key] = rough(_placed(snapshot, demand, moves), demand)
+        return values[key]
+
+    every = _all(places)
+    if 0 < len(every) <= most:
+        for moves in every:
+            valued(moves)
+    else:
+        _climb(_first(snapshot, demand, places), places, valued)
+    found = _best_of(values, asked, demand)
+    if found is not None:
+        thinned = _thinned(found[0], lambda moves: valued(moves, at_most=most + len(places)))
+        other = asked(thinned)
+        if isinstance(other, Plan) and _worth(other, demand) <= (
+            1 + WORTH_EACH * (len(found[0]) - len(thinned))
+        ) * _worth(found[1], demand):
+            found = thinned, other
+    if found is None or not found[0]:
+        return _told(at_home, tried, snapshot, demand) if isinstance(at_home, Plan) else at_home
+    if isinstance(at_home, Plan) and _worth(found[1], demand) > (1 - WORTH) * _worth(at_home, demand):
         return _told(at_home, tried, snapshot, demand)
-    why = _compared(at_home, found) if isinstance(at_home, Plan) else "; ".join(r.text for r in at_home.reasons)
+    why = _compared(at_home, found[1]) if isinstance(at_home, Plan) else "; ".join(r.text for r in at_home.reasons)
     took = _took(at_home) if isinstance(at_home, Plan) else "not possible"
     stayed = Alternative(f"all data stay where they are: {took}", why)
-    told = _told(found, {}, snapshot, demand)
+    told = _told(found[1], {}, snapshot, demand)
     return replace(told, alternatives=(stayed, *told.alternatives))
 
 
 # The search
 
 
-def _climbed(
-    first: Sequence[_Moves], places: Mapping[str, Sequence[str]], asked: _Asked, demand: Demand
-) -> dict[str, str]:
-    """Return the best moves that are reached by single changes; none where nothing is admissible."""
-    best: tuple[tuple[float, ...], dict[str, str]] | None = None
+def _all(places: Mapping[str, Sequence[str]]) -> list[dict[str, str]]:
+    """Return all layouts in which something moves; none if they are many."""
+    if math.prod(1 + len(regions) for regions in places.values()) > MOST_COMBINED:
+        return []
+    found = []
+    for chosen in product(*((shard, *regions) for shard, regions in places.items())):
+        moves = {shard: region for shard, region in zip(places, chosen, strict=True) if shard != region}
+        if moves and not set(moves.values()) & set(moves):
+            found.append(moves)
+    return found
 
-    def evaluate(moves: _Moves) -> bool:
-        nonlocal best
-        found = asked(moves)
-        if not isinstance(found, Plan):
-            return False
-        value = _value(found, demand)
-        if best is not None and value >= best[0]:
-            return False
-        best = value, dict(moves)
-        return True
 
-    for moves in first:
-        evaluate(moves)
+def _climb(first: Sequence[_Moves], places: Mapping[str, Sequence[str]], valued: _Valued) -> None:
+    """Evaluate layouts: the first ones, and from the best of them single changes as long as they help."""
+    best = min(first, key=valued)
     helped = True
     while helped:
         helped = False
-        present = best[1] if best is not None else dict(first[0])
         for shard, regions in places.items():
             for region in (shard, *regions):
-                moves = {**present, shard: region}
+                moves = {**best, shard: region}
                 if region == shard:
                     del moves[shard]
-                if not set(moves.values()) & set(moves) and evaluate(moves):
-                    helped = True
-    return best[1] if best is not None else {}
+                if not set(moves.values()) & set(moves) and valued(moves) < valued(best):
+                    best, helped = moves, True
 
 
-def _thinned(moves: dict[str, str], asked: _Asked, demand: Demand) -> dict[str, str]:
+def _best_of(
+    values: Mapping[_Key, _Value], asked: Callable[[_Moves], Plan | Declined], demand: Demand
+) -> tuple[dict[str, str], Plan] | None:
+    """Return the best plan of the layouts that are roughly best; None: none of those that were tried has one."""
+    found: list[tuple[dict[str, str], Plan]] = []
+    order = sorted((key for key, value in values.items() if value < IMPOSSIBLE), key=lambda key: (values[key], key))
+    for number, key in enumerate(order[:MOST_TRIED]):
+        if number >= MOST_PLANS and found:
+            break
+        answer = asked(dict(key))
+        if isinstance(answer, Plan):
+            found.append((dict(key), answer))
+    return min(found, key=lambda one: _value(one[1], demand), default=None)
+
+
+def _thinned(moves: dict[str, str], valued: _Valued) -> dict[str, str]:
     """Return the moves without those that hardly help by themselves."""
     for shard in sorted(moves):
-        present = asked(moves)
         rest = {source: region for source, region in moves.items() if source != shard}
-        without = asked(rest)
-        if not (isinstance(present, Plan) and isinstance(without, Plan)):
-            continue
-        if _worth(without, demand) <= (1 + WORTH_EACH) * _worth(present, demand):
+        present, without = valued(moves), valued(rest)
+        if present[0] == without[0] == 0.0 and without[1] <= (1 + WORTH_EACH) * present[1]:
             moves = rest
     return moves
 

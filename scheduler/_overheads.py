@@ -37,6 +37,8 @@ class Overheads:
     and the parameter server's buffers get their memory."""
     round_end: float = 0.0
     """From the last step of a round until all workers have the next model."""
+    round_work: float = 0.0
+    """What a round takes besides its steps, whether or not workers wait for its end: evaluations."""
     leave: float = 0.0
     """At the end of an invocation: each worker stores its state."""
     enter: float = 0.0

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler._configurations import Configured, configurations, merging_of
+from scheduler._configurations import TORCH_MB, Configured, configurations, merging_of, needed_mb
 from scheduler._course import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, figures_of, occasion_of, spread_of
-from scheduler._exchange import Ways, policy_of, ways_of
+from scheduler._exchange import Ways, policy_of, share_of, ways_of
 from scheduler._explain import alternatives, beyond_limits
 from scheduler._model import (
     Alternative,
@@ -24,7 +24,7 @@ from scheduler._model import (
     Region,
     Snapshot,
 )
-from scheduler._moves import PlacedShards, best_moves, train_clients, train_samples
+from scheduler._moves import IMPOSSIBLE, PlacedShards, best_moves, train_clients, train_samples
 from scheduler._pipelined import unstaged
 from scheduler._published import METHODS
 from scheduler.search import MOST_OFF, Evaluated, Evaluation, Limits, Place, Search, Spread
@@ -55,6 +55,7 @@ class Planner:
         self._demand: Demand | None = None
         self._evaluated: dict[tuple[tuple[str, str], ...], _Problem | Declined] = {}
         """Results by moved shards and their destinations."""
+        self._ways: _KnownWays = {}
         self.placements = 0
         """Number of shard layouts that were evaluated; they take most of the time."""
 
@@ -64,8 +65,8 @@ class Planner:
             return self._by_method(demand, demand.method)
         unbounded = replace(demand, minimise="cost", deadline_seconds=None, budget_usd=None)
         if unbounded != self._demand:
-            self._demand, self._evaluated = unbounded, {}
-        return best_moves(self._snapshot, demand, self._placed)
+            self._demand, self._evaluated, self._ways = unbounded, {}, {}
+        return best_moves(self._snapshot, demand, self._placed, self._roughly)
 
     def _by_method(self, demand: Demand, method: str) -> Plan | Declined:
         """Return the plan of a published rule, with what the search would have chosen beside it."""
@@ -75,7 +76,7 @@ class Planner:
             return problem if isinstance(problem, Declined) else problem.best(asked)
 
         ruled = replace(demand, residency="region", collective=demand.collective or METHODS[method].collective)
-        found = best_moves(self._snapshot, ruled, answer)
+        found = best_moves(self._snapshot, ruled, answer, lambda placed, asked: IMPOSSIBLE)
         if isinstance(found, Declined):
             return found
         auto = self.plan(replace(demand, method=None))
@@ -93,12 +94,19 @@ class Planner:
         return replace(found, alternatives=(told, *found.alternatives))
 
     def _placed(self, placed: PlacedShards, demand: Demand) -> Plan | Declined:
+        problem = self._problem(placed, demand)
+        return problem if isinstance(problem, Declined) else problem.best(demand)
+
+    def _roughly(self, placed: PlacedShards, demand: Demand) -> tuple[float, ...]:
+        problem = self._problem(placed, demand)
+        return IMPOSSIBLE if isinstance(problem, Declined) else problem.search.roughly(limits_of(demand))
+
+    def _problem(self, placed: PlacedShards, demand: Demand) -> _Problem | Declined:
         key = tuple((copy.source, copy.destination) for copy in placed.copies)
         if key not in self._evaluated:
-            self._evaluated[key] = _problem(placed, demand)
+            self._evaluated[key] = _problem(placed, demand, self._ways)
             self.placements += 1
-        problem = self._evaluated[key]
-        return problem if isinstance(problem, Declined) else problem.best(demand)
+        return self._evaluated[key]
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,7 @@ class _Problem:
             exchange_seconds=way.seconds,
             slice_seconds=demand.slice_seconds,
             seed=demand.seed,
+            sent_share=share_of(snapshot, demand),
             evaluate_every=demand.evaluate_every,
             evaluation_batch=demand.evaluation_batch,
             estimate=_NOTHING,
@@ -178,8 +187,13 @@ def limits_of(demand: Demand) -> Limits:
     return Limits(demand.minimise, deadline, budget, progress=demand.to_goal or demand.minimise == "cost")
 
 
-def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
-    """Return the problem of a demand, or why there is none."""
+_KnownWays = dict[tuple[tuple[str, ...], bool], Ways | Declined]
+"""Ways to exchange, by regions and whether some run pipelines: shards do not matter."""
+
+
+def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = None) -> _Problem | Declined:
+    """Return the problem of a demand, or why there is none. ``known``: the ways of other layouts, to which its own are
+    added."""
     snapshot, method = placed.snapshot, METHODS[demand.method] if demand.method is not None else None
     regions, reasons = _candidates(snapshot, demand)
     if not reasons:
@@ -200,7 +214,11 @@ def _problem(placed: PlacedShards, demand: Demand) -> _Problem | Declined:
     reasons = [reason for r, part in zip(regions, parts, strict=True) for reason in _unfit(r, part, snapshot, demand)]
     if reasons:
         return Declined(tuple(reasons))
-    ways = ways_of(regions, parts, snapshot, demand)
+    known = {} if known is None else known
+    among = tuple(region.name for region in regions), any(part.pipeline is not None for part in parts)
+    if among not in known:
+        known[among] = ways_of(regions, parts, snapshot, demand)
+    ways = known[among]
     if isinstance(ways, Declined):
         return ways
     shards = [replace(part, shards=placed.shards.get(part.region, ())) for part in parts]
@@ -269,8 +287,8 @@ def _unreachable_quorum(demand: Demand, candidates: list[Region]) -> list[Reason
     quorum = int(demand.wan_settings.get("quorum", 0))
     if quorum <= len(candidates):
         return []
-    text = f"wan.quorum is {quorum}, and {len(candidates)} region{'s' * (len(candidates) > 1)} take part"
-    return [Reason("INADMISSIBLE", text, f"set wan.quorum to {len(candidates)} at most, or leave it out")]
+    text = f"advanced.wan.quorum is {quorum}, and {len(candidates)} region{'s' * (len(candidates) > 1)} take part"
+    return [Reason("INADMISSIBLE", text, f"set advanced.wan.quorum to {len(candidates)} at most, or leave it out")]
 
 
 def _too_many_wrong(demand: Demand, candidates: list[Region]) -> list[Reason]:
@@ -283,8 +301,8 @@ def _too_many_wrong(demand: Demand, candidates: list[Region]) -> list[Reason]:
     if fewest <= len(candidates):
         return []
     those = f"{wrong} region{'s' * (wrong > 1)} that may be wrong"
-    text = f"wan.robust: {name} with {those} needs {fewest} regions, and {len(candidates)} take part"
-    return [Reason("INADMISSIBLE", text, "use another rule, a lower wan.byzantine, or more regions")]
+    text = f"advanced.wan.robust: {name} with {those} needs {fewest} regions, and {len(candidates)} take part"
+    return [Reason("INADMISSIBLE", text, "use another rule, a lower advanced.wan.byzantine, or more regions")]
 
 
 def _without_clients(demand: Demand, candidates: list[Region]) -> list[Reason]:
@@ -325,8 +343,12 @@ def _readable(demand: Demand, candidates: list[Region]) -> list[Reason]:
         return [Reason("INADMISSIBLE", text, "use more regions: the sum of fewer would tell too much")]
     masked = codec_named(demand.codec) if demand.codec else None
     if isinstance(masked, MaskedIntegers) and count > masked.most_regions:
-        text = f"wan.codec holds sums of at most {masked.most_regions} regions with secure aggregation"
-        return [Reason("INADMISSIBLE", f"{text}, and {count} take part", "set wan.codec to bf16 or fp32, or to auto")]
+        text = f"advanced.wan.codec holds sums of at most {masked.most_regions} regions with secure aggregation"
+        return [
+            Reason(
+                "INADMISSIBLE", f"{text}, and {count} take part", "set advanced.wan.codec to bf16 or fp32, or to auto"
+            )
+        ]
     return []
 
 
@@ -334,27 +356,21 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
     """Return warnings where functions cannot hold PyTorch or the model, requests have no known price, or rounds of
     whole steps change what was asked for."""
     told = []
-    held_mb = (snapshot.held_bytes or _COPIES * (snapshot.model_bytes or 0)) / 2**20
     asking = set(channel_kinds(lambda kind: not kind.announces))
     channels = {region.name: region.channel for region in snapshot.regions}
     for part in chosen.partitions:
-        if part.memory_mb < _TORCH_MB:
+        if part.memory_mb < TORCH_MB:
             told.append(
                 f"functions of {part.memory_mb} MB in {part.region} are smaller than PyTorch, which takes about "
-                f"{_TORCH_MB} MB: only workers that share it, as those of the agent's own gateway do, can run; ask for "
+                f"{TORCH_MB} MB: only workers that share it, as those of the agent's own gateway do, can run; ask for "
                 "more (function.memoryMb)"
             )
         if chosen.isolation.get(part.region) == "none":
             told.append(
                 f"{part.region} runs job code without a sandbox: it can read and change what the agent can there"
             )
-        if part.pipeline is None and held_mb > part.memory_mb:
-            told.append(
-                f"functions of {part.memory_mb} MB in {part.region} cannot hold the model: its tensors and gradients "
-                f"take {held_mb:.0f} MB; ask for more (function.memoryMb), or measure the task with "
-                "`geofed profile`, so that it can be cut into stages"
-            )
-        if part.workers > 1 and channels[part.region] in asking and part.merge_seconds is None:
+        told += _too_small(part, demand, snapshot)
+        if part.workers > 1 and channels[part.region] in asking and part.region not in snapshot.profiles:
             told.append(
                 f"the requests of channel {channels[part.region]} in {part.region} are not part of the cost, since no "
                 "profile tells their number: run `geofed profile`"
@@ -367,12 +383,37 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
     return (*told, *_shorter(chosen, demand), *_uneven(chosen, demand))
 
 
+def _too_small(part: PlannedPartition, demand: Demand, snapshot: Snapshot) -> list[str]:
+    """Return that a worker has less memory than a whole model needs; empty if it has enough, or holds one stage."""
+    held_mb = (snapshot.held_bytes or _COPIES * (snapshot.model_bytes or 0)) / 2**20
+    if part.pipeline is not None or not held_mb:
+        return []
+    # A profile has measured what its configurations need. Functions smaller than PyTorch can only share it.
+    measured = part.merge_seconds is not None and part.region in snapshot.profiles
+    torch_mb = 0 if measured or part.memory_mb < TORCH_MB else TORCH_MB
+    most_mb = next(region.capacity.memory_mb for region in snapshot.regions if region.name == part.region)
+    allowed = part.memory_mb < most_mb
+    remedy = "ask for more (function.memoryMb)" if allowed else "leave the region out (regions.avoid)"
+    if not part.clients:
+        remedy += ", or measure the task with `geofed profile`, so that it can be cut into stages"
+    if part.memory_mb < held_mb + torch_mb:
+        what = "tensors, gradients and sums of clients" if part.clients else "tensors and gradients"
+        beside = f" beside PyTorch, which takes about {torch_mb} MB" if torch_mb else ""
+        text = f"cannot hold the model: its {what} take {held_mb:.0f} MB{beside}"
+    elif not (measured or demand.memory_mb) and part.memory_mb < needed_mb(snapshot, demand) - TORCH_MB + torch_mb:
+        needed = needed_mb(snapshot, demand)
+        text = f"may be too small, and the region allows no more: to train the model takes up to about {needed:.0f} MB"
+    else:
+        return []
+    return [f"functions of {part.memory_mb} MB in {part.region} {text}; {remedy}"]
+
+
 def _shorter(chosen: Plan, demand: Demand) -> list[str]:
     """Return that rounds are shorter than the job file's, since whole ones would make other passes over the data."""
     if demand.interval is None or chosen.rounds == 1 or chosen.interval >= demand.interval:
         return []
     return [
-        f"a round has {chosen.interval} steps where wan.interval is {demand.interval}: the job makes "
+        f"a round has {chosen.interval} steps where advanced.wan.interval is {demand.interval}: the job makes "
         f"{chosen.rounds * chosen.interval}, and whole rounds of {demand.interval} would change that by more than "
         f"{MOST_OFF:.0%}"
     ]
@@ -382,7 +423,7 @@ def _uneven(chosen: Plan, demand: Demand) -> list[str]:
     """Return the shards over which a plan makes more or fewer passes than asked, beyond one step and `MOST_OFF`."""
     if demand.balance != "data" or demand.clients is not None:
         return []
-    samples = sum(part.samples for part in chosen.partitions)
+    samples, shares = sum(part.samples for part in chosen.partitions), chosen.shares
     told = []
     longest = max(part.samples / (part.batch * part.replicas) for part in chosen.partitions)
     asked = demand.epochs if demand.epochs is not None else (demand.steps or 1) / longest
@@ -393,7 +434,7 @@ def _uneven(chosen: Plan, demand: Demand) -> list[str]:
             told.append(
                 f"{part.region} makes {made:.3g} passes over its data, where {asked:.3g} are asked for: a round has "
                 f"{part.steps_per_round} whole steps of {step} samples there; its updates weigh "
-                f"{chosen.shares[part.region]:.1%}, its data {part.samples / samples:.1%}"
+                f"{shares[part.region]:.1%}, its data {part.samples / samples:.1%}"
             )
     return told
 
@@ -532,7 +573,9 @@ def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: D
         )
     if demand.channel not in (None, region.channel):
         text = f"region {name} has the channel {region.channel}, {demand.channel} is asked for"
-        reasons.append(Reason("INADMISSIBLE", text, "leave `channel` out, or keep the region out with regions.avoid"))
+        reasons.append(
+            Reason("INADMISSIBLE", text, "leave `advanced.channel` out, or keep the region out with regions.avoid")
+        )
     return reasons
 
 
@@ -540,7 +583,5 @@ _LONG_ROUND_SECONDS = 60.0
 """Seconds of a step from which a plan warns of an invocation's limit: predictions may be off by a factor of two."""
 _COPIES = 2
 """Copies of the model in a worker's memory, at least: parameters and gradients."""
-_TORCH_MB = 320
-"""Memory of a worker that has imported PyTorch and done nothing else, in MB, as measured with torch 2 for CPUs."""
 _ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
 _NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

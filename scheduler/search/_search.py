@@ -106,6 +106,19 @@ class Search:
         careful = limits.progress and not limits.possible
         return (careful and self._best(replace(limits, careful=True))) or self._best(limits)
 
+    def roughly(self, limits: Limits) -> tuple[float, ...]:
+        """Return 0, the objective's measure and the other one, with copies, of the best pace that was tried; or 1 and
+        the least factor by which all of them exceed the limits. A search finds a plan as good as that, or better."""
+        careful = [replace(limits, careful=True)] if limits.progress and not limits.possible else []
+        place = next((at for one in (*careful, limits) if (at := self._picked(self.paces, one)) is not None), None)
+        if place is None:
+            seconds, usd = self.highest(self.paces)
+            over = np.maximum(seconds / limits.deadline_seconds, usd / limits.budget_usd)
+            return 1.0, float(np.where(self.paces.tolerated, over, np.inf).min())
+        own = place.staff, place.interval, place.way
+        measures = float(self.paces.seconds[own]), float(self.paces.usd[own]) + self._spread.copied_usd
+        return (0.0, *(measures if limits.minimise == "time" else measures[::-1]))
+
     def _best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
         if self._staffings.all_tried:
             place = self._picked(self.paces, limits)

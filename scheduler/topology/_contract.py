@@ -17,8 +17,9 @@ __all__ = ["Candidate", "Network", "TopologyKind", "components", "spanning_edges
 class Candidate:
     """A graph over numbered regions."""
 
-    hubs: tuple[int, ...]
-    links: tuple[tuple[int, int], ...]
+    hubs: tuple[int, ...] = ()
+    links: tuple[tuple[int, int], ...] = ()
+    """Empty: all pairs."""
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,11 @@ class Topology:
         """Bytes of a round by source and destination, as they are metered."""
         names = sorted({name for link in self.links for name in link})
         if 2 * len(self.links) == len(names) * (len(names) - 1):
-            return {name: {to: self.update_bytes for to in names if to != name} for name in names}
-        found: dict[str, dict[str, int]] = {name: {} for name in names}
+            found = {name: dict.fromkeys(names, self.update_bytes) for name in names}
+            for name, own in found.items():
+                del own[name]
+            return found
+        found = {name: {} for name in names}
         for (p, q), updates in sorted(carried_updates(_neighbours(names, self.links)).items()):
             found[names[p]][names[q]] = updates * self.update_bytes
         return found
@@ -113,9 +116,9 @@ def evaluate_topologies(
     return topologies_over(links_among(sorted(regions), table, clouds), update_bytes)
 
 
-def topologies_over(links: Links, update_bytes: int, graphs: Mapping[str, Candidate | str] | None = None) -> Topologies:
-    """Return the fastest topology of each kind, or, if there are more than `MANY` regions and ``graphs`` were found for
-    another size, the same graphs.
+def topologies_over(links: Links, update_bytes: int, before: Topologies | None = None) -> Topologies:
+    """Return the fastest topology of each kind, or, if there are more than `MANY` regions, the same graphs as those
+    found ``before`` for another size.
 
     `update_bytes` is the size of one region's encoded update. Regions are neighbours only where the table has both
     directions; where pairs are missing, all existing ones make a partial mesh, if it reaches every region in two hops.
@@ -128,12 +131,14 @@ def topologies_over(links: Links, update_bytes: int, graphs: Mapping[str, Candid
     network = Network(links, links.hops(update_bytes))
     if apart := _why_apart(links):
         return Topologies((), dict.fromkeys(topology_kinds(), apart))
-    if graphs is None or network.size <= MANY:
-        graphs = {name: kind.find(network) for name, kind in _KINDS.items()}
+    if before is None or network.size <= MANY:
+        graphs, known = {name: kind.find(network) for name, kind in _KINDS.items()}, {}
+    else:
+        graphs, known = dict(before.graphs), {one.kind: one.links for one in before.possible}
     possible, impossible = [], {}
     for name, found in graphs.items():
         if isinstance(found, Candidate):
-            possible.append(_topology(name, found, network, update_bytes))
+            possible.append(_topology(name, found, network, update_bytes, known.get(name, ())))
         elif _KINDS[name].offered:
             impossible[name] = found
     return Topologies(tuple(possible), impossible, graphs)
@@ -164,14 +169,13 @@ def evaluate_topology(current: Topology, table: LinkTable, update_bytes: int) ->
 def evaluate_over(current: Topology, links: Links, update_bytes: int) -> Topology | None:
     """Return the same, over links among the topology's regions."""
     number = {name: place for place, name in enumerate(links.names)}
-    if 2 * len(current.links) == len(number) * (len(number) - 1):
-        pairs = tuple(combinations(range(len(number)), 2))
-    else:
-        pairs = tuple((number[a], number[b]) for a, b in current.links)
-    if pairs and not links.there[tuple(np.array(pairs).T)].all():
+    complete = 2 * len(current.links) == len(number) * (len(number) - 1)
+    pairs = () if complete else tuple((number[a], number[b]) for a, b in current.links)
+    if not (_all_there(links) if complete else links.there[tuple(np.array(pairs).T)].all()):
         return None
     candidate = Candidate(tuple([number[hub] for hub in current.hubs]), pairs)
-    return _topology(current.kind, candidate, Network(links, links.hops(update_bytes)), update_bytes)
+    network = Network(links, links.hops(update_bytes))
+    return _topology(current.kind, candidate, network, update_bytes, current.links)
 
 
 def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int) -> Topology | None:
@@ -196,29 +200,40 @@ def rechosen(current: Topology, measured: Sequence[LinkTable], update_bytes: int
     return best
 
 
-def _topology(kind: str, candidate: Candidate, network: Network, update_bytes: int) -> Topology:
+def _topology(
+    kind: str, candidate: Candidate, network: Network, update_bytes: int, pairs: tuple[tuple[str, str], ...] = ()
+) -> Topology:
+    """Return a graph's figures; ``pairs``: its neighbours by name, where they are known."""
     links, names, size = network.links, network.names, network.size
     neighbours: list[list[int]] = []
-    complete = 2 * len(candidate.links) == size * (size - 1)
+    complete = not candidate.links or 2 * len(candidate.links) == size * (size - 1)
     if complete:
-        pairs, updates = tuple(combinations(names, 2)), np.where(links.there, 1, 0)
+        # Each link carries one update: nothing needs to be counted.
+        pairs, busiest = pairs or tuple(combinations(names, 2)), 2 * (size - 1)
+        usd, longest = float(links.usd_per_gb.sum()), float((links.rtt * links.there).max())
     else:
         neighbours = _neighbours(range(size), candidate.links)
-        pairs = tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links))
+        pairs = pairs or tuple(sorted((names[min(link)], names[max(link)]) for link in candidate.links))
         updates = np.zeros((size, size), np.int64)
         carried = carried_updates(neighbours)
         updates[tuple(np.array(list(carried)).T)] = list(carried.values())
+        usd, longest = float((updates * links.usd_per_gb).sum()), float(links.rtt[updates > 0].max(initial=0.0))
+        busiest = int((updates.sum(axis=0) + updates.sum(axis=1)).max())
     return Topology(
         kind=kind,
         hubs=tuple(names[hub] for hub in candidate.hubs),
         links=pairs,
         seconds=mesh_seconds(network.hops) if complete else topology_kind(kind).seconds(network.hops, neighbours),
         # As it is metered: what the line adds below that, no meter of ours sees.
-        usd_per_round=float((updates * links.usd_per_gb).sum()) * update_bytes / 1e9,
+        usd_per_round=usd * update_bytes / 1e9,
         update_bytes=update_bytes,
-        busiest_updates=int((updates.sum(axis=0) + updates.sum(axis=1)).max()),
-        longest_rtt_seconds=float(links.rtt[updates > 0].max(initial=0.0)),
+        busiest_updates=busiest,
+        longest_rtt_seconds=longest,
     )
+
+
+def _all_there(links: Links) -> bool:
+    return int(links.there.sum()) == len(links.names) * (len(links.names) - 1)
 
 
 def _neighbours(names: Sequence[Name], links: Iterable[tuple[Name, Name]]) -> list[list[int]]:

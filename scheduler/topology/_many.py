@@ -40,9 +40,14 @@ def tree_seconds_of_many(links: LinkPace[Floats], parents: Ints) -> float:
     # When each region has each other one's update, by region and origin.
     at = np.full((size, size), np.inf)
     np.fill_diagonal(at, 0.0)
+    # The links of leaves carry one update each.
+    leaves = np.array([child for child in order[1:] if not children[child]], np.intp)
+    above = parents[leaves]
+    at[above, leaves] = links.total_seconds[leaves, above]
     for child in reversed(order[1:]):
-        parent = parents[child]
-        origins = np.flatnonzero(np.isfinite(at[child])) if children[child] else np.array([child])
+        if not children[child]:
+            continue
+        parent, origins = parents[child], np.flatnonzero(np.isfinite(at[child]))
         origins = origins[at[child, origins].argsort(kind="stable")]
         only = np.array([child])
         arrived = _arrivals(links, only, parents[only], at[child, origins], np.ones((1, len(origins)), np.bool_))

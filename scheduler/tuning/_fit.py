@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,12 @@ def fit_compute(points: Sequence[StepPoint], core_mbs: Sequence[float] = _CORE_M
 
 def fit_memory(points: Sequence[StepPoint]) -> Memory:
     """Peak memory by batch. Raises ``ValueError`` where none was measured."""
+    return _fit_memory(tuple(points))
+
+
+@lru_cache(maxsize=2048)
+def _fit_memory(points: tuple[StepPoint, ...]) -> Memory:
+    """Return it; cached, since a plan asks twice for each region."""
     told = [point for point in points if point.peak_mb > 0]
     features = [[1.0, float(point.batch)] for point in told]
     base, each = least_squares(np.reshape(features, (-1, 2)), [point.peak_mb for point in told])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._model import Compute, Configuration, Convergence, Memory, Prediction, TaskModel
+from scheduler.tuning._model import ChannelProfile, Compute, Configuration, Convergence, Memory, Prediction, TaskModel
 from sync.collective import Correction, Merges, merge_terms
 
 Floats = npt.NDArray[np.float64]
@@ -86,9 +86,16 @@ class MergeCosts:
 def merge_costs(task: TaskModel, name: str, merges: Merges) -> MergeCosts:
     """What merges take over one of the task's channels."""
     channel = next(one for one in task.channels if one.name == name)
-    told = merge_terms(merges, task.model_bytes, channel, faithful=task.faithful, grouped=not task.progress.staleness)
-    seconds = told.seconds(task.corrections.get(name, Correction()))
-    return MergeCosts(seconds, told.usd(channel))
+    correction, grouped = task.corrections.get(name, Correction()), not task.progress.staleness
+    return costs_over(channel, merges, task.model_bytes, correction, task.faithful, grouped)
+
+
+def costs_over(
+    channel: ChannelProfile, merges: Merges, model_bytes: float, correction: Correction, faithful: bool, grouped: bool
+) -> MergeCosts:
+    """What merges take over a channel."""
+    told = merge_terms(merges, model_bytes, channel, faithful=faithful, grouped=grouped)
+    return MergeCosts(told.seconds(correction), told.usd(channel))
 
 
 def outcomes(task: TaskModel, grid: Grid, costs: MergeCosts | None = None) -> Outcomes:

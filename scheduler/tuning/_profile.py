@@ -11,7 +11,7 @@ from scheduler.tuning._model import ChannelProfile, Convergence, Memory, Platfor
 from scheduler.tuning._progress import NormPair, noise_scale
 from sync.collective import Correction, collectives
 
-_MEMORIES_MB = (128, 256, 512, 768, 1024, 1536, 1769, 2048, 3008, 4096, 6144, 8192, 10240)
+MEMORIES_MB = (128, 256, 512, 768, 1024, 1536, 1769, 2048, 3008, 4096, 6144, 8192, 10240)
 """Steps in which memory is chosen; clouds sell it by the megabyte, and cost hardly differs between."""
 
 
@@ -107,9 +107,10 @@ def task_of(
         )
     compute = replace(compute, fixed_seconds=compute.fixed_seconds + profile.update_seconds)
     corrections: dict[str, Correction] = {}
-    if merges:
+    formed = set(collectives(lambda method: method.predictable))
+    if told := [point for point in merges if point.collective in formed]:
         # A worker's time beyond its compute has the optimiser's step in it.
-        own = [replace(point, seconds=max(1e-6, point.seconds - profile.update_seconds)) for point in merges]
+        own = [replace(point, seconds=max(1e-6, point.seconds - profile.update_seconds)) for point in told]
         corrections[profile.channel.name] = fit_correction(own, profile.channel)
     return TaskModel(
         model_bytes=profile.model_bytes,
@@ -146,7 +147,7 @@ def space_of(
     chunks: int | None = None, memory_mb: int | None = None,
 ) -> Space:  # fmt: skip
     """What may be chosen in a region; what the job file names is fixed."""
-    memories = [mb for mb in _MEMORIES_MB if mb < most_memory_mb] + [most_memory_mb]
+    memories = [mb for mb in MEMORIES_MB if mb < most_memory_mb] + [most_memory_mb]
     chosen = collectives(lambda method: method.automatic and method.predictable)
     return Space(
         memories_mb=tuple(memories) if memory_mb is None else (memory_mb,),

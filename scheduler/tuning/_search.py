@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.tuning._model import Configuration, Prediction, Space, TaskModel, TuningLimits
-from scheduler.tuning._predict import Grid, MergeCosts, Outcomes, merge_costs, outcomes, prediction, share_of
-from sync.collective import Merges, collective_named, collectives
+from scheduler.tuning._model import ChannelProfile, Configuration, Prediction, Space, TaskModel, TuningLimits
+from scheduler.tuning._predict import Grid, MergeCosts, Outcomes, costs_over, outcomes, prediction, share_of
+from sync.collective import Correction, Merges, collective_named, collectives
 
 _MUCH = 1e-9
 """Of two that differ relatively by less, the one that is better otherwise."""
@@ -121,11 +122,45 @@ def _evaluate(task: TaskModel, space: Space) -> Iterator[_Evaluated]:
 def _grid(task: TaskModel, space: Space, name: str) -> tuple[Grid, MergeCosts]:
     """Every combination for one channel, with what its merge takes."""
     channel = next(one for one in task.channels if one.name == name)
-    shares = [share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb]
-    kinds = list(dict.fromkeys(shares))
-    ways = _merges(space)
+    shares = tuple(share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb)
+    combined = _combined(space, name, shares)
+    correction = task.corrections.get(name, Correction())
+    grouped = not task.progress.staleness
+    costs = _costs(space, channel, shares, task.model_bytes, correction, faithful=task.faithful, grouped=grouped)
+    return combined.grid, costs.at(combined.at)
+
+
+@dataclass(frozen=True)
+class _Combined:
+    """Every combination of a space over one channel."""
+
+    grid: Grid
+    once: Merges
+    """Merges that differ; they depend on memory only through the share of the bandwidth."""
+    at: npt.NDArray[np.int64]
+    """Place in ``once`` of each one's merge."""
+
+
+@lru_cache(maxsize=256)
+def _costs(
+    space: Space,
+    channel: ChannelProfile,
+    shares: tuple[float, ...],
+    model_bytes: float,
+    correction: Correction,
+    *,
+    faithful: bool,
+    grouped: bool,
+) -> MergeCosts:
+    """Return what the merges of a space take; cached, since regions with equal channels merge alike."""
+    return costs_over(channel, _combined(space, channel.name, shares).once, model_bytes, correction, faithful, grouped)
+
+
+@lru_cache(maxsize=256)
+def _combined(space: Space, name: str, shares: tuple[float, ...]) -> _Combined:
+    """Return the combinations; cached, since most regions have the same. ``shares``: of the bandwidth, by memory."""
+    kinds, ways = list(dict.fromkeys(shares)), _merges(space)
     once = Merges.of([(*way, share) for share in kinds for way in ways])
-    costs = merge_costs(task, name, once)
     memory, batch, way = (
         axis.ravel()
         for axis in np.meshgrid(
@@ -135,7 +170,7 @@ def _grid(task: TaskModel, space: Space, name: str) -> tuple[Grid, MergeCosts]:
     at = np.array([kinds.index(share) for share in shares])[memory] * len(ways) + way
     merges = Merges(once.collective[at], once.workers[at], once.chunks[at], once.share[at])
     grid = Grid(name, np.array(space.memories_mb, float)[memory], np.array(space.batches, float)[batch], merges)
-    return grid, costs.at(at)
+    return _Combined(grid, once, at)
 
 
 def _merges(space: Space) -> list[tuple[str, int, int]]:
