@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from geofed_pb.bounds import NAME_BYTES, clean
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.v1 import agent_pb2
 
 __all__ = ["Approvals", "Pending"]
@@ -57,6 +57,10 @@ class Approvals:
             write_durably(self._waiting(job), [json.dumps(asdict(found)).encode()], mode=0o600)
         return True
 
+    def is_approved(self, job: str, task: agent_pb2.TaskRef) -> bool:
+        """Whether a job may run; `waits` lists it if not."""
+        return self._is_approved(job, _pending(job, task).mark)
+
     def require(self, id_: str, task: agent_pb2.TaskRef) -> None:
         """Raise ``GeofedError("FORBIDDEN")`` if a profile or probe waits for an approval.
 
@@ -75,9 +79,17 @@ class Approvals:
         raise GeofedError("FORBIDDEN", text, hint=hint)
 
     def _is_approved(self, job: str, mark: str) -> bool:
-        if self._rule == "none" or self._approved(job).exists():
+        # The mark counts: the control plane could give another job's ID to other code.
+        if self._rule == "none" or self._mark_of(job) == mark:
             return True
-        return self._rule == "first-run" and self._approved(mark).exists()
+        return self._rule == "first-run" and self._mark_of(mark) == mark
+
+    def _mark_of(self, name: str) -> str:
+        """Return the mark of what was approved under a name; empty: nothing."""
+        try:
+            return self._approved(name).read_text()
+        except FileNotFoundError:
+            return ""
 
     def pending(self) -> Iterator[Pending]:
         """Yield what waits, the oldest first."""
@@ -97,7 +109,7 @@ class Approvals:
                 "JOB_NOT_FOUND", f"{job} waits for no approval", hint="see `geofed agent pending`"
             ) from None
         for name in (found.mark, job):
-            write_durably(self._approved(name), [str(time.time()).encode()], mode=0o600)
+            write_durably(self._approved(name), [found.mark.encode()], mode=0o600)
         self._waiting(job).unlink(missing_ok=True)
         return found
 

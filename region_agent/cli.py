@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from geofed_pb.errors import Exit, GeofedError
-from geofed_pb.output import written_out
+from geofed_pb.files.output import written_out
 
 __all__ = ["app", "main"]
 
@@ -104,9 +104,11 @@ def status(
     path = state_dir / "status.json"
     try:
         fields: dict[str, Any] = json.loads(path.read_text())
+        # With a full disk the agent writes no status, but sets the file's time.
+        alive = max(float(fields["at"]), path.stat().st_mtime)
     except FileNotFoundError:
         raise GeofedError("UNAVAILABLE", f"no agent has been started with {state_dir}") from None
-    fields["running"] = _is_running(int(fields["pid"])) and time.time() - float(fields["at"]) < 10
+    fields["running"] = _is_running(int(fields["pid"])) and time.time() - alive < 10
     if output == "json":
         print(json.dumps({"schema_version": 1, "status": "ok", "data": fields}))
     else:
@@ -163,16 +165,63 @@ def approve(
     _say(f"{found.job} of user {found.user} may run on {found.dataset}")
 
 
-@app.command(epilog="Example: geofed agent audit")
-def audit(state_dir: StateDir = DEFAULT_STATE) -> None:
+audits = typer.Typer(name="audit", help="The region's own audit log, and heads of the control plane's.")
+app.add_typer(audits)
+
+
+@audits.callback(invoke_without_command=True)
+def audit(context: typer.Context, state_dir: StateDir = DEFAULT_STATE) -> None:
     """Print the heads of the control plane's audit log that this region has: for `geofed audit verify --witness`."""
     from region_agent.link.identity import Identity
     from region_agent.link.witness import AUDIT_HEADS
 
+    if (command := context.invoked_subcommand) is not None:
+        source = context.get_parameter_source("state_dir")
+        if source is not None and source.name == "COMMANDLINE":
+            raise GeofedError("USAGE", f"--state-dir is an option of {command}", hint=f"write it after {command}")
+        return
     try:
         print((Identity(state_dir).folder / AUDIT_HEADS).read_text(), end="")
     except FileNotFoundError:
         raise GeofedError("UNAVAILABLE", f"no agent with {state_dir} has been connected yet") from None
+
+
+@audits.command(epilog="Example: geofed agent audit export home-audit.jsonl")
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.", show_default=False)],
+    state_dir: StateDir = DEFAULT_STATE,
+) -> None:
+    """Write the region's own audit log, with its signed head: what ran here on which data, and what left the region."""
+    from geofed_pb.files.durable import write_durably
+    from geofed_pb.security.audit_files import verified
+    from region_agent.link.identity import Identity
+    from region_agent.state.audit_log import exported
+
+    federation = Identity(state_dir).federation
+    lines = list(exported(state_dir, federation.federation, federation.region))
+    try:
+        write_durably(file, [f"{line}\n".encode() for line in lines], mode=0o600)
+    except OSError as error:
+        raise GeofedError("USAGE", f"cannot write {file}: {error.strerror}") from None
+    _say(f"{verified(file).head.seq} entries in {file}")
+
+
+@audits.command(epilog="Example: geofed agent audit verify home-audit.jsonl --witness audit.jsonl --region home")
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `export` wrote.", show_default=False)],
+    witness: Annotated[
+        list[Path] | None,
+        typer.Option(help="The control plane's log, from `geofed audit export`; may be repeated.", show_default=False),
+    ] = None,
+    region: Annotated[str, typer.Option(help="Region whose log it must be. Default: the one that FILE names.")] = "",
+) -> None:
+    """Check, offline, that a log of this region is what was recorded; the same as `geofed audit verify`."""
+    from geofed_pb.security.audit_files import remarks, verified
+
+    found = verified(file, witness_files=witness or (), region=region)
+    print(f"region {found.region}: {found.head.seq} entries, {found.witnessed} heads that the control plane has agree")
+    for remark in remarks(found, witnessed=bool(witness)):
+        _say(remark)
 
 
 @app.command(epilog="Example: geofed agent privacy --config home.yaml")

@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 
 from geofed_pb.bounds import clean
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import to_proto
 from geofed_pb.tasks import awaited, background
@@ -30,15 +29,14 @@ from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, 
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.owner import Owner
 from region_agent.isolation import Isolation, isolation_of
+from region_agent.link.blobs import Blobs
 from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
-from region_agent.own_model import own_model_file
 from region_agent.partition.billing import invocation_amounts
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
-from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS
 from region_agent.policy import check_isolation, check_partition, check_sending, most_workers, over_quota
 from region_agent.privacy import PrivacyGuard
@@ -46,11 +44,11 @@ from region_agent.profiling import Profiler
 from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.offered import OfferedDatasets
 from region_agent.shards.sending import Sending, SendingContext
+from region_agent.state.audit_log import AUDIT_KEY, RegionAudit
 from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.status import Status, StatusFile
 from region_agent.storage import SENDING, RegionStorage
 from region_agent.tasks.environments import Environments
-from sync.framing import digest_of
 from sync.ps.tokens import new_key
 
 __all__ = ["Agent", "run"]
@@ -69,6 +67,10 @@ _SWEEP_SECONDS = 3600.0
 """Interval at which files that no job needs any more are looked for."""
 _QUOTA_SECONDS = 5.0
 """Interval at which the disk space of jobs is measured, where the region limits it."""
+
+
+_AUDITED = frozenset({"shard.sent", "shard.received"})
+"""Events that are in the region's audit log, too."""
 
 
 class Agent:
@@ -114,8 +116,12 @@ class Agent:
         self._profiler: Profiler | None = None
         self._approvals = Approvals(state_dir, config.policy.approve)
         self._privacy = PrivacyGuard(config, state_dir)
+        self._audit = RegionAudit(self._store, state_dir / AUDIT_KEY, config.name, version("geofed"))
+        self._blobs = Blobs(self._hub, self._audit, state_dir)
         self._unapproved: dict[str, agent_pb2.StartPartition] = {}
-        """Partitions that wait for the operator's approval, by job."""
+        """Partitions that wait for the operator's approval, or until their start can be recorded, by job."""
+        self._unrecorded: set[str] = set()
+        """Jobs of them whose start could not be recorded, which has been reported."""
         self._logs = LogShipping(self._store, self._hub.send_durably)
         self._storage = RegionStorage(state_dir, config.retention, self._channel_on_disk())
         self._closing: set[asyncio.Task[None]] = set()
@@ -134,7 +140,7 @@ class Agent:
         if self._isolation.kind == "none":
             _log.warning("job code is not isolated", isolation=self._isolation.text, hint=self._isolation.hint)
         self._context = self._partition_context(client)
-        self._profiler = Profiler(self._context, self._hub.report_profile)
+        self._profiler = Profiler(self._context, self._hub.report_profile, self._audit.measuring)
         tasks = [awaited(work) for work in self._background_tasks()]
         if self._gateway is not None:
             tasks.append(awaited(self._watch_gateway(self._gateway)))
@@ -196,9 +202,9 @@ class Agent:
             state_dir=self._state_dir,
             channel=RegionChannel(self._config.channel, self._channel_folder(), self._config.name),
             image=WORKER_IMAGE if isinstance(gateway, EmbeddedGateway) else gateway.image,
-            fetch_bundle=self._fetch_bundle,
+            fetch_bundle=self._blobs.bundle,
             fetch_model=self._hub.fetch_file,
-            publish_model=self._publish_model,
+            publish_model=self._blobs.publish_model,
             report=self._report,
             record_event=self._record_event,
             log=self._logs.add,
@@ -293,26 +299,11 @@ class Agent:
             "GATEWAY_UNAVAILABLE", "the embedded gateway has ended", hint="see gateway.log; restart the agent"
         )
 
-    async def _fetch_bundle(self, digest: str) -> bytes:
-        kept = self._state_dir / "bundles" / digest.removeprefix("sha256:")
-        if kept.exists() and digest_of([data := kept.read_bytes()]) == digest:
-            with suppress(FileNotFoundError):
-                os.utime(kept)  # its retention begins anew
-            return data
-        data = await self._hub.fetch_blob(digest)
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_durably(kept, [data])
-        return data
-
-    async def _publish_model(self, ps: PsProcess, round_: int = 0) -> str:
-        data = bytearray()
-        async for chunk in ps.model(round_):
-            data += chunk.data
-        digest = digest_of([data])
-        await self._hub.put_blob(bytes(data), digest)
-        return digest
-
     def _record_event(self, job: str, action: RecordEvent) -> None:
+        if action.kind == "shard.sending":
+            self._audit.sending_shard(job, action.data)
+        elif action.kind in _AUDITED:
+            self._audit.event(job, action.kind, action.data)
         message = agent_pb2.Happening(
             job=job, at=time.time(), kind=action.kind, text=clean(action.text), data_json=json.dumps(action.data)
         )
@@ -327,6 +318,7 @@ class Agent:
         if durable:
             # Users look for the reason of a failure in the job's log, so its lines are sent before the report.
             self._logs.flush_job(message.job)
+            self._audit.note(message)
         self._hub.report(message, durable=durable)
 
     def _charge_interrupted(self) -> None:
@@ -420,11 +412,15 @@ class Agent:
             check_partition(self._config, command)
             check_isolation(self._config, self._isolation)
             self._privacy.admit(command)
+            waits = not self._approvals.is_approved(command.job, command.task)
         except GeofedError as error:
             self._store.took(seq)
             self._refuse(command, error)
             return
-        self._store.took_start(seq, command.job, command.SerializeToString(), new_key())
+        policy = self._config.policy
+        checked = policy.allow_users is not None
+        audit = self._audit.of_start(command, policy.approve, checked=checked, waits=waits)
+        self._store.took_start(seq, command.job, command.SerializeToString(), new_key(), audit)
         running = self._partitions.get(command.job)
         if running is not None:
             running.repeated(command)
@@ -434,7 +430,23 @@ class Agent:
     def _start_or_wait(self, command: agent_pb2.StartPartition) -> None:
         """Start a partition, unless the region's operator has to approve it first."""
         if not self._approvals.waits(command.job, command.task):
+            policy = self._config.policy
+            try:
+                self._audit.starting(command, policy.approve, checked=policy.allow_users is not None)
+            except GeofedError as error:
+                # Tried again with the next tick.
+                self._unapproved[command.job] = command
+                if command.job not in self._unrecorded:
+                    self._unrecorded.add(command.job)
+                    _log.warning("a job waits until its start can be recorded", job=command.job, error=str(error))
+                    text = f"waiting until its start can be recorded: {error.message}"
+                    report = agent_pb2.PartitionReport(
+                        job=command.job, epoch=command.epoch, state="accepted", condition=text
+                    )
+                    self._hub.report(report, durable=False)
+                return
             self._unapproved.pop(command.job, None)
+            self._unrecorded.discard(command.job)
             self._start_partition(command)
             return
         self._unapproved[command.job] = command
@@ -447,8 +459,7 @@ class Agent:
         """Start the partitions that the operator has approved by now."""
         for command in list(self._unapproved.values()):
             if not self._approvals.waits(command.job, command.task):
-                del self._unapproved[command.job]
-                self._start_partition(command)
+                self._start_or_wait(command)
 
     def _start_partition(self, command: agent_pb2.StartPartition) -> None:
         partition = self._partition(command)
@@ -474,7 +485,7 @@ class Agent:
         report = agent_pb2.PartitionReport(
             job=command.job, epoch=command.epoch, state="refused", condition=error.message, error=to_proto(error)
         )
-        self._hub.report(report, durable=True)
+        self._report(report, durable=True)
 
     def peers(self, seq: int, command: agent_pb2.Peers) -> None:
         """Store the addresses of the other regions, and pass them to the running partition."""
@@ -531,7 +542,7 @@ class Agent:
             self._store,
             self._identity.tls,
             self._state_dir / SENDING,
-            lambda message, durable: self._hub.report(message, durable=durable),
+            self._report,
             self._record_event,
         )
         sending = self._sendings[command.job] = Sending(context, command, sent=sent)
@@ -575,22 +586,14 @@ class Agent:
         def failed(error: GeofedError) -> None:
             self._hub.report_profile(agent_pb2.ProfileReport(id=command.id, error=to_proto(error)))
 
-        task = background(self._upload_own_model(command), failed)
+        async def upload() -> None:
+            self._privacy.require_own_model(Path(command.job).name)
+            digest = await self._blobs.upload_own_model(command)
+            self._hub.report_profile(agent_pb2.ProfileReport(id=command.id, model_digest=digest))
+
+        task = background(upload(), failed)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    async def _upload_own_model(self, command: agent_pb2.OwnModel) -> None:
-        self._privacy.require_own_model(Path(command.job).name)
-        try:
-            path = own_model_file(self._state_dir / "jobs" / Path(command.job).name)
-            data = await asyncio.to_thread(path.read_bytes)
-        except OSError:
-            text = f"region {command.region} has no model of its own of {command.job}"
-            hint = "it has one after the first evaluation, and for as long as its `retention` says"
-            raise GeofedError("MODEL_NOT_FOUND", text, hint=hint) from None
-        digest = digest_of([data])
-        await self._hub.put_blob(data, digest)
-        self._hub.report_profile(agent_pb2.ProfileReport(id=command.id, model_digest=digest))
 
     def stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         """Store and carry out the end of the job's partition or of its shard's transfer, and its deletion.
@@ -620,13 +623,14 @@ class Agent:
     def _stop(self, seq: int, command: agent_pb2.StopPartition) -> None:
         self._store.took_stop(seq, command.job, discard=command.discard)
         self._approvals.done(command.job)
+        self._unrecorded.discard(command.job)
         if self._unapproved.pop(command.job, None) is not None:
             self._store.forget(command.job)
             self._privacy.close(command.job)
         partition = self._partitions.pop(command.job, None)
         if partition is None:
             report = agent_pb2.PartitionReport(job=command.job, epoch=command.epoch, state="stopped")
-            self._hub.report(report, durable=True)
+            self._report(report, durable=True)
             return
         self._end(partition, command.reason, command.discard)
 
@@ -648,7 +652,7 @@ class Agent:
             report = agent_pb2.PartitionReport(
                 job=job, epoch=epoch, state="failed", condition=error.message, error=to_proto(error)
             )
-            self._hub.report(report, durable=True)
+            self._report(report, durable=True)
 
         closing = background(work, failed)
         self._closing.add(closing)

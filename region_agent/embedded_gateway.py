@@ -10,8 +10,8 @@ import secrets
 import sys
 from pathlib import Path
 
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from region_agent.config import (
     DockerGateway,
     EmbeddedGateway,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from geofed_pb.durable import write_durably
+from geofed_pb.files.durable import write_durably
 from sync.framing import digest_of
 
 __all__ = ["durable_write_rate", "fresh_memory_rate"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from geofed_pb.durable import write_durably
+from geofed_pb.files.durable import write_durably
 from sync.ps.config import OWN_MODEL
 
 __all__ = ["copy_own_model", "initial_own_model", "own_model_file", "remove_all_but_own_model"]

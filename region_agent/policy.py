@@ -6,7 +6,7 @@ import re
 from datetime import timedelta
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.signing import require_signature, statement
+from geofed_pb.security.signing import require_signature, statement
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.isolation import Isolation

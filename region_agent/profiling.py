@@ -27,7 +27,7 @@ from region_agent.gateway.functions import Grants
 from region_agent.isolation import grants_of
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
-from region_agent.partition.calls import at_once, bundle_key, precision_of
+from region_agent.partition.calls import at_once, bundle_key, client_rounds, precision_of
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
@@ -77,8 +77,15 @@ _Measure = Callable[[agent_pb2.ProfileTask, _Meters], Awaitable[agent_pb2.Profil
 class Profiler:
     """Measures tasks on request and reports the progress. Not thread-safe: call it on the event loop."""
 
-    def __init__(self, context: PartitionContext, report: Callable[[agent_pb2.ProfileReport], None]) -> None:
-        self._context, self._report = context, report
+    def __init__(
+        self,
+        context: PartitionContext,
+        report: Callable[[agent_pb2.ProfileReport], None],
+        begins: Callable[[str, agent_pb2.TaskRef], None],
+    ) -> None:
+        """``begins``: is called with each command's ID and task before its code runs, which it does not if this
+        raises."""
+        self._context, self._report, self._begins = context, report, begins
         mark = f"{context.owner.mark}-" if context.owner.mark else ""
         self._functions = f"{_FUNCTION}-{context.config.name}-{mark}"
         self._turn = asyncio.Lock()
@@ -235,7 +242,9 @@ class Profiler:
             if context.environments is not None:
                 self._packages = await context.environments.prepare(command.id, bundle, command.task.requirements)
             await asyncio.to_thread(self._put_bundle, start, bundle, meters)
+            stated = context.config.datasets[command.task.dataset].splits["train"].clients
             address = await asyncio.to_thread(context.channel.worker_address, command.id)
+            self._begins(command.id, command.task)
             yield ProfileCall(
                 job=command.id, region=command.region, channel=context.channel.kind, channel_address=address,
                 bundle_key=bundle_key(start), module=command.task.module,
@@ -243,7 +252,9 @@ class Profiler:
                 packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
                 precision=precision_of(command.task), local=tuple(command.task.local),
+                evaluates_only=command.task.evaluates_only,
                 evaluation_batch=command.evaluation_batch,
+                clients=client_rounds(command.task, stated),
                 seed=command.seed, limit_seconds=command.limit_seconds,
             )  # fmt: skip
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import structlog
 
-from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import disk_full_as_error
 from region_agent.state.store import AgentStore
 
 __all__ = ["Status", "StatusFile"]
@@ -44,7 +45,7 @@ class Status:
 
 
 class StatusFile:
-    """The file in the state directory. While the disk is full it is out of date."""
+    """The file in the state directory. While the disk is full only its time of modification is up to date."""
 
     def __init__(self, state_dir: Path, store: AgentStore) -> None:
         self._state_dir, self._store = state_dir, store
@@ -66,5 +67,8 @@ class StatusFile:
             if not self._full:
                 _log.warning("the agent continues, and writes deferred changes when there is space", error=str(error))
             self._full = True
+            # `geofed agent status`, which is a health check too, sees by this that the agent runs.
+            with contextlib.suppress(OSError):
+                os.utime(self._state_dir / "status.json", (status.at, status.at))
             return
         self._full = False

@@ -2,7 +2,14 @@
 
 from typing import Any
 
-from geofed_pb import file_schema
+from geofed_pb.files import file_schema
+from region_agent.config._channels import (
+    ChannelPricesConfig,
+    FileChannelConfig,
+    RedisChannelConfig,
+    S3ChannelConfig,
+)
+from region_agent.config._data import DatasetConfig, SplitConfig, StoreConfig
 from region_agent.config._gateways import (
     DockerGateway,
     EmbeddedGateway,
@@ -13,20 +20,9 @@ from region_agent.config._gateways import (
     ScfGateway,
 )
 from region_agent.config._load import load_config
-from region_agent.config._model import (
-    ChannelPricesConfig,
-    DatasetConfig,
-    FileChannelConfig,
-    PricesConfig,
-    RedisChannelConfig,
-    RegionConfig,
-    RetentionConfig,
-    S3ChannelConfig,
-    ServerConfig,
-    SplitConfig,
-    StoreConfig,
-    TaskPackagesConfig,
-)
+from region_agent.config._model import RegionConfig, ServerConfig
+from region_agent.config._resources import PricesConfig
+from region_agent.config._rules import RetentionConfig, TaskPackagesConfig
 
 __all__ = [
     "ChannelPricesConfig",

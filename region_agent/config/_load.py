@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeVar
 
-from geofed_pb import strict_yaml
 from geofed_pb.errors import GeofedError
+from geofed_pb.files import strict_yaml
 from region_agent.config._model import RegionConfig
 from region_agent.config._section import Section
 

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +21,9 @@ import structlog
 
 from geofed_pb.address import addresses_of
 from geofed_pb.bounds import SESSION_MESSAGE_BYTES
-from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES
+from geofed_pb.files.durable import disk_full_as_error
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, to_proto
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
@@ -394,14 +395,15 @@ class Hub:
                 raise GeofedError("DIGEST_MISMATCH", f"blob {digest} arrived damaged")
             os.replace(partial, into)
 
-    async def put_blob(self, data: bytes, digest: str) -> None:
-        """Upload a blob; continues a partial upload."""
+    async def put_blob(self, file: FileIO, digest: str) -> None:
+        """Upload a file, which was opened without a buffer; continues a partial upload."""
         async with self._stub() as stub:
             have = await stub.StatBlob(common_pb2.BlobRequest(digest=digest), timeout=30)
             if not have.complete:
-                have = await stub.PutBlob(_chunks(data, digest, have.have_bytes))
+                have = await stub.PutBlob(_chunks(file, digest, have.have_bytes))
         if not have.complete:
-            raise GeofedError("UNAVAILABLE", f"the control plane has {have.have_bytes} of {len(data)} bytes")
+            text = f"the control plane has {have.have_bytes} of {os.fstat(file.fileno()).st_size} bytes"
+            raise GeofedError("UNAVAILABLE", text)
 
     async def renew(self) -> None:
         """Renew the certificate, with the same key."""
@@ -435,10 +437,10 @@ class Hub:
         )
 
 
-async def _chunks(data: bytes, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
-    total = len(data)
+async def _chunks(file: FileIO, digest: str, offset: int) -> AsyncIterator[common_pb2.BlobChunk]:
+    total = os.fstat(file.fileno()).st_size
     while offset < total or total == 0:
-        piece = data[offset : offset + CHUNK_BYTES]
+        piece = await asyncio.to_thread(os.pread, file.fileno(), CHUNK_BYTES, offset)
         yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=piece)
         offset += len(piece)
         if total == 0:

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import CATALOGUE, GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.rpc import read_pem, region_in, region_name
 from region_agent.config import RegionConfig
 from sync.transport.revoked import RevokedSerials

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from geofed_pb.audit import AuditBroken, Head
-from geofed_pb.durable import write_durably
+from geofed_pb.files.durable import write_durably
+from geofed_pb.security.audit import AuditBroken, Head
 
 __all__ = ["AUDIT_HEADS", "Witness"]
 

@@ -36,6 +36,7 @@ __all__ = [
     "at_once",
     "batches_of",
     "bundle_key",
+    "client_rounds",
     "initial_model_file",
     "invocation_of",
     "precision_of",
@@ -180,6 +181,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
         clip_norm=task.clip_norm,
         precision=precision_of(task),
+        evaluates_only=task.evaluates_only,
         local=tuple(task.local),
         proximal=_proximal(plan),
         slice_seconds=plan.slice_seconds,
@@ -195,7 +197,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
         activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
         private=_private_steps(start, inputs),
-        clients=_client_rounds(task, inputs),
+        clients=client_rounds(task, inputs.clients),
         keeps_base=task.keeps_base,
         base_given=bool(task.initial_model) and _holds(task) != "some",
     )
@@ -214,8 +216,9 @@ def _private_steps(start: agent_pb2.StartPartition, inputs: WorkerInputs) -> Pri
     return PrivateSteps(clip=settings.clip, noise=settings.noise, rate=inputs.sampling_rate, key=key)
 
 
-def _client_rounds(task: agent_pb2.TaskRef, inputs: WorkerInputs) -> ClientRounds | None:
-    """Return how the region's clients train; None: the job has none.
+def client_rounds(task: agent_pb2.TaskRef, stated: int | None) -> ClientRounds | None:
+    """Return how the region's clients train; None: the job has none. ``stated``: clients of the training split by the
+    region's file; None: not known.
 
     Raises ``GeofedError("CONFIG_INVALID")`` for numbers that cannot be used.
     """
@@ -225,7 +228,7 @@ def _client_rounds(task: agent_pb2.TaskRef, inputs: WorkerInputs) -> ClientRound
     try:
         return ClientRounds(
             fraction=told.fraction, least=told.least or 1, epochs=told.epochs, steps=told.steps, batch=told.batch,
-            stated=inputs.clients or 0,
+            stated=stated or 0,
         )  # fmt: skip
     except ValidationError as error:
         raise GeofedError("CONFIG_INVALID", f"the plan of the job's clients: {error.errors()[0]['msg']}") from None

@@ -56,7 +56,7 @@ class RegionChannel:
         """Raise ``GeofedError("CONFIG_INVALID")`` if a job requires another kind of channel than the region has."""
         if wanted not in ("auto", self.kind):
             text = f"the job requires the channel {wanted}, this region has {self.kind}"
-            raise GeofedError("CONFIG_INVALID", text, hint="leave `channel` out, or set it to auto")
+            raise GeofedError("CONFIG_INVALID", text, hint="leave `advanced.channel` out, or set it to auto")
 
     def address(self, job: str = "") -> str:
         """Return the address for the agent and the parameter server; without a job, that of all jobs."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import error_of, to_proto
-from geofed_pb.v1 import agent_pb2, sync_pb2
+from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2
 from region_agent.config import ChannelPricesConfig, PricesConfig
 from region_agent.partition.billing import bill, invocation_amounts, money_of
 from region_agent.partition.channel import usage_meters
@@ -17,8 +18,11 @@ from region_agent.partition.machine import PartitionMachine
 from region_agent.state.store import AgentStore
 from region_agent.worker.invocation import Outcome
 from sync.channel import Usage
+from sync.histograms import from_messages, to_message, without_small_counts
 
-__all__ = ["PartitionMeter", "report_of", "view_of", "withhold"]
+__all__ = ["PartitionMeter", "report_of", "view_of", "withhold", "withhold_small_counts"]
+
+_TIMES = ("compute", "merge", "exchange", "wait", "evaluate")
 
 
 class PartitionMeter:
@@ -30,6 +34,8 @@ class PartitionMeter:
     def __init__(self, store: AgentStore, job: str) -> None:
         self._store, self._job = store, job
         self._counted: dict[str, float] = {}
+        self._unstored: dict[str, float] = {}
+        """Growth of the times of rounds that is not in the sums yet: they are stored less often than reported."""
         self._server_since: float | None = None
         self._open: dict[int, tuple[float, int, bool]] = {}
         """Running invocations by number: begin (Unix seconds), memory (MB), preemptible."""
@@ -50,7 +56,7 @@ class PartitionMeter:
 
     def server_started(self, now: float) -> None:
         """Begin to count a server's time at `now`, and its counters from zero."""
-        self._counted, self._server_since = {}, now
+        self._counted, self._unstored, self._server_since = {}, {}, now
 
     def server_ended(self, now: float) -> None:
         """Add the server's time until `now`, and stop counting it."""
@@ -64,10 +70,20 @@ class PartitionMeter:
         counters |= {f"refused:{region}": float(count) for region, count in status.refused.items()}
         counters |= usage_meters(status.channel)
         counters["wait_seconds"] = status.wait_seconds
+        counters |= _times_of(status)
         grown = {name: value - self._counted.get(name, 0.0) for name, value in counters.items()}
-        self._counted = counters
+        self._counted, self._unstored = counters, {}
         self._store.add_to_meters(self._job, {name: value for name, value in grown.items() if value})
         self.add_server_time(now)
+
+    def see_times(self, status: sync_pb2.PsStatus) -> None:
+        """Take note of the times in a status that is not added to the sums yet."""
+        self._unstored = {name: value - self._counted.get(name, 0.0) for name, value in _times_of(status).items()}
+
+    def times(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return what the rounds have taken, by the fields of ``RoundTime``, from the result of `values`."""
+        names = {name: f"time:{name}" for name in _TIMES}
+        return {name: sums.get(key, 0.0) + self._unstored.get(key, 0.0) for name, key in names.items()}
 
     def invocation_begun(self, number: int, now: float, memory_mb: int, *, preemptible: bool) -> None:
         """Begin to count an invocation, stored under this number, from ``now`` (Unix seconds)."""
@@ -102,6 +118,10 @@ class PartitionMeter:
         if self._server_since is not None:
             self._store.add_to_meters(self._job, {"ps_seconds": now - self._server_since})
             self._server_since = now
+
+
+def _times_of(status: sync_pb2.PsStatus) -> dict[str, float]:
+    return {f"time:{name}": getattr(status.time, name) for name in _TIMES}
 
 
 def _amounts(begun: float, now: float, memory_mb: int, preemptible: bool) -> dict[str, float]:
@@ -141,6 +161,7 @@ def report_of(
         round_loss=status.round_loss if status.HasField("round_loss") else None,
         logged=status.logged,
         usage=status.usage,
+        time=common_pb2.RoundTime(**meter.times(meters)),
         model_digest=status.model_digest,
         meter=meter.identity,
         totals=agent_pb2.MeterTotals(
@@ -153,6 +174,7 @@ def report_of(
             samples=status.metrics_samples,
             round=status.metrics_round,
             error=status.metrics_error,
+            histograms=status.histograms,
         ),
         speed=_speed(meters, status.samples_per_second),
         exchange=agent_pb2.WanExchange(
@@ -173,6 +195,41 @@ def withhold(message: agent_pb2.PartitionReport, spent: agent_pb2.Privacy | None
     message.loss = message.round_loss = math.nan
     message.ClearField("logged")
     message.privacy.CopyFrom(spent or agent_pb2.Privacy())
+
+
+def withhold_small_counts(evaluation: agent_pb2.Evaluation, least: int, config: object) -> None:
+    """Take out of an evaluation what was measured on fewer than `least` samples, and bins that have fewer.
+
+    Error texts stay, too: they may quote a sample. So do bin edges that are not in the job's ``task.config``, which
+    the code may have computed from samples.
+    """
+    if evaluation.error:
+        evaluation.error = "it has failed, or is not complete; the region's own log says why"
+    told, _ = from_messages(evaluation.histograms)
+    evaluation.ClearField("histograms")
+    if evaluation.samples < least:
+        evaluation.ClearField("metrics")
+        if evaluation.samples:
+            evaluation.error = f"the test split has fewer samples than the region's minimumCount, {least}"
+        evaluation.samples = 0
+        return
+    stated = set(_lists_of_numbers(config))
+    for name, one in told.items():
+        if one.edges and one.edges not in stated:
+            evaluation.error = f"the bin edges of {name} are not in task.config, as the region's minimumCount requires"
+        else:
+            evaluation.histograms[name].CopyFrom(to_message(without_small_counts(one, least)))
+
+
+def _lists_of_numbers(value: object) -> Iterator[tuple[float, ...]]:
+    if isinstance(value, dict):
+        for one in value.values():
+            yield from _lists_of_numbers(one)
+    elif isinstance(value, list):
+        if all(isinstance(one, int | float) for one in value):
+            yield tuple(map(float, value))
+        for one in value:
+            yield from _lists_of_numbers(one)
 
 
 def _links(status: sync_pb2.PsStatus) -> dict[str, agent_pb2.LinkReport]:

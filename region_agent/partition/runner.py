@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -74,7 +75,7 @@ from region_agent.partition.function import WorkerFunction
 from region_agent.partition.invocations import Invocations
 from region_agent.partition.logs import FunctionLogs
 from region_agent.partition.machine import PartitionMachine
-from region_agent.partition.report import PartitionMeter, report_of, view_of, withhold
+from region_agent.partition.report import PartitionMeter, report_of, view_of, withhold, withhold_small_counts
 from region_agent.partition.server_events import ServerEvents
 from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
@@ -115,7 +116,7 @@ class PartitionContext:
     """Download the packed task folder with a digest from the control plane."""
     fetch_model: Callable[[str, Path], Coroutine[Any, Any, None]]
     """Download the model with a digest into a file, and verify it."""
-    publish_model: Callable[[PsProcess, int], Coroutine[Any, Any, str]]
+    publish_model: Callable[[str, PsProcess, int], Coroutine[Any, Any, str]]
     """Upload the server's model to the control plane, the present one (0) or an evaluated round's; returns its
     digest."""
     report: Callable[[agent_pb2.PartitionReport, bool], None]
@@ -163,6 +164,9 @@ class PartitionRunner:
     def __init__(self, context: PartitionContext, start: agent_pb2.StartPartition) -> None:
         self._context, self.start = context, start
         self.job = start.job
+        self._task_config: object = None
+        with contextlib.suppress(ValueError):
+            self._task_config = json.loads(start.task.config_json or "{}")
         row = context.store.partition(start.job)
         if row is None:
             raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
@@ -401,6 +405,9 @@ class PartitionRunner:
         message.blob_digest = blob_digest
         message.keeps_models = True
         message.kept.CopyFrom(self._kept)
+        held = self._context.config.datasets.get(self.start.task.dataset)
+        if held is not None and held.minimum_count:
+            withhold_small_counts(message.evaluation, held.minimum_count, self._task_config)
         if is_private(self.start.plan):
             withhold(message, self._privacy.spent(self.job))
         self._context.report(message, durable)
@@ -532,6 +539,7 @@ class PartitionRunner:
                 if time.monotonic() - metered > _METER_SECONDS or status.phase == "finished":
                     metered = time.monotonic()
                     self.meter.add_server_status(status, metered)
+                self.meter.see_times(status)
                 self.feed(PsStatusChanged(view_of(status)))
                 self._report(durable=False)
         finally:
@@ -603,7 +611,7 @@ class PartitionRunner:
     async def _publish(self) -> None:
         if self._ps is None:
             raise GeofedError("UNAVAILABLE", "the parameter server is not running")
-        digest = await self._context.publish_model(self._ps, 0)
+        digest = await self._context.publish_model(self.job, self._ps, 0)
         self.feed(Published(digest))
 
     async def _keep(self, round_: int) -> None:
@@ -611,7 +619,7 @@ class PartitionRunner:
         try:
             if self._ps is None:
                 raise GeofedError("UNAVAILABLE", "the parameter server is not running")
-            digest = await self._context.publish_model(self._ps, round_)
+            digest = await self._context.publish_model(self.job, self._ps, round_)
             answer = agent_pb2.UploadedModel(round=round_, blob_digest=digest)
         except GeofedError as error:
             answer = agent_pb2.UploadedModel(round=round_, error=error.message)

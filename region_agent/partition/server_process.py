@@ -16,8 +16,8 @@ from pathlib import Path
 import grpc
 import grpc.aio
 
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import CATALOGUE, GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.tasks import background
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc

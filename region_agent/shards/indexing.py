@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from region_agent.config import DatasetConfig
 from region_agent.worker.data.formats import format_of
 from region_agent.worker.data.formats.clients import clients_of

@@ -14,8 +14,8 @@ from pathlib import Path, PurePosixPath
 import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from geofed_pb.durable import disk_full_as_error
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import disk_full_as_error
 from region_agent.config import DatasetConfig, StoreConfig
 from region_agent.shards.reading import shard_files
 from region_agent.worker.data.fetching import fetch_split

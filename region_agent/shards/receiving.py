@@ -14,10 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from geofed_pb.access import AccessInterceptor
-from geofed_pb.durable import disk_full_as_error, write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import disk_full_as_error, write_durably
 from geofed_pb.rpc import answering, peer_region, server_options
+from geofed_pb.security.access import AccessInterceptor
 from geofed_pb.tasks import background
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig

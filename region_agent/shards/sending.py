@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc
 import structlog
 
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError, unforeseen_as_internal
+from geofed_pb.files.durable import write_durably
 from geofed_pb.rpc import channel, error_of, region_name, to_proto
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
@@ -179,7 +179,8 @@ class Sending:
         dataset = config.datasets[order.dataset]
         shard = await asyncio.to_thread(listed, order.dataset, dataset, config.stores, self._folder / "objects")
         begun, before = time.monotonic(), self._sent
-        self._record_event("shard.sending", f"{shard.shard.total_bytes:,} bytes to {order.to}", shard.shard)
+        text = f"{shard.shard.total_bytes:,} bytes to {order.to}"
+        self._record_event("shard.sending", text, shard.shard, epoch=order.epoch)
         if (largest := max(file.size for file in shard.shard.files)) > MAX_UPDATE_BYTES:
             text = f"a file has {largest} bytes, which exceeds the limit of {MAX_UPDATE_BYTES}"
             raise GeofedError("LIMIT_EXCEEDED", text)

@@ -6,14 +6,16 @@ import json
 import secrets
 import sqlite3
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.security.audit import GENESIS, bounded_facts, entry_text, hash_of
 from region_agent.state.database import AgentDatabase
 
-__all__ = ["AgentStore", "PartitionRow", "stored_messages"]
+__all__ = ["AgentStore", "AuditEntry", "PartitionRow", "stored_messages"]
 
 _MAX_SET_ASIDE = 100
 """Messages set aside that are kept."""
@@ -50,6 +52,19 @@ class PartitionRow:
     """The workers run on preemptible capacity."""
     scale_order: int = 0
     """Number of the last scaling command; 0: none."""
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """Entry of the audit log, with what finds it again, so that no stored text has to be read for it."""
+
+    kind: str
+    job: str
+    epoch: int
+    """0: it is of no epoch."""
+    mark: str
+    """What tells it from others of the same kind, job and epoch; empty: nothing."""
+    facts: Mapping[str, object]
 
 
 def stored_messages(path: Path) -> tuple[list[bytes], list[bytes]]:
@@ -92,8 +107,11 @@ class AgentStore(AgentDatabase):
 
     # Commands of the control plane: the cursor moves in the same transaction as what the command changes
 
-    def took_start(self, seq: int, job: str, start: bytes, token_key: str) -> None:
-        """Store a partition's start command, with the key that signs its workers' tokens, and the command's number."""
+    def took_start(self, seq: int, job: str, start: bytes, token_key: str, audit: AuditEntry | None = None) -> None:
+        """Store a partition's start command, with the key that signs its workers' tokens, and the command's number.
+
+        ``audit``: entry of the audit log, which is stored in the same transaction.
+        """
         with self._writing() as db:
             db.execute(
                 "insert into partitions (job, start, attempt, publish, worker_port, exchange_port, token_key, stopped)"
@@ -101,6 +119,8 @@ class AgentStore(AgentDatabase):
                 " on conflict (job) do update set start = excluded.start, stopped = 0",
                 (job, start, token_key),
             )
+            if audit is not None:
+                _append_audit(db, audit)
             _move_cursor(db, seq)
 
     def took_peers(self, seq: int, job: str, peers: bytes) -> None:
@@ -177,6 +197,10 @@ class AgentStore(AgentDatabase):
         """Return a job's partition; None if there is none."""
         rows = self._partition_rows("where job = ?", job)
         return rows[0] if rows else None
+
+    def is_open(self, job: str) -> bool:
+        """Whether a job has a partition that is not stopped."""
+        return bool(self._rows("select 1 from partitions where job = ? and stopped = 0", job))
 
     def open_partitions(self) -> list[PartitionRow]:
         """Return the partitions that are not stopped, in the order of their start commands."""
@@ -288,6 +312,42 @@ class AgentStore(AgentDatabase):
         """Return the bytes of all reports that are not acknowledged."""
         return int(str(self._rows("select coalesce(sum(length(message)), 0) from reports")[0][0]))
 
+    # Audit log
+
+    def add_audit(self, *entries: AuditEntry, unless: Sequence[str] = (), now: bool = False) -> None:
+        """Append entries to the audit log, in one transaction.
+
+        ``unless``: marks, with any of which an entry of the same kind, job and epoch makes a new one superfluous.
+        ``now``: for what has not happened yet; else it is stored once a full disk has space again.
+
+        Raises ``GeofedError("DISK_FULL")`` with ``now``.
+        """
+
+        def write(db: sqlite3.Connection) -> None:
+            for entry in entries:
+                if not _is_audited(db, entry, unless):
+                    _append_audit(db, entry)
+
+        if not now:
+            self._write_or_defer(write)
+            return
+        with self._writing() as db:
+            write(db)
+
+    def last_audit(self) -> tuple[int, str] | None:
+        """Return the number and the hash of the audit log's last entry; None: it is empty."""
+        rows = self._rows("select seq, hash from audit order by seq desc limit 1")
+        return (int(str(rows[0][0])), str(rows[0][1])) if rows else None
+
+    def last_of(self, job: str, *kinds: str, epoch: int | None = None) -> tuple[int, str] | None:
+        """Return number and mark of the last entry of a job that is of these kinds. ``epoch`` None: of any one."""
+        where = f"job = ? and kind in ({', '.join('?' * len(kinds))})"
+        values: list[object] = [job, *kinds]
+        if epoch is not None:
+            where, values = f"{where} and epoch = ?", [*values, epoch]
+        rows = self._rows(f"select seq, mark from audit where {where} order by seq desc limit 1", *values)
+        return (int(str(rows[0][0])), str(rows[0][1])) if rows else None
+
     # Messages set aside
 
     def set_report_aside(self, seq: int, reason: str, substitute: bytes) -> None:
@@ -365,6 +425,20 @@ def _add(db: sqlite3.Connection, job: str, amounts: dict[str, float]) -> None:
             "insert into meters values (?, ?, ?) on conflict (job, name) do update set value = value + excluded.value",
             (job, name, amount),
         )
+
+
+def _is_audited(db: sqlite3.Connection, entry: AuditEntry, marks: Sequence[str]) -> bool:
+    places = ", ".join("?" * len(marks))
+    query = f"select 1 from audit where job = ? and kind = ? and epoch = ? and mark in ({places}) limit 1"
+    return bool(marks) and db.execute(query, (entry.job, entry.kind, entry.epoch, *marks)).fetchone() is not None
+
+
+def _append_audit(db: sqlite3.Connection, entry: AuditEntry) -> None:
+    rows = db.execute("select seq, hash from audit order by seq desc limit 1").fetchall()
+    seq, before = rows[0] if rows else (0, GENESIS)
+    text = entry_text(seq + 1, bounded_facts(entry.facts))
+    values = (seq + 1, entry.kind, entry.job, entry.epoch, entry.mark, text, hash_of(before, text))
+    db.execute("insert into audit (seq, kind, job, epoch, mark, text, hash) values (?, ?, ?, ?, ?, ?, ?)", values)
 
 
 def _set_aside(db: sqlite3.Connection, kind: str, seq: int, reason: str, message: bytes) -> None:

@@ -28,11 +28,11 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from geofed_pb.bounds import clean
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
-from geofed_pb.requirements import LONGEST_FILE, parse_requirements
+from geofed_pb.files.durable import write_durably
 from geofed_pb.storage import used_bytes
 from geofed_pb.tasks import awaited
+from geofed_pb.user_code.requirements import LONGEST_FILE, parse_requirements
 from region_agent.config import RegionConfig, TaskPackagesConfig
 
 __all__ = ["FOLDER", "Environments", "check_packages"]

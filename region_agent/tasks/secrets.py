@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.task_secrets import FILES_VARIABLE, OWN_PREFIX, VARIABLES_VARIABLE
+from geofed_pb.user_code.secrets import FILES_VARIABLE, OWN_PREFIX, VARIABLES_VARIABLE
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient

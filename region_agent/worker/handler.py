@@ -24,16 +24,17 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import keep_freed_memory
-from geofed_pb.task_secrets import set_secret_variables
+from geofed_pb.user_code.modules import drop_task_modules
+from geofed_pb.user_code.secrets import set_secret_variables
 from region_agent.worker.clients.model import ClientsModel
 from region_agent.worker.data.index import BlockIndex, index_key
 from region_agent.worker.data.scratch import scratch_folder
 from region_agent.worker.data.shard import fetch_split, joined
 from region_agent.worker.data.spec import Stream
 from region_agent.worker.data.streamed import Rows, Streamed
+from region_agent.worker.evaluation import load_evaluated
 from region_agent.worker.invocation import Invocation, Outcome, ShardFile, read_invocation
 from region_agent.worker.loop import WorkerLoop
-from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import probe, profile
 from region_agent.worker.task import TaskModule, load_task, task_fault, unpack
@@ -181,6 +182,7 @@ def _task_and_data(
     made_of = [invocation.job, invocation.bundle_key, invocation.module, invocation.config, files, invocation.seed]
     made_of += [{split: one.model_dump() for split, one in invocation.streams.items()}] if invocation.streams else []
     made_of += [invocation.env] if invocation.env else []
+    made_of += ["evaluates only"] if invocation.evaluates_only else []
     made_of += [invocation.packages] if invocation.packages else []
     mark = json.dumps(made_of, sort_keys=True)
     if _loaded is None or _loaded.mark != mark or (keep and _loaded.data is None):
@@ -248,7 +250,9 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
         if invocation.packages and invocation.packages not in sys.path:
             # After all that the workers have; a function serves one job, so it stays there.
             sys.path.append(invocation.packages)
-        task = load_task(folder, invocation.module, dict(invocation.config))
+        task = (load_evaluated if invocation.evaluates_only else load_task)(
+            folder, invocation.module, dict(invocation.config)
+        )
         data: dict[str, Any] = {}
         # The training split first, whatever the order in the region's file.
         for split in sorted(invocation.splits, key=lambda name: (name != "train", name)):

@@ -166,6 +166,8 @@ class Invocation(BaseModel):
     """None: the optimiser's learning rate is not changed."""
     clip_norm: float = Field(default=0.0, ge=0)
     """Largest norm of a step's merged gradient; 0: any."""
+    evaluates_only: bool = False
+    """Whether nothing is trained: the job's step leaves the model as it is."""
     precision: Precision = "fp32"
     """Precision of the passes, by autocast; parameters keep their types."""
     local: tuple[str, ...] = ()

@@ -23,7 +23,7 @@ import numpy as np
 from geofed_pb.bounds import bounded_metrics
 from geofed_pb.errors import GeofedError
 from geofed_pb.linux import request_low_latency
-from geofed_pb.recording import Recorder, Sums, recording
+from geofed_pb.user_code.recording import Recorder, Sums, recording
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import PsClient, SliceOver
@@ -34,6 +34,7 @@ from region_agent.worker.training.usage import UsageMeter
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
+from sync.histograms import Histogram, bounded, to_messages
 from sync.layout import Vector
 from sync.tree import dump_tree, load_tree
 from sync.wan import overlapped_steps
@@ -353,6 +354,8 @@ class WorkerLoop:
             samples=sums.samples,
             loss=sums.loss,
             compute_seconds=sums.compute_seconds,
+            merge_seconds=sums.merge_seconds,
+            evaluate_seconds=sums.evaluate_seconds,
             logged=_logged(self._recorder.up_to(sequence)),
             usage=self._usage.of_round(),
         )
@@ -382,6 +385,7 @@ class WorkerLoop:
         duration = time.monotonic() - begun
         if not self._trainer.in_stages:
             # A stage spends the rest of a step mostly on waiting for other stages, not on merging.
+            self._round.merge_seconds += max(0.0, duration - seconds)
             self._merge_seconds += max(0.0, duration - seconds)
         if self._steady:
             self._steady_seconds.append(duration)
@@ -405,22 +409,27 @@ class WorkerLoop:
     def _evaluate(self, server: PsClient) -> None:
         """Evaluate the model and report the metrics, or the error: a failed evaluation does not fail the job."""
         self._steady, self._recorder.round = False, self._completed
-        samples, metrics, message = 0, dict[str, float](), ""
+        samples, metrics, histograms = 0, dict[str, float](), dict[str, Histogram]()
+        message, begun = "", time.monotonic()
         try:
             with self._counted_try() as tries:
                 samples, found = self._trainer.evaluate(self._completed, tries)
-            metrics, message = bounded_metrics(found)
+            metrics, message = bounded_metrics({n: v for n, v in found.items() if not isinstance(v, Histogram)})
+            histograms, dropped = bounded({n: v for n, v in found.items() if isinstance(v, Histogram)})
+            message = message or dropped
         except (GeofedError, MemoryError) as error:
             code = error.code if isinstance(error, GeofedError) else "FUNCTION_OUT_OF_MEMORY"
             if code not in _EVALUATION_FAILURES or not self._trainer.evaluation_may_fail:
                 raise
             message = error.message if isinstance(error, GeofedError) else "the evaluation ran out of memory"
+        self._round.evaluate_seconds += time.monotonic() - begun
         request = worker_pb2.EvaluatedRequest(
             round=self._completed,
             samples=samples,
             metrics=metrics,
             error=message,
             logged=_logged(self._recorder.up_to(self._completed)),
+            histograms=to_messages(histograms),
         )
         server.evaluated(request)
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.spec import Stream
-from region_agent.worker.invocation import Precision, ShardFile
+from region_agent.worker.invocation import ClientRounds, Precision, ShardFile
 
 __all__ = [
     "LayerNumbers",
@@ -56,10 +56,14 @@ class ProfileCall(_Body):
     """Largest number of samples in one forward pass of a step; 0: no limit."""
     local: tuple[str, ...] = ()
     """Patterns of the names of tensors that stay in the region."""
+    evaluates_only: bool = False
+    """Whether the job trains nothing."""
     precision: Precision = "fp32"
     """Precision of the passes, as in `Invocation`."""
     evaluation_batch: int = Field(default=0, ge=0)
     """Samples in one forward pass of an evaluation; 0: as in a step."""
+    clients: ClientRounds | None = None
+    """How the region's clients train; None: its samples belong to no clients."""
     seed: int
     limit_seconds: float = Field(gt=0)
     """Time after which only measurements that every profile needs are begun."""
@@ -71,7 +75,8 @@ class ProfileCall(_Body):
 
 
 class StepNumbers(_Body):
-    """Forward and backward pass of one batch."""
+    """Forward and backward pass of one batch. Of a job with clients: of a round of them, in local steps of that batch,
+    the share of so many samples, the optimiser's steps and the mean included."""
 
     batch: int
     seconds: float
@@ -113,7 +118,8 @@ class Profiled(_Body):
     parameters: int = 0
     model_bytes: int = 0
     held_bytes: int = 0
-    """Size of all tensors of the model, also of those that are not trained, and of the gradients."""
+    """Size of all tensors of the model, also of those that are not trained, of the gradients, and of the vectors that
+    rounds of clients take."""
     batch_norms: tuple[str, ...] = ()
     """Names of the first layers with running statistics of batches, `MOST_BATCH_NORMS` at most."""
     samples: int = 0
@@ -125,7 +131,7 @@ class Profiled(_Body):
     steps: tuple[StepNumbers, ...] = ()
     """Steps by batch. Those of measure "pace" include the optimiser's step, and have no peak memory."""
     update_seconds: float = 0.0
-    """Duration of the optimiser's step."""
+    """Duration of the optimiser's step; 0 with clients, whose steps are part of `steps`."""
     norms: tuple[NormNumbers, ...] = ()
     evaluation_peak_mb: float = 0.0
     """Largest memory of the process while it evaluated one batch; 0: unknown, or there is no test split."""

@@ -18,7 +18,10 @@ import torch
 
 from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
+from region_agent.worker.clients.local import LocalTraining, held_bytes
+from region_agent.worker.clients.sampling import Clients
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
+from region_agent.worker.invocation import ClientRounds
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.passes import accumulate
@@ -33,6 +36,8 @@ __all__ = ["probe", "profile"]
 
 _REPEATS = 5
 """Steps measured for each batch; the first one is not counted."""
+_CLIENTS_SHARE = 8
+"""Part of the time left, as a divisor, for the clients of one batch; the noise scale takes most of the rest."""
 _MAX_PACE_STEPS = 200
 """Most steps of one batch in measure "pace"; more would not make the result of a quick task better."""
 _JOB_BATCH_SHARE = 0.7
@@ -66,6 +71,8 @@ class _Bench:
     task: TaskModule
     module: torch.nn.Module
     flat: FlatModel
+    merged: FlatModel
+    """With what stays in the region."""
     optimizer: torch.optim.Optimizer
     data: Any
     device: torch.device
@@ -106,12 +113,14 @@ def probe(call: ProfileCall, task: TaskModule) -> Profiled:
             layout_of(module, frozen, local) if module is shell else FlatModel(module, base=frozen, local=local).layout
         )
         size = 4 * made.size
+        # The region's workers merge what stays in the region, too.
+        rounds = held_bytes(layout_of(module, frozen) if local else made) if call.clients is not None else 0
     seconds = time.monotonic() - begun
     return Profiled(
         status="done",
         parameters=_parameters(module),
         model_bytes=size,
-        held_bytes=_held_bytes(module),
+        held_bytes=_held_bytes(module) + rounds,
         batch_norms=_batch_norms(module),
         loaded_seconds=seconds,
     )
@@ -149,7 +158,8 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     if not len(data["train"]):
         raise GeofedError("SHARD_UNREADABLE", "the training split is empty")
     checked = time.monotonic()
-    layers = _layers_if_too_large(call, task)
+    # Clients train the whole model, however large.
+    layers = _layers_if_too_large(call, task) if call.clients is None else None
     # A worker of a job does not make this check, so its time is not part of loading.
     begun += time.monotonic() - checked
     if layers is not None:
@@ -166,14 +176,18 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     optimizer = task.optimizer(module.parameters())
     # A schedule that cannot be created is found before the plan, too.
     task.schedule(module.parameters())
-    bench = _Bench(call, task, module, flat, optimizer, data["train"], where, begun + call.limit_seconds)
+    merged = flat
+    if call.clients is not None and local:
+        merged = FlatModel(module, base=frozen_parameters(module), calling=task.calling)
+    bench = _Bench(call, task, module, flat, merged, optimizer, data["train"], where, begun + call.limit_seconds)
     loaded = time.monotonic() - begun
     if call.measure == "pace":
         return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=tuple(_pace(bench)))
     steps = list(_steps(bench)) if call.measure == "all" else []
-    update = _update_seconds(bench) if call.measure == "all" else 0.0
+    update = _update_seconds(bench) if call.measure == "all" and call.clients is None else 0.0
     norms = list(_norms(bench, steps[0])) if call.measure == "all" else []
-    measured, note = _layers(bench) if call.measure == "all" else ((), "")
+    whole = call.measure != "all" or call.clients is not None
+    measured, note = ((), "") if whole else _layers(bench)
     return Profiled(
         status="done",
         parameters=_parameters(module),
@@ -217,6 +231,8 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
 
     At least one step is made, a second one unless the first took very long; with several the first one is not counted.
     """
+    if bench.call.clients is not None:
+        return StepNumbers(batch=size, seconds=_client_seconds(bench, bench.call.clients, size, until), peak_mb=0.0)
     durations: list[float] = []
 
     def more() -> bool:
@@ -232,6 +248,37 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
         finish(bench.device)
         durations.append(time.monotonic() - begun)
     return StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=0.0)
+
+
+def _client_seconds(bench: _Bench, rounds: ClientRounds, size: int, until: float) -> float:
+    """Measure a round of clients, in local steps of a batch: as many of the first round's clients as a time allows
+    (monotonic seconds), one local step at least. Returns the share of so many samples in the round's seconds.
+
+    Raises ``GeofedError("TASK_INVALID")`` if all of their samples are None.
+    """
+    call, task = bench.call, bench.task
+    with task.calling("dataset"):
+        clients = Clients(bench.data, call.seed, call.region, rounds.model_copy(update={"batch": size}), task.collate)
+    drawn = clients.drawn(1)
+    # In any order, as those whose samples come first may be larger than others. The first client is trained twice, as
+    # its first time is not counted: what a process has not done before takes longer.
+    order = np.random.default_rng(call.seed).permutation(drawn).tolist()
+    with task.calling("the model's train()"):
+        bench.module.train()
+    local = LocalTraining(
+        task, bench.module, bench.merged, clients, seed=call.seed, region=call.region, at_once=call.at_once,
+        where=bench.device,
+    )  # fmt: skip
+    begun = time.monotonic()
+    trained = local.round(1, [order[0], *order], until)
+    around = time.monotonic() - begun - sum(trained.seconds)
+    bench.optimizer.zero_grad(set_to_none=True)
+    if not trained.samples:
+        raise GeofedError("TASK_INVALID", "all samples that dataset gives for a round of clients are None")
+    counted = slice(1, None) if any(trained.each[1:]) else slice(None)
+    # Begin and end of a round are the same for few clients and for many.
+    seconds = statistics.fmean(trained.seconds[counted]) + around / len(drawn)
+    return seconds * size / statistics.fmean(trained.each[counted])
 
 
 def _layers_if_too_large(call: ProfileCall, task: TaskModule) -> Layers | None:
@@ -299,6 +346,11 @@ def _steps(bench: _Bench) -> Iterator[StepNumbers]:
         if time.monotonic() > bench.ends and size > wanted:
             return
         _reset_peak()
+        if bench.call.clients is not None:
+            until = time.monotonic() + max(0.0, bench.ends - time.monotonic()) / _CLIENTS_SHARE
+            seconds = _client_seconds(bench, bench.call.clients, size, until)
+            yield StepNumbers(batch=size, seconds=seconds, peak_mb=_peak_mb())
+            continue
         durations = []
         for repeat in range(_REPEATS):
             seed_all(bench.call.seed, size, repeat)

@@ -25,9 +25,11 @@ from torch.utils.data import IterableDataset
 
 from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
+from geofed_pb.user_code.modules import import_task
 from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import Precision
-from region_agent.worker.modules import import_task
+from region_agent.worker.measures import measure
+from sync.histograms import Histogram
 from sync.pipeline import Layers, Taken
 
 __all__ = ["TaskModule", "load_task", "task_errors", "task_fault", "unpack"]
@@ -38,6 +40,8 @@ _MAX_BUNDLE_BYTES = 64 << 20
 """Largest size of an unpacked task folder."""
 _FUNCTIONS = ("model", "layers", "dataset", "loss", "metrics", "optimizer", "collate", "schedule", "on_round")
 """Functions of a task module."""
+_NEEDED = ("model", "loss")
+"""Functions that a task module that trains must define."""
 _MOST_READ = 50_000_000
 """Most samples of an iterable dataset, so that an endless one is reported instead of filling the memory for ever."""
 _AHEAD, _MOST_AHEAD = 2, 64
@@ -65,7 +69,8 @@ class TaskModule:
 
     folder: Path
     config: dict[str, Any]
-    _functions: Mapping[str, Callable[..., Any]]
+    functions: Mapping[str, Callable[..., Any]]
+    """Those that the task module defines, by name."""
     precision: Precision = "fp32"
     """Precision in which losses and metrics are computed."""
     ahead: Any = _AHEAD
@@ -83,12 +88,12 @@ class TaskModule:
         Of a task that declares layers it is made of these, with values that depend only on ``seed``. Otherwise the
         values are drawn from torch's random generators.
         """
-        if "model" not in self._functions:
+        if "model" not in self.functions:
             layers = self.layers(seed)
             with self.calling("layers"):
                 return layers.stage(0, len(layers) - 1)
         with self.calling("model"):
-            module = self._functions["model"](dict(self.config))
+            module = self.functions["model"](dict(self.config))
         if not isinstance(module, torch.nn.Module):
             raise GeofedError("TASK_INVALID", f"model(config) returned {type(module).__name__}, not a torch.nn.Module")
         return module
@@ -98,11 +103,11 @@ class TaskModule:
 
         Raises ``GeofedError("TASK_INVALID")`` if the model is not a chain of layers.
         """
-        if "layers" not in self._functions:
+        if "layers" not in self.functions:
             with self.calling("model"):
-                return Layers.of(lambda: self._functions["model"](dict(self.config)), seed)
+                return Layers.of(lambda: self.functions["model"](dict(self.config)), seed)
         with self.calling("layers"):
-            return Layers.declared(self._functions["layers"](dict(self.config)), seed)
+            return Layers.declared(self.functions["layers"](dict(self.config)), seed)
 
     def streamed(self, rows: Rows, split: str) -> Streamed:
         """Return data that geofed reads itself, with what the task's `dataset` makes of its rows, if it defines one.
@@ -111,7 +116,7 @@ class TaskModule:
         """
         if self.tokenizer is not None:
             rows.use_tokenizer(self._tokenizer_file())
-        items = self.dataset(rows, split) if "dataset" in self._functions else rows
+        items = self.dataset(rows, split) if "dataset" in self.functions else rows
         if len(items) != len(rows):
             text = f"dataset(...) returned {len(items):,} samples for {len(rows):,} rows"
             hint = "of data with a format, item i of what dataset returns must be made of row i; leave out by None"
@@ -140,11 +145,11 @@ class TaskModule:
 
         An ``IterableDataset`` is read to its end, and its samples are kept.
         """
-        if "dataset" not in self._functions:
+        if "dataset" not in self.functions:
             text = "the task does not define dataset(uri, split, config), and the region states no format of its data"
             raise GeofedError("TASK_INVALID", text, hint="docs/data.md says which formats need no such function")
         with self.calling("dataset"):
-            data = self._functions["dataset"](path, split, dict(self.config))
+            data = self.functions["dataset"](path, split, dict(self.config))
             if isinstance(data, IterableDataset):
                 data = _read_out(data)
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
@@ -156,20 +161,20 @@ class TaskModule:
     @property
     def collate(self) -> Callable[[list[Any]], Any] | None:
         """The task's `collate`; None: that of ``DataLoader``."""
-        if "collate" not in self._functions:
+        if "collate" not in self.functions:
             return None
 
         def collated(samples: list[Any]) -> Any:
             with self.calling("collate"):
-                return self._functions["collate"](samples)
+                return self.functions["collate"](samples)
 
         return collated
 
     def on_round(self, module: torch.nn.Module, completed: int) -> None:
         """Call the task's `on_round`, if it defines one, with the model and the number of completed rounds."""
-        if "on_round" in self._functions:
+        if "on_round" in self.functions:
             with self.calling("on_round"), torch.no_grad():
-                self._functions["on_round"](module, completed)
+                self.functions["on_round"](module, completed)
 
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Call the task's `loss`; returns a tensor of one element: of several losses the one that is minimised.
@@ -185,7 +190,7 @@ class TaskModule:
         Raises ``GeofedError("TASK_INVALID")``.
         """
         with self.calling("loss"), self._autocast():
-            value = self._functions["loss"](module, batch)
+            value = self.functions["loss"](module, batch)
         named = {str(name): one for name, one in value.items()} if isinstance(value, Mapping) else {"loss": value}
         for name, one in named.items() or [("", value)]:
             if not isinstance(one, torch.Tensor) or one.numel() != 1:
@@ -202,14 +207,14 @@ class TaskModule:
 
         Raises ``GeofedError("TASK_INVALID")``.
         """
-        if "optimizer" not in self._functions:
+        if "optimizer" not in self.functions:
             rate = self.config.get("lr", _DEFAULT_LEARNING_RATE)
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate >= 0:
                 text = f"task.config.lr is {rate!r}, not a learning rate"
                 raise GeofedError("TASK_INVALID", text, hint="state a number, or define optimizer(parameters, config)")
             return torch.optim.SGD(parameters, lr=rate)
         with self.calling("optimizer"):
-            made = self._functions["optimizer"](parameters, dict(self.config))
+            made = self.functions["optimizer"](parameters, dict(self.config))
         if not isinstance(made, torch.optim.Optimizer):
             raise GeofedError("TASK_INVALID", "optimizer(parameters, config) must return a torch.optim.Optimizer")
         return made
@@ -219,12 +224,12 @@ class TaskModule:
 
         Its optimiser is one over parameters like these without values. Raises ``GeofedError("TASK_INVALID")``.
         """
-        if "schedule" not in self._functions:
+        if "schedule" not in self.functions:
             return None
         like = [torch.nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad) for one in parameters]
         optimizer = self.optimizer(iter(like))
         with self.calling("schedule"):
-            made = self._functions["schedule"](optimizer, dict(self.config))
+            made = self.functions["schedule"](optimizer, dict(self.config))
         if not isinstance(made, LRScheduler) or isinstance(made, ReduceLROnPlateau):
             text = (
                 f"schedule(optimizer, config) returned {_kind_of(made)}, not a scheduler whose rate depends on the step"
@@ -233,12 +238,14 @@ class TaskModule:
             raise GeofedError("TASK_INVALID", text, hint=hint)
         return made
 
-    def metrics(self, module: torch.nn.Module, batches: Iterable[Any], sizes: Sequence[int] = ()) -> dict[str, float]:
-        """Return the metrics of a part of the test data, each a mean over its samples.
+    def metrics(
+        self, module: torch.nn.Module, batches: Iterable[Any], sizes: Sequence[int] = ()
+    ) -> dict[str, float | Histogram]:
+        """Return the metrics of a part of the test data, each a mean over its samples, or a histogram of them.
 
         ``sizes``: samples of each batch; empty: all batches have the same size.
         """
-        if "metrics" not in self._functions:
+        if "metrics" not in self.functions:
             losses = [{name: float(one) for name, one in self.losses(module, batch).items()} for batch in batches]
             weights = [size for size in sizes if size][: len(losses)] or [1] * len(losses)
             return {
@@ -246,7 +253,8 @@ class TaskModule:
                 for name in (losses[0] if losses else ())
             }
         with self.calling("metrics"), self._autocast():
-            return {str(name): float(value) for name, value in self._functions["metrics"](module, batches).items()}
+            found = self.functions["metrics"](module, batches)
+            return {str(name): measure(str(name), value) for name, value in found.items()}
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = _TYPES[self.precision]
@@ -304,11 +312,19 @@ def _extract(archive: tarfile.TarFile, into: Path) -> None:
             path.write_bytes(content.read())
 
 
-def load_task(folder: Path, module: str, config: dict[str, Any]) -> TaskModule:
+def load_task(
+    folder: Path,
+    module: str,
+    config: dict[str, Any],
+    made: type[TaskModule] = TaskModule,
+    needs: Sequence[str] = _NEEDED,
+) -> TaskModule:
     """Import a task module; it replaces the task that is loaded in this process.
 
+    ``made``: what is made of it. ``needs``: functions that it must define; `layers` does for `model`.
+
     The folder becomes the working directory. The task's own imports find files in it, and next to the module, before
-    anything else; other code's imports never do (`region_agent.worker.modules`). Raises
+    anything else; other code's imports never do (`geofed_pb.user_code.modules`). Raises
     ``GeofedError("TASK_INVALID")`` if the module is missing or incomplete, "TASK_FAILED" if it raises.
     """
     path = folder / module
@@ -319,12 +335,10 @@ def load_task(folder: Path, module: str, config: dict[str, Any]) -> TaskModule:
         loaded = import_task(folder, module)
     functions = {name: function for name in _FUNCTIONS if callable(function := getattr(loaded, name, None))}
     # Whether dataset is needed depends on the region's data.
-    missing = [name for name in ("loss",) if name not in functions]
-    if "model" not in functions and "layers" not in functions:
-        missing.insert(0, "model")
+    missing = [name for name in needs if name not in functions and not (name == "model" and "layers" in functions)]
     if missing:
         raise GeofedError("TASK_INVALID", f"{module} does not define {', '.join(missing)}")
-    return TaskModule(
+    return made(
         folder,
         config,
         functions,

@@ -17,8 +17,8 @@ import structlog
 import uvicorn
 
 from geofed_pb import linux
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import Exit, GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.logs import LOG_FORMATS, configure_logs
 from region_agent.gateway.embedded.app import create_app
 from region_agent.gateway.embedded.config import PROFILES, Config, load

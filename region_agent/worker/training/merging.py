@@ -32,8 +32,8 @@ from sync.collective import (
     collective_named,
 )
 from sync.flat import FlatModel
-from sync.gradients import GradientMerge
 from sync.merging import MeanCollective, Member, open_collective
+from sync.merging.gradients import GradientMerge
 from sync.store import fence_key
 
 __all__ = ["Fenced", "Merging", "PeerTimeout", "group_settings", "merging_for"]

@@ -16,16 +16,18 @@ class ProximalTerm:
     """Adds the gradient of mu / 2 * |w - w_round|^2 to the gradients of the trained parameters."""
 
     def __init__(self, flat: FlatModel, mu: float) -> None:
-        self._flat, self._mu = flat, mu
+        self.flat, self._mu = flat, mu
         self._anchors: list[torch.Tensor] = []
 
-    def begin_round(self, model: Vector) -> None:
-        """Set w_round, the model with which the round began, shape (flat.layout.size,)."""
-        parameters = self._flat.parameters()
+    def begin_round(self, model: Vector, *, lasting: bool = False) -> None:
+        """Set w_round, the model with which the round began, shape (flat.layout.size,). ``lasting``: the vector stays
+        as it is during the round, so that no copy of it is needed."""
+        parameters = self.flat.parameters()
         self._anchors = []
-        for parameter, (slot, at) in zip(parameters, self._flat.layout.places(), strict=False):
-            # A copy: the vector may be in the channel's memory, which is freed in the next round.
-            value = torch.from_numpy(np.array(model[at], np.float32)).reshape(slot.shape)
+        for parameter, (slot, at) in zip(parameters, self.flat.layout.places(), strict=False):
+            # A copy, where the vector may be in the channel's memory, which is freed in the next round.
+            own = model[at] if lasting else np.array(model[at], np.float32)
+            value = torch.from_numpy(own).reshape(slot.shape)
             self._anchors.append(value.to(parameter.device, parameter.dtype))
 
     def add(self) -> None:
@@ -34,10 +36,10 @@ class ProximalTerm:
         Raises ``GeofedError("TASK_INVALID")`` for a sparse gradient.
         """
         with torch.no_grad():
-            for parameter, anchor in zip(self._flat.parameters(), self._anchors, strict=True):
+            for parameter, anchor in zip(self.flat.parameters(), self._anchors, strict=True):
                 if parameter.grad is None:
                     continue
                 if parameter.grad.layout != torch.strided:
-                    text = "`wan.policy: fedprox` needs dense gradients"
+                    text = "`advanced.wan.policy: fedprox` needs dense gradients"
                     raise GeofedError("TASK_INVALID", text, hint="make embeddings with sparse=False")
                 parameter.grad.add_(parameter - anchor, alpha=self._mu)

@@ -23,6 +23,9 @@ class RoundSums:
     loss_sum: float = 0.0
     """Sum of loss times samples."""
     compute_seconds: float = 0.0
+    merge_seconds: float = 0.0
+    """Time of the steps beyond their compute."""
+    evaluate_seconds: float = 0.0
 
     def rescale(self, factor: float) -> None:
         """Multiply the sums, as after a change of the worker's share of each step's samples by ``factor``."""
@@ -40,10 +43,11 @@ class RoundSums:
     @classmethod
     def of(cls, facts: Mapping[str, float], prefix: str = "") -> RoundSums:
         """Restore the sums from the result of `facts`."""
-        return cls(*(facts[f"{prefix}{name}"] for name in _NAMES))
+        # States that older versions have stored lack the last ones.
+        return cls(*(facts.get(f"{prefix}{name}", 0.0) for name in _NAMES))
 
 
-_NAMES = ("samples", "loss_sum", "compute_seconds")
+_NAMES = ("samples", "loss_sum", "compute_seconds", "merge_seconds", "evaluate_seconds")
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from geofed_pb.bounds import MOST_METRICS
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, share_of
 from region_agent.worker.invocation import Invocation
+from region_agent.worker.measures import numbers
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.learning_rate import LearningRateSchedule
@@ -228,7 +228,7 @@ class ModelStage:
         """Whether this is the last stage, for whose evaluation no other stage waits."""
         return self._runner.is_last
 
-    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
+    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, Mapping[str, float]]:
         """Run this stage's part of an evaluation; returns samples, 0 except in the last stage, and metrics.
 
         A result for `sequence` is returned again.
@@ -246,7 +246,10 @@ class ModelStage:
                 with self._task.calling("dataset"):
                     sizes, batches = evaluation_batches(self._data["test"], replica, degree, batch, self._task.collate)
             moved = (move(batch, self._device) for batch in batches)
-            measure = partial(self._task.metrics, sizes=sizes)
+
+            def measure(module: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
+                return numbers(self._task.metrics(module, batches, sizes))
+
             metrics = self._runner.evaluate(f"e{sequence}", moved, len(sizes), measure)
             # One more than the limit, so that the loop can report that metrics were dropped.
             kept = dict(itertools.islice(metrics.items(), MOST_METRICS + 1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.device import device, finish
 from sync.flat import FlatModel
+from sync.histograms import Histogram
 from sync.layout import LOCAL, Layout, Vector
 from sync.local import local_names
 from sync.seeding import reseed, seed_all
@@ -89,7 +91,7 @@ class Trainer(Protocol):
     def evaluation_may_fail(self) -> bool:
         """Whether this worker's evaluation may fail without the others, which do not wait for it."""
 
-    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
+    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, Mapping[str, float | Histogram]]:
         """Evaluate this worker's part of the test data after a round; returns its samples and the metrics.
 
         ``tries``: how often this worker was killed in this evaluation before.
@@ -298,7 +300,7 @@ class WholeModel:
     def drain(self) -> None:
         """Do nothing: no message is sent in the background."""
 
-    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, dict[str, float]]:
+    def evaluate(self, sequence: int, tries: int = 0) -> tuple[int, Mapping[str, float | Histogram]]:
         """Evaluate this worker's part of the test data, in smaller batches the more `tries` have failed; returns its
         samples and metrics."""
         if "test" not in self._data:

@@ -1,0 +1,92 @@
+"""Sections of the region file about data: datasets and object stores."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from region_agent.config._section import Section
+from region_agent.config._types import RegionName
+from region_agent.worker.data.formats import check_format
+from region_agent.worker.data.spec import FormatSpec
+
+
+class SplitConfig(Section):
+    """One split of a shard."""
+
+    uri: str
+    """Address of the data: a path, `file://`, or `s3://bucket/key`. One that ends with `/` is a folder."""
+    samples: Annotated[int, Field(ge=0)] | None = None
+    """Length of the task's dataset of this split; required unless the dataset has a `format`, whose samples are
+    counted."""
+    clients: Annotated[int, Field(ge=1)] | None = None
+    """Number of clients whose samples the split has, for jobs with `clients` (docs/clients.md). Where the `format` has
+    `clients`, they are counted."""
+
+    @field_validator("uri")
+    @classmethod
+    def _check_uri(cls, value: str) -> str:
+        scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", value)
+        if scheme and scheme[1] not in ("s3", "file"):
+            raise ValueError(f"{scheme[0]} is not supported; use s3:// for COS and others, with an entry in `stores`")
+        if scheme and scheme[1] == "s3" and not re.fullmatch(r"s3://[^/]+/.*", value, re.DOTALL):
+            raise ValueError("write it like s3://bucket/key, or s3://bucket/folder/")
+        return value
+
+
+class PrivacyBudget(Section):
+    """How much of a shard may be told by what is trained on it (docs/privacy.md)."""
+
+    epsilon: Annotated[float, Field(gt=0, le=1000)]
+    """Most that all jobs together may spend, for ever."""
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    """Probability with which epsilon may not hold; less than one by the number of samples."""
+
+
+class DatasetConfig(Section):
+    """A shard that this region holds."""
+
+    residency: Literal["region", "cloud", "anywhere"] | tuple[RegionName, ...] = "region"
+    """Regions that may process the shard. `region`: this one only. `cloud`: all of its cloud. `anywhere`: all. A list:
+    this one and those listed."""
+    store: str = ""
+    """Name of the object store in `stores`, for `s3://` addresses."""
+    format: Annotated[FormatSpec, AfterValidator(check_format)] | None = None
+    """Format of the files, whose samples geofed reads and counts itself (docs/data.md). Default: the task's `dataset`
+    reads them."""
+    splits: dict[str, SplitConfig]
+    """Splits of the shard, by name: `train`, `test` and others that the task's `dataset` knows."""
+    privacy: PrivacyBudget | None = None
+    """Budget of differential privacy of the `train` split. With it the region takes only jobs with
+    `privacy.differential` that keep within it, whatever the control plane says. Default: any job."""
+
+    minimum_count: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
+    """Fewest test samples of which metrics leave the region, and fewest in a bin of a histogram (docs/privacy.md).
+    Default: any number."""
+
+    @model_validator(mode="after")
+    def _stays_here(self) -> DatasetConfig:
+        if self.residency != "region":
+            if self.privacy is not None:
+                raise ValueError("`privacy` requires `residency: region`: another region accounts for none of its data")
+            if self.minimum_count is not None:
+                raise ValueError("`minimumCount` requires `residency: region`: other regions do not keep to it")
+        return self
+
+    @property
+    def counted(self) -> bool:
+        """Whether the samples of all splits are known."""
+        return all(part.samples is not None for part in self.splits.values())
+
+
+class StoreConfig(Section):
+    """An S3-compatible object store; its credentials come from the SDK's credential chain."""
+
+    endpoint_url: str | None = None
+    """Address of the store. Default: the SDK's."""
+    region: str | None = None
+    """Region of the store. Default: the SDK's."""
+    profile: str | None = None
+    """Profile of the SDK's configuration. Default: the SDK's."""
