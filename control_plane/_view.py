@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from geofed_pb.recording import RESERVED
+from control_plane._advanced import as_written
+from geofed_pb.user_code.recording import RESERVED
 
 if TYPE_CHECKING:
     from geofed_pb.v1 import common_pb2, control_pb2
@@ -59,7 +60,7 @@ def job_view(job: control_pb2.Job) -> Data:
         "partitions": [_partition_view(part) for part in job.partitions],
         "shards": [_copy_view(copy) for copy in job.copies],
         "links": [_link_view(link) for link in job.links],
-        "spec": _loaded(job.spec_json),
+        "spec": as_written(_loaded(job.spec_json)) if job.spec_json else None,
         "plan": _loaded(job.plan_json),
         "result": _loaded(job.result_json),
         "error": error,
@@ -201,6 +202,25 @@ def model_text(model: Data) -> str:
     """Format the round and the metrics of a model: round 8 (loss 0.4100), the best."""
     metrics = ", ".join(f"{name} {value:.4f}" for name, value in sorted(model["metrics"].items()))
     return f"round {model['round']}{f' ({metrics})' if metrics else ''}{', the best' if model['best'] else ''}"
+
+
+_SHOWN_CATEGORIES = 5
+"""Categories that a line has room for."""
+
+
+def histogram_text(histogram: Data) -> str:
+    """Format a histogram of a result in a line: 12,304 samples, median 41.2, 90 % between 22.1 and 67.9."""
+    counts = f"{histogram['total']:,} samples"
+    missing = f"; {histogram['withheld']:,} not reported" if histogram["withheld"] else ""
+    if not histogram["edges"]:
+        pairs = list(zip(histogram["categories"], histogram["counts"], strict=True))
+        named = [f"{name} {count:,}" for name, count in pairs[:_SHOWN_CATEGORIES]]
+        more = [f"{len(pairs) - _SHOWN_CATEGORIES:,} more"] if len(pairs) > _SHOWN_CATEGORIES else []
+        return f"{', '.join([counts, *named, *more])}{missing}"
+    at = histogram["quantiles"]
+    if at["0.5"] is None:
+        return f"{counts}{missing}"
+    return f"{counts}, median {at['0.5']:.4g}, 90 % between {at['0.05']:.4g} and {at['0.95']:.4g}{missing}"
 
 
 def region_view(region: control_pb2.Region) -> Data:

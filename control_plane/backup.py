@@ -22,8 +22,8 @@ from typing import IO
 
 from control_plane.service import SILENT_SECONDS
 from control_plane.store import Line, Store, copy_rows, from_line, replace_rows, to_line
-from geofed_pb.durable import flush_folder, write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import flush_folder, write_durably
 
 __all__ = ["Copied", "back_up", "restore"]
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-from geofed_pb.durable import flush_folder
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import flush_folder
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.storage import Found, found, is_nearly_full
 from geofed_pb.v1 import common_pb2
@@ -84,6 +84,7 @@ class BlobStore:
         uploader: str,
         daily_bytes: int | None = None,
         counted: str = "",
+        account: str = "",
     ) -> common_pb2.BlobAck:
         """Receive an upload. Received bytes are kept for its uploader if the stream is interrupted.
 
@@ -91,6 +92,7 @@ class BlobStore:
             limit_bytes: limit of one blob.
             daily_bytes: limit of what the uploader sends of this kind within a day; None: none.
             counted: kind of the blob, each with a limit of its own.
+            account: to whose daily limit it counts; empty: the uploader's.
 
         Raises ``GeofedError``: LIMIT_EXCEEDED; DISK_FULL; FRAME_INVALID for a gap; and, with the partial file dropped,
         FRAME_INVALID for more bytes than announced and DIGEST_MISMATCH.
@@ -105,7 +107,7 @@ class BlobStore:
         async with self._locks.setdefault(partial, asyncio.Lock()):
             if self.size(digest) is None:
                 have = _size(partial) or 0
-                account = f"{uploader} {counted}"
+                account = f"{account or uploader} {counted}"
                 self._check_space(total - have, account, daily_bytes)
                 try:
                     await self._append_all(first, chunks, partial)

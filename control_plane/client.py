@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ import grpc.aio
 
 from geofed_pb.address import addresses_of
 from geofed_pb.errors import OUTAGE, GeofedError
-from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, error_of, with_token
-from geofed_pb.signing import Signer
+from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, clock_of, error_of, with_token
+from geofed_pb.security.signing import Signer
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _Reply = TypeVar("_Reply")
@@ -93,10 +94,12 @@ class ControlClient:
                         control_pb2.VersionRequest(), metadata=self._metadata, timeout=CHOICE.total_seconds()
                     )
             except GeofedError as error:
-                if error.code not in OUTAGE:
+                if error.code in OUTAGE:
+                    failure = error if failure is None or error.code == "STANDBY" else failure
+                    continue
+                # It leads, or it would not look at the token, which a client that signs in does not have.
+                if error.code != "UNAUTHENTICATED":
                     raise
-                failure = error if failure is None or error.code == "STANDBY" else failure
-                continue
             self._chosen = True
             return
         assert failure is not None
@@ -137,6 +140,19 @@ class ControlClient:
     async def version(self) -> control_pb2.VersionReply:
         """Return the server's version and the federation's name."""
         return await self._answer(lambda stub: stub.Version, control_pb2.VersionRequest())
+
+    async def ping(self) -> tuple[float, float | None]:
+        """Measure a request; return its seconds, and those that this machine's clock is ahead of the server's.
+
+        None: an older server, which does not report its clock.
+        """
+        async with self._calling():
+            begun, at = time.monotonic(), time.time()
+            timeout = TIMEOUT.total_seconds()
+            call = self._stub.Version(control_pb2.VersionRequest(), metadata=self._metadata, timeout=timeout)
+            await call
+            seconds, clock = time.monotonic() - begun, clock_of(await call.trailing_metadata())
+        return seconds, None if clock is None else at + seconds / 2 - clock
 
     async def put_bundle(self, content: bytes, digest: str) -> None:
         """Upload a job's code unless it is uploaded already; resume an interrupted upload."""
@@ -311,10 +327,27 @@ class ControlClient:
         request = control_pb2.InviteRequest(region=region, ttl_seconds=int(ttl.total_seconds()))
         return await self._answer(lambda stub: stub.Invite, request)
 
-    async def add_user(self, name: str, promised_workers: int | None = None) -> control_pb2.UserReply:
-        """Create a user; the reply has its token."""
-        request = control_pb2.AddUserRequest(name=name, promised_workers=promised_workers)
-        return await self._answer(lambda stub: stub.AddUser, request)
+    async def add_user(
+        self,
+        name: str,
+        promised_workers: int | None = None,
+        *,
+        role: str = "",
+        token_seconds: float = 0.0,
+        identity: str = "",
+    ) -> control_pb2.UserReply:
+        """Create a user; the reply has its token. ``role``: empty: member. ``token_seconds``: 0: it does not expire.
+        ``identity``: who the user is at the identity provider; then there is no token."""
+        request = control_pb2.AddUserRequest(
+            name=name, promised_workers=promised_workers, role=role, token_seconds=token_seconds, identity=identity
+        )
+        reply: control_pb2.UserReply = await self._answer(lambda stub: stub.AddUser, request)
+        try:
+            _require_understood(reply, role, token_seconds, identity)
+        except GeofedError:
+            await self.remove_user(name)
+            raise
+        return reply
 
     async def change_user(
         self,
@@ -324,12 +357,33 @@ class ControlClient:
         no_quota: bool = False,
         new_token: bool = False,
         new_key: bool = False,
+        role: str = "",
+        token_seconds: float = 0.0,
+        identity: str | None = None,
     ) -> control_pb2.UserReply:
-        """Change a user's quota (None: unchanged) or token; ``new_key``: take the key of the next submission."""
+        """Change a user's quota (None: unchanged), role (empty: unchanged), identity at the identity provider (None:
+        unchanged; empty: none) or token, which expires after ``token_seconds`` (0: never); ``new_key``: take the key
+        of the next submission."""
         request = control_pb2.ChangeUserRequest(
-            name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token, new_key=new_key
-        )
-        return await self._answer(lambda stub: stub.ChangeUser, request)
+            name=name, promised_workers=promised_workers, no_quota=no_quota, new_token=new_token, new_key=new_key,
+            role=role, token_seconds=token_seconds, identity=identity,
+        )  # fmt: skip
+        reply: control_pb2.UserReply = await self._answer(lambda stub: stub.ChangeUser, request)
+        _require_understood(reply, role, token_seconds, identity or "")
+        return reply
+
+    async def sign_in_options(self) -> control_pb2.SignInOptionsReply:
+        """Return the identity provider by which users sign in; needs no token. Raises ``GeofedError("ILLEGAL_STATE")``
+        if there is none."""
+        return await self._answer(lambda stub: stub.SignInOptions, control_pb2.SignInOptionsRequest())
+
+    async def sign_in(self, id_token: str) -> control_pb2.SignInReply:
+        """Exchange an ID token of the identity provider for a token of its user; needs no token."""
+        return await self._answer(lambda stub: stub.SignIn, control_pb2.SignInRequest(id_token=id_token))
+
+    async def sign_out(self) -> None:
+        """Revoke this client's token; only that of a sign-in can be."""
+        await self._answer(lambda stub: stub.SignOut, control_pb2.SignOutRequest())
 
     async def remove_user(self, name: str) -> control_pb2.User:
         """Remove a user."""
@@ -349,7 +403,7 @@ class ControlClient:
                 yield reply.line
 
     async def attestation(self, job: str) -> str:
-        """Return a signed statement of where an ended job's models come from, for `geofed_pb.attestation.opened`."""
+        """Return a signed statement of where an ended job's models come from, for `attestation.opened`."""
         reply: control_pb2.AttestReply = await self._answer(lambda stub: stub.Attest, control_pb2.JobRequest(job=job))
         return reply.envelope
 
@@ -452,3 +506,14 @@ def _mapped() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise error_of(error) from None
+
+
+def _require_understood(reply: control_pb2.UserReply, role: str, token_seconds: float, identity: str) -> None:
+    """Raise ``GeofedError("ILLEGAL_STATE")`` where a control plane has left out what it does not know of a request."""
+    if (role and reply.user.role != role) or (token_seconds and not reply.user.token_expires_at):
+        text = "this control plane is of a version without roles and without tokens that expire"
+        raise GeofedError("ILLEGAL_STATE", text, hint="upgrade it first")
+    if identity.strip() and not reply.user.identity:
+        raise GeofedError(
+            "ILLEGAL_STATE", "this control plane is of a version without sign-ins", hint="upgrade it first"
+        )

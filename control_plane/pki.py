@@ -19,11 +19,10 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.rpc import CONTROL_PLANE_NAME, region_name
 
 CA_LIFE = timedelta(days=3650)
@@ -336,28 +335,6 @@ def not_issued() -> GeofedError:
 def serial_of(certificate: x509.Certificate) -> str:
     """Return a certificate's serial number as stored, in hexadecimal."""
     return f"{certificate.serial_number:x}"
-
-
-def audit_key(folder: Path) -> Ed25519PrivateKey:
-    """Return the key that signs the audit log's heads; create it at the first start.
-
-    Raises ``GeofedError("STATE_INVALID")`` if it cannot be read.
-    """
-    path = folder / "audit.key"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        made = Ed25519PrivateKey.generate()
-        pem = made.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        write_durably(path, [pem], mode=0o600)
-    try:
-        key = serialization.load_pem_private_key(_read(path), None)
-    except (ValueError, TypeError) as error:
-        raise GeofedError("STATE_INVALID", f"{path} is no private key: {error}") from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise GeofedError("STATE_INVALID", f"{path} is no Ed25519 key")
-    return key
 
 
 def new_secret() -> str:

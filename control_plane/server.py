@@ -23,14 +23,10 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from control_plane._address import advertised_host, bound_socket, split_address
-from control_plane._database import locked_database
-from control_plane._standby import WhileLeading, standby_server
-from control_plane._tracker import keep_tracking
-from control_plane._web import Web, serving_routes, standby_routes
 from control_plane.blobs import BlobStore
 from control_plane.dashboard import Dashboard
-from control_plane.pki import REGION_LIFE, Authority, GivenAuthority, audit_key, hash_secret, new_secret, utc_now
+from control_plane.oidc import OidcConfig
+from control_plane.pki import REGION_LIFE, Authority, GivenAuthority, hash_secret, new_secret, utc_now
 from control_plane.service import (
     AGENT_RULES,
     CONTROL_RULES,
@@ -47,18 +43,25 @@ from control_plane.service import (
     Probing,
     Profiling,
     RegionCheck,
+    SignInService,
     Silence,
     StoreThreads,
     Succession,
     Sweeper,
     UserCheck,
 )
+from control_plane.serving._address import advertised_host, bound_socket, split_address
+from control_plane.serving._database import locked_database
+from control_plane.serving._standby import WhileLeading, standby_server
+from control_plane.serving._tracker import keep_tracking
+from control_plane.serving._web import Web, serving_routes, standby_routes
 from control_plane.store import Store, open_store, upgrade_store
-from geofed_pb.access import AccessInterceptor
 from geofed_pb.address import joined
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 from geofed_pb.rpc import reloading_credentials, server_options
+from geofed_pb.security.access import AccessInterceptor
+from geofed_pb.security.signing import load_or_create_key
 from geofed_pb.storage import Keep
 from geofed_pb.tasks import awaited, background, log_only
 from geofed_pb.v1 import agent_pb2_grpc, control_pb2_grpc
@@ -108,6 +111,8 @@ class ServeConfig:
     """Retention rules that differ from the default, by kind."""
     track: tuple[str, ...] = ()
     """Places that the metrics of all jobs are written to (`control_plane.tracking`)."""
+    oidc: OidcConfig | None = None
+    """Identity provider by which users sign in; None: there is none."""
     log_format: str = "text"
     """Of the process that writes them."""
     stop_signals: tuple[signal.Signals, ...] = field(default=(signal.SIGTERM, signal.SIGINT))
@@ -296,7 +301,8 @@ async def _open_state(config: ServeConfig, store: Store, leading: Leading, stack
     store.put_meta(_AUTHORITY, authority.fingerprint)
     certificate, key = authority.server_certificate(_own_names(config), now)
     federation = Federation(store, BlobStore(config.state_dir / "blobs"), time.time, config.lease, name, leading)
-    federation.audit.key = audit_key(config.state_dir / "pki")
+    audit_key = config.state_dir / "pki" / "audit.key"
+    federation.audit.key = load_or_create_key(audit_key, is_new=store.last_audit() is None)
     federation.issues_certificates = authority.issues
     federation.ca_pem = lambda: authority.ca_pem
     stack.push_async_callback(federation.close)
@@ -313,16 +319,18 @@ def _foreign(config: ServeConfig) -> GeofedError:
 async def _listen(config: ServeConfig, state: _State, stack: AsyncExitStack) -> Ports:
     """Bind all ports before serving on any, since replies on one port contain the others."""
     federation, authority = state.federation, state.authority
-    meter, dashboard = MetricsExporter(federation), Dashboard(federation, state.token_hash)
+    sign_ins = SignInService(federation, config.oidc)
+    meter = MetricsExporter(federation)
     interceptors = [meter, WhileLeading(federation.leading)]
     measurements = Measurements(federation)
     probing = Probing(federation, measurements, config.probe_wait)
     stack.push_async_callback(probing.close)
+    dashboard = Dashboard(federation, state.token_hash, sign_ins, probing)
     profiling = Profiling(federation, measurements)
     succession = Succession(federation)
     access = AccessConfig(authority, "", config.region_certificate_life)
     sweeper = Sweeper(federation, config.keep)
-    users = ControlService(federation, profiling, probing, succession, sweeper, measurements, access)
+    users = ControlService(federation, profiling, probing, succession, sweeper, measurements, access, sign_ins)
     enrolment = EnrolmentService(federation, authority, config.region_certificate_life)
     checks = health.aio.HealthServicer()
     of_users = AccessInterceptor(CONTROL_RULES, UserCheck(federation, state.token_hash))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from geofed._simulate import Simulation, simulate
     from geofed._sync import Client, Job
     from geofed_pb.errors import GeofedError
-    from geofed_pb.recording import log
-    from geofed_pb.task_secrets import secret
+    from geofed_pb.user_code.recording import log
+    from geofed_pb.user_code.secrets import secret
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "GeofedError", "Job", "Simulation", "log", "secret", "simulate"]
 
@@ -27,8 +27,8 @@ _PLACES = {
     "GeofedError": "geofed_pb.errors",
     "Job": "geofed._sync",
     "Simulation": "geofed._simulate",
-    "log": "geofed_pb.recording",
-    "secret": "geofed_pb.task_secrets",
+    "log": "geofed_pb.user_code.recording",
+    "secret": "geofed_pb.user_code.secrets",
     "simulate": "geofed._simulate",
 }
 """Modules of the names, loaded when a name is first used: the command `geofed` needs none of them."""

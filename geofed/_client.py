@@ -77,7 +77,7 @@ class AsyncClient:
         """Submit a job.
 
         Args:
-            set: keys of the job file to override, such as ``{"train.seed": 2}``.
+            set: keys of the job file to override, such as ``{"train.seed": 2}``; ``advanced`` may be left out.
             name: name of the job, instead of the file's.
             request_id: submissions with one ID make one job, so that one can be repeated. None: a random one.
         """
@@ -176,7 +176,7 @@ class AsyncJob:
         """Write the metrics of the job's rounds, as `geofed track`.
 
         Args:
-            places: FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER.
+            places: FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI, wandb:FOLDER or otlp:URL.
             follow: until the job has ended.
         """
         from control_plane.tracking import track_job

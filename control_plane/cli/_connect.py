@@ -52,6 +52,11 @@ def contexts_folder() -> Path:
     return _user_folder() / "contexts"
 
 
+def credentials_folder() -> Path:
+    """Return the folder of what sign-ins have brought, by the name of their contexts."""
+    return _user_folder() / "credentials"
+
+
 def current_context() -> Path:
     """Return the link to the context that `context use` has chosen; it exists only if one was."""
     return _user_folder() / "current-context.json"

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane.cli._output import say
+
 if TYPE_CHECKING:
     from control_plane.spec import LoadedSpec
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)]
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Say a warning once in a process: a sweep reads its job file for each trial."""
+    say(f"warning: {text}")
 
 
 def read_job(
@@ -22,7 +31,9 @@ def read_job(
 
     name_override = [f"metadata.name={json.dumps(name)}"] if name is not None else []
     loaded = load(job_file, [*(overrides or ()), *name_override])
-    check_task(loaded.folder, loaded.spec.task.module)
+    for text in loaded.warnings:
+        _warn(text)
+    check_task(loaded.folder, loaded.spec.task.module, evaluates_only=loaded.spec.evaluates_only)
     if loaded.spec.task.requirements is not None:
         check_requirements(loaded.folder, loaded.spec.task.requirements)
     return loaded, pack(loaded.folder, loaded.spec.task.module, loaded.weights)

@@ -31,7 +31,9 @@ ContextFile = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, such as train.seed=1."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a key of the job file, such as train.seed=1 or wan.codec=int8."
+    ),
 ]
 
 

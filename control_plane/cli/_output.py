@@ -18,7 +18,7 @@ from typing import Any
 from control_plane._finite import finite
 from control_plane.cli._settings import Format, settings, stdout_is_terminal
 from geofed_pb.errors import GeofedError
-from geofed_pb.output import output_failure
+from geofed_pb.files.output import output_failure
 
 STATE_STYLES = {"succeeded": "green", "failed": "red", "lost": "red", "cancelled": "yellow", "running": "cyan"}
 """Colours of states of jobs and regions."""

@@ -70,12 +70,18 @@ def differing(specs: list[Data]) -> list[Data]:
 
 
 def diff_text(data: Data) -> str:
-    """Format the result of `plan_diff` with the names of the files."""
+    """Format the result of `plan_diff` with the names of the files, and the warnings of both plans."""
     rows = [[row["what"], row["before"], row["after"]] for row in data["changes"]]
-    return columns(["", data["before"], data["after"]], rows)
+    table, told = columns(["", data["before"], data["after"]], rows), data["warnings"]
+    lines = [("warning", text) for text in told["before"] if text in told["after"]]
+    for one, other in (("before", "after"), ("after", "before")):
+        lines += [(f"warning of {data[one]}", text) for text in told[one] if text not in told[other]]
+    return f"{table}\n\n{fields(lines)}" if lines else table
 
 
 _ALWAYS = ("time", "WAN bytes", "cost")
+_EXACT = 1e15
+"""Whole numbers below are written without an exponent."""
 
 
 def _facts(plan: Data) -> dict[str, str]:
@@ -94,7 +100,6 @@ def _facts(plan: Data) -> dict[str, str]:
         "time": range_text(estimate["seconds"], seconds_text),
         "WAN bytes": range_text(estimate["wan_bytes"], bytes_text),
         "cost": range_text(estimate["usd"], usd_text),
-        "warnings": "; ".join(plan.get("warnings", [])) or "-",
     }
 
 
@@ -103,6 +108,13 @@ def _row(what: str, before: str, after: str) -> Data:
 
 
 def _shown(value: Any) -> str:
+    """Return a value as files have it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return str(int(value))
     return "-" if value is None else str(value)
 
 

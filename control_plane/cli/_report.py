@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from control_plane._view import Data, bytes_text, model_text, seconds_text, slack_text, usd_text
+from control_plane._view import Data, bytes_text, histogram_text, model_text, seconds_text, slack_text, usd_text
 from control_plane.cli._output import columns, fields
 
 
@@ -362,6 +362,8 @@ def result_text(view: Data) -> str:
     head = fields(
         [
             *((name, number_text(value)) for name, value in sorted(result["metrics"].items())),
+            *((name, histogram_text(one)) for name, one in sorted(result.get("histograms", {}).items())),
+            ("left out", result.get("histograms_left_out") or ""),
             ("rounds", f"{rounds_text([region['rounds'] for region in result['regions']])}{_early(result)}"),
             ("time", _time(result)),
             ("model", f"{model['digest']} ({bytes_text(model['bytes'])}, {model['format']})" if model else "none"),

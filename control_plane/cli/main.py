@@ -17,6 +17,7 @@ from control_plane.cli.commands import (
     context,
     export,
     jobs,
+    login,
     profile,
     region,
     simulate,
@@ -24,11 +25,11 @@ from control_plane.cli.commands import (
     submit,
     user,
 )
-from control_plane.cli.commands.server import authority, backup, serve
+from control_plane.cli.commands.server import authority, backup, doctor, serve
 from control_plane.cli.commands.start import init, meta, template
 from control_plane.cli.commands.views import compare, history, support, top, track
 from geofed_pb.errors import Exit, GeofedError
-from geofed_pb.output import written_out
+from geofed_pb.files.output import written_out
 
 COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
     "Jobs": {
@@ -60,6 +61,8 @@ COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
         "unshare": (jobs.unshare, "digits ann"),
     },
     "To begin with": {
+        "login": (login.login, "lab.example.org:7443 --ca-file ca.crt"),
+        "logout": (login.logout, ""),
         "init": (init.init, "first --regions home,office"),
         "new": (template.new, "image-classification my-job"),
         "schema": (meta.schema, "job"),
@@ -70,6 +73,7 @@ COMMANDS: dict[str, dict[str, tuple[Callable[..., None], str]]] = {
     },
     "The federation": {
         "serve": (serve.serve, "--state-dir state"),
+        "doctor": (doctor.doctor, ""),
         "storage": (storage.storage, "--top 5"),
         "rotate-ca": (authority.rotate_ca, "--yes"),
         "backup": (backup.backup, "today.backup"),

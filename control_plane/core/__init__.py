@@ -44,7 +44,7 @@ from control_plane.core._events import (
     SuccessorDecided,
     Tick,
 )
-from control_plane.core._goal import federated_metrics, may_end_early
+from control_plane.core._goal import federated_histograms, federated_metrics, may_end_early
 from control_plane.core._job import MAX_PUBLISHES, JobMachine
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._meters import with_late_charges
@@ -72,6 +72,7 @@ from control_plane.core._state import (
     Peer,
     Privacy,
     Report,
+    RoundTime,
     Speed,
     Uploaded,
     Usage,
@@ -128,6 +129,7 @@ __all__ = [
     "Reported",
     "Rerouted",
     "Revoked",
+    "RoundTime",
     "ScaleRequested",
     "SendKeep",
     "SendPeers",
@@ -147,6 +149,7 @@ __all__ = [
     "WanLink",
     "best_model",
     "condition_of",
+    "federated_histograms",
     "federated_metrics",
     "job_state_from_json",
     "job_state_to_json",

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from control_plane.core._state import Evaluation, JobState, Report
+from sync.histograms import Histogram, bounded, sums_by_name
 
-__all__ = ["EndReason", "federated_metrics", "is_together", "may_end_early", "metrics_lacking_goal", "reached"]
+__all__ = [
+    "EndReason",
+    "federated_histograms",
+    "federated_metrics",
+    "is_together",
+    "may_end_early",
+    "metrics_lacking_goal",
+    "reached",
+]
 
 
 _MAX_ROUNDS_APART = 16
@@ -32,6 +41,13 @@ def federated_metrics(evaluations: Iterable[Evaluation]) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + value * one.samples
             weights[name] = weights.get(name, 0) + one.samples
     return {name: sums[name] / weights[name] for name in sums if weights[name]}
+
+
+def federated_histograms(evaluations: Iterable[Evaluation]) -> tuple[dict[str, Histogram], str]:
+    """Return the sum of each histogram over the regions, and a text that says what was left out; empty: nothing."""
+    sums, unlike = sums_by_name(one.histograms for one in evaluations)
+    kept, beyond = bounded(sums)
+    return kept, unlike or beyond
 
 
 def may_end_early(state: JobState) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from control_plane.core._events import Record
-from control_plane.core._state import Failure, MeterTotals, Partition, Report
+from control_plane.core._state import Failure, MeterTotals, Partition, Report, RoundTime
 
 _SHOWN_METRICS = 20
 """Number of metrics in an event's text; its data have all."""
@@ -29,6 +29,7 @@ def records_of(part: Partition, report: Report) -> list[Record]:
         usd, sent = sum(charge.usd for charge in report.totals.money), sum(report.totals.sent_bytes.values())
         used = asdict(report.usage) | {"usd": usd, "wan_bytes": sent}
         figures |= {name: value for name, value in used.items() if value}
+        figures |= _taken(last, report)
         told = "not told" if report.privacy is not None else f"{loss:.4f}"
         found.append(Record("partition.round", f"{name}: round {report.round}, loss {told}", name, figures))
     if report.logged.round > last.logged.round and report.logged.values:
@@ -50,6 +51,19 @@ def records_of(part: Partition, report: Report) -> list[Record]:
         data = {"round": now.round, "error": now.error}
         found.append(Record("partition.unmeasured", text, name, data))
     return found
+
+
+def _taken(last: Report, report: Report) -> dict[str, float]:
+    """Return what the rounds since the last event have taken, in seconds; empty: not known.
+
+    It is not known if the last report had rounds and no times, as of an older agent or control plane; if an agent has
+    lost its disk; and if a parameter server was ended between a round's steps and its exchange: only it knew the steps.
+    """
+    if report.time is None or (last.time is None and last.round > 0):
+        return {}
+    before = asdict(last.time or RoundTime())
+    taken = {f"{name}_seconds": value - before[name] for name, value in asdict(report.time).items()}
+    return taken if min(taken.values()) >= 0 and taken["compute_seconds"] > 0 else {}
 
 
 def _values_text(values: dict[str, float]) -> str:
@@ -99,6 +113,7 @@ def never_backwards(report: Report, last: Report | None) -> Report:
         round_loss=last.round_loss,
         evaluation=last.evaluation,
         usage=last.usage,
+        time=last.time,
         exchange=replace(report.exchange, applied_updates=last.exchange.applied_updates),
         totals=MeterTotals(
             now.money or known.money, now.sent_bytes or known.sent_bytes, now.received_bytes or known.received_bytes

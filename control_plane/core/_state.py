@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sync.histograms import Histogram
+
 JobPhase = Literal[
     "queued", "planned", "starting", "running", "finishing", "succeeded", "failed", "cancelling", "cancelled"
 ]
@@ -61,6 +63,7 @@ class Evaluation:
     round: int = 0
     error: str = ""
     """Why it returned no or not all metrics; empty: it succeeded."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,20 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class RoundTime:
+    """What a region's rounds have taken so far, in seconds, the mean of its workers."""
+
+    compute: float = 0.0
+    merge: float = 0.0
+    """Merging the workers' steps with each other."""
+    exchange: float = 0.0
+    """Standing still while updates move between regions or are merged."""
+    wait: float = 0.0
+    """Standing still until other regions have something to send."""
+    evaluate: float = 0.0
+
+
+@dataclass(frozen=True)
 class Privacy:
     """What a job with differential privacy has spent of a region's dataset, by the region's ledger."""
 
@@ -198,6 +215,8 @@ class Report:
     """Answer to the last command to upload one."""
     logged: Logged = Logged()
     usage: Usage = Usage()
+    time: RoundTime | None = None
+    """Of all rounds up to `round`; None: not reported."""
     privacy: Privacy | None = None
     """None: the job has no differential privacy. Otherwise its loss is not told."""
 

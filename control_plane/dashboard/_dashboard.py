@@ -13,22 +13,30 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, urlsplit
+from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from control_plane._view import event_view, job_view
+from control_plane.dashboard._http import HEADERS, KEPT, STATUS, form_of, local, named, require_same_origin
 from control_plane.dashboard._pages import Pages
+from control_plane.dashboard._provider_sign_in import LIFE_SECONDS as PROVIDER_SECONDS
+from control_plane.dashboard._provider_sign_in import ProviderSignIn
 from control_plane.dashboard._series import series_of
 from control_plane.dashboard._sessions import LIFE_SECONDS, Sessions
+from control_plane.dashboard._submission import MAX_SENT_BYTES, Draft, Submissions, draft_of
+from control_plane.pki import new_secret
 from control_plane.service import (
     OPERATOR,
     Caller,
     Federation,
     JobEntry,
+    Probing,
+    SignInService,
     caller_of,
     caller_with,
     cancel,
@@ -44,37 +52,25 @@ from geofed_pb.errors import GeofedError
 __all__ = ["Dashboard"]
 
 _COOKIE = "__Host-geofed"
-_FORM_BYTES = 64 << 10
-"""Limit of a form's size."""
-_FORM_FIELDS = 1000
-_ROUNDS = 5000
-"""Limit of the events behind a job's charts."""
+_STATE_COOKIE = "__Host-geofed-sign-in"
+_BACK = "/signin/provider/back"
+"""Path to which the identity provider sends browsers back."""
+_SAMPLED = 1000
+"""Limit of the events of a kind behind a job's charts: of more, every n-th."""
+_TIMED = 600
+"""Limit of the rounds in the timelines of a job's regions, with equal numbers for each: the last ones."""
 _MOST_COMPARED = 8
 _STREAMS = 20
 """Limit of a user's pages that are kept up to date; the others show how things stood when they were loaded."""
 _SERIES_SECONDS = 2.0
-"""Time for which the charts of a job are kept for whoever looks at it: they are made of thousands of events."""
+"""Least time for which the charts of a job are kept for whoever looks at it: they are made of thousands of events."""
+_SERIES_TIMES = 10.0
+"""They are kept for so many times the time that they took, if that is longer."""
 _MOST_SERIES = 100
 _LEAST_SECONDS = 1.0
 """Least time between two events of a stream."""
 _KEEP_ALIVE_SECONDS = 15.0
 _OVERVIEW_SECONDS = 3.0
-_HEADERS = {
-    # Plotly sets styles of the elements that it draws.
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-        "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
-    ),
-    "Cache-Control": "no-store",
-    # With "no-referrer" browsers state no origin of forms.
-    "Referrer-Policy": "same-origin",
-    "X-Content-Type-Options": "nosniff",
-}
-_KEPT = _HEADERS | {"Cache-Control": "public, max-age=31536000, immutable"}
-_STATUS = {
-    "UNAUTHENTICATED": 401, "FORBIDDEN": 403, "JOB_NOT_FOUND": 404, "MODEL_NOT_FOUND": 404, "USER_NOT_FOUND": 404,
-    "USAGE": 400, "ILLEGAL_STATE": 409, "LIMIT_EXCEEDED": 429, "STANDBY": 503, "UNAVAILABLE": 503,
-}  # fmt: skip
 _STATIC = Path(__file__).parent / "static"
 
 _Answer = Callable[[Request, Caller], Awaitable[Response]]
@@ -83,13 +79,15 @@ _Answer = Callable[[Request, Caller], Awaitable[Response]]
 class Dashboard:
     """The routes of one federation's dashboard."""
 
-    def __init__(self, federation: Federation, operator_hash: str) -> None:
+    def __init__(self, federation: Federation, operator_hash: str, sign_ins: SignInService, probing: Probing) -> None:
         """``operator_hash``: hash of the operator's token."""
-        self._federation, self._operator_hash = federation, operator_hash
+        self._federation, self._operator_hash, self._sign_ins = federation, operator_hash, sign_ins
         self._sessions = Sessions(time.monotonic)
+        self._by_provider = ProviderSignIn(sign_ins)
         self._plotly = _plotly()
         script = f'<script src="/static/plotly-{version("plotly")}.js" defer></script>\n' if self._plotly else ""
-        self._pages = Pages(federation, script)
+        self._pages = Pages(federation, script, self._by_provider.provider_host)
+        self._submissions = Submissions(federation, probing)
         self._streams: Counter[str] = Counter()
         self._series_kept: OrderedDict[str, tuple[float, bytes]] = OrderedDict()
         self._making = asyncio.Lock()
@@ -101,6 +99,9 @@ class Dashboard:
         return [
             Route("/", self._page(self._pages.overview)),
             Route("/compare", self._page(self._compare)),
+            Route("/submit", self._page(self._draft)),
+            Route("/submit", self._guarded(self._submit, changes=True), methods=["POST"]),
+            Route("/submit/plan", self._guarded(self._plan, changes=True), methods=["POST"]),
             Route(job, self._page(self._job)),
             Route(f"{job}/logs", self._page(self._logs)),
             Route(f"{job}/series", self._guarded(self._series)),
@@ -108,7 +109,10 @@ class Dashboard:
             Route(f"{job}/models/{{round:int}}", self._guarded(self._model)),
             Route(f"{job}/{{action}}", self._guarded(self._act, changes=True), methods=["POST"]),
             Route("/live", self._guarded(self._live)),
+            Route("/network", self._guarded(self._network)),
             Route("/signin", self._sign_in, methods=["GET", "POST"]),
+            Route("/signin/provider", self._to_provider),
+            Route(_BACK, self._from_provider),
             Route("/signout", self._sign_out, methods=["POST"]),
             Route("/static/{name}", self._static),
         ]
@@ -119,7 +123,7 @@ class Dashboard:
         async def guarded(request: Request) -> Response:
             try:
                 if changes:
-                    _require_same_origin(request)
+                    require_same_origin(request)
                 return await answer(request, self._caller(request))
             except GeofedError as error:
                 return self._refused(request, error)
@@ -128,18 +132,18 @@ class Dashboard:
 
     def _page(self, page: Callable[[Request, Caller], Awaitable[str]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request, caller: Caller) -> Response:
-            return HTMLResponse(await page(request, caller), headers=_HEADERS)
+            return HTMLResponse(await page(request, caller), headers=HEADERS)
 
         return self._guarded(answer)
 
     def _refused(self, request: Request, error: GeofedError) -> Response:
-        status, given = _STATUS.get(error.code, 500), "authorization" in request.headers
+        status, given = STATUS.get(error.code, 500), "authorization" in request.headers
         if status == 401 and not given:
             here = request.url.path + (f"?{request.url.query}" if request.url.query else "")
             page = self._pages.sign_in("", here if request.method == "GET" else "/")
-            return HTMLResponse(page, status_code=401, headers=_HEADERS)
+            return HTMLResponse(page, status_code=401, headers=HEADERS)
         more = {"WWW-Authenticate": 'Basic realm="geofed", charset="UTF-8"'} if status == 401 else {}
-        return HTMLResponse(self._pages.error(error), status_code=status, headers=_HEADERS | more)
+        return HTMLResponse(self._pages.error(error), status_code=status, headers=HEADERS | more)
 
     def _caller(self, request: Request) -> Caller:
         """Return the caller of a session or, for scripts, with a token in the header: as bearer, or as password."""
@@ -148,7 +152,7 @@ class Dashboard:
             known = self._sessions.token_hash(request.cookies.get(_COOKIE, ""))
             if known is None:
                 raise GeofedError("UNAUTHENTICATED", "sign in")
-            return caller_with(known, self._operator_hash, users)
+            return caller_with(known, self._operator_hash, users, self._federation.clock())
         kind, _, value = shown.partition(" ")
         if kind.lower() == "basic":
             try:
@@ -156,33 +160,68 @@ class Dashboard:
             except (binascii.Error, UnicodeDecodeError):
                 token = ""
             shown = f"Bearer {token}"
-        return caller_of(shown, self._operator_hash, users)
+        return caller_of(shown, self._operator_hash, users, self._federation.clock())
 
     async def _sign_in(self, request: Request) -> Response:
         if request.method == "GET":
-            return HTMLResponse(self._pages.sign_in("", _local(request.query_params.get("next", ""))), headers=_HEADERS)
+            return HTMLResponse(self._pages.sign_in("", local(request.query_params.get("next", ""))), headers=HEADERS)
         try:
-            _require_same_origin(request)
-            form = await _form(request)
-            token, then = form.get("token", "").strip(), _local(form.get("next", ""))
-            caller_of(f"Bearer {token}", self._operator_hash, self._federation.users.values())
+            require_same_origin(request)
+            form = await form_of(request)
+            token, then = form.get("token", "").strip(), local(form.get("next", ""))
+            users, at = self._federation.users.values(), self._federation.clock()
+            caller_of(f"Bearer {token}", self._operator_hash, users, at)
         except GeofedError as error:
-            status = _STATUS.get(error.code, 500)
-            return HTMLResponse(self._pages.sign_in(error.message, "/"), status_code=status, headers=_HEADERS)
-        answer = RedirectResponse(then, 303, headers=_HEADERS)
-        secret = self._sessions.open(token)
+            return self._not_signed_in(error)
+        return await self._signed_in(request, token, then)
+
+    async def _signed_in(self, request: Request, token: str, then: str, *, by_provider: bool = False) -> Response:
+        await self._end_session(request)
+        answer = RedirectResponse(then, 303, headers=HEADERS)
+        secret = self._sessions.open(token, owns_token=by_provider)
         answer.set_cookie(_COOKIE, secret, max_age=LIFE_SECONDS, secure=True, httponly=True, samesite="lax")
         return answer
 
+    async def _to_provider(self, request: Request) -> Response:
+        try:
+            own = self._sign_ins.dashboard_url
+            back = f"{own}{_BACK}" if own else str(request.url.replace(path=_BACK, query="", fragment=""))
+            url, state = await self._by_provider.begin(back, local(request.query_params.get("next", "")))
+        except GeofedError as error:
+            return self._not_signed_in(error)
+        answer = RedirectResponse(url, 303, headers=HEADERS)
+        answer.set_cookie(_STATE_COOKIE, state, max_age=PROVIDER_SECONDS, secure=True, httponly=True, samesite="lax")
+        return answer
+
+    async def _from_provider(self, request: Request) -> Response:
+        try:
+            cookie = request.cookies.get(_STATE_COOKIE, "")
+            token, then = await self._by_provider.complete(request.query_params, cookie)
+            answer = await self._signed_in(request, token, then, by_provider=True)
+        except GeofedError as error:
+            answer = self._not_signed_in(error)
+        answer.delete_cookie(_STATE_COOKIE, secure=True, httponly=True, samesite="lax")
+        return answer
+
+    def _not_signed_in(self, error: GeofedError) -> Response:
+        page = self._pages.sign_in(error.message, "/")
+        return HTMLResponse(page, status_code=STATUS.get(error.code, 500), headers=HEADERS)
+
     async def _sign_out(self, request: Request) -> Response:
         try:
-            _require_same_origin(request)
+            require_same_origin(request)
+            await self._end_session(request)
         except GeofedError as error:
             return self._refused(request, error)
-        self._sessions.close(request.cookies.get(_COOKIE, ""))
-        answer = RedirectResponse("/signin", 303, headers=_HEADERS)
+        answer = RedirectResponse("/signin", 303, headers=HEADERS)
         answer.delete_cookie(_COOKIE, secure=True, httponly=True, samesite="lax")
         return answer
+
+    async def _end_session(self, request: Request) -> None:
+        """End the browser's session, if it has one, and revoke a token that the provider's word has brought it."""
+        token_hash = self._sessions.close(request.cookies.get(_COOKIE, ""))
+        if token_hash is not None:
+            await self._sign_ins.sign_out(token_hash)
 
     # What is shown
 
@@ -195,45 +234,53 @@ class Dashboard:
         return await self._pages.job(await self._find(request.path_params["job"], caller), caller)
 
     async def _logs(self, request: Request, caller: Caller) -> str:
-        entry, asked = await self._find(request.path_params["job"], caller), request.query_params
+        entry, asked = await self._find(request.path_params["job"], caller, "contents"), request.query_params
         return await self._pages.logs(entry, caller, asked.get("q", ""), asked.get("region", ""))
 
     async def _compare(self, request: Request, caller: Caller) -> str:
         names = list(dict.fromkeys(request.query_params.getlist("job")))
         if not 1 <= len(names) <= _MOST_COMPARED:
-            raise GeofedError("USAGE", f"choose 2 to {_MOST_COMPARED} jobs", hint="tick them on the first page")
+            raise GeofedError("USAGE", f"choose 1 to {_MOST_COMPARED} jobs", hint="tick them on the first page")
         return self._pages.compare([await self._find(name, caller) for name in names], caller)
 
     async def _series(self, request: Request, caller: Caller) -> Response:
         entry = await self._find(request.path_params["job"], caller)
         # One after the other: many viewers must not take the time that the control plane needs.
         async with self._making:
-            made, body = self._series_kept.get(entry.row.id, (-math.inf, b""))
-            if time.monotonic() - made > _SERIES_SECONDS:
+            until, body = self._series_kept.get(entry.row.id, (-math.inf, b""))
+            if (begun := time.monotonic()) > until:
                 body = await self._made_series(entry)
-                self._series_kept[entry.row.id] = time.monotonic(), body
+                made = time.monotonic()
+                kept_seconds = max(_SERIES_SECONDS, _SERIES_TIMES * (made - begun))
+                self._series_kept[entry.row.id] = made + kept_seconds, body
                 self._series_kept.move_to_end(entry.row.id)
                 while len(self._series_kept) > _MOST_SERIES:
                     self._series_kept.popitem(last=False)
-        return Response(body, media_type="application/json", headers=_HEADERS)
+        return Response(body, media_type="application/json", headers=HEADERS)
+
+    async def _network(self, _: Request, caller: Caller) -> Response:
+        return JSONResponse(await asyncio.to_thread(self._pages.network, caller), headers=HEADERS)
 
     async def _made_series(self, entry: JobEntry) -> bytes:
-        found = await asyncio.gather(
-            *(
-                self._federation.read(partial(Store.newest_events, job=entry.row.id, kind=kind, limit=_ROUNDS))
-                for kind in ("partition.round", "partition.logged", "partition.evaluated")
-            )
+        job, read = entry.row.id, self._federation.read
+        view = job_view(self._federation.describe(entry))
+        each = max(2, _TIMED // (len(view["partitions"]) or 1))
+        kinds = ("partition.round", "partition.logged", "partition.evaluated")
+        *found, timed = await asyncio.gather(
+            *(read(partial(Store.sampled_events, job=job, kind=kind, most=_SAMPLED)) for kind in kinds),
+            read(partial(Store.newest_of_regions, job=job, kind="partition.round", each=each)),
         )
-        job, rows = job_view(self._federation.describe(entry)), [row for rows in found for row in rows]
 
         def made() -> bytes:
-            return json.dumps(series_of(job, [event_view(event_message(row)) for row in rows])).encode()
+            charts, rounds = [[event_view(event_message(row)) for row in rows] for rows in (chain(*found), timed)]
+            return json.dumps(series_of(view, charts, rounds)).encode()
 
         return await asyncio.to_thread(made)
 
     async def _file(self, request: Request, caller: Caller) -> Response:
         entry, name = await self._find(request.path_params["job"], caller), request.path_params["name"]
         if name == "task.tar":
+            caller.require("contents", entry.row)
             await self._federation.note_read(entry, caller.user, entry.row.bundle_digest)
             return await self._blob(entry.row.bundle_digest, f"{entry.row.id}-task.tar")
         view, key = (
@@ -243,10 +290,10 @@ class Dashboard:
         if key not in ("spec", "plan", "result") or view[key] is None:
             raise GeofedError("USAGE", f"job {entry.row.id} has no file {name[:80]!r}")
         text = json.dumps(view[key], indent=2) + "\n"
-        return Response(text, media_type="application/json", headers=_HEADERS | _named(f"{entry.row.id}-{name}"))
+        return Response(text, media_type="application/json", headers=HEADERS | named(f"{entry.row.id}-{name}"))
 
     async def _model(self, request: Request, caller: Caller) -> Response:
-        entry = await self._find(request.path_params["job"], caller)
+        entry = await self._find(request.path_params["job"], caller, "contents")
         model = kept_model(entry, request.path_params["round"] or None)
         await self._federation.note_read(entry, caller.user, model.digest)
         return await self._blob(model.digest, f"{entry.row.id}-round-{model.round}.safetensors")
@@ -258,23 +305,23 @@ class Dashboard:
                 "MODEL_NOT_FOUND", f"{name} is not kept any more", hint="`geofed storage` shows the rules"
             )
         chunks = (chunk.data async for chunk in self._federation.blobs.send(digest, 0))
-        headers = _HEADERS | _named(name) | {"Content-Length": str(size)}
+        headers = HEADERS | named(name) | {"Content-Length": str(size)}
         return StreamingResponse(chunks, media_type="application/octet-stream", headers=headers)
 
     async def _static(self, request: Request) -> Response:
         name = request.path_params["name"]
         if self._plotly is not None and name == f"plotly-{version('plotly')}.js":
-            return FileResponse(self._plotly, media_type="text/javascript", headers=_KEPT)
+            return FileResponse(self._plotly, media_type="text/javascript", headers=KEPT)
         kind = {"style.css": "text/css", "dashboard.js": "text/javascript"}.get(name)
         if kind is None:
-            return Response("not found", 404, headers=_HEADERS)
-        return Response((_STATIC / name).read_bytes(), media_type=kind, headers=_HEADERS)
+            return Response("not found", 404, headers=HEADERS)
+        return Response((_STATIC / name).read_bytes(), media_type=kind, headers=HEADERS)
 
     # What is done
 
     async def _act(self, request: Request, caller: Caller) -> Response:
         entry, by = await self._find(request.path_params["job"], caller, "change"), caller.user or OPERATOR
-        form, action, job = await _form(request), request.path_params["action"], entry.row.id
+        form, action, job = await form_of(request), request.path_params["action"], entry.row.id
         if action == "cancel":
             await cancel(self._federation, entry, "requested on the dashboard", by)
         elif action == "finish":
@@ -285,7 +332,38 @@ class Dashboard:
             await share(self._federation, entry, form.get("user", "").strip(), by)
         else:
             raise GeofedError("USAGE", f"a job has no action {action[:80]!r}")
-        return RedirectResponse(f"/jobs/{quote(job)}", 303, headers=_HEADERS)
+        return RedirectResponse(f"/jobs/{quote(job)}", 303, headers=HEADERS)
+
+    async def _draft(self, request: Request, caller: Caller) -> str:
+        self._submissions.require(caller)
+        # Nothing else, so that no link enters a job file in somebody's name.
+        template = request.query_params.get("template")
+        return self._pages.submit(caller, None if template is None else draft_of({"template": template}))
+
+    async def _plan(self, request: Request, caller: Caller) -> Response:
+        self._submissions.require(caller)
+        draft = draft_of(await form_of(request, MAX_SENT_BYTES))
+        try:
+            plan, admissible = await self._submissions.plan(draft, caller)
+        except GeofedError as error:
+            return self._unplanned(caller, draft, error)
+        # Sent with what was planned, so that a second press of the button makes no second job.
+        page = self._pages.submit(caller, draft, plan=plan, request_id=new_secret() if admissible else "")
+        return HTMLResponse(page, headers=HEADERS)
+
+    async def _submit(self, request: Request, caller: Caller) -> Response:
+        self._submissions.require(caller)
+        form = await form_of(request, MAX_SENT_BYTES)
+        draft = draft_of(form)
+        try:
+            entry = await self._submissions.submit(draft, form.get("request", ""), caller)
+        except GeofedError as error:
+            return self._unplanned(caller, draft, error)
+        return RedirectResponse(f"/jobs/{quote(entry.row.id)}", 303, headers=HEADERS)
+
+    def _unplanned(self, caller: Caller, draft: Draft, error: GeofedError) -> Response:
+        page = self._pages.submit(caller, draft, error=error)
+        return HTMLResponse(page, status_code=STATUS.get(error.code, 409), headers=HEADERS)
 
     # What changes
 
@@ -296,7 +374,7 @@ class Dashboard:
         jobs = [(await self._find(name, caller)).row.id for name in names]
         if self._streams[caller.user] >= _STREAMS:
             raise GeofedError("LIMIT_EXCEEDED", f"{_STREAMS} pages are kept up to date already")
-        headers = _HEADERS | {"X-Accel-Buffering": "no"}
+        headers = HEADERS | {"X-Accel-Buffering": "no"}
         return StreamingResponse(self._changes(request, caller, jobs), media_type="text/event-stream", headers=headers)
 
     async def _changes(self, request: Request, caller: Caller, jobs: Sequence[str]) -> AsyncIterator[str]:
@@ -339,39 +417,12 @@ class Dashboard:
         return max((rows[-1].cursor for rows in found if rows), default=0)
 
 
-async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of a form. Raises ``GeofedError``: LIMIT_EXCEEDED if it is too long, USAGE if it is none."""
-    size = request.headers.get("content-length", "0")
-    if not size.isdigit() or int(size) > _FORM_BYTES or "transfer-encoding" in request.headers:
-        raise GeofedError("LIMIT_EXCEEDED", f"a form has {_FORM_BYTES >> 10} KiB at most")
-    try:
-        return dict(parse_qsl((await request.body()).decode(), max_num_fields=_FORM_FIELDS))
-    except ValueError:
-        raise GeofedError("USAGE", "the request has no form") from None
-
-
 def _workers(form: dict[str, str]) -> dict[str, int]:
     """Return the workers that a form states by region. Raises ``GeofedError("USAGE")``."""
     try:
         return {name: int(value) for name, value in form.items()}
     except ValueError:
         raise GeofedError("USAGE", "the number of workers must be a whole number") from None
-
-
-def _require_same_origin(request: Request) -> None:
-    """Refuse forms that another site's page sends in the name of a browser that has signed in."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise GeofedError("FORBIDDEN", "the request comes from a page of another site")
-
-
-def _local(path: str) -> str:
-    """Return a path of the dashboard; "/" for anything that leads elsewhere."""
-    return path if path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable() else "/"
-
-
-def _named(name: str) -> dict[str, str]:
-    return {"Content-Disposition": f'attachment; filename="{name}"'}
 
 
 def _plotly() -> Path | None:

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
@@ -18,6 +19,7 @@ from control_plane._view import (
     Data,
     bytes_text,
     event_view,
+    histogram_text,
     job_view,
     log_view,
     region_view,
@@ -26,38 +28,51 @@ from control_plane._view import (
     time_text,
     usd_text,
 )
-from control_plane.core import TERMINAL
+from control_plane.core import TERMINAL, wan_links
 from control_plane.dashboard._chart import line_chart
+from control_plane.dashboard._series import federation_network
+from control_plane.dashboard._submission import Draft, templates
+from control_plane.dashboard._timeline import PARTS, means_of, reason_of, timeline_of, took_text
 from control_plane.service import Caller, Federation, JobEntry, event_message, log_message
-from control_plane.store import Store
+from control_plane.store import EventRow, Store
 from geofed_pb.errors import GeofedError
 
 __all__ = ["Pages"]
 
 _REFRESH_SECONDS = 5
 """Interval in which pages reload where no scripts run."""
-_ACTIVE_JOBS = 100
+_ACTIVE_JOBS = 60
 """Limit of active jobs on the overview."""
+_DRAWN_REGIONS = 40
+"""Limit of regions in the picture of the federation: names of more would cover each other."""
 _ENDED_JOBS = 20
 """Limit of ended jobs on a page of the overview."""
-_REGIONS = 200
+_REGIONS = 100
 """Limit of regions on a page of the overview."""
+_DATASETS = 200
+"""Limit of datasets that are proposed for a job."""
 _EVENTS = 40
 """Limit of events on a job's page."""
 _ROUNDS = 5000
 """Limit of rounds in the loss chart."""
+_MEAN_ROUNDS = 20
+"""Number of each region's last rounds that the table of their time is the mean of, or a few more."""
 _LOG_LINES = 5000
 """Limit of log lines that are searched."""
-_SHOWN_LINES = 1000
+_SHOWN_LINES = 500
 """Limit of log lines on a page."""
+_SHOWN_LOG_BYTES = 100_000
+"""Limit of their text."""
 _FIGURES = (("time", "seconds", "seconds"), ("WAN", "wan_bytes", "bytes"), ("cost", "usd", "usd"))
 
 
 class Pages:
     """Renders the pages of one federation."""
 
-    def __init__(self, federation: Federation, charts_script: str) -> None:
-        """``charts_script``: HTML that loads the script which draws charts; empty: there is none."""
+    def __init__(self, federation: Federation, charts_script: str, provider: str = "") -> None:
+        """``charts_script``: HTML that loads the script which draws charts; empty: there is none. ``provider``: host of
+        the identity provider; empty: there is none."""
+        self._provider = provider
         self._federation, self._script = federation, charts_script
         self._templates = Environment(
             loader=PackageLoader("control_plane.dashboard"),
@@ -71,6 +86,8 @@ class Pages:
             **written,
             "write": lambda value, how: written[how](value),
             "number": _number,
+            "histogram": histogram_text,
+            "took": took_text,
             "time": _time,
             "slack": slack_text,
             "slack_class": _slack_class,
@@ -79,7 +96,7 @@ class Pages:
 
     def sign_in(self, message: str, then: str) -> str:
         """Return the page on which a token is entered. ``then``: path of the page that follows."""
-        return self._rendered("signin.html", None, message=message, next=then)
+        return self._rendered("signin.html", None, message=message, next=then, provider=self._provider)
 
     def error(self, error: GeofedError) -> str:
         """Return the page of an error."""
@@ -89,7 +106,7 @@ class Pages:
         """Return the page of all jobs that the caller may read, and of all regions."""
         # In a thread, since many jobs and regions take long; what is read is replaced, not changed.
         before, after = request.query_params.get("before", ""), request.query_params.get("regions-after", "")
-        latest = await self._federation.list_jobs(TERMINAL, _ENDED_JOBS + 1, before, caller.user)
+        latest = await self._federation.list_jobs(TERMINAL, _ENDED_JOBS + 1, before, caller.reads_of)
         return await asyncio.to_thread(self._overview, caller, latest, after, "authorization" not in request.headers)
 
     def _overview(self, caller: Caller, latest: list[JobEntry], after: str, session: bool) -> str:
@@ -109,16 +126,30 @@ class Pages:
             "overview.html",
             caller,
             live="/live",
+            charts_script=self._script,
             session=session,
             active=active,
             totals={"active": len(newest), "usd": sum(job["usd"] for job in active), "workers": workers},
             more=max(0, len(newest) - _ACTIVE_JOBS),
             ended=ended,
+            may_submit=caller.may_submit,
             before=ended[-1]["id"] if len(latest) > _ENDED_JOBS else "",
             regions=regions,
             more_regions=len(names) - len(regions),
             used=used,
         )
+
+    def network(self, caller: Caller) -> Data:
+        """Return the regions of the federation, the first ones by name, and the links between them.
+
+        A link is as the newest active job that the caller may read has measured it.
+        """
+        # It runs in a thread: what the service changes meanwhile is copied at once.
+        known, found = list(self._federation.jobs.values()), dict(self._federation.regions)
+        entries = [entry for entry in known if caller.may_read(entry.row)]
+        newest = heapq.nlargest(_ACTIVE_JOBS, entries, key=lambda entry: entry.row.created_at)
+        regions = [(name, found[name].state.standing) for name in sorted(found)[:_DRAWN_REGIONS]]
+        return federation_network(regions, [wan_links(entry.state) for entry in newest])
 
     async def job(self, entry: JobEntry, caller: Caller) -> str:
         """Return the page of a job."""
@@ -131,9 +162,24 @@ class Pages:
             rounds = await federation.read(partial(newest, kind="partition.round", limit=_ROUNDS))
             named = [part["region"] for part in job["partitions"]]
             chart = _loss_chart(named, [(row.region, json.loads(row.data_json)) for row in rounds])
+        each = max(2, min(_MEAN_ROUNDS + 1, _ROUNDS // (len(job["partitions"]) or 1)))
+        timed = await federation.read(
+            partial(Store.newest_of_regions, job=job["id"], kind="partition.round", each=each)
+        )
         # In a thread, as whatever may be long.
-        return await asyncio.to_thread(
-            self._rendered,
+        return await asyncio.to_thread(self._job, entry, caller, job, chart, events, timed)
+
+    def _job(
+        self,
+        entry: JobEntry,
+        caller: Caller,
+        job: Data,
+        chart: str,
+        events: Sequence[EventRow],
+        timed: Sequence[EventRow],
+    ) -> str:
+        means = means_of(timeline_of(event_view(event_message(row)) for row in timed), _MEAN_ROUNDS)
+        return self._rendered(
             "job.html",
             caller,
             live="" if job["state"] in ENDED else f"/live?job={job['id']}",
@@ -143,8 +189,12 @@ class Pages:
             series=f"/jobs/{job['id']}/series",
             events=[event_view(event_message(row)) for row in reversed(events)],
             money=_money(job),
+            means=means,
+            parts=PARTS,
+            mean_rounds=_MEAN_ROUNDS,
+            reason=reason_of(means, {part["region"]: part["workers"] for part in job["partitions"]}),
             figures=_FIGURES,
-            may_change=caller.user in ("", entry.row.user),
+            may_change=caller.may_change(entry.row),
             ended=ENDED,
             done=min((part["round"] for part in job["partitions"]), default=0),
         )
@@ -165,12 +215,45 @@ class Pages:
             series=series,
         )
 
+    def submit(
+        self,
+        caller: Caller,
+        draft: Draft | None,
+        *,
+        error: GeofedError | None = None,
+        plan: Data | None = None,
+        request_id: str = "",
+    ) -> str:
+        """Return the page on which a job is submitted from a template.
+
+        Args:
+            draft: what was entered; None: no template is chosen yet.
+            error: what is wrong with it.
+            plan: its plan, or the reasons why there is none.
+            request_id: of the submission; empty: it cannot be submitted.
+        """
+        known = self._federation.regions.values()
+        held = {one.name for entry in known if entry.catalogue is not None for one in entry.catalogue.datasets}
+        return self._rendered(
+            "submit.html",
+            caller,
+            templates=templates(),
+            draft=draft,
+            error=error,
+            plan=plan,
+            figures=_FIGURES,
+            request_id=request_id,
+            datasets=sorted(held)[:_DATASETS],
+        )
+
     async def logs(self, entry: JobEntry, caller: Caller, text: str, region: str) -> str:
         """Return the page of a job's last log lines that contain a text, in one region or in all."""
         job = job_view(self._federation.describe(entry))
         lines = await self._federation.read(lambda store: _last_lines(store, entry.row.id, region))
         wanted = [line for line in lines if text.lower() in line.text.lower()]
-        shown = [log_view(log_message(line)) for line in wanted[-_SHOWN_LINES:]]
+        sizes = accumulate(len(line.text.encode()) for line in reversed(wanted[-_SHOWN_LINES:]))
+        fit = sum(1 for size in sizes if size <= _SHOWN_LOG_BYTES)
+        shown = [log_view(log_message(line)) for line in wanted[len(wanted) - fit :]]
         live = "" if job["state"] in ENDED else f"/live?job={job['id']}"
         return await asyncio.to_thread(
             self._rendered,

@@ -20,6 +20,8 @@ _MOST = 20
 class _Session:
     token_hash: str
     ends: float
+    owns_token: bool
+    """Whether nothing else has the token."""
 
 
 class Sessions:
@@ -30,14 +32,15 @@ class Sessions:
         self._clock = clock
         self._open: OrderedDict[str, _Session] = OrderedDict()
 
-    def open(self, token: str) -> str:
-        """Begin a session with a token that was checked; return the secret for the browser's cookie."""
+    def open(self, token: str, *, owns_token: bool = False) -> str:
+        """Begin a session with a token that was checked; return the secret for the browser's cookie. ``owns_token``:
+        nothing else has the token."""
         secret, own = new_secret(), hash_secret(token)
         self._open = OrderedDict((key, one) for key, one in self._open.items() if one.ends >= self._clock())
         same = [key for key, one in self._open.items() if one.token_hash == own]
         for key in same[: max(0, len(same) + 1 - _MOST)]:
             del self._open[key]
-        self._open[hash_secret(secret)] = _Session(own, self._clock() + LIFE_SECONDS)
+        self._open[hash_secret(secret)] = _Session(own, self._clock() + LIFE_SECONDS, owns_token)
         return secret
 
     def token_hash(self, secret: str) -> str | None:
@@ -49,6 +52,7 @@ class Sessions:
             return None
         return session.token_hash
 
-    def close(self, secret: str) -> None:
-        """End a session."""
-        self._open.pop(hash_secret(secret), None)
+    def close(self, secret: str) -> str | None:
+        """End a session; return the hash of the token that only this session has had; None: it had none."""
+        closed = self._open.pop(hash_secret(secret), None)
+        return closed.token_hash if closed is not None and closed.owns_token else None

@@ -2,7 +2,7 @@
 
 from control_plane.service._metrics import MetricsExporter
 from control_plane.service.jobs._commands import cancel, finish, share
-from control_plane.service.jobs._submission import scale
+from control_plane.service.jobs._submission import answer_plan, scale, submit
 from control_plane.service.jobs._succession import Succession
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.measuring._probing import WAIT, Probing
@@ -10,10 +10,11 @@ from control_plane.service.measuring._profiling import Profiling
 from control_plane.service.planning._initial import kept_model
 from control_plane.service.rpc._access import AGENT_RULES, CONTROL_RULES, RegionCheck, UserCheck
 from control_plane.service.rpc._agents import AgentHubService
-from control_plane.service.rpc._control import AccessConfig, ControlService
+from control_plane.service.rpc._control import DAILY_CODE_BYTES, AccessConfig, ControlService
 from control_plane.service.rpc._enrolment import EnrolmentService
-from control_plane.service.rpc._users import Caller, caller_of, caller_with
+from control_plane.service.rpc._signin import SignInService
 from control_plane.service.rpc._wire import event_message, log_message
+from control_plane.service.state._callers import Caller, caller_of, caller_with
 from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
@@ -24,6 +25,7 @@ from control_plane.service.storage._sweeper import Sweeper
 __all__ = [
     "AGENT_RULES",
     "CONTROL_RULES",
+    "DAILY_CODE_BYTES",
     "KEEP",
     "OPERATOR",
     "SILENT_SECONDS",
@@ -41,11 +43,13 @@ __all__ = [
     "Probing",
     "Profiling",
     "RegionCheck",
+    "SignInService",
     "Silence",
     "StoreThreads",
     "Succession",
     "Sweeper",
     "UserCheck",
+    "answer_plan",
     "caller_of",
     "caller_with",
     "cancel",
@@ -55,4 +59,5 @@ __all__ = [
     "log_message",
     "scale",
     "share",
+    "submit",
 ]

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 from control_plane.core import TERMINAL, Report, WanLink, wan_links
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import ACTIVE, Federation
-from geofed_pb.access import wrapped
 from geofed_pb.errors import GeofedError
+from geofed_pb.security.access import wrapped
 
 REGION_PHASES = ("invited", "live", "misconfigured", "draining", "unreachable", "lost", "revoked")
 LINK_GAUGES: tuple[tuple[str, str, Callable[[WanLink], float | None]], ...] = (

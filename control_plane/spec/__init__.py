@@ -5,11 +5,12 @@ from typing import Any
 
 from control_plane._durations import format_duration
 from control_plane.spec._demand import to_demand
-from control_plane.spec._load import LoadedSpec, load, parse_json, parse_request
-from control_plane.spec._model import MOST_KEPT, JobSpec, StartsFrom
+from control_plane.spec._load import LoadedSpec, key_path, load, parse_json, parse_request, parse_text
+from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack, packed_code_digest
 from control_plane.spec._task import check_requirements, check_task
-from geofed_pb import file_schema
+from control_plane.spec.sections import MOST_KEPT, StartsFrom
+from geofed_pb.files import file_schema
 
 __all__ = [
     "MAX_BUNDLE_BYTES",
@@ -20,11 +21,13 @@ __all__ = [
     "check_requirements",
     "check_task",
     "json_schema",
+    "key_path",
     "load",
     "pack",
     "packed_code_digest",
     "parse_json",
     "parse_request",
+    "parse_text",
     "to_demand",
 ]
 

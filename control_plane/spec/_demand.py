@@ -6,13 +6,14 @@ from datetime import datetime
 
 from control_plane._durations import parse_duration
 from control_plane.spec._model import JobSpec
+from control_plane.spec.sections import GUARD
 from scheduler import ClientDemand, Demand
 from sync.codec import codec_named
 from sync.robust import ROBUST_SETTING
 
 LEAD = 8
-"""Default of `wan.lead`, in rounds. Unbounded staleness makes a model diverge if rounds are shorter than the WAN's
-round-trip time."""
+"""Default of `advanced.wan.lead`, in rounds. Unbounded staleness makes a model diverge if rounds are shorter than the
+WAN's round-trip time."""
 COMPENSATION_STRENGTH = 0.04
 """Strength of DC-ASGD's compensation, from its paper for the adaptive form (arXiv 1609.08326, section 6.1)."""
 
@@ -28,7 +29,8 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         dataset=spec.data.dataset,
         batch=spec.train.batch,
         epochs=spec.train.end.epochs,
-        steps=spec.train.end.steps,
+        # A job that trains nothing has a step that changes nothing.
+        steps=1 if spec.evaluates_only else spec.train.end.steps,
         seed=spec.train.seed,
         use=tuple(spec.regions.use),
         avoid=tuple(spec.regions.avoid),
@@ -59,6 +61,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         deadline_seconds=_seconds_left(deadline or spec.objective.deadline, now),
         budget_usd=spec.objective.budget,
         clients=_clients(spec),
+        local=bool(spec.train.local),
     )
 
 
@@ -76,6 +79,7 @@ def _clients(spec: JobSpec) -> ClientDemand | None:
 
 def _parallelism(spec: JobSpec) -> str:
     whole = spec.train.scaling != "fixed" or spec.privacy.differential is not None or spec.clients is not None
+    whole = whole or spec.evaluates_only
     if whole or spec.objective.method != "auto" or spec.keys_without_pipeline:
         return "data"
     return spec.parallelism if isinstance(spec.parallelism, str) else "pipeline"
@@ -89,7 +93,11 @@ def _minimise(spec: JobSpec) -> str:
 
 def _merging(spec: JobSpec) -> dict[str, float]:
     """Return the collective's settings in the job file, as numbers by name."""
-    found = {"k": _count(spec.k), "staleness": spec.merge.staleness or None, "significance": spec.merge.significance}
+    found = {
+        "k": _count(spec.advanced.k),
+        "staleness": spec.merge.staleness or None,
+        "significance": spec.merge.significance,
+    }
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -113,7 +121,7 @@ def _settings(spec: JobSpec) -> dict[str, float]:
     found = dict(wan.outer or {})
     if spec.privacy.secure_aggregation:
         found["secure"] = float(spec.privacy.min_regions)
-    defaults = {"fragments": 1, "guard": 100.0}
+    defaults = {"fragments": 1, "guard": GUARD}
     found |= {name: float(getattr(wan, name)) for name, default in defaults.items() if getattr(wan, name) != default}
     if wan.quorum is not None or wan.traits.on_arrival:
         found["quorum"] = float(wan.quorum or 1)

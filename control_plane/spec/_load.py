@@ -10,11 +10,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from control_plane._advanced import ADVANCED, SECTION, moved_path
 from control_plane._safetensors import check_weights
 from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import code_digest
-from geofed_pb import strict_yaml
 from geofed_pb.errors import GeofedError
+from geofed_pb.files import strict_yaml
 
 MAX_FILE_BYTES = 1 << 20
 """Limit of a job file's size, and of its normalised form."""
@@ -36,6 +37,8 @@ class LoadedSpec:
     """"sha256:<hex>" of `json`."""
     weights: Path | None = None
     """File of `train.initialModel`, which `json` names by its digest."""
+    warnings: tuple[str, ...] = ()
+    """Lines about keys at places where files should not have them any more."""
 
     @property
     def code_digest(self) -> str:
@@ -48,19 +51,29 @@ def load(path: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
 
     Raises ``GeofedError``: SPEC_NOT_FOUND, or SPEC_INVALID with one line for each error.
     """
-    try:
-        document = strict_yaml.parse(_read(path), str(path))
-        origins: dict[strict_yaml.Path, str] = {}
-        if isinstance(document.value, dict):
-            _normalise_spellings(document)
-            origins = _override(document.value, overrides)
-        spec = strict_yaml.validate(JobSpec, document, origins)
-    except strict_yaml.InvalidYaml as error:
-        raise _invalid(error) from None
     folder = path.resolve().parent
+    spec, warnings = parse_text(_read(path), str(path), overrides)
     spec, weights = _with_weights(spec, folder)
     text = spec.to_json()
-    return LoadedSpec(spec, text, folder, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}", weights)
+    return LoadedSpec(spec, text, folder, f"sha256:{hashlib.sha256(text.encode()).hexdigest()}", weights, warnings)
+
+
+def parse_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[JobSpec, tuple[str, ...]]:
+    """Validate the text of a job file, which errors call ``name``; no file is read. Return it, and its warnings.
+
+    Raises ``GeofedError("SPEC_INVALID")`` with one line for each error.
+    """
+    try:
+        document = strict_yaml.parse(text, name)
+        origins: dict[strict_yaml.Path, str] = {}
+        warnings: tuple[str, ...] = ()
+        if isinstance(document.value, dict):
+            _normalise_spellings(document)
+            warnings = _move_to_advanced(document)
+            origins = _override(document.value, overrides)
+        return strict_yaml.validate(JobSpec, document, origins), warnings
+    except strict_yaml.InvalidYaml as error:
+        raise _invalid(error) from None
 
 
 def _with_weights(spec: JobSpec, folder: Path) -> tuple[JobSpec, Path | None]:
@@ -117,9 +130,38 @@ def _normalise_spellings(document: strict_yaml.Document) -> None:
         held = document.value.get(section)
         if isinstance(held, dict) and other in held and key not in held:
             held[key] = held.pop(other)
-            for positions in (document.values, document.keys):
-                if (section, other) in positions:
-                    positions[section, key] = positions.pop((section, other))
+            document.move((section, other), (section, key))
+
+
+def _move_to_advanced(document: strict_yaml.Document) -> tuple[str, ...]:
+    """Move keys that are below `advanced` now, with their positions; return a warning for each that was elsewhere.
+
+    Raises ``InvalidYaml`` for keys that are at both places.
+    """
+    if document.value.get(SECTION, {}) is None:
+        # The mapping that a user has left empty.
+        document.value[SECTION] = {}
+    old = [key for key in document.value if key in ADVANCED]
+    section = document.value.setdefault(SECTION, {}) if old else None
+    if not isinstance(section, dict):
+        return ()
+    twice = [key for key in old if key in section]
+    if twice:
+        lines = {key: document.line((SECTION, key)) for key in twice}
+        texts = {key: f"`{key}` is also given as `{SECTION}.{key}`, in line {lines[key]}; keep one" for key in twice}
+        raise strict_yaml.InvalidYaml("\n".join(document.error_at_key((key,), text) for key, text in texts.items()))
+    warnings = [document.error_at_key((key,), f"`{key}` is `{SECTION}.{key}` now; move it there") for key in old]
+    for key in old:
+        section[key] = document.value.pop(key)
+        document.move((key,), moved_path((key,)))
+    return tuple(warnings)
+
+
+def key_path(dotted: str) -> tuple[str, ...]:
+    """Return the place in the file of a key as users name it: keys below `advanced` also without it, and in every
+    spelling."""
+    keys = moved_path(tuple(dotted.split(".")))
+    return (*keys[:-1], _SPELLINGS.get(keys, keys[-1]))
 
 
 def _read(path: Path) -> str:
@@ -136,15 +178,17 @@ def _read(path: Path) -> str:
 
 
 def _override(root: dict[str, Any], overrides: Sequence[str]) -> dict[strict_yaml.Path, str]:
-    """Write the overrides into `root`; return by path the override that has set it."""
+    """Write the overrides into `root`; return by path the override that has set it. Keys below `advanced` may be named
+    without it: options are typed, and such names are not ambiguous."""
     origins: dict[strict_yaml.Path, str] = {}
+    forms: dict[tuple[str, ...], str] = {}
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        keys = dotted.split(".")
-        if tuple(keys) in _SPELLINGS:
-            keys[-1] = _SPELLINGS[keys[0], keys[-1]]
+        keys = key_path(dotted)
         if not equals or not all(keys):
             raise GeofedError("SPEC_INVALID", f"--set {override}: write it as key.key=value")
+        if (form := forms.setdefault(keys, dotted)) != dotted:
+            raise GeofedError("SPEC_INVALID", f"--set {override}: {form} is the same key, and is set as well; keep one")
         section = root
         for depth, key in enumerate(keys[:-1], start=1):
             below = section.setdefault(key, {})

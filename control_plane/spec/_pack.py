@@ -14,8 +14,8 @@ from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 
-MAX_BUNDLE_BYTES = 3 << 20
-"""Limit of the packed archive."""
+MAX_BUNDLE_BYTES = 16 << 20
+"""Limit of the packed archive, which each worker holds in memory while it unpacks it."""
 _MAX_UNPACKED_BYTES = 64 << 20
 """Limit of the unpacked archive, equal to the agents'."""
 _CODE = (".py", ".pyc", ".so")
@@ -37,8 +37,8 @@ def pack(folder: Path, module: str, weights: Path | None = None) -> tuple[bytes,
     if module not in files:
         raise GeofedError("TASK_INVALID", f"the task module {module} is in a folder that is not packed")
     total = sum(path.stat().st_size for path in files.values())
-    if total > 16 * MAX_BUNDLE_BYTES:
-        raise _too_large(folder, total, files)
+    if total > _MAX_UNPACKED_BYTES:
+        raise _too_large(f"{folder} has {total} bytes", _MAX_UNPACKED_BYTES, files)
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, path in files.items():
@@ -49,7 +49,7 @@ def pack(folder: Path, module: str, weights: Path | None = None) -> tuple[bytes,
             archive.addfile(entry, io.BytesIO(content))
     packed = gzip.compress(raw.getvalue(), compresslevel=6, mtime=0)
     if len(packed) > MAX_BUNDLE_BYTES:
-        raise _too_large(folder, len(packed), files)
+        raise _too_large(f"{folder} packs to {len(packed)} bytes", MAX_BUNDLE_BYTES, files)
     return packed, f"sha256:{hashlib.sha256(packed).hexdigest()}"
 
 
@@ -107,10 +107,10 @@ def _files(folder: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def _too_large(folder: Path, size: int, files: dict[str, Path]) -> GeofedError:
+def _too_large(what: str, limit: int, files: dict[str, Path]) -> GeofedError:
     largest = max(files, key=lambda name: files[name].stat().st_size)
     return GeofedError(
         "LIMIT_EXCEEDED",
-        f"the task folder {folder} packs to {size} bytes; the limit is {MAX_BUNDLE_BYTES}",
+        f"the task folder {what}; the limit is {limit}",
         hint=f"keep data and models out of the job's folder; the largest file is {largest}",
     )

@@ -6,16 +6,23 @@ import ast
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.requirements import parse_requirements
+from geofed_pb.user_code.requirements import parse_requirements
 
-_CALLED = {"model": 1, "layers": 1, "dataset": 3, "loss": 2, "collate": 1, "schedule": 2, "on_round": 2}
+_CALLED = {
+    "model": 1, "layers": 1, "dataset": 3, "loss": 2, "metrics": 2, "collate": 1, "schedule": 2, "on_round": 2,
+    "example_input": 1,
+}  # fmt: skip
 """Number of positional arguments with which each function of a task module is called."""
 _REQUIRED = (("model", "layers"), ("loss",))
-"""Functions that every task module must define: one of each group. Data with a format needs no `dataset`."""
+"""Functions that a task module must define: one of each group. Data with a format needs no `dataset`."""
+_REQUIRED_TO_EVALUATE = (("metrics", "loss"),)
+"""Those of a job that trains nothing."""
 
 
-def check_task(folder: Path, module: str) -> None:
-    """Check that the module parses, and defines `loss`, and `model` or `layers`, with the right arguments.
+def check_task(folder: Path, module: str, *, evaluates_only: bool = False) -> None:
+    """Check that the module parses, and defines the functions that a job needs, with the right arguments.
+
+    ``evaluates_only``: the job trains nothing.
 
     Raises ``GeofedError("TASK_INVALID")``.
     """
@@ -29,7 +36,8 @@ def check_task(folder: Path, module: str) -> None:
         raise GeofedError("TASK_INVALID", f"{module}:{line}: {getattr(error, 'msg', None) or error}") from None
     defined = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     bound = _bound(tree)
-    missing = [names[0] for names in _REQUIRED if bound.isdisjoint(names)]
+    required = _REQUIRED_TO_EVALUATE if evaluates_only else _REQUIRED
+    missing = [names[0] for names in required if bound.isdisjoint(names)]
     if missing and "*" not in bound:
         last = max((node.end_lineno or 1 for node in tree.body), default=1)
         raise GeofedError("TASK_INVALID", f"{module}:{last}: defines no {', no '.join(missing)}")

@@ -19,7 +19,7 @@ from control_plane._durations import format_duration, parse_duration
 
 BELOW = 1 << 31
 """Integers must be smaller, so that they fit the protocol's messages."""
-TRACKING_KINDS = ("csv", "jsonl", "tensorboard", "mlflow", "wandb")
+TRACKING_KINDS = ("csv", "jsonl", "tensorboard", "mlflow", "wandb", "otlp")
 """Kinds of places that metrics are written to (`control_plane.tracking`)."""
 _FIRST_YEAR, _LAST_YEAR = 2000, 2199
 """Years of valid deadlines, which every system can represent in any time zone."""

@@ -1,7 +1,9 @@
 """Durable state of the control plane, in SQLite or PostgreSQL."""
 
 from control_plane.store._copying import Line, copy_rows, from_line, replace_rows, to_line
+from control_plane.store._database import OutcomeUnknown
 from control_plane.store._open import open_store, sqlite_file, upgrade_store
+from control_plane.store._queries import HISTORIES
 from control_plane.store._records import (
     AuditRow,
     Change,
@@ -22,7 +24,7 @@ from control_plane.store._records import (
     UserRow,
     WeightRow,
 )
-from control_plane.store._store import HISTORIES, OutcomeUnknown, Store
+from control_plane.store._store import Store
 
 __all__ = [
     "HISTORIES",

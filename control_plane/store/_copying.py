@@ -12,8 +12,9 @@ from alembic.util.exc import CommandError
 from sqlalchemy import Connection, LargeBinary, MetaData, Table, insert, select, text, update
 
 from control_plane.store import _schema as t
+from control_plane.store._database import mapped
 from control_plane.store._open import migrate
-from control_plane.store._store import Store, _mapped
+from control_plane.store._store import Store
 from geofed_pb.errors import GeofedError
 
 _ROWS_AT_ONCE = 500
@@ -27,7 +28,7 @@ Line = tuple[str, dict[str, Any]]
 def copy_rows(store: Store) -> Iterator[str | Line]:
     """Yield the revision of the schema, then all rows as of one instant. Other transactions continue meanwhile."""
     level = {"isolation_level": "REPEATABLE READ"} if store.shared else {}
-    with _mapped(), store.engine.connect().execution_options(**level) as connection, connection.begin():
+    with mapped(), store.engine.connect().execution_options(**level) as connection, connection.begin():
         _unlimited(connection)
         yield MigrationContext.configure(connection).get_current_revision() or ""
         for table in t.metadata.sorted_tables:
@@ -44,7 +45,7 @@ def replace_rows(store: Store, revision: str, lines: Iterator[Line]) -> None:
     """
     write = store.engine.connect().execution_options(geofed_write=True)
     try:
-        with _mapped(), write as connection, connection.begin():
+        with mapped(), write as connection, connection.begin():
             _unlimited(connection)
             before = connection.execute(select(t.leadership.c.epoch)).scalar_one()
             _drop_all(connection)

@@ -18,7 +18,8 @@ from sqlalchemy import Connection, Engine, create_engine, event, inspect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
-from control_plane.store._store import MAX_LOG_LINES, Store, _mapped
+from control_plane.store._database import mapped
+from control_plane.store._store import MAX_LOG_LINES, Store
 from geofed_pb.errors import GeofedError
 
 CONNECT_SECONDS = 3
@@ -43,7 +44,7 @@ def open_store(url: str, *, max_log_lines: int = MAX_LOG_LINES, upgrade: bool = 
     """
     engine, interrupt = _engine(url)
     try:
-        with _mapped():
+        with mapped():
             fresh = not inspect(engine).has_table("leadership")
         if upgrade or fresh:
             _upgrade(engine)
@@ -69,7 +70,7 @@ def upgrade_store(store: Store) -> None:
 
 def _upgrade(engine: Engine) -> None:
     try:
-        with _mapped(), engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+        with mapped(), engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
             if engine.dialect.name == "postgresql":
                 # A migration may take longer than any other statement.
                 connection.exec_driver_sql("SET LOCAL statement_timeout = 0")

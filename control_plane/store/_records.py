@@ -172,6 +172,16 @@ class UserRow:
     created_at: float
     public_key: str = ""
     """Public key that the user's submissions are signed with; empty: none is registered."""
+    role: str = "member"
+    """What the user may do: "viewer", "member", "auditor" or "operator"."""
+    token_expires_at: float = 0.0
+    """Unix seconds after which the token is refused; 0: never."""
+    identity: str = ""
+    """Who the user is at the identity provider. Empty: the user cannot sign in."""
+    subject: str = ""
+    """Hash of the issuer and the account there that the user has first signed in with; empty: has not yet."""
+    sign_ins_json: str = ""
+    """Tokens of sign-ins: [hash, Unix seconds when it expires, hash of the ID token], the oldest first; empty: none."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +211,24 @@ class RunRow:
     profile_json: str = ""
     """`scheduler.tuning.Profile` of a profile; empty for a run."""
     merge_json: str = ""
-    """`scheduler.tuning.MergePoint` if the region's workers merged by a collective with a cost model; else empty."""
+    """`scheduler.tuning.MergePoint` of the region's workers; empty if it has one, or they changed."""
     kin_key: str = ""
     """Key of all versions of the task, for versions without own measurements."""
     batch: int = 0
     """Samples of one worker in a step; 0: unknown."""
     stage_pace: float = 0.0
     """Ratio of measured to profiled step time of a pipeline; 0: not a pipeline."""
+    start_function_seconds: float | None = None
+    """Seconds for which a worker's function was billed besides those from the first step to the job's end; None:
+    unknown."""
+    start_server_seconds: float | None = None
+    """The same of the parameter server."""
+    round_end_seconds: float | None = None
+    """Seconds of a round's end beyond the exchange that was predicted; None: regions did not wait for each other."""
+    round_work_seconds: float | None = None
+    """Seconds of a round besides its steps and its end; None: unknown."""
+    sent_share: float | None = None
+    """Part of the updates that has passed the filter of the job's WAN policy; None: it has none."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +263,7 @@ class AuditRow:
     seq: int = 0
     """Its number, from 1; assigned when it is stored."""
     hash: str = ""
-    """Assigned when it is stored (`geofed_pb.audit`)."""
+    """Assigned when it is stored (`geofed_pb.security.audit`)."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,11 @@ users = Table(
     Column("promised_workers", Integer),
     Column("created_at", Double, nullable=False),
     Column("public_key", Text, nullable=False, server_default=""),
+    Column("role", String(16), nullable=False, server_default="member"),
+    Column("token_expires_at", Double, nullable=False, server_default="0"),
+    Column("identity", String(320), nullable=False, server_default=""),
+    Column("subject", String(80), nullable=False, server_default=""),
+    Column("sign_ins_json", Text, nullable=False, server_default=""),
 )
 events = Table(
     "events",
@@ -148,6 +153,11 @@ runs = Table(
     Column("kin_key", String(80), nullable=False, server_default="", index=True),
     Column("batch", Integer, nullable=False, server_default="0"),
     Column("stage_pace", Double, nullable=False, server_default="0"),
+    Column("start_function_seconds", Double, nullable=True),
+    Column("start_server_seconds", Double, nullable=True),
+    Column("round_end_seconds", Double, nullable=True),
+    Column("round_work_seconds", Double, nullable=True),
+    Column("sent_share", Double, nullable=True),
 )
 weights = Table(
     "weights",

@@ -37,7 +37,9 @@ _AT_ONCE = 100
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 2.0, 300.0
 """Time before a failed place is tried again; it doubles with each try."""
 _TRIES = 20
-"""Tries for a job and a place, an hour and a half all together."""
+"""Failures in a row for a job and a place, an hour and a half all together."""
+_LASTED_SECONDS = 600.0
+"""A place that was written for so long before it failed has not failed in a row."""
 
 
 class Tracker:
@@ -76,8 +78,9 @@ class Tracker:
 
     async def _write(self, job: str, place: str) -> None:
         kind, _ = parsed_place(place)
-        wait_s = _FIRST_WAIT_SECONDS
-        for _ in range(_TRIES):
+        wait_s, left = _FIRST_WAIT_SECONDS, _TRIES
+        while left:
+            began = time.monotonic()
             try:
                 async with self._free[place]:
                     wanted = job_view(await self._client.job(job))["spec"].get("tracking", "all")
@@ -90,6 +93,9 @@ class Tracker:
                 text = f"{error.code}: {error.message}"
             except Exception as error:  # noqa: BLE001 - another tool's client raises what it likes; other jobs go on
                 text = f"{type(error).__name__}: {error}"
+            if time.monotonic() > began + _LASTED_SECONDS:
+                wait_s, left = _FIRST_WAIT_SECONDS, _TRIES
+            left -= 1
             _log.warning("metrics cannot be written", job=job, place=kind, error=text[:500], again_in_s=wait_s)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ class Point:
     value: float
 
 
-def points_of(event: dict[str, Any]) -> list[Point]:
+def points_of(event: Mapping[str, Any]) -> list[Point]:
     """Return the figures of an event's view; most events have none."""
     data = event["data"]
     if event["kind"] == "partition.round":

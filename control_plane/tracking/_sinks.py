@@ -1,20 +1,29 @@
-"""Write figures of a job into files and to other tools; to write a job again continues or replaces what is there."""
+"""Write figures and the trace of a job into files and to other tools. To write a job again continues or replaces it."""
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import importlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
-from control_plane.tracking._points import Point
+from control_plane.tracking._points import Point, points_of
+from control_plane.tracking._spans import Span, Spans
 from geofed_pb.errors import GeofedError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import SpanContext
 
 _COLUMNS = ["job", *(field.name for field in fields(Point))]
 _EXPERIMENT = "geofed"
@@ -23,21 +32,41 @@ _MLFLOW_REFUSES = re.compile(r"[^\w./: -]")
 """Characters that MLflow takes in no name."""
 _LONGEST_PARAMETER = 500
 """Characters that MLflow takes for the value of a parameter."""
+_TRACES_PATH = "/v1/traces"
+"""Path of a collector's URL that names none, as OpenTelemetry's protocol has it."""
+_SEND_SECONDS = 5.0
+"""Time between two deliveries of spans to a collector, also while it takes none."""
+_MOST_SENT = 512
+"""Spans of a request, as OpenTelemetry's own processor has it."""
+_MOST_UNSENT = 20_000
+"""Spans that wait for a collector that takes none: some 20 MB, hours of rounds of a second in two regions."""
 _STATES = {"succeeded": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 """MLflow's states of a run."""
 
 
 class Sink(Protocol):
-    """Where figures are written."""
+    """Where the figures or the course of a job are written."""
 
-    def write(self, point: Point) -> None:
-        """Write a figure; figures come in the order of their events."""
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Write what the view of an event has for this place; events come in their order."""
 
     def close(self, view: dict[str, Any]) -> None:
         """End with the view of the job, which may still run."""
 
 
-class _File:
+class _Figures(ABC):
+    """A place for figures."""
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        for point in points_of(event):
+            self._figure(point)
+
+    @abstractmethod
+    def _figure(self, point: Point) -> None:
+        """Write a figure."""
+
+
+class _File(_Figures):
     """One line for each figure, as CSV or JSON."""
 
     def __init__(self, path: Path, job: str, *, as_csv: bool) -> None:
@@ -47,7 +76,7 @@ class _File:
         if self._csv is not None:
             self._csv.writeheader()
 
-    def write(self, point: Point) -> None:
+    def _figure(self, point: Point) -> None:
         row = {"job": self._job, **asdict(point)}
         if self._csv is not None:
             self._csv.writerow(row)
@@ -70,7 +99,7 @@ def _opened(path: Path, beginning: str) -> IO[str]:
         raise GeofedError("USAGE", f"cannot write {path}: {error}", hint="write to another path") from None
 
 
-class _TensorBoard:
+class _TensorBoard(_Figures):
     """Scalars `NAME/REGION` by round, in the folder of the job."""
 
     def __init__(self, folder: Path, job: str) -> None:
@@ -82,7 +111,7 @@ class _TensorBoard:
             earlier.unlink()
         self._writer = SummaryWriter(str(folder / job))
 
-    def write(self, point: Point) -> None:
+    def _figure(self, point: Point) -> None:
         seconds = datetime.fromisoformat(point.at).timestamp()
         name = f"{point.name}/{point.region}"
         self._writer.add_scalar(name, point.value, point.round, walltime=seconds)
@@ -91,7 +120,7 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _MLflow:
+class _MLflow(_Figures):
     """A run of the job's name with metrics `NAME/REGION` by round, and the job file as parameters."""
 
     def __init__(self, uri: str, job: str) -> None:
@@ -109,7 +138,7 @@ class _MLflow:
         """Cursor of the last event that the run has."""
         self._last = self._written
 
-    def write(self, point: Point) -> None:
+    def _figure(self, point: Point) -> None:
         if point.cursor <= self._written:
             return
         milliseconds = int(datetime.fromisoformat(point.at).timestamp() * 1000)
@@ -127,7 +156,7 @@ class _MLflow:
             self._client.set_terminated(self._run, _STATES[view["state"]])
 
 
-class _WandB:
+class _WandB(_Figures):
     """An offline run of the job's name, with metrics `NAME/REGION` over `round`, and the job file as its config."""
 
     def __init__(self, folder: Path, job: str) -> None:
@@ -152,7 +181,7 @@ class _WandB:
         self._figures: dict[str, float] = {}
         """Figures of the present event, which are logged together."""
 
-    def write(self, point: Point) -> None:
+    def _figure(self, point: Point) -> None:
         if point.cursor != self._cursor:
             self._flush()
         self._cursor = point.cursor
@@ -175,6 +204,79 @@ class _WandB:
         self._run.finish(exit_code=1 if view["state"] in ("failed", "cancelled") else 0)
 
 
+class _Traces:
+    """One trace for the job, sent to a collector by OpenTelemetry's protocol over HTTP."""
+
+    def __init__(self, url: str, job: str) -> None:
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ModuleNotFoundError:
+            raise _missing("OpenTelemetry's exporter", "otlp") from None
+        if not url.startswith(("http://", "https://")):
+            raise GeofedError("USAGE", f"{url!r} is no URL of a collector", hint="otlp:http://HOST:4318")
+        self._url = url if urlsplit(url).path.strip("/") else url.rstrip("/") + _TRACES_PATH
+        # Headers, such as a token, and certificates come from OTEL_EXPORTER_OTLP_HEADERS and its like.
+        self._exporter = OTLPSpanExporter(endpoint=self._url)
+        self._job, self._spans = job, Spans()
+        self._unsent: list[Span] = []
+        self._sent_at = time.monotonic()
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        self._unsent += self._spans.add(event)
+        if self._unsent and time.monotonic() > self._sent_at + _SEND_SECONDS:
+            self._send()
+
+    def _send(self) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        self._sent_at = time.monotonic()
+        while self._unsent:
+            batch = self._unsent[:_MOST_SENT]
+            if self._exporter.export([self._made(span) for span in batch]) != SpanExportResult.SUCCESS:
+                break
+            del self._unsent[:_MOST_SENT]
+        # An outage of a collector is no reason to read the job again: what waits is sent with what comes.
+        if len(self._unsent) > _MOST_UNSENT:
+            raise GeofedError("UNAVAILABLE", f"no collector takes the spans at {self._url}")
+
+    def _made(self, span: Span) -> ReadableSpan:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import Status, StatusCode
+
+        notes = [Event(note.name, dict(note.attributes), _nanoseconds(note.at)) for note in span.notes]
+        return ReadableSpan(
+            span.name,
+            self._context(span.key),
+            None if span.parent is None else self._context(span.parent),
+            Resource({"service.name": "geofed"}),
+            span.attributes,
+            notes,
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=_nanoseconds(span.start),
+            end_time=_nanoseconds(span.end),
+        )
+
+    def _context(self, key: str) -> SpanContext:
+        """The same IDs each time, so that a job that is sent again has one trace."""
+        from opentelemetry.trace import SpanContext, TraceFlags
+
+        trace, span = (hashlib.sha256(text.encode()).digest() for text in (self._job, f"{self._job}/{key}"))
+        return SpanContext(int.from_bytes(trace[:16]), int.from_bytes(span[:8]), False, TraceFlags(TraceFlags.SAMPLED))
+
+    def close(self, view: dict[str, Any]) -> None:
+        try:
+            self._send()
+            if self._unsent:
+                raise GeofedError("UNAVAILABLE", f"no collector takes the spans at {self._url}")
+        finally:
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
 def _flat(value: Any, path: str = "") -> dict[str, str]:
     """Return the values of a job file by their dotted keys."""
     if not isinstance(value, dict):
@@ -189,7 +291,12 @@ def _missing(tool: str, extra: str) -> GeofedError:
     return GeofedError("USAGE", f"{tool} is not installed", hint=f"in a clone of geofed: pip install '.[{extra}]'")
 
 
-_PACKAGES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow.tracking", "wandb": "wandb"}
+_PACKAGES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "mlflow": "mlflow.tracking",
+    "wandb": "wandb",
+    "otlp": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+}
 """Modules that kinds of sinks need."""
 KINDS: dict[str, Callable[[str, str], Sink]] = {
     "csv": lambda target, job: _File(Path(target), job, as_csv=True),
@@ -197,6 +304,7 @@ KINDS: dict[str, Callable[[str, str], Sink]] = {
     "tensorboard": lambda target, job: _TensorBoard(Path(target), job),
     "mlflow": lambda target, job: _MLflow(target, job),
     "wandb": lambda target, job: _WandB(Path(target), job),
+    "otlp": lambda target, job: _Traces(target, job),
 }
 """Kinds of sinks."""
 
@@ -219,7 +327,7 @@ def parsed_place(text: str) -> tuple[str, str]:
     if not (colon and kind in KINDS):
         kind, target = text.rpartition(".")[2], text
     if kind not in KINDS or not target:
-        hint = "FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER"
+        hint = "FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI, wandb:FOLDER or otlp:URL"
         raise GeofedError("USAGE", f"{text!r} is no place for metrics", hint=hint)
     return kind, target
 

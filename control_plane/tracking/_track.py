@@ -27,10 +27,10 @@ async def track_job(client: ControlClient, job: str, places: list[str], *, follo
             for place in places:
                 sinks.append(await loop.run_in_executor(thread, open_sink, place, view["id"]))
             async for event in client.watch(view["id"], follow=follow):
-                for point in points_of(event_view(event)):
-                    written += 1
-                    for sink in sinks:
-                        await loop.run_in_executor(thread, sink.write, point)
+                shown = event_view(event)
+                written += len(points_of(shown))
+                for sink in sinks:
+                    await loop.run_in_executor(thread, sink.write, shown)
         finally:
             try:
                 view = job_view(await client.job(view["id"]))

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import Field, model_validator
 
 from control_plane.cli._job_file import read_job
-from control_plane.spec import JobSpec
-from geofed_pb import strict_yaml
+from control_plane.spec import JobSpec, key_path
+from control_plane.spec.sections import Section
 from geofed_pb.errors import GeofedError
+from geofed_pb.files import strict_yaml
 
 MAX_TRIALS = 1000
 """Limit of the trials of a sweep: each is a job that the control plane keeps."""
@@ -26,18 +26,7 @@ _MAX_PARAMETERS = 32
 _HINT = "correct the sweep file; docs/sweeps.md describes it"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        alias_generator=to_camel,
-        use_attribute_docstrings=True,
-    )
-
-
-class Range(_Section):
+class Range(Section):
     """Numbers from `min` to `max`, of which trials draw one."""
 
     min: float | int
@@ -58,14 +47,14 @@ class Range(_Section):
         return self
 
 
-class SweepMetadata(_Section):
+class SweepMetadata(Section):
     """Name of a sweep."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
     """Lower-case letters, digits and hyphens, 40 at most. Its trials are called `NAME-1`, `NAME-2`, …"""
 
 
-class SweepFile(_Section):
+class SweepFile(Section):
     """Parameters of a job, and how their values are searched."""
 
     api_version: Literal["geofed/v1"]
@@ -94,7 +83,10 @@ class SweepFile(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> SweepFile:
+        places: dict[tuple[str, ...], str] = {}
         for key, values in self.parameters.items():
+            if (other := places.setdefault(key_path(key), key)) != key:
+                raise ValueError(f"`{key}` and `{other}` are the same key of the job file; keep one")
             if isinstance(values, Range):
                 if self.search == "grid":
                     raise ValueError(f"`{key}`: a grid requires a list of values; or use `search: random`")

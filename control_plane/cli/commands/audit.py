@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +18,8 @@ from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
-    from geofed_pb.attestation import Provenance
-    from geofed_pb.audit import Head, Verified
+    from geofed_pb.security.attestation import Provenance
+    from geofed_pb.security.audit import Verified
 
 app = typer.Typer(
     name="audit", help="The audit log: who submitted, read and changed what, unalterably.", no_args_is_help=True
@@ -44,8 +43,10 @@ def export(file: AuditFile, context: ContextFile = None, output: Output = Format
         finally:
             temporary.unlink(missing_ok=True)
 
+    from geofed_pb.security.audit_files import verified
+
     ask_control_plane(context, ask)
-    _show(file, _verified(file, "", []))
+    _show(file, verified(file))
 
 
 @app.command(epilog="Example: geofed audit verify audit.jsonl")
@@ -53,17 +54,27 @@ def verify(
     file: AuditFile,
     witness: Annotated[
         list[Path] | None,
-        typer.Option(help="Heads that a region has kept (`geofed agent audit`); may be repeated.", show_default=False),
+        typer.Option(
+            help="Heads that others have received: what a region prints (`geofed agent audit`) or, for the log of a "
+            "region, the control plane's log; may be repeated.",
+            show_default=False,
+        ),
     ] = None,
     public_key: Annotated[
         str, typer.Option(help="Key that must have signed the head, in hexadecimal. Default: the file's own.")
     ] = "",
+    region: Annotated[
+        str, typer.Option(help="Region whose log it must be. Default: whoever's FILE says that it is.")
+    ] = "",
     output: Output = Format.TABLE,
 ) -> None:
     """Check, without a control plane, that a log is what was recorded: nothing changed, dropped or put elsewhere."""
-    _show(file, _verified(file, public_key.lower(), [head for path in witness or () for head in _heads(path)]))
-    if not witness:
-        say("without --witness, a log that the control plane has written anew as a whole is not found out")
+    from geofed_pb.security.audit_files import remarks, verified
+
+    found = verified(file, public_key=public_key.lower(), witness_files=witness or (), region=region)
+    _show(file, found)
+    for remark in remarks(found, witnessed=bool(witness)):
+        say(remark)
 
 
 @app.command(epilog="Example: geofed audit attest digits-3fa1 digits.intoto.json")
@@ -120,7 +131,7 @@ def verify_model(
 
 
 def _text_of(file: Path) -> str:
-    from geofed_pb.attestation import MOST_BYTES
+    from geofed_pb.security.attestation import MOST_BYTES
 
     try:
         with file.open(encoding="utf-8") as opened:
@@ -130,7 +141,7 @@ def _text_of(file: Path) -> str:
 
 
 def _provenance(text: str, file: Path, public_key: str) -> Provenance:
-    from geofed_pb.attestation import AttestationBroken, opened
+    from geofed_pb.security.attestation import AttestationBroken, opened
 
     try:
         return opened(text, public_key)
@@ -142,16 +153,17 @@ def _check_in_log(log: Path, found: Provenance, digest: str) -> None:
     """Check that a log continues the one that a statement was made with, and that the job has the model there."""
     import json
 
-    from geofed_pb.audit import AuditBroken, Head
+    from geofed_pb.security.audit import AuditBroken, Head
+    from geofed_pb.security.audit_files import lines_of, verified
 
     try:
         head = Head.read(found.head)
     except AuditBroken as error:
         raise GeofedError("AUDIT_BROKEN", f"the statement's head of the audit log: {error}") from None
-    named = _verified(log, found.public_key, [head]).federation
+    named = verified(log, public_key=found.public_key, witnesses=[head]).federation
     if named != found.federation:
         raise GeofedError("AUDIT_BROKEN", f"{log} is of federation {named}, {found.job} of {found.federation}")
-    entries = (json.loads(text) for line in _lines(log) if (text := json.loads(line).get("entry")) is not None)
+    entries = (json.loads(text) for line in lines_of(log) if (text := json.loads(line).get("entry")) is not None)
     of_job = {entry["kind"]: entry for entry in entries if entry.get("job") == found.job}
     submitted, ended = of_job.get("job.submitted", {}), of_job.get("job.ended", {})
     if (submitted.get("code"), ended.get("state")) != (f"sha256:{found.code}", found.state):
@@ -184,45 +196,12 @@ def _provenance_text(data: Data) -> str:
     ])  # fmt: skip
 
 
-def _verified(file: Path, public_key: str, witnesses: list[Head]) -> Verified:
-    from geofed_pb.audit import AuditBroken, verify
-
-    try:
-        return verify(_lines(file), public_key=public_key, witnesses=witnesses)
-    except AuditBroken as error:
-        raise GeofedError("AUDIT_BROKEN", f"{file}: {error}") from None
-
-
-def _heads(path: Path) -> Iterator[Head]:
-    import json
-
-    from geofed_pb.audit import AuditBroken, Head
-
-    for number, line in enumerate(_lines(path), start=1):
-        try:
-            value = json.loads(line)
-            # When the region has received it, by its own clock.
-            value.pop("received", None)
-            yield Head.read(value)
-        except (AuditBroken, ValueError, AttributeError) as error:
-            hint = "give what `geofed agent audit` prints"
-            raise GeofedError("USAGE", f"{path}:{number}: {error}", hint=hint) from None
-
-
-def _lines(path: Path) -> Iterator[str]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                yield line.rstrip("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise GeofedError("USAGE", f"cannot read {path}: {error}") from None
-
-
 def _show(file: Path, found: Verified) -> None:
     head = found.head
     data: Data = {
         "file": str(file),
         "federation": found.federation,
+        "region": found.region or None,
         "entries": head.seq,
         "kinds": found.kinds,
         "head": head.hash,
@@ -230,6 +209,8 @@ def _show(file: Path, found: Verified) -> None:
         "public_key": head.public_key,
         "witnessed": found.witnessed,
         "witnessed_entries": found.witnessed_seq,
+        "other_keys": found.other_keys,
+        "without_head": found.without_head,
     }
     emit(data, table=_text, name=lambda data: str(data["head"]))
 
@@ -238,7 +219,8 @@ def _text(data: Data) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(data["kinds"].items()))
     witnessed = f"{data['witnessed']} heads, up to entry {data['witnessed_entries']}" if data["witnessed"] else "none"
     return fields([
-        ("federation", data["federation"]), ("entries", data["entries"]), ("of them", kinds or "none"),
+        ("federation", data["federation"]), *([("region", data["region"])] if data["region"] else []),
+        ("entries", data["entries"]), ("of them", kinds or "none"),
         ("head", data["head"]), ("signed", data["signed_at"]), ("by the key", data["public_key"]),
         ("witnesses", witnessed),
     ])  # fmt: skip

@@ -46,9 +46,23 @@ def add(
     """Add a control plane under a name, or replace it; the first one becomes the current one."""
     from control_plane.client import Context
 
+    require_name(name)
+    path = save(name, Context.load(file))
+    emit(
+        [_view(name, path, current_context().resolve() == path.resolve())],
+        table=_table,
+        name=lambda view: str(view["name"]),
+    )
+
+
+def require_name(name: str) -> None:
+    """Raise ``GeofedError("USAGE")`` for what cannot be the name of a context."""
     if not name or name.startswith(".") or set(name) & set(_FORBIDDEN):
         raise GeofedError("USAGE", f"{name!r} is no name of a context", hint="use letters, digits and -")
-    context = Context.load(file)
+
+
+def save(name: str, context: Context) -> Path:
+    """Store a context under a name; the first one becomes the current one."""
     path, first = contexts_folder() / f"{name}.json", not current_context().exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +71,7 @@ def add(
         raise unwritable(path, error) from None
     if first:
         _make_current(path)
-    emit([_view(name, path, first)], table=_table, name=lambda view: str(view["name"]))
+    return path
 
 
 def _fields(context: Context) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from control_plane._view import Data, bytes_text, job_summary, job_view, region_view, usd_text
+from control_plane._view import Data, bytes_text, job_summary, job_view, region_view, seconds_text, usd_text
 from control_plane.cli._completion import complete_job, complete_region_workers, complete_user
 from control_plane.cli._connect import ask_control_plane, confirm
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
@@ -364,13 +364,19 @@ def _jobs_table(views: list[Data]) -> str:
                 *_usage_cells([part["usage"] for part in view["partitions"]]),
                 usd_text(view["usd"]),
                 view["created_at"],
-                "-" if view["slack_seconds"] is None else f"{view['slack_seconds']:.0f} s",
+                _slack_cell(view["slack_seconds"]),
                 view["condition"],
             ]
             for view in views
         ],
         leave_out=("SUBMITTED", "CPU", "MEMORY", "USER", "SLACK", "CONDITION", "REGIONS", "USD"),
     )
+
+
+def _slack_cell(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{'-' if seconds < 0 else ''}{seconds_text(abs(seconds))}"
 
 
 def _usage_cells(usages: list[Data]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from control_plane._advanced import as_written
 from control_plane._view import Data, bytes_text, job_summary, job_view
 from control_plane.cli._completion import complete_job
 from control_plane.cli._connect import ask_control_plane, confirm
@@ -182,7 +183,7 @@ def validate(
     facts = {
         "name": loaded.spec.metadata.name,
         "file": str(job_file),
-        "spec": json.loads(loaded.json),
+        "spec": as_written(json.loads(loaded.json)),
         "spec_digest": loaded.digest,
         "code_digest": digest,
         "code_bytes": len(content),
@@ -250,9 +251,10 @@ def _show_diff(
             error = declined(plan["reasons"])
             raise GeofedError(error.code, f"{path}: {error.message}", hint=error.hint)
         plans.append(plan)
-        specs.append(json.loads(loaded.json))
+        specs.append(as_written(json.loads(loaded.json)))
     rows = plan_diff(*specs, *plans)
-    data = {"before": str(before), "after": str(after), "changes": rows}
+    warnings = {name: plan.get("warnings", []) for name, plan in zip(("before", "after"), plans, strict=True)}
+    data = {"before": str(before), "after": str(after), "changes": rows, "warnings": warnings}
     emit(data, table=diff_text, name=lambda shown: "\n".join(row["what"] for row in shown["changes"]))
 
 

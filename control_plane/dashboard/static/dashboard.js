@@ -15,15 +15,39 @@ const BAD = ["down", "lost", "failed", "refused"];
 const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function layout(title) {
+// What the charts are drawn by: round, step or time.
+const axisOf = () => document.getElementById("axis")?.value || "round";
+
+// Where a round stands on that axis; one without a report stands between its neighbours. Several jobs are compared by
+// the minutes since their first report.
+function placed(jobs, job, region) {
+  const by = axisOf(), known = job.axes[region];
+  if (by === "round" || !known) return (round) => round;
+  const since = Math.min(...Object.values(job.axes).map((axes) => axes.at[0]));
+  const time = (seconds) => (jobs.length > 1 ? (seconds - since) / 60 : 1000 * seconds);
+  const value = (at) => (by === "step" ? known.step[at] : time(known.at[at]));
+  return (round) => {
+    const next = known.round.findIndex((one) => one >= round);
+    if (next < 0) return value(known.round.length - 1);
+    if (known.round[next] === round || next === 0) return value(next);
+    const share = (round - known.round[next - 1]) / (known.round[next] - known.round[next - 1]);
+    return value(next - 1) + share * (value(next) - value(next - 1));
+  };
+}
+
+// ``jobs``: of a chart by rounds, steps or time.
+function layout(title, jobs) {
   const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), automargin: true };
   return {
-    title: { text: title === "links" ? title : `${title} by round`, font: { size: 14 }, x: 0, xanchor: "left" }, height: 260, autosize: true,
+    title: { text: jobs ? `${title} by ${axisOf()}` : title, font: { size: 14 }, x: 0, xanchor: "left" }, height: 260, autosize: true,
     margin: { l: 48, r: 8, t: 36, b: 32 }, hovermode: "x unified", showlegend: true,
     legend: { orientation: "h", y: -0.15 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: colour("--text"), family: "system-ui, sans-serif", size: 12 },
     hoverlabel: { bgcolor: colour("--head"), font: { color: colour("--text") } },
-    xaxis: axis, yaxis: { ...axis, ...(title === TITLES.usd ? { tickprefix: "$", exponentformat: "none" } : {}) }, uirevision: "kept",
+    xaxis: jobs && axisOf() === "time"
+      ? { ...axis, type: jobs.length > 1 ? "linear" : "date", ticksuffix: jobs.length > 1 ? " min" : "" }
+      : axis,
+    yaxis: { ...axis, ...(title === TITLES.usd ? { tickprefix: "$", exponentformat: "none" } : {}) }, uirevision: axisOf(),
   };
 }
 
@@ -33,7 +57,7 @@ function lines(jobs, name) {
   const regions = [...new Set(jobs.flatMap((job) => job.charts.flatMap((c) => c.lines.map((l) => l.region))))].sort();
   return jobs.flatMap((job, number) =>
     job.charts.filter((chart) => chart.name === name).flatMap((chart) => chart.lines.map((line) => ({
-      x: line.x, y: line.y, type: "scatter", mode: line.x.length > 60 ? "lines" : "lines+markers",
+      x: line.x.map(placed(jobs, job, line.region)), y: line.y, type: "scatter", mode: line.x.length > 60 ? "lines" : "lines+markers",
       name: plain(jobs.length > 1 ? `${job.label} ${line.region}` : line.region), marker: { size: 4 },
       line: { color: COLOURS[regions.indexOf(line.region) % COLOURS.length], dash: dashes[number % 4], width: 2 },
     }))));
@@ -51,7 +75,8 @@ function total(jobs, name) {
     });
     return last.reduce((sum, value) => sum + value, 0);
   });
-  const sum = { x: rounds, y: sums, type: "scatter", mode: "lines", name: "all",
+  const longest = chart.lines.reduce((a, b) => (b.x.at(-1) > a.x.at(-1) ? b : a)).region;
+  const sum = { x: rounds.map(placed(jobs, jobs[0], longest)), y: sums, type: "scatter", mode: "lines", name: "all",
     line: { color: colour("--text"), width: 2 } };
   const band = { type: "rect", xref: "paper", x0: 0, x1: 1, y0: chart.range[0], y1: chart.range[1],
     fillcolor: colour("--faint"), opacity: 0.18, line: { width: 0 }, layer: "below" };
@@ -68,7 +93,7 @@ function network(found) {
     const [[a, b], [c, d]] = [place[link.source], place[link.destination]];
     const state = BAD.includes(link.state) ? "--bad" : GOOD.includes(link.state) ? "--good" : "--wait";
     return { x: [a, c], y: [b, d], mode: "lines", type: "scatter", hoverinfo: "skip",
-      line: { color: colour(state), width: 2 } };
+      line: { color: colour(state), width: 2, dash: state === "--good" ? "solid" : "dot" } };
   });
   // A link is pointed at near its source: those of both directions lie on one line.
   traces.push({
@@ -89,7 +114,49 @@ function network(found) {
   return [traces, { ...layout("links"), showlegend: false, hovermode: "closest", xaxis: hidden, yaxis: hidden }];
 }
 
+// The rounds of each region as bars over time, each divided into what it was spent on.
+const PARTS = [["compute", "#2f6fde"], ["merge", "#a34fc4"], ["exchange", "#d9622b"], ["wait", "#b08c0a"],
+  ["evaluate", "#2b9a66"], ["other", "#7d8793"]];
+
+function timeline(regions) {
+  const look = layout("time of rounds"), height = 34 * regions.length;
+  const traces = PARTS.map(([part, fill], n) => {
+    const bars = regions.flatMap(({ region, rounds }) => rounds.map(([first, last, begin, ...seconds]) => ({
+      region, seconds: seconds[n], begin: begin + seconds.slice(0, n).reduce((sum, one) => sum + one, 0),
+      text: `${first === last ? `round ${first}` : `rounds ${first} to ${last}`}, ${part}: ${seconds[n].toPrecision(3)} s`,
+    })).filter((bar) => bar.seconds > 0));
+    return {
+      type: "bar", orientation: "h", name: part, marker: { color: fill }, hoverinfo: "text",
+      base: bars.map((bar) => new Date(bar.begin * 1000).toISOString()), x: bars.map((bar) => bar.seconds * 1000),
+      y: bars.map((bar) => plain(bar.region)), hovertext: bars.map((bar) => plain(`${bar.region}, ${bar.text}`)),
+    };
+  });
+  return [traces, { ...look, barmode: "overlay", bargap: 0.3, hovermode: "closest", height: 130 + height,
+    margin: { ...look.margin, b: 94 }, legend: { orientation: "h", y: -46 / height, yanchor: "top" },
+    xaxis: { ...look.xaxis, type: "date" }, yaxis: { ...look.yaxis, autorange: "reversed", type: "category" } }];
+}
+
+// Regions and links of the whole federation.
+async function drawFederation() {
+  const place = document.getElementById("federation");
+  if (!place || !window.Plotly) return;
+  const answer = await fetch(place.dataset.network);
+  if (!answer.ok) throw new Error(`${place.dataset.network}: ${answer.status}`);
+  let chart = place.querySelector(".plot");
+  if (!chart) {
+    chart = document.createElement("div");
+    chart.className = "plot";
+    chart.id = "chart-federation";
+    chart.setAttribute("role", "img");
+    chart.setAttribute("aria-label", "regions and the links between them");
+    place.append(chart);
+  }
+  const [traces, look] = network(await answer.json());
+  await window.Plotly.react(chart, traces, look, { displayModeBar: false, responsive: true });
+}
+
 async function draw() {
+  await drawFederation();
   const place = document.getElementById("charts");
   if (!place || !window.Plotly) return;
   const jobs = await Promise.all(place.dataset.series.split(" ").map(async (url) => {
@@ -104,19 +171,21 @@ async function draw() {
   const names = [...new Set(jobs.flatMap((job) => job.charts.map((chart) => chart.name)))];
   const wanted = names.map((name) => {
     const { traces, shapes } = total(jobs, name);
-    return [name, [...lines(jobs, name), ...traces], { ...layout(Object.hasOwn(TITLES, name) ? TITLES[name] : plain(name)), shapes }];
+    return [name, [...lines(jobs, name), ...traces], { ...layout(Object.hasOwn(TITLES, name) ? TITLES[name] : plain(name), jobs), shapes }];
   });
   if (jobs.length === 1 && jobs[0].network.links.length) wanted.push([" links", ...network(jobs[0].network)]);
+  if (jobs.length === 1 && jobs[0].timeline.length) wanted.push([" time", ...timeline(jobs[0].timeline)]);
   for (const [name, traces, look] of wanted) {
     let chart = document.getElementById(`chart-${name}`);
     if (!chart) {
       chart = document.createElement("div");
       chart.id = `chart-${name}`;
-      chart.className = "plot";
+      chart.className = name === " time" ? "plot wide" : "plot";
+      const own = name === " time" && document.getElementById("timeline");
       chart.setAttribute("role", "img");
-      chart.setAttribute("aria-label", look.title.text);
-      place.append(chart);
+      (own || place).append(chart);
     }
+    chart.setAttribute("aria-label", look.title.text);
     await window.Plotly.react(chart, traces, look, { displayModeBar: false, responsive: true });
   }
   document.getElementById("drawing")?.remove();
@@ -177,6 +246,7 @@ function follow(url) {
 
 document.addEventListener("DOMContentLoaded", () => {
   draw().catch(console.error);
+  document.getElementById("axis")?.addEventListener("change", () => draw().catch(console.error));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw().catch(console.error));
   if (document.body.dataset.live) follow(document.body.dataset.live);
 });

@@ -10,9 +10,9 @@ from typing import Any
 
 from control_plane._view import time_text
 from control_plane.store import JobRow
-from geofed_pb.attestation import FEDERATION, PREDICATE, STATEMENT
-from geofed_pb.audit import Head
 from geofed_pb.errors import GeofedError
+from geofed_pb.security.attestation import FEDERATION, PREDICATE, STATEMENT
+from geofed_pb.security.audit import Head
 
 __all__ = ["statement_of"]
 

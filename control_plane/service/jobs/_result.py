@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from control_plane.core import Copy, JobState, Partition, Report, federated_metrics, loss_of_round, models_of
+from control_plane.core import (
+    Copy,
+    JobState,
+    Partition,
+    Report,
+    federated_histograms,
+    federated_metrics,
+    loss_of_round,
+    models_of,
+)
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
 from scheduler import Plan, PlannedPartition, step_seconds
 from scheduler.tuning import MergePoint
 from sync.collective import collective_named, collectives
+from sync.histograms import Histogram, quantile
+
+_LEAST_BILLED = 0.9
+"""Part of a training that must have been billed for what is billed besides to be known: while a region is away, as
+after a kill, nothing is. A run without meters has billed nothing."""
+_QUANTILES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
+"""Quantiles of a histogram that a result states."""
+_MOST_BINS_OF_REGIONS = 10_000
+"""Most bins of the regions' own histograms in a result, which is one message; with more it has the sums alone."""
 
 
 def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
@@ -25,6 +44,9 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     links = {
         f"{name}>{other}": count for name, report in every.items() for other, count in report.totals.sent_bytes.items()
     }
+    histograms, left_out = federated_histograms(report.evaluation for report in reports.values())
+    bins = sum(len(one.counts) for report in reports.values() for one in report.evaluation.histograms.values())
+    shows = bins <= _MOST_BINS_OF_REGIONS
     seconds = state.finished_at - row.created_at
     # A job that never started was queued all the time.
     queued = (state.begun_at or (row.created_at if state.started_at else state.finished_at)) - row.created_at
@@ -36,13 +58,17 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "name": row.name,
         "state": state.phase,
         "metrics": federated_metrics(report.evaluation for report in reports.values()),
+        "histograms": _histograms(histograms),
+        "histograms_left_out": left_out or None,
         "ended_early": state.ends_early or None,
         "steps": {name: report.step for name, report in reports.items()},
         "rounds": max((report.round for report in reports.values()), default=0),
         "seconds": seconds,
         "queued_seconds": queued,
         "training_seconds": training,
-        "regions": [_region(part, planned.get(part.region), training) for part in state.partitions],
+        "regions": [
+            _region(part, planned.get(part.region), training, shows_histograms=shows) for part in state.partitions
+        ],
         "wan_bytes": links,
         "shards": [_shard(copy) for copy in state.copies],
         "money": money,
@@ -78,8 +104,10 @@ def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[Ru
 def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: float) -> tuple[RunRow, ...]:
     """Return the measurements of a task by a running or ended job, one for each region."""
     # With shards to copy, the start time says nothing about the next job's start.
-    start_seconds = 0.0 if state.copies else max(0.0, _first_steps_at(state, spec) - (state.begun_at or row.created_at))
+    begun_at, stepped_at = state.begun_at or row.created_at, _first_steps_at(state, spec)
+    start_seconds = 0.0 if state.copies else max(0.0, stepped_at - begun_at)
     planned = {part.region: part for part in plan.partitions}
+    round_end, round_work = _rounds_of(state, plan)
     return tuple(
         RunRow(
             job=row.id,
@@ -93,10 +121,60 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
             kin_key=task_keys(spec, "")[1],
             batch=spec.train.batch,
             stage_pace=_stage_pace_of(part.report, planned.get(part.region)),
+            start_function_seconds=functions,
+            start_server_seconds=server,
+            round_end_seconds=round_end,
+            round_work_seconds=round_work,
+            sent_share=_sent_share(state, plan),
         )
         for part in state.partitions
         if part.report is not None and part.report.speed.samples_per_second > 0
+        for functions, server in [_billed_besides(part.report, planned.get(part.region), state, stepped_at)]
     )
+
+
+def _billed_besides(
+    report: Report, planned: PlannedPartition | None, state: JobState, stepped_at: float
+) -> tuple[float | None, float | None]:
+    """Return the seconds for which a worker and the parameter server were billed besides those from the first step to
+    the job's end; None unless the job has ended, and the same workers ran all the time on data of their region."""
+    if planned is None or state.copies or report.workers != planned.workers or not state.finished_at:
+        return None, None
+    charges, trained = report.totals.money, state.finished_at - stepped_at
+    functions = sum(charge.quantity for charge in charges if charge.unit == "GB-s") * 1024 / planned.memory_mb
+    served = sum(charge.quantity for charge in charges if charge.item == "parameter-server") * 3600
+    each = functions / planned.workers
+    if not min(each, served) > _LEAST_BILLED * trained:
+        return None, None
+    return each - trained, served - trained
+
+
+def _rounds_of(state: JobState, plan: Plan) -> tuple[float | None, float | None]:
+    """Return the seconds of a round's end beyond the exchange that was predicted, None where regions do not wait for
+    each other; and those of a round besides its steps and its end. Both in the region that has waited least for others,
+    and None for stages, which are profiled.
+
+    What a single worker's steps take besides compute is not in its steps: plans have no merge for it.
+    """
+    reports = [part.report for part in state.partitions if part.report is not None]
+    told = [(one.time, one.round, one.workers) for one in reports if one.time is not None and one.round]
+    if not told or any(part.pipeline is not None for part in plan.partitions):
+        return None, None
+    time, rounds, workers = min(told, key=lambda one: one[0].wait / one[1])
+    end = None if plan.background else max(0.0, time.exchange / rounds - plan.exchange_seconds)
+    return end, (time.evaluate + (time.merge if workers == 1 else 0.0)) / rounds
+
+
+def _sent_share(state: JobState, plan: Plan) -> float | None:
+    """Return the part of the updates that has passed the policy's filter, by the bytes of all regions; None: the policy
+    has none, or nothing was sent."""
+    reports = [part.report for part in state.partitions if part.report is not None]
+    rounds = max((report.round for report in reports), default=0)
+    sent = sum(sum(report.totals.sent_bytes.values()) for report in reports)
+    if not (plan.wan_settings.get("significance") and sent and rounds and plan.estimate.wan_bytes.expected):
+        return None
+    unfiltered = plan.estimate.wan_bytes.expected / plan.sent_share * rounds / plan.rounds
+    return min(1.0, sent / unfiltered)
 
 
 def _first_steps_at(state: JobState, spec: JobSpec) -> float:
@@ -130,7 +208,7 @@ def _merge_of(report: Report, planned: PlannedPartition | None, plan: Plan, mode
     whole = planned is not None and planned.pipeline is None and report.workers == planned.workers
     if planned is None or not (whole and plain) or report.speed.merge_seconds <= 0:
         return ""
-    if planned.workers < 2 or collective not in collectives(lambda method: method.predictable):
+    if planned.workers < 2 or collective not in collectives():
         return ""
     point = MergePoint(
         collective=collective,
@@ -150,7 +228,9 @@ def _stage_pace_of(report: Report, planned: PlannedPartition | None) -> float:
     return report.speed.step_seconds / (planned.pipeline.step_seconds / planned.pipeline.pace)
 
 
-def _region(part: Partition, planned: PlannedPartition | None, training_seconds: float) -> dict[str, Any]:
+def _region(
+    part: Partition, planned: PlannedPartition | None, training_seconds: float, *, shows_histograms: bool
+) -> dict[str, Any]:
     report = part.report or Report(part.epoch, part.state)
     # Includes evaluations and restarts of invocations, but not the waits for other regions.
     own_seconds = max(0.0, training_seconds - report.speed.wait_seconds)
@@ -174,9 +254,22 @@ def _region(part: Partition, planned: PlannedPartition | None, training_seconds:
         "loss": loss_of_round(report),
         "metrics": report.evaluation.metrics,
         "metrics_samples": report.evaluation.samples,
+        "histograms": _histograms(report.evaluation.histograms) if shows_histograms else {},
         "applied_updates": report.exchange.applied_updates,
         "usd": report.totals.usd,
         "privacy": asdict(report.privacy) if report.privacy is not None else None,
+    }
+
+
+def _histograms(histograms: Mapping[str, Histogram]) -> dict[str, dict[str, Any]]:
+    """Return histograms as in a result, those of numbers with quantiles."""
+    return {
+        name: {
+            **asdict(one),
+            "total": one.total,
+            "quantiles": {f"{part:g}": quantile(one, part) for part in _QUANTILES} if one.edges else {},
+        }
+        for name, one in histograms.items()
     }
 
 

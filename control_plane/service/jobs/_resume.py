@@ -19,8 +19,9 @@ from geofed_pb.errors import GeofedError
 __all__ = ["resume"]
 
 
-async def resume(federation: Federation, probing: Probing, job: str, request_id: str) -> tuple[JobEntry, bool]:
-    """Store and start a job that continues an ended one; return it, and whether it is new.
+async def resume(federation: Federation, probing: Probing, job: str, request_id: str, by: str) -> tuple[JobEntry, bool]:
+    """Store and start a job that continues an ended one; return it, and whether it is new. It is the user's whose the
+    ended one is; ``by``: who asks for it.
 
     A deadline that is past is left out. Raises ``GeofedError``: ILLEGAL_STATE if the job has not ended, was continued
     by a replan, or has nothing left to train; MODEL_NOT_FOUND if no model of it is kept; and what `admit` raises.
@@ -51,6 +52,7 @@ async def resume(federation: Federation, probing: Probing, job: str, request_id:
     )
 
     async def check(draft: Draft) -> JobEntry | None:
+        draft.by = by
         return await _earlier(federation, entry, request_id)
 
     return await admit(federation, NewJob(new_job, rest, learnt, starting_from(federation, entry, model)), check)

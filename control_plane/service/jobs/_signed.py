@@ -9,7 +9,7 @@ from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from geofed_pb.errors import GeofedError
-from geofed_pb.signing import require_signature, spec_digest_of, statement
+from geofed_pb.security.signing import require_signature, spec_digest_of, statement
 from geofed_pb.v1 import common_pb2
 
 __all__ = ["require_signed"]

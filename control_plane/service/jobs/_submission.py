@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -63,7 +64,7 @@ async def answer_plan(
     Raises ``GeofedError``: SPEC_INVALID; TASK_FAILED or TASK_INVALID if the task cannot create its model; and what
     `initial_model_of` raises.
     """
-    spec, code_digest = parse_request(request.spec_json), request.code_digest
+    spec, code_digest = await asyncio.to_thread(parse_request, request.spec_json), request.code_digest
     if request.bundle_digest:
         code_digest = await _code_digest(federation, request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
@@ -118,7 +119,7 @@ async def submit(
     raises.
     """
     require_request_id(request.request_id)
-    spec = parse_request(request.spec_json)
+    spec = await asyncio.to_thread(parse_request, request.spec_json)
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
         return earlier, False

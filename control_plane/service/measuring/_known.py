@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from control_plane.service.planning._tuning import merge_from_json
 from control_plane.spec import JobSpec
 from control_plane.store import RunRow, WeightRow
+from scheduler import StartBilled
 from scheduler.tuning import MergePoint, TaskProfile, fit_compute
 
-__all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "stage_paces_of", "task_keys"]
+__all__ = ["Learnt", "merges_of", "probed_speeds", "speeds_of", "stage_paces_of", "starts_of", "task_keys"]
 
 _IRRELEVANT_KEYS = {
     "lr",
@@ -54,10 +55,15 @@ def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
     same: list[object] = [spec.task.module, config, spec.data.dataset, *([spec.task.env] if spec.task.env else [])]
     if (spec.train.precision, spec.train.accumulate) != ("fp32", 1):
         same.append([spec.train.precision, spec.train.accumulate])
+    if spec.evaluates_only:
+        same.append("evaluates only")
     if spec.task.requirements:
         same.append({"requirements": spec.task.requirements})
     if spec.task.secrets:
         same.append({"secrets": sorted(spec.task.secrets)})
+    if spec.clients is not None:
+        # What a sample takes, depends on how much of it a client's own costs are.
+        same.append({"clients": [spec.clients.epochs or 1, spec.clients.steps or 0]})
     if spec.train.local:
         same.append(spec.train.local)
     kin = _key([spec.metadata.name, *same])
@@ -72,6 +78,15 @@ def merges_of(runs: Iterable[RunRow], region: str) -> tuple[MergePoint, ...]:
     """Return the merge times that earlier runs of a task have measured in a region."""
     found = (merge_from_json(run.merge_json) for run in runs if run.region == region and run.merge_json)
     return tuple(point for point in found if point is not None)
+
+
+def starts_of(runs: Iterable[RunRow]) -> dict[str, StartBilled]:
+    """Return what the newest run of a task was billed for its start in each region, where it has told so."""
+    found: dict[str, StartBilled] = {}
+    for run in runs:
+        if run.start_function_seconds is not None and run.start_server_seconds is not None:
+            found.setdefault(run.region, StartBilled(run.start_function_seconds, run.start_server_seconds))
+    return found
 
 
 def stage_paces_of(runs: Iterable[RunRow]) -> dict[str, float]:

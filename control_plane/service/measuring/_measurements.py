@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from control_plane.pki import utc_now
 from control_plane.service.planning._planning import lasting_workers_now
 from control_plane.service.rpc._wire import failure_of
 from control_plane.service.state._federation import Federation
-from control_plane.spec import JobSpec
+from control_plane.spec import JobSpec, to_demand
+from control_plane.store import WeightRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
+from scheduler import Snapshot, unmeasured_mb
 
 USUAL_MEMORY_MB = 1024
-"""Default memory of a measuring function."""
+"""Memory of a measuring function in a region whose limit is unknown."""
 SILENCE_SECONDS = 240.0
 """Timeout for the next report of a measuring agent."""
 AWAY_SECONDS = 30.0
@@ -94,6 +97,16 @@ class Measurements:
         held = catalogue.datasets if catalogue is not None else ()
         return sum(one.splits["train"].samples for one in held if one.name == dataset and "train" in one.splits)
 
+    def tells_clients(self, region: str, dataset: str) -> bool:
+        """Whether a region tells how many clients its training split has: rounds of clients need it."""
+        catalogue = self._federation.regions[region].catalogue
+        held = catalogue.datasets if catalogue is not None else ()
+        return any(one.name == dataset and "train" in one.splits and one.splits["train"].clients for one in held)
+
+    def knows(self, region: str, feature: str) -> bool:
+        """Whether a region's agent has a feature of `geofed_pb.features`."""
+        return feature in self._federation.regions[region].state.features
+
     def require_free(self, region: str) -> None:
         """Raise ``GeofedError("INADMISSIBLE")`` unless a worker is free, since measuring and training must not share
         cores."""
@@ -103,11 +116,20 @@ class Measurements:
             text = f"region {region} has no free worker; {held} are in use"
             raise GeofedError("INADMISSIBLE", text, hint="wait for a job to end")
 
-    def usual_memory_mb(self, region: str) -> int:
-        """Return the default memory to measure with: at most what the region allows."""
+    def memory_mb(self, region: str, spec: JobSpec, weight: WeightRow | None) -> int:
+        """Return the memory to measure with: the job's, or what a plan gives a worker of a model so large.
+
+        Args:
+            weight: result of the task's probe; None: the usual memory.
+        """
+        demand = to_demand(spec, "", utc_now(self._federation.clock()))
         entry = self._federation.regions.get(region)
-        known = entry.catalogue if entry is not None else None
-        return min(USUAL_MEMORY_MB, known.capacity.memory_mb) if known is not None else USUAL_MEMORY_MB
+        if entry is None or entry.catalogue is None:
+            return demand.memory_mb or USUAL_MEMORY_MB
+        known = Snapshot((entry.catalogue,))
+        if weight is not None:
+            known = replace(known, model_bytes=weight.model_bytes, held_bytes=weight.held_bytes or None)
+        return unmeasured_mb(entry.catalogue, known, demand)
 
     async def run(self, message: agent_pb2.ToAgent) -> AsyncGenerator[agent_pb2.ProfileReport]:
         """Have an agent measure a task, or upload its own model of a job; yield its reports up to the last one.

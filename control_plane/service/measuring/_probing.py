@@ -21,11 +21,13 @@ import structlog
 
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._measurements import MeasurementFailed, Measurements
+from control_plane.service.rpc._wire import client_rounds
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
+from geofed_pb.features import EVALUATION
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -183,8 +185,15 @@ class Probing:
                         raise TimeoutError
                     tried = True
                     try:
-                        command = self._command(region, spec, bundle_digest, left, submission)
+                        weight = await self._federation.read(lambda store: store.weight(key))
+                        memory = self._measurements.memory_mb(region, spec, weight)
+                        command = self._command(region, spec, bundle_digest, left, submission, memory)
                         row = await self._probe_in(command, key, spec.metadata.name, failed)
+                        enough = self._measurements.memory_mb(region, spec, row)
+                        if enough > memory and _lacked_memory(row) and (left := ends - time.monotonic()) > 0:
+                            # What it needs is known only now. Plans give it that, too.
+                            command = self._command(region, spec, bundle_digest, left, submission, enough)
+                            row = await self._probe_in(command, key, spec.metadata.name, failed)
                     except GeofedError as error:
                         failed[region] = error
                     else:
@@ -225,6 +234,12 @@ class Probing:
                 self._measurements.require_free(region)
             except GeofedError:
                 continue
+            if spec.clients is not None and not self._measurements.tells_clients(region, spec.data.dataset):
+                # The plan is declined, and says so.
+                continue
+            if spec.evaluates_only and not self._measurements.knows(region, EVALUATION):
+                # An earlier agent demands a model and a loss; the plan is declined, and says which.
+                continue
             samples = self._measurements.train_samples(region, spec.data.dataset)
             free.append((self._measurements.running(region), -samples, region))
         return [region for _, _, region in sorted(free)]
@@ -236,9 +251,8 @@ class Probing:
         bundle_digest: str,
         wait_seconds: float,
         submission: common_pb2.Submission,
+        memory_mb: int,
     ) -> agent_pb2.ProfileTask:
-        given = spec.function.memory_mb
-        memory = given if isinstance(given, int) else self._measurements.usual_memory_mb(region)
         return agent_pb2.ProfileTask(
             # Unique, since an agent repeats its result for a known ID, and a failed probe may succeed the next time.
             id=f"probe-{secrets.token_hex(8)}",
@@ -253,13 +267,15 @@ class Probing:
                 precision=spec.train.precision,
                 accumulate=spec.train.accumulate,
                 local=spec.train.local,
+                clients=client_rounds(spec),
+                evaluates_only=spec.evaluates_only,
                 dataset=spec.data.dataset,
                 submission=submission,
             ),
             batch=spec.train.batch,
             evaluation_batch=spec.train.eval_batch or 0,
             seed=spec.train.seed,
-            memories_mb=[memory],
+            memories_mb=[memory_mb],
             limit_seconds=PROBE_SECONDS,
             wait_seconds=wait_seconds,
         )
@@ -368,6 +384,12 @@ def _joined(*notes: str) -> str:
 def _is_complete(weight: WeightRow | None) -> bool:
     """Whether another probe cannot find more: steps were timed. What was in the way may be gone the next time."""
     return weight is not None and weight.steps_json != "[]"
+
+
+def _lacked_memory(row: WeightRow) -> bool:
+    """Whether the steps of a probe could not be timed for lack of memory."""
+    lacked = row.note.startswith("FUNCTION_OUT_OF_MEMORY") or _OUT_OF_MEMORY.search(row.note) is not None
+    return lacked and not _is_complete(row)
 
 
 def _row(key: str, region: str, at: float, reported: agent_pb2.TaskWeight) -> WeightRow:

@@ -14,7 +14,7 @@ from control_plane.pki import utc_now
 from control_plane.service.measuring._known import merges_of, speeds_of, task_keys
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.planning._tuning import profile_from_json, tuned
-from control_plane.service.rpc._wire import to_json
+from control_plane.service.rpc._wire import client_rounds, to_json
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, parse_request, to_demand
 from control_plane.store import RunRow, Store
@@ -39,7 +39,7 @@ class Profiling:
         Raises ``GeofedError``: SPEC_INVALID; TASK_INVALID; DATASET_UNKNOWN; INADMISSIBLE if no region has a free
         worker; and the first region's error if all regions fail.
         """
-        spec = parse_request(request.spec_json)
+        spec = await asyncio.to_thread(parse_request, request.spec_json)
         if not 1 <= len(request.request_id) <= 256:
             raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
         if self._federation.blobs.size(request.bundle_digest) is None:
@@ -53,7 +53,7 @@ class Profiling:
         async with self._turn:
             for region in regions:
                 try:
-                    async for report in self._measured(region, spec, request):
+                    async for report in self._measured(region, spec, request, task_keys(spec, code_digest)[0]):
                         if not report.profile_json:
                             yield control_pb2.ProfileNews(region=region, text=report.condition)
                             continue
@@ -72,11 +72,12 @@ class Profiling:
         yield control_pb2.ProfileNews(result_json=to_json(result))
 
     async def _measured(
-        self, region: str, spec: JobSpec, request: control_pb2.ProfileRequest
+        self, region: str, spec: JobSpec, request: control_pb2.ProfileRequest, key: str
     ) -> AsyncIterator[agent_pb2.ProfileReport]:
         """Yield an agent's reports up to the last one."""
         self._measurements.require_free(region)
-        command = _command(region, self._measurements.usual_memory_mb(region), spec, request)
+        weight = await self._federation.read(partial(Store.weight, task_key=key))
+        command = _command(region, self._measurements.memory_mb(region, spec, weight), spec, request)
         async with aclosing(self._measurements.run(agent_pb2.ToAgent(profile=command))) as reports:
             async for report in reports:
                 yield report
@@ -107,10 +108,7 @@ class Profiling:
             raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {error}") from None
 
 
-def _command(
-    region: str, usual_memory_mb: int, spec: JobSpec, request: control_pb2.ProfileRequest
-) -> agent_pb2.ProfileTask:
-    memory = spec.function.memory_mb if isinstance(spec.function.memory_mb, int) else usual_memory_mb
+def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.ProfileRequest) -> agent_pb2.ProfileTask:
     digest = hashlib.sha256(f"{request.request_id}\n{request.spec_json}\n{request.bundle_digest}".encode()).hexdigest()
     return agent_pb2.ProfileTask(
         id=f"profile-{digest[:16]}",
@@ -125,13 +123,15 @@ def _command(
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,
             local=spec.train.local,
+            clients=client_rounds(spec),
+            evaluates_only=spec.evaluates_only,
             dataset=spec.data.dataset,
             submission=request.submission,
         ),
         batch=spec.train.batch,
         evaluation_batch=spec.train.eval_batch or 0,
         seed=spec.train.seed,
-        memories_mb=sorted(set(request.memories_mb)) or [memory],
+        memories_mb=sorted(set(request.memories_mb)) or [memory_mb],
         limit_seconds=LIMIT_SECONDS,
     )
 

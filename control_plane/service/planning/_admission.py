@@ -26,6 +26,7 @@ from control_plane.service.planning._near import Near, near
 from control_plane.service.planning._noise import with_noise
 from control_plane.service.planning._planning import snapshot_of
 from control_plane.service.planning._scaling import is_tuned
+from control_plane.service.state._callers import caller_named
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import over_quota, rules_for, turn_of
@@ -283,7 +284,8 @@ def jobs_before(
         and regions.keys() & planned_workers(entry.plan).keys()
         and (entry.state.phase != "queued" or turn_of_entry(entry, served) < turn)
     ]
-    shown = sorted(other.id for other in before if user in ("", other.user, *other.shared_with))
+    caller = caller_named(draft.users, user)
+    shown = sorted(other.id for other in before if caller.may_read(other))
     hidden = len(before) - len(shown)
     return [*shown, *([f"{hidden} job{'s' if hidden > 1 else ''} of other users"] if hidden else [])]
 

@@ -11,6 +11,7 @@ from geofed_pb.features import (
     BASE,
     CLIENTS,
     DIFFERENTIAL,
+    EVALUATION,
     INITIAL_FILE,
     LOCAL,
     PRECISION,
@@ -44,6 +45,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (SECRETS, bool(spec.task.secrets)),
             (REQUIREMENTS, spec.task.requirements is not None),
             (CLIENTS, spec.clients is not None),
+            (EVALUATION, spec.evaluates_only),
         )
         if used
     ]

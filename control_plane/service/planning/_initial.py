@@ -7,7 +7,7 @@ import asyncio
 from control_plane._safetensors import check_weights
 from control_plane._view import standing_text
 from control_plane.core import InitialModel, KeptModel, best_model, last_model, models_of
-from control_plane.service.rpc._users import Caller
+from control_plane.service.state._callers import caller_named
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, StartsFrom
@@ -29,9 +29,10 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
     if wanted.file is not None:
         return await _uploaded(federation, wanted)
     assert wanted.job is not None
-    entry = await federation.find_job(wanted.job, Caller(user).may_read)
+    caller = caller_named(federation.users, user)
+    entry = await federation.find_job(wanted.job, caller.may_read)
     job, state = entry.row.id, entry.state
-    Caller(user).require("read", entry.row)
+    caller.require("contents", entry.row)
     if not state.terminal:
         text = f"job {job} {standing_text(state.phase)}; a job can start from its model once it has ended"
         raise GeofedError("MODEL_NOT_FOUND", text, hint="wait for it, or finish it")

@@ -8,7 +8,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from control_plane.core import Copy, Goal, InitialModel, JobState, Keep, Partition
-from control_plane.service.measuring._known import Learnt, merges_of, probed_speeds, speeds_of, stage_paces_of
+from control_plane.service.measuring._known import (
+    Learnt,
+    merges_of,
+    probed_speeds,
+    speeds_of,
+    stage_paces_of,
+    starts_of,
+)
 from control_plane.service.planning._features import keeps_base
 from control_plane.service.planning._tuning import profile_from_json
 from control_plane.service.rpc._wire import to_json
@@ -65,7 +72,11 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         start_of_run=started is not None and not started.profile_json,
         probed=probed_speeds(weight, batch),
         profiles=profiles,
-        merges={region: merges_of(runs, region) for region in profiles},
+        started=starts_of(runs),
+        round_end_seconds=next((run.round_end_seconds for run in runs if run.round_end_seconds is not None), None),
+        round_work_seconds=next((run.round_work_seconds for run in runs if run.round_work_seconds is not None), 0.0),
+        sent_share=next((run.sent_share for run in runs if run.sent_share), None),
+        merges={region: merges_of(runs, region) for region in {run.region for run in runs}},
         stage_paces=stage_paces_of(runs),
     )
 

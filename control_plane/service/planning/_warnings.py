@@ -55,7 +55,7 @@ def _batch_statistics(chosen: Plan, spec: JobSpec, weight: WeightRow | None) -> 
         yield (
             f"the model normalises by batches ({named}), whose statistics differ between regions with unlike data: a "
             f"model averaged over them may lose accuracy; `train.local: [{patterns}]` keeps them in their region, "
-            "GroupNorm has none, a shorter `wan.interval` lets them differ less"
+            "GroupNorm has none, a shorter `advanced.wan.interval` lets them differ less"
         )
 
 

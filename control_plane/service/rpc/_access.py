@@ -5,46 +5,50 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any
 
-from control_plane.service.rpc._users import Caller, caller_of
+from control_plane.service.state._callers import Caller, caller_of
 from control_plane.service.state._federation import Federation
-from geofed_pb.access import Rule
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import peer_region, peer_serial
+from geofed_pb.security.access import Rule
 
 __all__ = ["AGENT_RULES", "CONTROL_RULES", "RegionCheck", "UserCheck", "caller_now", "region_of"]
 
-_BOTH = ("user", "operator")
+_ALL = ("viewer", "member", "auditor", "operator")
+_MEMBERS = ("member", "operator")
 _CONTROL = {
-    "Version": Rule(_BOTH),
-    "StatBlob": Rule(_BOTH, note="its own partial uploads"),
-    "PutBlob": Rule(_BOTH, note="its own partial uploads"),
-    "Plan": Rule(_BOTH),
-    "Submit": Rule(_BOTH),
-    "Profile": Rule(_BOTH),
-    "GetJob": Rule(_BOTH, job="read"),
-    "ListJobs": Rule(_BOTH, note="jobs that it may not read are shown as occupied capacity only"),
-    "Watch": Rule(_BOTH, job="read", note="without a job: events of the jobs that it may read"),
-    "Logs": Rule(_BOTH, job="read"),
-    "GetModel": Rule(_BOTH, job="read"),
-    "Cancel": Rule(_BOTH, job="change"),
-    "Finish": Rule(_BOTH, job="change"),
-    "Replan": Rule(_BOTH, job="change"),
-    "Resume": Rule(_BOTH, job="change"),
-    "Scale": Rule(_BOTH, job="change"),
-    "Share": Rule(_BOTH, job="change"),
-    "Rename": Rule(_BOTH, job="change"),
-    "Delete": Rule(_BOTH, job="change"),
-    "Storage": Rule(_BOTH, job="read", note="without a job: a user gets only its own jobs"),
-    "ListRegions": Rule(_BOTH),
+    "Version": Rule(_ALL),
+    "StatBlob": Rule(_MEMBERS, note="its own partial uploads"),
+    "PutBlob": Rule(_MEMBERS, note="its own partial uploads"),
+    "Plan": Rule(_MEMBERS),
+    "Submit": Rule(_MEMBERS),
+    "Profile": Rule(_MEMBERS),
+    "GetJob": Rule(_ALL, job="read"),
+    "ListJobs": Rule(_ALL, note="jobs that it may not read are shown as occupied capacity only"),
+    "Watch": Rule(_ALL, job="read", note="without a job: events of the jobs that it may read"),
+    "Logs": Rule(_ALL, job="contents"),
+    "GetModel": Rule(_ALL, job="contents"),
+    "Cancel": Rule(_MEMBERS, job="change"),
+    "Finish": Rule(_MEMBERS, job="change"),
+    "Replan": Rule(_MEMBERS, job="change"),
+    "Resume": Rule(_MEMBERS, job="change"),
+    "Scale": Rule(_MEMBERS, job="change"),
+    "Share": Rule(_MEMBERS, job="change"),
+    "Rename": Rule(_MEMBERS, job="change"),
+    "Delete": Rule(_MEMBERS, job="change"),
+    "Storage": Rule(_ALL, job="read", note="without a job: members and viewers get only their own jobs"),
+    "ListRegions": Rule(_ALL),
     "Invite": Rule(("operator",)),
     "ChangeRegion": Rule(("operator",)),
     "RotateAuthority": Rule(("operator",)),
     "AddUser": Rule(("operator",)),
     "ChangeUser": Rule(("operator",)),
     "RemoveUser": Rule(("operator",)),
-    "ListUsers": Rule(_BOTH, note="a user gets only its own entry"),
-    "Audit": Rule(("operator",)),
-    "Attest": Rule(_BOTH, job="read"),
+    "ListUsers": Rule(_ALL, note="members and viewers get only their own entry"),
+    "SignInOptions": Rule(("anyone",)),
+    "SignIn": Rule(("anyone",), note="an ID token of the identity provider"),
+    "SignOut": Rule(_ALL, note="its own sign-in"),
+    "Audit": Rule(("auditor", "operator")),
+    "Attest": Rule(_ALL, job="read"),
 }
 CONTROL_RULES = {
     **{f"/geofed.v1.Control/{name}": rule for name, rule in _CONTROL.items()},
@@ -67,7 +71,7 @@ _peer: ContextVar[tuple[Any, str | None, str] | None] = ContextVar("peer", defau
 
 
 def caller_now() -> Caller:
-    """Return the user or operator whose call runs."""
+    """Return the user whose call runs."""
     return _caller.get()
 
 
@@ -82,12 +86,16 @@ class UserCheck:
         federation = self._federation
         headers = {str(key): value for key, value in context.invocation_metadata() or ()}
         authorization = str(headers.get("authorization", ""))
-        caller = caller_of(authorization, self._operator_hash, federation.users.values())
-        if ("user" if caller.user else "operator") not in rule.callers:
-            raise GeofedError("FORBIDDEN", f"only the operator may do that, not {caller.user}")
-        if rule.job and caller.user and request is not None and request.job:
+        caller = caller_of(authorization, self._operator_hash, federation.users.values(), federation.clock())
+        if caller.role not in rule.callers:
+            who = "the operator" if rule.callers == ("operator",) else " or ".join(map(_article, rule.callers))
+            raise GeofedError("FORBIDDEN", f"only {who} may do that, not {caller.user}, {_article(caller.role)}")
+        if rule.job and not caller.may_all and request is not None and request.job:
             if not again and not await self._has_deleted(caller, request.job):
-                caller.require(rule.job, (await federation.find_job(request.job, caller.may_read)).row)
+                row = (await federation.find_job(request.job, caller.may_read)).row
+                caller.require(rule.job, row)
+                # Later checks look it up by its ID, also where it was called by its name.
+                request.job = row.id
             elif (entry := federation.jobs.get(request.job)) is not None:
                 caller.require(rule.job, entry.row)
         if not again:
@@ -97,6 +105,10 @@ class UserCheck:
         """Whether a job was the caller's until it was deleted; then the call itself says so."""
         gone = await self._federation.read(lambda store: store.deletion(job))
         return gone is not None and gone.user == caller.user
+
+
+def _article(role: str) -> str:
+    return f"{'an' if role[0] in 'ao' else 'a'} {role}"
 
 
 class RegionCheck:

@@ -12,9 +12,10 @@ from typing import Any
 
 import grpc.aio
 import structlog
+from google.protobuf.message import Message
 
 from control_plane._safetensors import facts_of, flat_bytes
-from control_plane.core import Heartbeat, Models, Reported, Uploaded, models_of
+from control_plane.core import Copy, Heartbeat, Models, Partition, Reported, Uploaded, models_of
 from control_plane.pki import Authority, GivenAuthority, utc_now
 from control_plane.service.measuring._measurements import Measurements
 from control_plane.service.rpc._access import region_of
@@ -36,6 +37,19 @@ _DAILY_MODELS_BYTES = 1 << 40
 """Limit of the models that a region uploads within a day: a hundred of 10 GB."""
 _MAX_DATA_CHARACTERS = 64 << 10
 """Limit of an event's JSON data."""
+_HAPPENINGS = frozenset({
+    "attempt.resumed", "collective.used", "message.undeliverable", "partition.batch", "partition.scaled",
+    "peer.refused", "ps-ended", "setback", "shard.received", "shard.sending", "shard.sent", "update.refused",
+    "wan.decision", "worker-failed",
+})  # fmt: skip
+"""Kinds of events that agents report; another one is shown as `region.note`, since it may say what only the control
+plane knows."""
+_AUDITED = {"shard.sent": "to", "shard.received": "from"}
+"""Those that are in the audit log, too, with what names the other region in their data."""
+_HEAD_STATES = frozenset({"finished", "failed", "stopped", "published", "refused", "sent"})
+"""States of a report whose head of the region's audit log is recorded."""
+_MOST_NOTED = 100_000
+"""Of so many entries that regions have caused it is known that they are in the audit log."""
 _HELLO_SECONDS = 10.0
 """Time limit of a session's first message, which agents send at once."""
 _log = structlog.get_logger("geofed.agents")
@@ -57,6 +71,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         self._authority = authority
         self._region_life = region_life
         self._closing: set[asyncio.Task[None]] = set()
+        self._noted: dict[tuple[object, ...], None] = {}
+        """Entries of the audit log that regions have caused, the last ones: none is recorded twice."""
 
     @streaming
     async def Session(
@@ -227,6 +243,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
     async def _apply(self, session: AgentSession, message: agent_pb2.FromAgent) -> None:
         """Apply a report exactly once: store it with its sequence number, then acknowledge it."""
         federation, region, seq = self._federation, session.region, message.seq
+        noted: tuple[object, ...] | None = None
         async with federation.change() as draft:
             entry = draft.region(region)
             if entry is None or entry.state.session != session.number:
@@ -240,10 +257,22 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 report = report_of(message.partition)
                 draft.settle(ended, region, report)
                 self._drop_unwanted(draft, ended, report.kept)
+                noted = self._note_head(draft, ended, region, message.partition)
             elif seq == 0 or seq > done:
+                before = draft.job(message.partition.job)
                 self._apply_body(draft, region, message, await self._deleted_jobs(message))
+                if message.WhichOneof("body") == "partition":
+                    noted = self._note_head(draft, before, region, message.partition)
+                elif (happening := message.happening).kind in _AUDITED:
+                    named = draft.job(happening.job) or await federation.ended_job(happening.job)
+                    noted = self._note_happening(draft, named, region, happening)
             if seq > done:
                 draft.report_cursor = (region, seq)
+        if noted is not None:
+            # Only now is it stored.
+            self._noted[noted] = None
+            if len(self._noted) > _MOST_NOTED:
+                del self._noted[next(iter(self._noted))]
         if seq:
             session.send(agent_pb2.ToAgent(report_ack=agent_pb2.ReportAck(seq=max(seq, done))))
         await self._stop_where_ended(session, message)
@@ -281,7 +310,8 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 size = self._federation.blobs.size(report.blob_digest)
                 flat = flat_bytes(self._federation.blobs.path(report.blob_digest)) or 0
             job = message.partition.job
-            kept = self._kept_bytes(draft.job(job), region, report.kept)
+            entry = draft.job(job)
+            kept = self._kept_bytes(entry, region, report.kept)
             draft.apply_to_job(job, Reported(draft.at, region, report, size, flat, kept))
             if message.seq and (entry := draft.job(job)) is not None:
                 self._drop_unwanted(draft, entry, report.kept)
@@ -290,11 +320,44 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
             happening = message.happening
             if happening.job in deleted or not self._is_involved(happening.job, region):
                 return
+            kind = happening.kind if happening.kind in _HAPPENINGS else "region.note"
             data = _parsed(happening.data_json)
-            draft.record(happening.kind or "region.note", happening.text, region=region, job=happening.job, data=data)
+            draft.record(kind, happening.text, region=region, job=happening.job, data=data, audited=False)
         elif kind == "logs":
             records = [record for record in message.logs.records if record.job not in deleted]
             draft.logs += log_rows(region, [record for record in records if self._is_involved(record.job, region)])
+
+    def _note_head(
+        self, draft: Draft, entry: JobEntry | None, region: str, report: agent_pb2.PartitionReport
+    ) -> tuple[object, ...] | None:
+        """Record the head of a region's audit log, at the end of its part of a job, which may have ended itself.
+
+        Once for each end, so that no region fills the log. Returns what is recorded; None: nothing.
+        """
+        part = _part_of(entry, region)
+        noted = (report.job, region, report.epoch, report.state)
+        is_told = report.HasField("audit_head") and report.state in _HEAD_STATES
+        if not is_told or part is None or part.epoch != report.epoch or noted in self._noted:
+            return None
+        draft.note_region_head(report.job, region, _fields(report.audit_head))
+        return noted
+
+    def _note_happening(
+        self, draft: Draft, entry: JobEntry | None, region: str, happening: agent_pb2.Happening
+    ) -> tuple[object, ...] | None:
+        """Record that data have moved between regions, once for each job and pair of them.
+
+        Returns what is recorded; None: nothing.
+        """
+        kind, data = happening.kind, _parsed(happening.data_json)
+        if _part_of(entry, region) is None or not isinstance(data, dict):
+            return None
+        other = str(data.get(_AUDITED[kind], ""))
+        noted = (happening.job, region, kind, other if other in draft.regions else "")
+        if noted in self._noted:
+            return None
+        draft.record_audited(kind, data, region=region, job=happening.job)
+        return noted
 
     def _kept_bytes(self, entry: JobEntry | None, region: str, kept: Uploaded) -> int | None:
         """Return the size of a model that the region has uploaded as commanded; None unless it is there."""
@@ -326,9 +389,20 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
 
 
 def _parsed(text: str) -> object:
+    """Return an event's data. Halves of surrogate pairs, which cannot be stored as text, become question marks."""
     try:
         if len(text) <= _MAX_DATA_CHARACTERS:
-            return json.loads(text) if text else {}
+            value = json.loads(text) if text else {}
+            return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError):
         pass
     return {"raw": clean(text)}
+
+
+def _part_of(entry: JobEntry | None, region: str) -> Partition | Copy | None:
+    """Return a region's part of a job: its partition, or its shard's transfer; None: it has none."""
+    return entry.state.partition(region) or entry.state.copy_from(region) if entry is not None else None
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    return {field.name: value for field, value in message.ListFields()}

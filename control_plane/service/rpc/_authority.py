@@ -18,6 +18,7 @@ async def rotate_authority(
     authority: Authority | GivenAuthority,
     life: timedelta,
     request: control_pb2.RotateAuthorityRequest,
+    by: str,
 ) -> control_pb2.RotateAuthorityReply:
     """Take the next step, and tell all connected agents which authorities are trusted.
 
@@ -29,6 +30,7 @@ async def rotate_authority(
     if authority.stage != "single" and not request.force:
         _require_renewed(federation, authority, life)
     async with federation.change() as draft:
+        draft.by = by
         stage = await asyncio.to_thread(authority.advance, federation.name, utc_now(draft.at))
         text = {
             "prepared": "a new certificate authority is trusted beside the present one, which still signs",

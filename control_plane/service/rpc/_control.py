@@ -15,6 +15,7 @@ import grpc.aio
 
 from control_plane._view import standing_text
 from control_plane.core import TERMINAL
+from control_plane.oidc import SCOPE
 from control_plane.pki import (
     REGION_LIFE,
     Authority,
@@ -39,8 +40,10 @@ from control_plane.service.rpc._access import caller_now
 from control_plane.service.rpc._agents import MAX_MODEL_BYTES
 from control_plane.service.rpc._authority import rotate_authority
 from control_plane.service.rpc._regions import change_region
-from control_plane.service.rpc._users import Caller, add_user, change_user, list_users, remove_user
+from control_plane.service.rpc._signin import SignInService
+from control_plane.service.rpc._users import add_user, change_user, list_users, remove_user, user_message
 from control_plane.service.rpc._wire import event_message, log_message
+from control_plane.service.state._callers import Caller, caller_named
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry
@@ -51,10 +54,10 @@ from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
 from control_plane.spec import MAX_BUNDLE_BYTES, parse_request
 from control_plane.store import AuditRow, EventRow, Invitation, Store
-from geofed_pb.attestation import sealed
-from geofed_pb.audit import GENESIS, entry_line, head_line, header_line
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import answering, streaming
+from geofed_pb.security.attestation import sealed
+from geofed_pb.security.audit import GENESIS, entry_line, head_line, header_line
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -65,8 +68,8 @@ _PAGE_ITEMS = 1000
 _SINGLE_PAGE_BYTES = 3 << 20
 """Limit of a reply to a client that cannot page; gRPC clients accept 4 MiB."""
 _Message = TypeVar("_Message", control_pb2.Job, control_pb2.Region)
-_DAILY_CODE_BYTES = 1 << 30
-"""Limit of the code that a user uploads within a day: hundreds of bundles of the largest size."""
+DAILY_CODE_BYTES = 4 << 30
+"""Limit of the code that a user uploads within a day: 256 bundles of the largest size."""
 _DAILY_WEIGHTS_BYTES = 128 << 30
 """Limit of the weights that a user uploads within a day: two files of the largest size. The same file is sent once."""
 INVITATION_SECONDS = 24 * 3600
@@ -97,6 +100,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         sweeper: Sweeper,
         measurements: Measurements,
         access: AccessConfig,
+        sign_ins: SignInService,
     ) -> None:
         self._federation = federation
         self._profiling = profiling
@@ -104,6 +108,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._succession = succession
         self._sweeper = sweeper
         self._measurements = measurements
+        self._sign_ins = sign_ins
         self.access = access
         """Replaced once the port is bound."""
 
@@ -121,7 +126,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
         """Upload a code bundle, or weights to start from."""
         first = await anext(aiter(requests), None)
-        most, daily, kind = MAX_BUNDLE_BYTES, _DAILY_CODE_BYTES, ""
+        most, daily, kind = MAX_BUNDLE_BYTES, DAILY_CODE_BYTES, ""
         if first is not None and first.model:
             most, daily, kind = MAX_MODEL_BYTES, _DAILY_WEIGHTS_BYTES, "weights"
         chunks = _with_first(first, requests)
@@ -150,7 +155,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.ProfileRequest, context: Context
     ) -> AsyncIterator[control_pb2.ProfileNews]:
         """Profile a task in the regions that hold its data; the last message has the result."""
-        spec, user = parse_request(request.spec_json), caller_now().user
+        spec, user = await asyncio.to_thread(parse_request, request.spec_json), caller_now().user
         signed = request.submission, user, request.spec_json, spec, request.bundle_digest
         request.submission.CopyFrom(await require_signed(self._federation, *signed))
         with self._federation.blobs.held(request.bundle_digest):
@@ -168,13 +173,13 @@ class ControlService(control_pb2_grpc.ControlServicer):
         caller = caller_now()
         limit = min(request.limit or 100, _PAGE_ITEMS)
         phases = ACTIVE | TERMINAL if request.all else ACTIVE
-        entries = await self._federation.list_jobs(phases, limit + 1, request.after, caller.user)
+        entries = await self._federation.list_jobs(phases, limit + 1, request.after, caller.reads_of)
         return await asyncio.to_thread(self._listed, entries, limit, caller)
 
     def _listed(self, entries: Sequence[JobEntry], limit: int, caller: Caller) -> control_pb2.ListJobsReply:
         """Return the page of a list; in a thread, since many jobs take long."""
         jobs, more = _page(map(self._federation.summarise, entries[:limit]))
-        occupied = self._federation.occupied(caller.may_read) if caller.user else {}
+        occupied = self._federation.occupied(caller.may_read) if caller.reads_of else {}
         return control_pb2.ListJobsReply(jobs=jobs, more=more or len(entries) > limit, occupied=occupied)
 
     @streaming
@@ -245,7 +250,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Resume(self, request: control_pb2.ResumeRequest, context: Context) -> control_pb2.SubmitReply:
         """Continue an ended job as a new one; once for each request ID."""
         job = (await self._find(request.job)).row.id
-        entry, created = await resume(self._federation, self._probing, job, request.request_id)
+        entry, created = await resume(self._federation, self._probing, job, request.request_id, _who())
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
     @answering
@@ -305,6 +310,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             )
         secret = new_secret()
         async with self._federation.change() as draft:
+            draft.by = _who()
             expires = draft.at + (request.ttl_seconds or INVITATION_SECONDS)
             if draft.region(name) is None:
                 draft.put_region(unseen_region(name))
@@ -318,29 +324,29 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.RotateAuthorityRequest, context: Context
     ) -> control_pb2.RotateAuthorityReply:
         """Take the next step of the replacement of the federation's certificate authority."""
-        return await rotate_authority(self._federation, self.access.authority, self.access.life, request)
+        return await rotate_authority(self._federation, self.access.authority, self.access.life, request, _who())
 
     @answering
     async def ChangeRegion(self, request: control_pb2.ChangeRegionRequest, context: Context) -> control_pb2.Region:
         """Drain a region, revoke its certificates, or remove it."""
-        return await change_region(self._federation, self._succession, request)
+        return await change_region(self._federation, self._succession, request, _who())
 
     @answering
     async def AddUser(self, request: control_pb2.AddUserRequest, context: Context) -> control_pb2.UserReply:
         """Create a user; only this reply has the token."""
-        return await add_user(self._federation, request)
+        return await add_user(self._federation, request, _who())
 
     @answering
     async def ChangeUser(self, request: control_pb2.ChangeUserRequest, context: Context) -> control_pb2.UserReply:
         """Change a user's quota or token."""
-        changed = await change_user(self._federation, request)
+        changed = await change_user(self._federation, request, _who())
         await self._federation.rights_changed()
         return changed
 
     @answering
     async def RemoveUser(self, request: control_pb2.RemoveUserRequest, context: Context) -> control_pb2.User:
         """Remove a user."""
-        removed = await remove_user(self._federation, request.name)
+        removed = await remove_user(self._federation, request.name, _who())
         await self._federation.rights_changed()
         return removed
 
@@ -348,6 +354,31 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ListUsers(self, request: control_pb2.ListUsersRequest, context: Context) -> control_pb2.ListUsersReply:
         """Return the users with their quotas and promised workers."""
         return list_users(self._federation, caller_now())
+
+    @answering
+    async def SignInOptions(
+        self, request: control_pb2.SignInOptionsRequest, context: Context
+    ) -> control_pb2.SignInOptionsReply:
+        """Return the identity provider."""
+        provider = self._sign_ins.provider
+        return control_pb2.SignInOptionsReply(
+            federation=self._federation.name, issuer=provider.issuer, client_id=provider.client_id, scope=SCOPE
+        )
+
+    @answering
+    async def SignIn(self, request: control_pb2.SignInRequest, context: Context) -> control_pb2.SignInReply:
+        """Exchange an ID token for a token of its user."""
+        user, token, expires_at = await self._sign_ins.sign_in(request.id_token)
+        shown = user_message(self._federation, user)
+        return control_pb2.SignInReply(user=shown, token=token, expires_at=expires_at)
+
+    @answering
+    async def SignOut(self, request: control_pb2.SignOutRequest, context: Context) -> control_pb2.SignOutReply:
+        """Revoke the token of this call."""
+        headers = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        token = headers.get("authorization", "").removeprefix("Bearer ")
+        await self._sign_ins.sign_out(hash_secret(token))
+        return control_pb2.SignOutReply()
 
     @streaming
     async def GetModel(
@@ -397,8 +428,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _readable(self, rows: Sequence[EventRow]) -> set[str] | None:
         """Return the jobs of events that the caller may read; None: every event may be read."""
-        caller = caller_now()
-        if not caller.user:
+        # The role that the user has now, which may have changed since the call began.
+        caller = caller_named(self._federation.users, caller_now().user)
+        if caller.may_read_all:
             return None
         found = set()
         for name in {row.job for row in rows if row.job}:

@@ -21,8 +21,10 @@ _log = structlog.get_logger("geofed.regions")
 _Request = control_pb2.ChangeRegionRequest
 
 
-async def change_region(federation: Federation, succession: Succession, request: _Request) -> control_pb2.Region:
-    """Change a region as the operator has ordered; repeating it has no effect.
+async def change_region(
+    federation: Federation, succession: Succession, request: _Request, by: str
+) -> control_pb2.Region:
+    """Change a region as the operator ``by`` has ordered; repeating it has no effect.
 
     Raises ``GeofedError``: REGION_NOT_FOUND; ILLEGAL_STATE if a region is to be removed that has jobs.
     """
@@ -30,6 +32,7 @@ async def change_region(federation: Federation, succession: Succession, request:
     # Before the change below ends calls: also those of commands that wait for stores.
     invitations = await federation.read(lambda store: store.open_invitations(name))
     async with federation.change() as draft:
+        draft.by = by
         entry = draft.region(name)
         if entry is None:
             raise GeofedError("REGION_NOT_FOUND", f"region {name} not found")
@@ -53,16 +56,16 @@ async def change_region(federation: Federation, succession: Succession, request:
             draft.record("region.removed", f"region {name} was removed", region=name)
     await federation.rights_changed()
     if change == _Request.CHANGE_DRAIN and request.move:
-        await _move(federation, succession, name)
+        await _move(federation, succession, name, by)
     return described
 
 
-async def _move(federation: Federation, succession: Succession, region: str) -> None:
+async def _move(federation: Federation, succession: Succession, region: str, by: str) -> None:
     """Replan the running jobs of a region without it; those that cannot continue elsewhere end where they are."""
     for entry in list(federation.jobs.values()):
         if entry.state.partition(region) is not None and entry.state.phase == "running":
             try:
-                await succession.replan(entry.row.id, f"region {region} is being drained")
+                await succession.replan(entry.row.id, f"region {region} is being drained", by)
             except GeofedError as error:
                 _log.info("a job stays in a draining region", job=entry.row.id, region=region, error=str(error))
 

@@ -28,6 +28,7 @@ from control_plane.core import (
     Record,
     RegionState,
     Report,
+    RoundTime,
     SendKeep,
     SendPeers,
     SendPublish,
@@ -55,9 +56,10 @@ from geofed_pb.bounds import (
     clean,
 )
 from geofed_pb.errors import CATALOGUE
-from geofed_pb.recording import RESERVED
+from geofed_pb.user_code.recording import RESERVED
 from geofed_pb.v1 import agent_pb2, common_pb2, control_pb2
 from scheduler import PipelineShape, Plan, PlannedPartition
+from sync.histograms import from_messages
 from sync.policy import policy_named
 
 _MAX_NAMES = 5000
@@ -89,12 +91,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         shards_here=message.shards_here,
         meter=message.meter,
         totals=_totals_of(message.totals),
-        evaluation=Evaluation(
-            metrics=bounded_metrics(message.evaluation.metrics)[0],
-            samples=message.evaluation.samples,
-            round=message.evaluation.round,
-            error=clean(message.evaluation.error),
-        ),
+        evaluation=_evaluation_of(message.evaluation),
         speed=_speed_of(message.speed),
         exchange=_exchange_of(message.exchange),
         links={
@@ -105,6 +102,7 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
         kept=Uploaded(message.kept.round, message.kept.blob_digest, clean(message.kept.error)),
         logged=_logged_of(message.logged),
         usage=_usage_of(message.usage),
+        time=_time_of(message.time) if message.HasField("time") else None,
         privacy=_privacy_of(message.privacy) if message.HasField("privacy") else None,
     )
 
@@ -127,6 +125,23 @@ def _logged_of(message: common_pb2.Logged) -> Logged:
 def _usage_of(message: common_pb2.Usage) -> Usage:
     cores = message.cpu_cores if math.isfinite(message.cpu_cores) else 0.0
     return Usage(cores, message.memory_bytes, message.gpu_memory_bytes)
+
+
+def _time_of(message: common_pb2.RoundTime) -> RoundTime | None:
+    """Convert the times of rounds; None if one is not possible."""
+    times = message.compute, message.merge, message.exchange, message.wait, message.evaluate
+    return RoundTime(*times) if all(0 <= seconds < math.inf for seconds in times) else None
+
+
+def _evaluation_of(message: agent_pb2.Evaluation) -> Evaluation:
+    histograms, dropped = from_messages(message.histograms)
+    return Evaluation(
+        metrics=bounded_metrics(message.metrics)[0],
+        samples=message.samples,
+        round=message.round,
+        error=clean(message.error or dropped),
+        histograms=histograms,
+    )
 
 
 def _totals_of(message: agent_pb2.MeterTotals) -> MeterTotals:
@@ -262,7 +277,8 @@ def _data_shares(plan: Plan) -> dict[str, float]:
     return {part.region: part.samples / samples for part in plan.partitions}
 
 
-def _client_rounds(spec: JobSpec) -> agent_pb2.ClientRounds | None:
+def client_rounds(spec: JobSpec) -> agent_pb2.ClientRounds | None:
+    """Return how the regions' clients train; None: samples belong to no clients."""
     wanted = spec.clients
     if wanted is None:
         return None
@@ -299,7 +315,8 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             accumulate=spec.train.accumulate,
             local=spec.train.local,
             submission=submission_of(row),
-            clients=_client_rounds(spec),
+            clients=client_rounds(spec),
+            evaluates_only=spec.evaluates_only,
         ),
         plan=agent_pb2.PartitionPlan(
             workers=part.workers,

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from control_plane.store import AuditRow, Store
-from geofed_pb.audit import GENESIS, Head
+from geofed_pb.security.audit import GENESIS, Head
 from geofed_pb.v1 import agent_pb2
 
 __all__ = ["AuditLog"]

@@ -195,9 +195,10 @@ class Changes:
 
     def _make_visible(self, draft: Draft, committed: Committed) -> None:
         self.visible.apply(draft)
-        for job_id in draft.changed_jobs:
-            if job_id not in self.latest.jobs:
-                self.ended.pop(job_id, None)
+        for job_id, entry in draft.changed_jobs.items():
+            # The end itself may be in a change that is stored later.
+            if self.ended.get(job_id) is entry:
+                del self.ended[job_id]
         self._publish(draft, committed)
 
     def _drop(self, waiting: Sequence[_Waiting], error: GeofedError) -> None:

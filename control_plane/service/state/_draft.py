@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from control_plane.core import (
@@ -44,15 +43,15 @@ from control_plane.store import (
 )
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
+from geofed_pb.security.audit import AuditBroken, Head, bounded_facts
 
 AUDITED = frozenset({
     "authority.rotated", "control-plane.started", "job.cancelling", "job.deleted", "job.renamed", "job.replanned",
     "job.shared", "region.drained", "region.enrolled", "region.invited", "region.removed", "region.revoked",
-    "shard.received", "shard.sent", "user.added", "user.changed", "user.key", "user.removed",
+    "user.added", "user.changed", "user.key", "user.removed",
+    "user.signed-in", "user.signed-out",
 })  # fmt: skip
 """Kinds of events that are in the audit log, too."""
-_AUDITED_BYTES = 16 << 10
-"""Longest value in an entry of the audit log. Metrics and errors of many regions may be longer."""
 _NAMES = ("at", "kind", "job", "region", "by", "seq")
 """Keys of an entry that an event's data may not replace."""
 OPERATOR = "operator"
@@ -193,22 +192,31 @@ class Draft:
         """Remove a user."""
         self.changed_users[name] = None
 
-    def record(self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None) -> None:
-        """Add an event to the history, and to the audit log if it is of an audited kind."""
-        if kind in AUDITED:
+    def record(
+        self, kind: str, text: str, *, region: str = "", job: str = "", data: object = None, audited: bool = True
+    ) -> None:
+        """Add an event to the history, and to the audit log if it is of an audited kind.
+
+        ``audited``: False for what somebody else reports, so that nothing is forged.
+        """
+        if audited and kind in AUDITED:
             # The event of a deletion is no longer one of the job.
             named = job or (str(data.get("job", "")) if isinstance(data, dict) else "")
-            self.audit(kind, job=named, region=region, **self._facts(data))
+            self.record_audited(kind, data, region=region, job=named)
         self.events.append(
             EventRow(
                 self.at, clean(job, 64), region, clean(kind, 64), clean(text), to_json(self._with_user(data or {}))
             )
         )
 
+    def record_audited(self, kind: str, data: object, *, region: str = "", job: str = "") -> None:
+        """Add an event's data to the audit log."""
+        self.audit(kind, job=job, region=region, **self._facts(data))
+
     def audit(self, kind: str, *, job: str = "", region: str = "", **facts: object) -> None:
         """Add an entry to the audit log, which is stored with the change."""
         named = {"job": clean(job, 64), "region": clean(region, 64), "by": self.by}
-        told = {key: _bounded(value) for key, value in json.loads(to_json(facts)).items()}
+        told = bounded_facts(json.loads(to_json(facts)))
         given = {key: value for key, value in named.items() if value}
         self.audits.append({"at": self.at, "kind": kind, **given, **told})
 
@@ -261,6 +269,20 @@ class Draft:
             self.runs += runs_of(row, machine.state, entry.spec, entry.plan)
         self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
         self._durable = self._durable or bool(actions)
+
+    def note_region_head(self, job_id: str, region: str, value: Mapping[str, object]) -> None:
+        """Record the head of a region's own audit log, which the region has reported at the end of its part of a job.
+
+        What is no head is recorded as that: it takes nothing from the job.
+        """
+        try:
+            head = Head.read(dict(value))
+            if head.region != region:
+                raise AuditBroken("it is the head of another log")
+            facts: dict[str, object] = {"head": asdict(head)}
+        except AuditBroken as error:
+            facts = {"error": str(error)}
+        self.audit("region.head", job=job_id, region=region, **facts)
 
     def settle(self, entry: JobEntry, region: str, report: Report) -> None:
         """Apply a region's report to an ended job: only its charges count."""
@@ -365,11 +387,3 @@ def _stored(entry: JobEntry) -> JobRow:
         ended_at=state.finished_at if state.terminal else 0.0,
         model_digests=tuple(model.digest for model in models_of(state)),
     )
-
-
-def _bounded(value: Any) -> Any:
-    """Return a value of an audit entry, or the digest of one that is so long that entries could not be read again."""
-    text = json.dumps(value).encode()
-    if len(text) <= _AUDITED_BYTES:
-        return value
-    return {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}

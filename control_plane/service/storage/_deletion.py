@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from control_plane._view import standing_text
 from control_plane.core import models_of
-from control_plane.service.rpc._users import Caller
+from control_plane.service.state._callers import Caller
 from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation

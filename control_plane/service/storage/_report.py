@@ -7,7 +7,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from control_plane.service.rpc._users import Caller
+from control_plane.service.state._callers import Caller
 from control_plane.service.state._federation import Federation
 from control_plane.service.storage._sweeper import Sweeper
 from control_plane.store import JobUse, Store
@@ -30,7 +30,7 @@ async def storage_report(
     job = (await federation.find_job(request.job, caller.may_read)).row.id if request.job else ""
     uses = {use.id: use for use in await federation.read(Store.job_uses)}
     items = [item.stored for item in await sweeper.items(job=job)]
-    if caller.user and not job:
+    if caller.reads_of and not job:
         uses = {name: use for name, use in uses.items() if use.user == caller.user}
         items = [item for item in items if not uses.keys().isdisjoint(item.jobs)]
     shown = {job: uses[job]} if job else uses
@@ -38,7 +38,7 @@ async def storage_report(
         kinds=[_kind(total) for total in totals(items, sweeper.keep, federation.clock())],
         jobs=_largest(items, shown, min(request.jobs, _MOST_JOBS)),
     )
-    if not caller.user and not job:
+    if not caller.reads_of and not job:
         reply.database_bytes = await federation.read(Store.database_bytes)
         reply.free_bytes = (await asyncio.to_thread(shutil.disk_usage, federation.blobs.folder)).free
     return reply

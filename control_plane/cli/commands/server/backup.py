@@ -31,8 +31,8 @@ def backup(
     output: Output = Format.TABLE,
 ) -> None:
     """Write database, code, models and keys to one file; the control plane may run meanwhile."""
-    from control_plane._database import database_of
     from control_plane.backup import back_up
+    from control_plane.serving._database import database_of
     from control_plane.store import open_store, sqlite_file
 
     url = database_of(state_dir, database_url_of(database_url, database_url_file))
@@ -54,8 +54,8 @@ def restore(
     output: Output = Format.TABLE,
 ) -> None:
     """Replace the state of a control plane by a backup; no control plane may run."""
-    from control_plane._database import locked_database
     from control_plane.backup import restore as put_back
+    from control_plane.serving._database import locked_database
     from control_plane.store import open_store
 
     if not file.is_file():

@@ -12,6 +12,7 @@ from control_plane.cli._database import DEFAULT_STATE_DIR, DatabaseUrl, Database
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
+    from control_plane.oidc import OidcConfig
     from control_plane.pki import GivenAuthority
     from geofed_pb.storage import Keep
 
@@ -60,6 +61,23 @@ def serve(
             help="Write the metrics of all jobs there, as `track` of one; may be repeated. {job} is its ID.",
         ),
     ] = None,
+    oidc_issuer: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Identity provider (OpenID Connect) by which users sign in: `geofed login`."),
+    ] = None,
+    oidc_client_id: Annotated[
+        str | None, typer.Option(metavar="ID", help="Client that this federation is registered as there.")
+    ] = None,
+    oidc_client_secret_file: Annotated[
+        Path | None, typer.Option(help="File with that client's secret, for sign-ins at the dashboard. Default: none.")
+    ] = None,
+    oidc_claim: Annotated[
+        str, typer.Option(metavar="CLAIM", help="Claim of the ID token that names a user's identity.")
+    ] = "email",
+    dashboard_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where browsers reach the dashboard, behind an ingress; for sign-ins there."),
+    ] = None,
     ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
     log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = "text",
 ) -> None:
@@ -94,6 +112,7 @@ def serve(
         ready_file=ready_file,
         keep=_rules(keep or []),
         track=tuple(track or ()),
+        oidc=_oidc(oidc_issuer, oidc_client_id, oidc_client_secret_file, oidc_claim, dashboard_url),
         log_format=log_format,
     )
     asyncio.run(run(config))
@@ -117,6 +136,18 @@ def _rules(given: list[str]) -> Keep:
             text = f"--keep {rule}: at least 1h, since a submission may be about to use it"
             raise GeofedError("CONFIG_INVALID", text)
     return rules
+
+
+def _oidc(
+    issuer: str | None, client_id: str | None, secret_file: Path | None, claim: str, dashboard_url: str | None
+) -> OidcConfig | None:
+    from control_plane.oidc import OidcConfig
+
+    if issuer and client_id:
+        return OidcConfig(issuer, client_id, secret_file, claim, dashboard_url or "")
+    if issuer or client_id or secret_file or dashboard_url:
+        raise GeofedError("USAGE", "--oidc-issuer and --oidc-client-id belong together")
+    return None
 
 
 def _given(ca_file: Path | None, certificate_file: Path | None, key_file: Path | None) -> GivenAuthority | None:

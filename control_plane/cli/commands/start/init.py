@@ -12,17 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
+from control_plane._templates import template_folders, write_template
 from control_plane._view import Data
 from control_plane.cli._options import NoInput, Output
 from control_plane.cli._output import emit, say, unwritable
 from control_plane.cli._settings import Format, can_ask
-from control_plane.cli.commands.start.template import write_template
 from geofed_pb.errors import GeofedError
 
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _DATASETS = {
-    "image-classification": "digits", "matrix-factorisation": "ratings", "sparse-logistic-regression": "clicks",
-    "text": "letters",
+    "image-classification": "digits", "matrix-factorisation": "ratings", "pipeline": "documents",
+    "sparse-logistic-regression": "clicks", "tabular": "customers", "text": "letters",
 }  # fmt: skip
 """Name of each template's dataset, as in its job file."""
 _MAKE_SECONDS = 300.0
@@ -34,11 +34,13 @@ def init(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder to write to; created if missing.", show_default=False)
     ],
-    template: Annotated[str | None, typer.Option(help="Template of the job [image-classification].")] = None,
-    regions: Annotated[str | None, typer.Option(help="Names of the regions, with commas [home,office].")] = None,
-    workers: Annotated[str | None, typer.Option(help="Most workers in each region [2].")] = None,
-    minimise: Annotated[str | None, typer.Option(help="What plans minimise: cost or time [cost].")] = None,
-    budget: Annotated[str | None, typer.Option(help="Most USD that a job may cost, or none [none].")] = None,
+    template: Annotated[str | None, typer.Option(help="Template of the job; default: image-classification.")] = None,
+    regions: Annotated[
+        str | None, typer.Option(help="Names of the regions, with commas; default: home,office.")
+    ] = None,
+    workers: Annotated[str | None, typer.Option(help="Most workers in each region; default: 2.")] = None,
+    minimise: Annotated[str | None, typer.Option(help="What plans minimise: cost or time; default: cost.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Most USD that a job may cost, or none; default: none.")] = None,
     own_machines: Annotated[
         bool, typer.Option("--own-machines", help="Each region is on a machine or container with the region's name.")
     ] = False,
@@ -56,8 +58,10 @@ def init(
             raise GeofedError("ILLEGAL_STATE", f"{folder} is not empty", hint="choose another folder")
         write_template(chosen, folder / "job", None)
         shards = _example_data(chosen, folder, names)
+        form = _format(folder / "job" / "dataset.yaml")
         files = [
-            _write_region(folder, name, chosen, most, shards[name], name if own_machines else "") for name in names
+            _write_region(folder, name, chosen, form, most, shards[name], name if own_machines else "")
+            for name in names
         ]
         _set_objective(folder / "job" / "job.yaml", aim, usd)
     except OSError as error:
@@ -83,6 +87,9 @@ def _answer(question: str, given: str | None, default: str, read: _Answer) -> An
 
 
 def _template(text: str) -> str:
+    if text not in _DATASETS and text in (folder.name for folder in template_folders()):
+        hint = f"`geofed new {text} DIR` writes the job alone; with example data: {', '.join(_DATASETS)}"
+        raise GeofedError("TEMPLATE_NOT_FOUND", f"template {text} has no example data", hint=hint)
     if text not in _DATASETS:
         raise GeofedError("TEMPLATE_NOT_FOUND", f"template {text} not found", hint=f"one of {', '.join(_DATASETS)}")
     return text
@@ -131,21 +138,32 @@ def _example_data(template: str, folder: Path, regions: list[str]) -> Data:
     return found
 
 
-def _write_region(folder: Path, name: str, template: str, workers: int, shards: Data, host: str) -> str:
-    """``host``: at which other regions reach it; empty: all are on this machine."""
+def _format(file: Path) -> str:
+    """Return the lines of a template's `dataset.yaml`, without comments; empty: the task reads its data itself."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return "".join(f"    {line}" for line in lines if not line.startswith("#"))
+
+
+def _write_region(folder: Path, name: str, template: str, form: str, workers: int, shards: Data, host: str) -> str:
+    """``form``: lines of the dataset that state its format, with which samples are counted. ``host``: at which other
+    regions reach it; empty: all are on this machine."""
     splits = "".join(
-        f"      {split}: {{uri: shards/{name}/{Path(part['path']).name}, samples: {part['samples']}}}\n"
+        f"      {split}: {{uri: shards/{name}/{Path(part['path']).name}{counted}}}\n"
         for split, part in shards.items()
+        for counted in ["" if form else f", samples: {part['samples']}"]
     )
     file = folder / f"{name}.yaml"
-    text = _REGION_FILE.format(name=name, workers=workers, dataset=_DATASETS[template], splits=splits)
+    text = _REGION_FILE.format(name=name, workers=workers, dataset=_DATASETS[template], form=form, splits=splits)
     file.write_text(text.replace("\ncapacity:", f"\nadvertise: {host}\ncapacity:", 1) if host else text)
     return str(file)
 
 
 def _set_objective(job: Path, aim: str, usd: float | None) -> None:
-    text = job.read_text(encoding="utf-8").replace("\n  minimise: cost", f"\n  minimise: {aim}", 1)
-    job.write_text(text.rstrip("\n") + "\n" + (f"  budget: {usd:g}\n" if usd is not None else ""), encoding="utf-8")
+    limit = f"  budget: {usd!r}\n" if usd is not None else ""
+    text = re.sub(
+        r"^  minimise: cost(.*\n)", rf"  minimise: {aim}\1{limit}", job.read_text(encoding="utf-8"), count=1, flags=re.M
+    )
+    job.write_text(text, encoding="utf-8")
 
 
 def _written(data: Data) -> str:
@@ -174,5 +192,5 @@ prices: {{source: my own machine, asOf: 2026-11, functionUsdPerGbSecond: 0, func
 serverUsdPerHour: 0, egressUsdPerGb: 0}}
 datasets:
   {dataset}:
-    splits:
+{form}    splits:
 {splits}"""

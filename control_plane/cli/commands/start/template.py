@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from control_plane._templates import find_template, template_folders, template_view, write_template
 from control_plane._view import Data
 from control_plane.cli._options import Output
 from control_plane.cli._output import columns, emit, say, unwritable
@@ -24,14 +23,14 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 @app.command("list", epilog="Example: geofed template list")
 def list_templates(output: Output = Format.TABLE) -> None:
     """List the templates."""
-    emit([_view(folder) for folder in _folders()], table=_table, name=_name_of)
+    emit([template_view(folder) for folder in template_folders()], table=_table, name=_name_of)
 
 
 @app.command(epilog="Example: geofed template show text")
 def show(template: TemplateName, output: Output = Format.TABLE) -> None:
     """Show a template's description."""
-    folder = _find(template)
-    view = _view(folder) | {"readme": (folder / "README.md").read_text(encoding="utf-8")}
+    folder = find_template(template)
+    view = template_view(folder) | {"readme": (folder / "README.md").read_text(encoding="utf-8")}
     emit(view, table=lambda data: str(data["readme"]).rstrip(), name=_name_of)
 
 
@@ -44,7 +43,7 @@ def new(
     output: Output = Format.TABLE,
 ) -> None:
     """Write a new job from a template into a folder."""
-    _find(template)
+    find_template(template)
     if name is not None and not _LABEL.fullmatch(name):
         raise GeofedError(
             "USAGE", f"{name!r} is not a valid job name", hint="use lower-case letters, digits and hyphens"
@@ -61,53 +60,6 @@ def new(
     say(f"  read {folder / 'README.md'}; it describes the data that the task needs and how to make some")
     say(f"  geofed validate {folder / 'job.yaml'}")
     say(f"  geofed submit {folder / 'job.yaml'} --watch")
-
-
-def write_template(template: str, folder: Path, name: str | None) -> list[str]:
-    """Write a template's files into a folder, and return them; ``name``: of the job, None: the template's.
-
-    Raises ``GeofedError("TEMPLATE_NOT_FOUND")`` and OSError.
-    """
-    source = _find(template)
-    folder.mkdir(parents=True, exist_ok=True)
-    return [_write(file, folder / file.name, template, name) for file in _files(source)]
-
-
-def _folders() -> list[Traversable]:
-    try:
-        root = files("deploy") / "templates"
-        return sorted((entry for entry in root.iterdir() if (entry / "job.yaml").is_file()), key=lambda e: e.name)
-    except (ModuleNotFoundError, FileNotFoundError):
-        raise GeofedError("TEMPLATE_NOT_FOUND", "no templates are installed") from None
-
-
-def _find(template: str) -> Traversable:
-    for folder in _folders():
-        if folder.name == template:
-            return folder
-    names = ", ".join(folder.name for folder in _folders())
-    raise GeofedError("TEMPLATE_NOT_FOUND", f"template {template} not found; the templates are {names}")
-
-
-def _files(folder: Traversable) -> list[Traversable]:
-    return sorted((file for file in folder.iterdir() if file.is_file()), key=lambda file: file.name)
-
-
-def _view(folder: Traversable) -> Data:
-    readme = (folder / "README.md").read_text(encoding="utf-8")
-    return {
-        "name": folder.name,
-        "summary": readme.splitlines()[0].removeprefix("# "),
-        "files": [file.name for file in _files(folder)],
-    }
-
-
-def _write(source: Traversable, target: Path, template: str, name: str | None) -> str:
-    text = source.read_text(encoding="utf-8")
-    if source.name == "job.yaml" and name is not None:
-        text = text.replace(f"\n  name: {template}\n", f"\n  name: {name}\n", 1)
-    target.write_text(text, encoding="utf-8")
-    return str(target)
 
 
 def _table(views: list[Data]) -> str:

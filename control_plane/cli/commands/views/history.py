@@ -73,7 +73,8 @@ def logs(
             if line.at >= begin:
                 yield log_view(line)
 
-    _show(context, stream, _log_line, follow=follow, again=f"geofed logs {job} --follow")
+    if not _show(context, stream, _log_line, follow=follow, again=f"geofed logs {job} --follow"):
+        say("no lines")
 
 
 def history(job: JobArgument, context: ContextFile = None, output: Output = Format.TABLE) -> None:
@@ -120,15 +121,19 @@ def _begin(since: str) -> float:
     return moment.timestamp()
 
 
-def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], *, follow: bool, again: str) -> None:
+def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], *, follow: bool, again: str) -> int:
+    """Write the items of a stream; return their number."""
     if follow and settings.format in (Format.JSON, Format.YAML):
         raise GeofedError("USAGE", f"--follow writes a stream; {settings.format} is one document", hint="use -o jsonl")
     collected: list[Data] = []
+    count = 0
 
     async def collect(client: ControlClient) -> None:
         from control_plane.cli._follow import Outage
 
+        nonlocal count
         async for item in stream(client, Outage(say)):
+            count += 1
             if settings.format in (Format.JSON, Format.YAML):
                 collected.append(item)
             elif settings.format is Format.JSONL:
@@ -139,6 +144,7 @@ def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], 
     ask_control_plane(context, collect, detach=f"detached; the job continues. Follow it again: {again}")
     if settings.format in (Format.JSON, Format.YAML):
         emit(collected, table=str, name=_cursor_of)
+    return count
 
 
 def _event_line(event: Data) -> str:

@@ -23,7 +23,7 @@ def track(
         list[str],
         typer.Argument(
             metavar="PLACE...",
-            help="FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI or wandb:FOLDER.",
+            help="FILE.csv, FILE.jsonl, tensorboard:FOLDER, mlflow:URI, wandb:FOLDER or otlp:URL.",
             show_default=False,
         ),
     ],
@@ -31,7 +31,7 @@ def track(
     context: ContextFile = None,
     output: Output = Format.TABLE,
 ) -> None:
-    """Write the metrics of a job's rounds into files, TensorBoard, MLflow or W&B."""
+    """Write the metrics of a job's rounds into files, TensorBoard, MLflow or W&B, or its trace."""
 
     async def ask(client: ControlClient) -> Data:
         from control_plane.tracking import track_job

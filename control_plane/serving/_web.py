@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from control_plane._address import bound_socket, split_address
 from control_plane.dashboard import Dashboard
 from control_plane.pki import hash_secret
 from control_plane.service import Leading, MetricsExporter
+from control_plane.serving._address import bound_socket, split_address
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import background
 
@@ -42,12 +42,12 @@ def serving_routes(
 
 
 def standby_routes(refusal: GeofedError) -> list[BaseRoute]:
-    """Return the pages of a control plane that stands by: each has status 503."""
+    """Return the pages of a control plane that stands by: each has status 503, so that a proxy tries the leader."""
 
     async def unavailable(request: Request) -> Response:
         return JSONResponse({"status": "standby", "message": refusal.message}, 503)
 
-    return [Route("/{path:path}", unavailable)]
+    return [Route("/{path:path}", unavailable, methods=["GET", "POST"])]
 
 
 def _while(leading: Leading, route: Route) -> Route:

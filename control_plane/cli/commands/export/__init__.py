@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._redaction import redacted
 from control_plane._view import ENDED, Data, job_view, model_text, standing_text
-from control_plane.cli._connect import ask_control_plane, confirm
+from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import emit, fields, unwritable
 from control_plane.cli._settings import Format
+from control_plane.cli.commands.export._targets import MANIFEST, check_places, confirm_overwrite, manifest_of
 from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
+    from control_plane.cli.commands.export._program import Input
     from control_plane.client import ControlClient
 
 _ATTEMPTS = 20
@@ -34,6 +37,28 @@ class Part(StrEnum):
     WHOLE = "whole"
     TRAINED = "trained"
     PEFT = "peft"
+    STATE_DICT = "state-dict"
+    HUB = "hub"
+    TORCH_EXPORT = "torch-export"
+    ONNX = "onnx"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is several files."""
+        return self in (Part.PEFT, Part.HUB)
+
+    @property
+    def is_program(self) -> bool:
+        """Whether it is made of the task's model, and runs without its class."""
+        return self in (Part.TORCH_EXPORT, Part.ONNX)
+
+    @property
+    def ending(self) -> str:
+        """Of the file's name, if none is given."""
+        return _ENDINGS.get(self, ".safetensors")
+
+
+_ENDINGS = {Part.STATE_DICT: ".pt", Part.TORCH_EXPORT: ".pt2", Part.ONNX: ".onnx"}
 
 
 def export(
@@ -43,7 +68,7 @@ def export(
         typer.Option(
             "--output-file",
             metavar="FILE",
-            help="File to write; default: JOB.safetensors. With `--as peft` a folder; default: JOB.",
+            help="File to write; default: JOB.safetensors. With `--as peft` and `hub` a folder; default: JOB.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +86,7 @@ def export(
         typer.Option(
             "--region",
             metavar="NAME",
-            help="A region's own model, of a job with `train.local`: that of its last evaluation.",
+            help="A region's own model, of a job with `train.local`: that of its last evaluation. Also as a program.",
             show_default=False,
         ),
     ] = None,
@@ -69,10 +94,30 @@ def export(
         Part,
         typer.Option(
             "--as",
-            help="`whole` model; what was `trained`, such as an adapter; or a LoRA adapter in the layout of `peft`, "
-            "into a folder.",
+            help="`whole` model; what was `trained`, such as an adapter; a LoRA adapter in the layout of `peft`, into "
+            "a folder; a `state-dict` for `torch.load`; a folder for a model `hub`, with a model card; or a program "
+            "that runs without the task module: `torch-export` or `onnx`.",
         ),
     ] = Part.WHOLE,
+    task: Annotated[
+        Path | None,
+        typer.Option(
+            "--task",
+            metavar="FOLDER|FILE",
+            help="For `torch-export` and `onnx`: your folder of the job file, or the task module. It is run here.",
+            show_default=False,
+        ),
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            metavar="SHAPE[:DTYPE]",
+            help="For `torch-export` and `onnx`: an input of the model, batch first, as 1x1x28x28 or 1x128:int64; "
+            "repeatable. Default: `example_input(config)` of the task module.",
+            show_default=False,
+        ),
+    ] = None,
     yes: Yes = False,
     no_input: NoInput = False,
     context: ContextFile = None,
@@ -82,34 +127,39 @@ def export(
     that of an evaluated round.
     """
 
+    program = _ready(part, task, inputs or [])
+
     async def fetch(client: ControlClient) -> Data:
         view = job_view(await client.job(job))
-        if region is not None:
-            if round_ is not None or part is not Part.WHOLE:
-                raise GeofedError("USAGE", "--region writes the whole model of a region's last evaluation")
-            return await _written_own(client, view, region, output_file, yes=yes)
-        view["model"] = chosen(view, round_)
-        target = output_file or Path(view["id"] if part is Part.PEFT else f"{view['id']}.safetensors")
+        view["model"] = chosen(view, round_) if region is None else _own_model(region, round_, part)
+        name = view["id"] if region is None else f"{view['id']}-{region}"
+        target = output_file or Path(name if part.is_folder else f"{name}{part.ending}")
+        check_places(target, is_folder=part.is_folder)
+        if part is Part.HUB:
+            return await _written_for_hub(client, view, target, yes=yes)
         if part is not Part.WHOLE:
-            return await _written_part(client, view, target, part, yes=yes)
-        if target.is_file() and not _holds(target, view["model"]["digest"]):
-            confirm(f"Overwrite {target}?", yes=yes)
+            return await _written_part(client, view, target, part, program, yes=yes)
+        changed = target.is_file() and not _holds(target, view["model"]["digest"])
+        confirm_overwrite({target: None} if changed else {}, target, yes=yes)
         await download(client, view, target)
+        _take_round(view, target)
         return _with_manifest(view, target)
 
     emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
 
 
-async def _written_own(client: ControlClient, view: Data, region: str, file: Path | None, *, yes: bool) -> Data:
-    """Write the own model of a region."""
-    target = file or Path(f"{view['id']}-{region}.safetensors")
-    if target.exists():
-        confirm(f"Overwrite {target}?", yes=yes)
-    view["model"] = {"round": 0, "region": region, "metrics": {}, "digest": "", "bytes": 0}
-    await download(client, view, target)
-    facts = _facts_in(target)
-    view["model"]["round"] = int(facts.get("round", 0))
-    return _with_manifest(view, target)
+def _own_model(region: str, round_: str | None, part: Part) -> Data:
+    """Return a region's own model as it is known before it is here."""
+    if round_ is not None or not (part is Part.WHOLE or part.is_program):
+        text = "--region writes the whole model of a region's last evaluation, or a program of it"
+        raise GeofedError("USAGE", text)
+    return {"round": 0, "region": region, "metrics": {}, "digest": "", "bytes": 0}
+
+
+def _take_round(view: Data, file: Path) -> None:
+    """Of which round a region's own model is, is known when its file is here."""
+    if "region" in view["model"] and file.is_file():
+        view["model"]["round"] = int(_facts_in(file).get("round", 0))
 
 
 def _facts_in(file: Path) -> Data:
@@ -119,26 +169,81 @@ def _facts_in(file: Path) -> Data:
     return found
 
 
-async def _written_part(client: ControlClient, view: Data, target: Path, part: Part, *, yes: bool) -> Data:
-    """Write the part of the model that the job has trained."""
+def _ready(part: Part, task: Path | None, inputs: list[str]) -> tuple[Path, list[Input]] | None:
+    """Check, before anything is fetched, what is needed to write a part: packages and options."""
+    from control_plane.cli.commands.export._program import Input, find_packages
+
+    if not part.is_program:
+        if task is not None or inputs:
+            raise GeofedError("USAGE", "--task and --input are for `--as torch-export` and `--as onnx`")
+        if part is Part.STATE_DICT:
+            find_packages("torch", option=part, extra="worker")
+        return None
+    if task is None:
+        hint = "give your folder of the job file; the code that the control plane has is never run here"
+        raise GeofedError("USAGE", f"--as {part} needs --task, for the model's class", hint=hint)
+    found = [Input.parse(text) for text in inputs]
+    find_packages("torch", option=part, extra="worker")
+    if part is Part.ONNX:
+        find_packages("onnx", "onnxscript", option=part, extra="onnx")
+    return task, found
+
+
+async def _written_part(
+    client: ControlClient, view: Data, target: Path, part: Part, program: tuple[Path, list[Input]] | None, *, yes: bool
+) -> Data:
+    """Write the model as something else than its own file."""
     import tempfile
 
-    from control_plane.cli._adapter import write_peft, write_trained
+    from control_plane.cli.commands.export._adapter import write_peft, write_trained
+    from control_plane.cli.commands.export._program import Task, write_program, write_state_dict
 
-    file = target / "adapter_model.safetensors" if part is Part.PEFT else target
-    if file.exists():
-        confirm(f"Overwrite {file}?", yes=yes)
+    asked = view["spec"]["task"]
+    found = Task.find(program[0], asked["module"], asked["config"]) if program is not None else None
+
+    file = target / "adapter_model.safetensors" if part.is_folder else target
+    files = [file, target / "adapter_config.json"] if part.is_folder else [file]
+    confirm_overwrite(dict.fromkeys(files), file, yes=yes)
     with tempfile.TemporaryDirectory(prefix="geofed-export-") as folder:
         whole = Path(folder) / "model.safetensors"
         await download(client, view, whole)
+        _take_round(view, whole)
         try:
-            if part is Part.PEFT:
+            if program is not None and found is not None:
+                told = write_program(whole, target, found, program[1], as_onnx=part is Part.ONNX)
+            elif part is Part.STATE_DICT:
+                told = write_state_dict(whole, target)
+            elif part is Part.PEFT:
                 told = write_peft(whole, target, view["spec"]["task"]["config"])
             else:
                 told = write_trained(whole, target)
         except OSError as error:
             raise unwritable(target, error) from None
     return _with_manifest(view, file, told)
+
+
+async def _written_for_hub(client: ControlClient, view: Data, folder: Path, *, yes: bool) -> Data:
+    """Write a folder as model hubs have it: weights, the task's config, and a card that says where they come from."""
+    from control_plane.cli.commands.views._card import model_card
+
+    # The folder is for others: it has no environment variables and no names of secrets.
+    task = {key: held for key, held in view["spec"]["task"].items() if key not in ("env", "secrets")}
+    shown = view | {"spec": redacted({**view["spec"], "task": task})}
+    target = folder / "model.safetensors"
+    texts: dict[Path, bytes] = {
+        folder / "config.json": json.dumps(shown["spec"]["task"]["config"], indent=2).encode() + b"\n",
+        folder / "README.md": model_card(view).encode(),
+    }
+    changed = target.exists() and not _holds(target, view["model"]["digest"])
+    confirm_overwrite({**({target: None} if changed else {}), **texts}, target, yes=yes)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        await download(client, view, target)
+        for path, text in texts.items():
+            path.write_bytes(text)
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    return _with_manifest(shown, target)
 
 
 def chosen(view: Data, wanted: str | None) -> Data:
@@ -228,7 +333,7 @@ def _with_manifest(view: Data, target: Path, part: Data | None = None) -> Data:
     written = {"digest": model["digest"], "bytes": model["bytes"], "format": "safetensors", **(part or {})}
     manifest = {
         "apiVersion": "geofed/v1",
-        "kind": "ModelManifest",
+        "kind": MANIFEST,
         "file": target.name,
         **written,
         "job": view["id"],
@@ -244,7 +349,7 @@ def _with_manifest(view: Data, target: Path, part: Data | None = None) -> Data:
         "plan": view["plan"],
         "account": view["result"],
     }
-    path = target.with_name(f"{target.name}.manifest.json")
+    path = manifest_of(target)
     try:
         path.write_text(json.dumps(manifest, indent=2) + "\n")
     except OSError as error:
@@ -253,6 +358,12 @@ def _with_manifest(view: Data, target: Path, part: Data | None = None) -> Data:
 
 
 def _exported_text(data: Data) -> str:
-    return fields(
-        [("model", data["file"]), ("round", data["round"]), ("digest", data["digest"]), ("manifest", data["manifest"])]
-    )
+    rows = [
+        ("model", data["file"]),
+        ("round", data["round"]),
+        ("digest", data["digest"]),
+        ("manifest", data["manifest"]),
+    ]
+    if "inputs" in data:
+        rows.insert(2, ("inputs", ", ".join(data["inputs"])))
+    return fields(rows)

@@ -1,0 +1,1 @@
+"""What the control plane's process is made of: addresses, its database, standing by, its web pages and its tracker."""

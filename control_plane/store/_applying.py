@@ -1,0 +1,204 @@
+"""Carry out changes of the control plane's state in a transaction."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from sqlalchemy import (
+    Connection,
+    Table,
+    and_,
+    delete,
+    insert,
+    select,
+    update,
+)
+
+from control_plane.store import _schema as t
+from control_plane.store._records import (
+    AuditRow,
+    Change,
+    CommandRow,
+    Committed,
+    Cursors,
+    Deletion,
+    EventRow,
+    LogRow,
+    RegionRow,
+)
+from geofed_pb.errors import GeofedError
+from geofed_pb.security.audit import GENESIS, entry_text, hash_of
+
+LISTS = ("shared_with", "model_digests")
+"""Columns of the jobs that hold lists, as JSON."""
+
+
+def apply(connection: Connection, change: Change, max_log_lines: int) -> Committed:
+    """Carry out a change in a transaction; of a job's log lines the newest `max_log_lines` stay."""
+    if change.renumbered_region:
+        of_region = update(t.regions).where(t.regions.c.name == change.renumbered_region)
+        connection.execute(of_region.values(report_cursor=0))
+    if change.met:
+        _meet_agent(connection, *change.met)
+    if change.dropped_command:
+        name, seq = change.dropped_command
+        connection.execute(delete(t.commands).where(t.commands.c.region == name, t.commands.c.seq == seq))
+    for job in change.jobs:
+        lists = {name: json.dumps(getattr(job, name)) for name in LISTS}
+        put(connection, t.jobs, {"id": job.id}, vars(job) | lists)
+    for gone in change.deletions:
+        _delete_job(connection, gone)
+    for region in change.regions:
+        _put_region(connection, region)
+    for invitation in change.invitations:
+        put(connection, t.invitations, {"secret_hash": invitation.secret_hash}, asdict(invitation))
+    for user in change.users:
+        put(connection, t.users, {"name": user.name}, asdict(user))
+    if change.removed_users:
+        connection.execute(delete(t.users).where(t.users.c.name.in_(change.removed_users)))
+    for revoked in change.revocations:
+        put(connection, t.revocations, {"serial": revoked.serial}, asdict(revoked))
+    if name := change.removed_region:
+        for table, column in (("commands", "region"), ("invitations", "region"), ("regions", "name")):
+            of_table = t.metadata.tables[table]
+            connection.execute(delete(of_table).where(of_table.c[column] == name))
+    for run in change.runs:
+        put(connection, t.runs, {"job": run.job, "region": run.region}, asdict(run))
+    for weight in change.weights:
+        put(connection, t.weights, {"task_key": weight.task_key}, asdict(weight))
+    events = _append_events(connection, change.events)
+    commands = tuple(_append_command(connection, command) for command in change.commands)
+    if change.logs:
+        _append_logs(connection, change.logs, max_log_lines)
+    _move_cursors(connection, change)
+    return Committed(events, commands, bool(change.logs), _append_audit(connection, change.audit))
+
+
+def put(
+    connection: Connection,
+    table: Table,
+    key: dict[str, Any],
+    values: dict[str, Any],
+    *,
+    on_insert: dict[str, Any] | None = None,
+) -> None:
+    """Update a row, or insert it. This is safe because a store has one writer."""
+    where = and_(*(table.c[name] == value for name, value in key.items()))
+    if connection.execute(update(table).where(where).values(**values)).rowcount == 0:
+        connection.execute(insert(table).values(**values, **(on_insert or {})))
+
+
+def _put_region(connection: Connection, region: RegionRow) -> None:
+    values = asdict(region) | {"serials": json.dumps(region.serials)}
+    first = {"command_seq": 0, "command_cursor": 0, "report_cursor": 0}
+    put(connection, t.regions, {"name": region.name}, values, on_insert=first)
+
+
+def _append_events(connection: Connection, events: Sequence[EventRow]) -> tuple[EventRow, ...]:
+    if not events:
+        return ()
+    values = [{key: value for key, value in vars(event).items() if key != "cursor"} for event in events]
+    added = insert(t.events).returning(t.events.c.cursor, sort_by_parameter_order=True)
+    cursors = connection.execute(added, values).scalars()
+    return tuple(replace(event, cursor=cursor) for event, cursor in zip(events, cursors, strict=True))
+
+
+def _append_command(connection: Connection, command: CommandRow) -> CommandRow:
+    seq = connection.execute(
+        update(t.regions)
+        .where(t.regions.c.name == command.region)
+        .values(command_seq=t.regions.c.command_seq + 1)
+        .returning(t.regions.c.command_seq)
+    ).scalar()
+    if seq is None:
+        raise GeofedError("REGION_NOT_FOUND", f"region {command.region} not found")
+    numbered = replace(command, seq=seq)
+    connection.execute(insert(t.commands), asdict(numbered))
+    return numbered
+
+
+def _append_logs(connection: Connection, lines: tuple[LogRow, ...], max_log_lines: int) -> None:
+    rows = [{key: value for key, value in asdict(line).items() if key != "cursor"} for line in lines]
+    connection.execute(insert(t.logs), rows)
+    for job in {line.job for line in lines}:
+        _drop_oldest(connection, job, max_log_lines)
+
+
+def _meet_agent(connection: Connection, region: str, taken: int) -> None:
+    """If the store is behind the agent, since it was restored from a backup, give its pending commands numbers
+    after the last one that the agent has received. Commands from before the backup are dropped: the agent has
+    them. Else what the agent has received is acknowledged."""
+    of_region, cursors = t.commands.c.region == region, cursors_of(connection, region)
+    values: dict[str, int | None] = {"shared_seq": None}
+    if cursors.older_than(taken):
+        if cursors.shared_seq is not None:
+            connection.execute(delete(t.commands).where(of_region, t.commands.c.seq <= cursors.shared_seq))
+        pending = select(t.commands.c.seq).where(of_region).order_by(t.commands.c.seq)
+        waiting = connection.execute(pending).scalars().all()
+        # Last one first, since the old and new ranges may overlap.
+        for rank, seq in reversed(list(enumerate(waiting, 1))):
+            connection.execute(update(t.commands).where(of_region, t.commands.c.seq == seq).values(seq=taken + rank))
+        values |= {"command_seq": taken + len(waiting), "command_cursor": taken}
+    elif taken > cursors.command_cursor:
+        # The acknowledgement was lost with the session before.
+        connection.execute(delete(t.commands).where(of_region, t.commands.c.seq <= taken))
+        values["command_cursor"] = taken
+    connection.execute(update(t.regions).where(t.regions.c.name == region).values(**values))
+
+
+def _move_cursors(connection: Connection, change: Change) -> None:
+    if change.report_cursor:
+        region, seq = change.report_cursor
+        connection.execute(update(t.regions).where(t.regions.c.name == region).values(report_cursor=seq))
+    if change.command_cursor:
+        region, seq = change.command_cursor
+        connection.execute(update(t.regions).where(t.regions.c.name == region).values(command_cursor=seq))
+        connection.execute(delete(t.commands).where(t.commands.c.region == region, t.commands.c.seq <= seq))
+
+
+def _delete_job(connection: Connection, gone: Deletion) -> None:
+    """Remove a job's rows. Its commands stay: a region that is away gets them when it is back."""
+    connection.execute(delete(t.jobs).where(t.jobs.c.id == gone.job))
+    for table in (t.events, t.logs, t.runs):
+        connection.execute(delete(table).where(table.c.job == gone.job))
+    put(connection, t.deletions, {"job": gone.job}, asdict(gone))
+
+
+def cursors_of(connection: Connection, region: str) -> Cursors:
+    columns = (t.regions.c.command_seq, t.regions.c.command_cursor, t.regions.c.report_cursor, t.regions.c.shared_seq)
+    row = connection.execute(select(*columns).where(t.regions.c.name == region)).mappings().first()
+    return Cursors(**row) if row else Cursors(0, 0, 0)
+
+
+def _drop_oldest(connection: Connection, job: str, most: int) -> None:
+    """Keep the newest `most` log lines of a job; a line without a region then states how many were dropped."""
+    of_job = select(t.logs.c.cursor, t.logs.c.region).where(t.logs.c.job == job).order_by(t.logs.c.cursor.desc())
+    last = connection.execute(of_job.offset(most).limit(1)).first()
+    if last is None or not last.region:
+        return
+    before = and_(t.logs.c.job == job, t.logs.c.cursor < last.cursor)
+    marker = connection.execute(select(t.logs.c.text).where(before, t.logs.c.region == "")).scalar()
+    dropped = int(marker.split()[1].replace(",", "")) if marker else 0
+    dropped += connection.execute(delete(t.logs).where(before, t.logs.c.region != "")).rowcount + 1
+    connection.execute(delete(t.logs).where(before))
+    values = {"region": "", "source": "control-plane", "text": f"… {dropped:,} lines dropped"}
+    connection.execute(update(t.logs).where(t.logs.c.cursor == last.cursor).values(**values))
+
+
+def _append_audit(connection: Connection, entries: Sequence[Mapping[str, Any]]) -> AuditRow | None:
+    """Append to the audit log; return the last entry. Only the leader writes, so that nobody appends meanwhile."""
+    if not entries:
+        return None
+    found = connection.execute(select(t.audit.c.seq, t.audit.c.hash).order_by(t.audit.c.seq.desc()).limit(1)).first()
+    seq, before = (found.seq, found.hash) if found is not None else (0, GENESIS)
+    rows = []
+    for facts in entries:
+        seq += 1
+        text = entry_text(seq, facts)
+        before = hash_of(before, text)
+        rows.append(AuditRow(text, seq, before))
+    connection.execute(insert(t.audit), [vars(row) for row in rows])
+    return rows[-1]
