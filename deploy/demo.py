@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.emulator import Emulator, WanProfile, load_profile
-from deploy.local import LocalFederation, RegionSite
+from deploy.local import LocalFederation, RegionSite, links_of
 from deploy.shards import read_digits, read_idx, write_shards
 from geofed_pb.errors import GeofedError
 
@@ -63,7 +63,7 @@ MNIST_SETTINGS = (
     "task.config.size=28",
     "task.config.lr=0.03",
     "train.end.epochs=4",
-    "wan.interval=60",
+    "advanced.wan.interval=60",
 )
 """Settings for MNIST, in addition to the template's own, which are for the digits."""
 
@@ -116,11 +116,6 @@ def _region(name: str, written: dict[str, Any], profile: WanProfile) -> dict[str
     splits = {
         split: {"uri": str(Path(part["path"]).resolve()), "samples": part["samples"]} for split, part in written.items()
     }
-    links = {
-        destination: {"rttMs": link.delay_ms + profile.links[destination, name].delay_ms, "mbps": link.rate_mbps}
-        for (source, destination), link in profile.links.items()
-        if source == name and destination in profile.regions and link.rate_mbps
-    }
     return {
         "cloud": CLOUDS[name],
         "capacity": {"workers": WORKERS, "memoryMb": 1024},
@@ -128,7 +123,7 @@ def _region(name: str, written: dict[str, Any], profile: WanProfile) -> dict[str
         "datasets": {"digits": {"residency": "region", "splits": splits}},
         # The demo's job code is its own.
         "policy": {"isolation": "prefer"},
-        "links": links,
+        "links": links_of(name, profile),
     }
 
 

@@ -19,15 +19,16 @@ import torch
 
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
+from geofed_pb.user_code.modules import drop_task_modules
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.clients.model import ClientsModel
 from region_agent.worker.clients.sampling import Clients
 from region_agent.worker.invocation import ClientRounds, Invocation, Schedule
 from region_agent.worker.loop import WorkerLoop
-from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.task import TaskModule, load_task
 from sync import framing
 from sync.codec import codec_named
+from sync.histograms import Histogram, from_messages
 from sync.layout import Layout
 from sync.policy import Contribution, policy_named
 from sync.ps.execution.export import to_safetensors
@@ -62,6 +63,8 @@ class Trained:
     clients: int = 0
     clients_per_round: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last evaluation."""
+    histograms: dict[str, Histogram] = field(default_factory=dict)
     """Of the last evaluation."""
 
 
@@ -217,6 +220,7 @@ class _Server:
         if request.error:
             raise GeofedError("TASK_FAILED", request.error)
         self.found.metrics = dict(request.metrics)
+        self.found.histograms = from_messages(request.histograms)[0]
         row = self.found.rounds[-1] if self.found.rounds else {}
         row |= {name: value for name, value in request.metrics.items() if name not in row}
         row["test_loss"] = request.metrics.get("loss")

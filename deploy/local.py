@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from control_plane.client import Context, ControlClient
-from deploy.emulator import Emulator
+from deploy.emulator import Emulator, WanProfile
 from geofed_pb.errors import GeofedError
 from region_agent.link.enrolment import join_federation
 
-__all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "reusable_port"]
+__all__ = ["LOOPBACK", "LocalFederation", "RegionSite", "links_of", "reusable_port"]
 
 LOOPBACK = "127.0.0.1"
 _REUSABLE_PORTS = range(10_000, 20_000)
@@ -139,9 +139,9 @@ class LocalFederation:
         return {name: 0 if self.emulator else reusable_port() for name in ("listen", "agent", "metrics")}
 
     def control_plane(
-        self, *arguments: str, check: bool = True, timeout: float = 120
+        self, *arguments: str, check: bool = True, timeout: float | None = 120
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command of `control-plane` and return what it printed."""
+        """Run a command of `control-plane` and return what it printed. ``timeout``: in seconds; None: none."""
         argv = [*_program("control_plane.cli.main"), *arguments]
         with self._spawn(CONTROL_SITE, argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
@@ -153,6 +153,19 @@ class LocalFederation:
         if check and done.returncode:
             raise GeofedError("INTERNAL", f"control-plane {' '.join(arguments)} ended with {done.returncode}:\n{err}")
         return done
+
+    def control_plane_data(self, *arguments: str, timeout: float | None = 120) -> Any:
+        """Run a command of `control-plane` with `-o json` and return its data. Raises its ``GeofedError``."""
+        done = self.control_plane(*arguments, "-o", "json", check=False, timeout=timeout)
+        try:
+            answer = json.loads(done.stdout)
+        except ValueError:
+            text = f"control-plane {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}"
+            raise GeofedError("INTERNAL", text) from None
+        if answer["status"] == "error":
+            error = answer["error"]
+            raise GeofedError(error["code"], error["message"], hint=error["hint"])
+        return answer["data"]
 
     def control_plane_popen(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         """Start a command of `control-plane` that stays in the foreground."""
@@ -168,7 +181,9 @@ class LocalFederation:
             async with ControlClient.connect(Context.load(self.context_file)) as client:
                 return await request(client)
 
-        return asyncio.run(ask())
+        # In a thread of its own: that of a notebook runs an event loop already.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(asyncio.run, ask()).result()
 
     # Regions
 
@@ -298,6 +313,15 @@ class LocalFederation:
         if self.emulator is not None:
             return self.emulator.popen(site, argv, env=environment, **options)
         return subprocess.Popen(argv, env=environment, **options)
+
+
+def links_of(region: str, profile: WanProfile) -> dict[str, dict[str, float]]:
+    """Return `links` of a region's file for an emulated WAN: what the planner counts with before it has measured."""
+    return {
+        destination: {"rttMs": link.delay_ms + profile.links[destination, region].delay_ms, "mbps": link.rate_mbps}
+        for (source, destination), link in profile.links.items()
+        if source == region and destination in profile.regions and link.rate_mbps
+    }
 
 
 def reusable_port() -> int:

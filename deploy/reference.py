@@ -1,5 +1,5 @@
-"""Write the references of the job file, of the region file and of who may call what: `python -m deploy.reference
-[FOLDER]`.
+"""Write the references of the job file, of the region file, of the chart's values and of who may call what:
+`python -m deploy.reference [FOLDER]`.
 
 The pages are derived from the files' JSON Schemas and from the rules of the RPCs alone, so that each key and each rule
 is described in one place.
@@ -7,6 +7,7 @@ is described in one place.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,12 +17,13 @@ from typing import Any
 
 from control_plane.service import AGENT_RULES, CONTROL_RULES
 from control_plane.spec import json_schema as job_schema
-from geofed_pb.access import Rule
+from geofed_pb.security.access import Rule
 from region_agent.config import json_schema as region_schema
 from sync.ps.server import WORKER_RULES
 from sync.transfer.access import EXCHANGE_RULES
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+_CHART_SCHEMA = Path(__file__).resolve().parent / "helm" / "geofed" / "values.schema.json"
 _HEAD = """\
 # Keys of the {file} file
 
@@ -31,6 +33,13 @@ _HEAD = """\
 
 - A required key must be given if its section is. `–`: no default, or the one that the meaning states.
 - NAME is a name that the file chooses; `[]` is each item of a list.
+"""
+_CHART_HEAD = """\
+# Values of the chart
+
+<!-- Written by `make docs` from deploy/helm/geofed/values.schema.json. -->
+
+[helm.md](helm.md) has an example. `–`: empty, or no default.
 """
 _TABLE = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
 _LARGE = 1 << 31
@@ -55,16 +64,21 @@ class _Key:
 
 def job_reference() -> str:
     """Return the page about the keys of the job file."""
-    head = _HEAD.format(file="job", page="job-file.md", command="geofed schema", source="control_plane/spec/_model.py")
+    head = _HEAD.format(file="job", page="job-file.md", command="geofed schema", source="control_plane/spec/sections")
     return Reference(job_schema()).page(head)
 
 
 def region_reference() -> str:
     """Return the page about the keys of the region file."""
     head = _HEAD.format(
-        file="region", page="region-file.md", command="geofed agent schema", source="region_agent/config/_model.py"
+        file="region", page="region-file.md", command="geofed agent schema", source="region_agent/config"
     )
     return Reference(region_schema()).page(head)
+
+
+def chart_reference() -> str:
+    """Return the page about the values of the Helm chart."""
+    return Reference(json.loads(_CHART_SCHEMA.read_text(encoding="utf-8"))).page(_CHART_HEAD)
 
 
 class Reference:
@@ -224,15 +238,16 @@ _RPCS = """\
 sync/ps/server.py. -->
 
 One interceptor in front of each port checks these rules at the start of a call, and again at each of its messages. An
-RPC without a rule is refused. When a certificate is revoked, a user is removed or gets a new token, or a job is not
-shared any more, the calls under way that this concerns end.
+RPC without a rule is refused. When a certificate is revoked, a user is removed, or gets a new token or another
+role, or a job is not shared any more, the calls under way that this concerns end.
 
-- *anyone*: no identity is asked for. *user*, *operator*: the token of a user, or of the federation's operator.
+- *anyone*: no identity is asked for. *viewer*, *member*, *auditor*, *operator*: the token of a user with this
+  [role](users.md#roles); the federation's own token is an operator's.
 - *region*: a certificate of a region that is not revoked. *peer*: the same, of another region of the job that the
   server runs. *own agent*: the same, of the server's region.
 - *worker*: a token that the region's agent has signed for one worker of the job.
-- Of a *job*, a user may **read** its own and those that are shared with it, and **change** its own; the operator may do
-  both with all.
+- Of a *job*: everybody may **read** what its own and shared ones are, and their **contents** (code, logs and models); a
+  member may **change** its own. An auditor may read all jobs, an operator may do everything with all.
 """
 
 
@@ -256,9 +271,10 @@ def _rules(title: str, rules: Mapping[str, Rule]) -> str:
 
 
 def main(folder: Path = DOCS) -> None:
-    """Write both pages into a folder."""
+    """Write all pages into a folder."""
     (folder / "job-reference.md").write_text(job_reference(), encoding="utf-8")
     (folder / "region-reference.md").write_text(region_reference(), encoding="utf-8")
+    (folder / "chart-reference.md").write_text(chart_reference(), encoding="utf-8")
     (folder / "security-rpcs.md").write_text(rpc_reference(), encoding="utf-8")
 
 

@@ -67,8 +67,8 @@ extras="s3,demo,dashboard"
 install "the WAN is then not shaped" iproute2
 install "job code then runs without a sandbox, or not at all" bubblewrap libseccomp2
 if [ "$kind" = dev ]; then
-    install "the dashboard is then not tested in a browser" chromium chromium-driver
+    install "the dashboard is then not tested in a browser" chromium chromium-driver fonts-dejavu-core
     install "some tests are then skipped" iputils-ping postgresql redis-server util-linux user-mode-linux
-    # Not on a developer's machine, where it could take the place of another Docker.
-    [ -z "${CI:-}" ] || install "the images are then not tested" docker.io debootstrap iptables
+    # Not on a developer's machine, where they would start services or take the place of another Docker.
+    [ -z "${CI:-}" ] || install "images and alerts are then not tested" docker.io debootstrap iptables prometheus
 fi

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from geofed_pb.errors import Exit, GeofedError
-from geofed_pb.output import written_out
+from geofed_pb.files.output import written_out
 
 __all__ = ["Labelled", "Source", "partition_by_label", "partition_evenly", "read_digits", "read_idx", "write_shards"]
 

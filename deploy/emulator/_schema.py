@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deploy.emulator._link import CONTROL, EmulatedLink, Pair, WanProfile
-from geofed_pb import strict_yaml
 from geofed_pb.errors import GeofedError
+from geofed_pb.files import strict_yaml
 
 SiteName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,47}$")]
 

@@ -1,10 +1,11 @@
-"""Image classification: a small CNN, or LeNet-5 for images of 28x28. Plain PyTorch; change what you like.
+"""Image classification: a small CNN or ResNet, or LeNet-5 for images of 28x28. Plain PyTorch; change what you like.
 
 A shard is a `.npz` file with `x` (N x H x W, uint8 or float32) and `y` (N, integers), or a folder that holds such
 files or MNIST's IDX files.
 """
 
 import gzip
+import math
 import struct
 import zipfile
 from pathlib import Path
@@ -62,15 +63,49 @@ def lenet(size, classes):
     ]
 
 
+class Residual(nn.Module):
+    """Two convolutions and a path around them. GroupNorm, since BatchNorm's statistics differ between regions."""
+
+    def __init__(self, before, after, stride):
+        super().__init__()
+        self.first = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.GroupNorm(math.gcd(4, after), after) for _ in range(2))
+        same = stride == 1 and before == after
+        self.around = nn.Identity() if same else nn.Conv2d(before, after, 1, stride, bias=False)
+
+    def forward(self, x):
+        """Return the sum of both paths, after a ReLU."""
+        hidden = F.relu(self.norms[0](self.first(x)))
+        return F.relu(self.norms[1](self.second(hidden)) + self.around(x))
+
+
+def resnet(classes, width):
+    """Three residual blocks (ResNet-8, after He et al. 2016, section 4.2). Fit for images from 8x8 on."""
+    return [
+        nn.Conv2d(1, width, 3, padding=1, bias=False),
+        nn.GroupNorm(math.gcd(4, width), width),
+        nn.ReLU(),
+        Residual(width, width, 1),
+        Residual(width, 2 * width, 2),
+        Residual(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4 * width, classes),
+    ]
+
+
 def model(config):
     """Create the network that `config.arch` names."""
     arch, size, classes = config.get("arch", "cnn"), int(config.get("size", 8)), int(config.get("classes", 10))
     if arch == "cnn":
         layers = cnn(size, classes, int(config.get("width", 16)))
+    elif arch == "resnet":
+        layers = resnet(classes, int(config.get("width", 16)))
     elif arch == "lenet":
         layers = lenet(size, classes)
     else:
-        raise ValueError(f"config.arch is {arch!r}; it can be cnn or lenet")
+        raise ValueError(f"config.arch is {arch!r}; it can be cnn, resnet or lenet")
     return nn.Sequential(Shift(), *layers) if config.get("augment", False) else nn.Sequential(*layers)
 
 

@@ -1,24 +1,29 @@
-"""A transformer over characters, as a list of layers: a model that may be cut into stages over several functions.
+"""A transformer over packed bytes, as a list of layers: it learns to predict the next byte. Plain PyTorch.
 
-The data and the loss are those of `task.py`. Each entry of `layers` makes one layer when it is called, so that a worker
-makes only those of its own stage.
+The region's file states `format: text` for its data, so geofed reads and packs them: a sample has `input_ids` and
+`labels`, one token for each byte, and 256 at the end of a document. Each entry of `layers` makes one layer when it is
+called; a model that is cut into stages over several functions has workers that make only those of their own stage.
 """
 
+import math
+
 import torch
-from task import ALPHABET, dataset, loss, metrics, optimizer  # noqa: F401 - what is not the model is the same
 from torch import nn
+from torch.nn import functional as F
+
+TOKENS = 257
 
 
-class Characters(nn.Module):
-    """Embeddings of characters and of their positions, added."""
+class Tokens(nn.Module):
+    """Embeddings of tokens and of their positions, added."""
 
     def __init__(self, width, length):
         super().__init__()
-        self.codes, self.places = nn.Embedding(len(ALPHABET) + 1, width), nn.Embedding(length, width)
+        self.tokens, self.places = nn.Embedding(TOKENS, width), nn.Embedding(length, width)
 
     def forward(self, x):
-        """Vectors, B x T x width, of codes, B x T."""
-        return self.codes(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        """Vectors, B x T x width, of tokens, B x T."""
+        return self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
 
 
 class Block(nn.Module):
@@ -35,19 +40,46 @@ class Block(nn.Module):
 
 
 class Scores(nn.Module):
-    """Layer norm, and a linear layer over the alphabet."""
+    """Layer norm, and a linear layer over the tokens."""
 
     def __init__(self, width):
         super().__init__()
-        self.norm, self.scores = nn.LayerNorm(width), nn.Linear(width, len(ALPHABET) + 1)
+        self.norm, self.scores = nn.LayerNorm(width), nn.Linear(width, TOKENS)
 
     def forward(self, x):
-        """Scores of the next character, B x T x alphabet."""
+        """Scores of the next token, B x T x tokens."""
         return self.scores(self.norm(x))
 
 
 def layers(config):
     """Return the layers of the model in order, each as a function that creates it."""
-    width, length = int(config.get("width", 64)), int(config.get("length", 48))
-    blocks, heads = int(config.get("blocks", 4)), int(config.get("heads", 4))
-    return [lambda: Characters(width, length), *[lambda: Block(width, heads)] * blocks, lambda: Scores(width)]
+    width, length = int(config.get("width", 64)), int(config.get("length", 64))
+    blocks, heads = int(config.get("blocks", 2)), int(config.get("heads", 4))
+    return [lambda: Tokens(width, length), *[lambda: Block(width, heads)] * blocks, lambda: Scores(width)]
+
+
+def scored(model, batch):
+    """Scores of all positions but the last, and the tokens that follow them; -100: none follows."""
+    scores = model(batch["input_ids"][:, :-1])
+    return scores.flatten(0, 1), batch["labels"][:, 1:].flatten()
+
+
+def loss(model, batch):
+    """Cross-entropy of the next token, as a mean."""
+    return F.cross_entropy(*scored(model, batch))
+
+
+def metrics(model, batches):
+    """Accuracy and bits per byte over all batches."""
+    right, total, loss_sum = 0, 0, 0.0
+    for batch in batches:
+        scores, following = scored(model, batch)
+        loss_sum += float(F.cross_entropy(scores, following, reduction="sum"))
+        right += int((scores.argmax(1) == following).sum())
+        total += int((following >= 0).sum())
+    return {"accuracy": right / total, "bits_per_byte": loss_sum / total / math.log(2)} if total else {}
+
+
+def optimizer(parameters, config):
+    """Adam with `config.lr`."""
+    return torch.optim.Adam(parameters, lr=float(config.get("lr", 0.003)))
