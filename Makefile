@@ -3,6 +3,8 @@
 PYTHON := .venv/bin/python
 # Daemons start again and again: what they are compiled to is kept, also where the environment has Python write none of it.
 unexport PYTHONDONTWRITEBYTECODE
+# One more than there are cores on a small machine: tests also wait, for platforms that are slow and leases that end.
+PROCESSES := 2
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick soak coverage bench docs check setup proto clean
 
@@ -13,16 +15,16 @@ demo: .venv/.ready-demo ## Train a small model over three emulated regions (DATA
 	@.venv/bin/geofed demo $(if $(DATA),--data "$(DATA)")
 
 test: .venv/.ready-dev ## Run all that must hold, in two processes (PYTEST=ARGUMENTS for pytest, in one)
-	@$(PYTHON) -m pytest $(or $(PYTEST),-n 2)
+	@$(PYTHON) -m pytest $(or $(PYTEST),-n $(PROCESSES))
 
 quick: .venv/.ready-dev ## Run what starts no process, with few examples, until something fails (PYTEST=MORE ARGUMENTS)
-	@$(PYTHON) -m pytest -n 2 -x -m "not processes and not slow" --hypothesis-profile=quick $(PYTEST)
+	@$(PYTHON) -m pytest -n 4 -x -m "not processes and not slow" --hypothesis-profile=quick $(PYTEST)
 
 soak: .venv/.ready-dev ## Run all again and again, with many examples and random kills (SECONDS=28800 SEED=N PYTEST=TESTS)
 	@$(PYTHON) tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(PYTEST)
 
 coverage: .venv/.ready-dev ## Run all tests and tell which branches none of them takes (PYTEST=ARGUMENTS for pytest)
-	@$(PYTHON) -m pytest -n 2 --cov --cov-report=term $(PYTEST)
+	@$(PYTHON) -m pytest -n $(PROCESSES) --cov --cov-report=term $(PYTEST)
 
 bench: .venv/.ready-dev ## List the benchmarks, or run one: make bench NAME (ARGS=--quick)
 	@$(PYTHON) tests/bench$(if $(BENCH),/$(BENCH).py) $(ARGS)

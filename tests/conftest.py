@@ -6,11 +6,15 @@ import contextlib
 import os
 import re
 import signal
+import socket
+import stat
 import sys
+import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -28,21 +32,40 @@ _GRACE_SECONDS = 5.0
 _FOR_WANT_OF_A_PACKAGE = re.compile("not installed|missing|could not import")
 _START_DAEMONS = ("tests/deploy/", "tests/docs/", "tests/e2e/", "tests/packaging/")
 _MEASURE = (
-    "tests/deploy/", "tests/docs/", "tests/packaging/", "tests/e2e/test_preemption.py", "tests/e2e/test_rerouting.py",
+    "tests/deploy/", "tests/docs/", "tests/packaging/", "tests/region_agent/gateway/test_warm_start.py",
+    "tests/e2e/test_preemption.py", "tests/e2e/test_rerouting.py",
     "tests/e2e/test_scaling.py", "tests/e2e/test_tuned.py", "tests/e2e/test_wan.py",
 )  # fmt: skip
 """Tests that measure the machine or shape its network; two at once would be in each other's way."""
-_SHARE_FEDERATIONS = tuple(
+_OWN_FEDERATIONS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
-        "base", "collectives", "errors", "gone_region", "hostile_job", "logs", "odd_messages", "pipeline", "profile",
-        "region_file", "task_hooks", "zoo",
+        "approval", "audit", "clients", "containers", "extensions", "first_job", "full_disk", "platforms", "refusals",
+        "requirements", "restore", "secrets", "shards_elsewhere", "tracking", "upgrade",
     )
 )  # fmt: skip
-"""Tests that use one of the federations in tests/e2e/conftest.py, each of which is started once."""
+_THREE_REGIONS = tuple(
+    f"tests/e2e/test_{name}.py"
+    for name in (
+        "dashboard", "deletion", "differential_privacy", "federated_methods", "goal", "initial_model", "kept_models",
+        "probing", "secure_aggregation", "survival", "sweep", "task_folders",
+    )
+)  # fmt: skip
+"""Of the federations in tests/e2e/conftest.py, each of which is started once. Other end-to-end tests use those of two
+regions."""
+_MACHINE, _OF_THREE, _OF_TWO = "the machine", "federations of three regions", "federations of two regions"
+_LONG = (
+    _MACHINE, _OF_THREE, _OF_TWO, "tests/e2e/test_containers.py", "tests/e2e/test_platforms.py",
+    "tests/region_agent/gateway/test_lambda.py", "tests/e2e/", "tests/region_agent/gateway/",
+)  # fmt: skip
+"""Groups of tests, and beginnings of their paths: the longest come first, so that all processes end at the same
+time."""
+_TURNS = "geofed_turns"
 _STARTS_ONE = {"os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen"}
 _RUN = uuid.uuid4().hex
 os.environ["GEOFED_TEST_RUN"] = _RUN
+# Daemons start again and again: what they are compiled to is kept, whatever the environment has Python do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 register_profiles()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts what it does not wait for so, and all that tests start would inherit it.
@@ -53,6 +76,10 @@ _started = 0
 """Processes that this one has started."""
 
 
+_turn = contextlib.ExitStack()
+_turn_kept = False
+
+
 def _count_processes(event: str, _: tuple[object, ...]) -> None:
     global _started
     _started += event in _STARTS_ONE
@@ -61,14 +88,46 @@ def _count_processes(event: str, _: tuple[object, ...]) -> None:
 sys.addaudithook(_count_processes)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Here, since pytest chooses by marks before the next hook.
+    if item.nodeid.startswith(_START_DAEMONS):
+        item.add_marker(pytest.mark.processes)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     soaks = settings.get_current_profile_name() == SOAK
-    for item in items:
-        if item.nodeid.startswith(_START_DAEMONS):
-            item.add_marker(pytest.mark.processes)
     if left_out := [item for item in items if item.get_closest_marker("soak") and not soaks]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    alone = {item.path for item in items} - {item.path for item in items if not _is_alone(item)}
+    items.sort(key=lambda item: (_takes_longest_first(item), item.path not in alone))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Take turns with tests of other processes: around all fixtures, and around the clock of a test's timeout. Tests
+    that are alone and follow each other have one turn: to get it takes as long as the test of another process."""
+    if _TURNS not in getattr(item.config, "workerinput", {}):
+        return (yield)
+    folder, alone = Path(item.config.workerinput[_TURNS]), _is_alone(item)
+    if not _turn_kept:
+        _turn.enter_context(turn(folder, alone=alone))
+    try:
+        return (yield)
+    finally:
+        _keep_turn(alone and nextitem is not None and _is_alone(nextitem))
+
+
+def _keep_turn(keep: bool) -> None:
+    global _turn_kept
+    if not keep:
+        _turn.close()
+    _turn_kept = keep
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -114,13 +173,36 @@ class _Together(LoadScopeScheduling):
     that share federations."""
 
     def _split_scope(self, nodeid: str) -> str:
-        module = nodeid.partition("::")[0]
-        if module.startswith(_MEASURE):
-            return "the machine"
-        return "shared federations" if module in _SHARE_FEDERATIONS else module
+        return _scope(nodeid)
+
+
+def _scope(nodeid: str) -> str:
+    module = nodeid.partition("::")[0]
+    if module.startswith(_MEASURE):
+        return _MACHINE
+    if not module.startswith("tests/e2e/") or module in _OWN_FEDERATIONS:
+        return module
+    return _OF_THREE if module in _THREE_REGIONS else _OF_TWO
+
+
+def _takes_longest_first(item: pytest.Item) -> int:
+    """Rank of a test."""
+    scope = _scope(item.nodeid)
+    return next((rank for rank, start in enumerate(_LONG) if scope.startswith(start)), len(_LONG))
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Each of the processes among which tests are divided knows the folder of their turns."""
+    if not hasattr(node.config, _TURNS):
+        folder = tempfile.TemporaryDirectory(prefix="geofed-turns-")
+        node.config.add_cleanup(folder.cleanup)
+        setattr(node.config, _TURNS, folder.name)
+    node.workerinput[_TURNS] = getattr(node.config, _TURNS)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Together:
+    # In the order of collection, see below.
+    config.option.loadscopereorder = False
     return _Together(config, log)
 
 
@@ -137,17 +219,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(autouse=True)
-def _in_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    # Each process has a folder in that of the run.
-    with turn(tmp_path_factory.getbasetemp().parent, alone=request.node.get_closest_marker("alone") is not None):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_behind(request: pytest.FixtureRequest, _in_turn: None) -> Iterator[None]:
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves processes, threads or listening sockets."""
     starts = request.node.get_closest_marker("processes") is not None
     before = _traces(starts)
@@ -179,12 +251,26 @@ def _traces(starts: bool) -> dict[str, set[object]]:
 
     ``starts``: whether the test may start processes; to look at all that there are is a third of what others take.
     """
-    listening = {(c.fd, c.laddr) for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
     return {
         "processes": set(_children() | _marked()) if starts else set(isolation.children()),
         "threads": {thread for thread in threading.enumerate() if not thread.daemon},
-        "listening sockets": set(listening),
+        "listening sockets": set(_listening()),
     }
+
+
+def _listening() -> Iterator[tuple[int, object]]:
+    """Descriptors and addresses. Not from the kernel's tables of connections, which take 8 ms to read, twice a test."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            mine = socket.socket(fileno=int(name))
+            try:
+                inet = mine.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield int(name), mine.getsockname()
+            finally:
+                mine.detach()
 
 
 def _marked() -> set[int]:

@@ -186,7 +186,7 @@ def _job(size: Size, notes: Path) -> dict[str, Any]:
         "task": {"module": "task.py", "config": {**size.config, "notes": str(notes)}},
         "data": {"dataset": "text"},
         "train": {"batch": BATCH, "seed": SEED, "end": {"steps": size.steps * size.rounds}},
-        "wan": {"interval": size.steps},
+        "advanced": {"wan": {"interval": size.steps}},
         "parallelism": {"pipeline": {"activations": "fp32"}},
         "objective": {"minimise": "time"},
         "function": {"slice": "10m"},

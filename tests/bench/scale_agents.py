@@ -124,7 +124,8 @@ class Agent:
         elif kind == "stop":
             if self.runs.pop(command.job, None) is not None:
                 self.report(command.job, "stopped", epoch=command.epoch)
-        elif (run := self.runs.get(command.job)) is None:
+        # Heads of the audit log and lists of revoked certificates concern no job.
+        elif (run := self.runs.get(getattr(command, "job", ""))) is None:
             return
         elif kind == "scale":
             run.order, run.workers = command.order, command.workers

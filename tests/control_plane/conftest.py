@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.migrated import migrated_once
 from support.postgres import Postgres, postgres_server
 from support.small_job import JOB, TASK
 
@@ -18,6 +19,12 @@ from control_plane.client import Context, ControlClient
 from control_plane.server import ServeConfig, running
 from control_plane.spec import load, pack
 from tests.control_plane.fake_agent import FakeAgent, join
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _migrated_once() -> Iterator[None]:
+    with migrated_once():
+        yield
 
 
 @pytest.fixture(scope="session")

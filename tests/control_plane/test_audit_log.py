@@ -12,8 +12,8 @@ import pytest
 
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._federation import Federation
-from geofed_pb.audit import AuditBroken, Head, entry_line, hash_of, head_line, header_line, verify
 from geofed_pb.errors import GeofedError
+from geofed_pb.security.audit import AuditBroken, Head, entry_line, hash_of, head_line, header_line, verify
 from tests.proto.test_audit import KEY
 
 

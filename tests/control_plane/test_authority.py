@@ -25,7 +25,7 @@ from geofed_pb.rpc import CONTROL_PLANE_NAME
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent, Identity, catalogue, make_request
 from tests.control_plane.scenario import run
-from tests.control_plane.test_shut_out import refused
+from tests.control_plane.test_shut_out import refused, told
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 
@@ -223,7 +223,7 @@ def test_with_the_operators_ca_nothing_is_issued_and_its_word_admits(serve_confi
             await stage.client.change_region("a", "revoke")
             assert (await later.ended()).code == "FORBIDDEN"
             for out in (a, later):
-                await refused(out.connect(), "FORBIDDEN")
+                await refused(told(out), "FORBIDDEN")
             fresh = of_region(own, stage, "a")
             await fresh.connect()
             assert await stage.phase_is("a", "live")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 from control_plane.blobs import BlobStore
 from control_plane.core import Connected
 from control_plane.service import Federation
+from control_plane.service.planning._planning import plan_json
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import Draft
-from control_plane.service.state._entries import RegionEntry
-from control_plane.store import Change, CommandRow, Committed, Store, open_store
+from control_plane.service.state._entries import JobEntry, RegionEntry
+from control_plane.store import Change, CommandRow, Committed, JobRow, Store, open_store
 from geofed_pb.errors import GeofedError
+from tests.control_plane.test_routing import Watched
 
 LEASE = timedelta(seconds=30)
 
@@ -154,5 +157,39 @@ def test_a_lease_is_renewed_while_the_store_is_busy(tmp_path: Path) -> None:
         await change
         assert federation.regions["a"].row.cloud == "moon"
         assert federation.regions["a"].state.last_contact == place.at, "a stored change does not take a lease back"
+
+    _in(tmp_path, scenario)
+
+
+def test_a_job_whose_end_is_being_stored_is_known_all_the_time(tmp_path: Path, job_file: Path) -> None:
+    async def scenario(place: Place) -> None:
+        federation, turns = place.federation, asyncio.Semaphore(0)
+        entry = Watched(job_file).entry
+        stored = JobRow("j", "digits", "r", "", "", "", entry.spec.to_json(), plan_json(entry.plan), "", "running", 0.0)
+        entry = replace(entry, row=stored)
+
+        async def put(changed: JobEntry) -> None:
+            async with federation.change() as draft:
+                draft.add_job(changed)
+
+        await put(entry)
+
+        async def one_by_one(changes: Sequence[Change]) -> Sequence[Committed]:
+            await turns.acquire()
+            return await place._store_changes(changes)
+
+        federation.changes._store = one_by_one
+        ended = replace(entry, state=replace(entry.state, phase="cancelled", finished_at=2000.0))
+        renaming, ending = await place.begin(put(replace(entry, row=replace(entry.row, name="other"))), put(ended))
+        turns.release()
+        await renaming
+        known = await federation.ended_job(entry.row.id)
+        assert known is not None, "the change before its end is stored, the end is not yet"
+        assert known.state.phase == "cancelled"
+        turns.release()
+        await ending
+        known = await federation.ended_job(entry.row.id)
+        assert known is not None
+        assert not federation.changes.ended
 
     _in(tmp_path, scenario)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
+import time
 import xml.etree.ElementTree as Xml
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.dashboard import _dashboard, _pages
+from control_plane.dashboard import _dashboard, _pages, _series, _timeline
 from control_plane.dashboard._chart import line_chart, thinned, ticks
 from control_plane.dashboard._sessions import LIFE_SECONDS, Sessions
 from control_plane.server import ServeConfig
-from geofed_pb.v1 import common_pb2
+from geofed_pb.v1 import agent_pb2, common_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
 from tests.control_plane.scenario import bring_up, figures, finish, run, train
@@ -137,6 +140,34 @@ def test_jobs_of_one_name_are_told_apart_and_lead_to_each_other(serve_config: Se
     told(serve_config, scene)
 
 
+def test_the_federation_is_drawn_with_the_links_of_jobs_that_one_may_read(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        user = (await stage.client.add_user("ann")).token
+        job = (await stage.submit(job_file)).job.id
+        await train(job, a, b)
+        for rate in (50.0, 80.0):
+            shown = figures("a", "b", 1 + int(rate > 60))
+            link = agent_pb2.LinkReport(rtt_ms=120.0, mbps=rate, streams=4, down=False)
+            a.report(job, "training", **shown, links={"b": link})
+            await a.settled()
+        regions = [{"name": "a", "state": "live"}, {"name": "b", "state": "live"}]
+        async with browser(stage) as pages:
+            overview = (await pages.get("/")).text
+            assert 'data-network="/network"' in overview
+            found = (await pages.get("/network")).json()
+            assert found["regions"] == regions
+            (link,) = [one for one in found["links"] if one["source"] == "a"]
+            assert (link["destination"], link["rtt_ms"], link["goodput_mbps"]) == ("b", 120.0, 80.0)
+        async with browser(stage, user) as pages:
+            assert (await pages.get("/network")).json() == {"regions": regions, "links": []}
+        async with browser(stage, "") as pages:
+            assert (await pages.get("/network")).status_code == 401
+
+    told(serve_config, scene)
+
+
 def test_only_who_has_a_token_may_look(serve_config: ServeConfig, job_file: Path) -> None:
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         job = (await stage.submit(job_file)).job.id
@@ -238,6 +269,30 @@ def test_a_browser_signs_in_and_out(serve_config: ServeConfig, job_file: Path) -
                 assert answer.headers["location"] == "/"
             await stage.client.remove_user("ann")
             assert (await pages.get("/")).status_code == 401
+
+    told(serve_config, scene)
+
+
+def test_pages_show_what_a_role_may_see(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        contents = (f"/jobs/{job}/logs", f"/jobs/{job}/files/task.tar", f"/jobs/{job}/models/0")
+        eve = (await stage.client.add_user("eve", role="auditor")).token
+        oli = (await stage.client.add_user("oli", role="operator")).token
+        async with browser(stage, eve) as pages:
+            assert job in (await pages.get("/")).text
+            assert (await pages.get(f"/jobs/{job}")).status_code == 200
+            assert [(await pages.get(path)).status_code for path in contents] == [403] * 3
+            own = {"origin": f"https://127.0.0.1:{stage.ports.metrics}"}
+            assert (await pages.post(f"/jobs/{job}/cancel", headers=own)).status_code == 403
+            await stage.client.share(job, "eve")
+            assert [(await pages.get(path)).status_code for path in contents[:2]] == [200] * 2
+            assert (await pages.post(f"/jobs/{job}/cancel", headers=own)).status_code == 403
+        async with browser(stage, oli) as pages:
+            assert [(await pages.get(path)).status_code for path in contents[:2]] == [200] * 2
+            assert (await pages.post(f"/jobs/{job}/cancel", headers=own)).status_code == 303
+            await stage.client.change_user("oli", role="viewer")
+            assert (await pages.get(f"/jobs/{job}")).status_code == 403
 
     told(serve_config, scene)
 
@@ -346,6 +401,37 @@ def test_a_page_that_may_not_be_seen_any_more_is_told_nothing(
                         a.report(job, "training", **figures("a", "b", 1))
                     async with asyncio.timeout(20):
                         assert {line async for line in lines} <= {"", "data:", "event: change"}
+
+    told(serve_config, scene)
+
+
+def test_charts_and_times_of_rounds_do_not_hold_the_control_plane_up(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*given: Any) -> dict[str, Any]:
+        threads.append(threading.current_thread())
+        time.sleep(0.2)
+        return _series.series_of(*given)
+
+    def means_of(*given: Any) -> dict[str, tuple[float, ...]]:
+        threads.append(threading.current_thread())
+        return _timeline.means_of(*given)
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(_dashboard, "series_of", slowly)
+    monkeypatch.setattr(_pages, "means_of", means_of)
+    monkeypatch.setattr(_dashboard, "_SERIES_SECONDS", 0.0)
+    monkeypatch.setattr(_dashboard, "_SERIES_TIMES", 1000.0)
+
+    async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
+        job = (await stage.submit(job_file)).job.id
+        async with browser(stage) as pages:
+            for _ in range(3):
+                assert (await pages.get(f"/jobs/{job}/series")).status_code == 200
+            assert len(threads) == 1, "they are kept for a time in proportion to what they took"
+            assert (await pages.get(f"/jobs/{job}")).status_code == 200
+        assert len(threads) == 2
+        assert threading.main_thread() not in threads
 
     told(serve_config, scene)
 

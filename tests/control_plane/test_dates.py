@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.budget import budget
 
 from control_plane.service.measuring._known import Learnt
+from control_plane.service.planning import _admission
 from control_plane.service.planning._admission import AdmittedJob, PendingAdmission
 from control_plane.service.planning._allocation import Allocation
 from control_plane.service.planning._planning import first_state, plan_json
@@ -20,7 +21,7 @@ from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import JobSpec, load
 from control_plane.store import JobRow
-from scheduler import Capacity, Declined, Split, _plan
+from scheduler import Capacity, Declined, Demand, Plan, Planner, Split, _plan
 from tests.control_plane.fake_agent import catalogue
 
 JOB = """\
@@ -159,19 +160,34 @@ def test_a_date_costs_hardly_more_than_a_plan_where_shards_may_be_processed_anyw
         shard = replace(told.datasets[0], residency="anywhere", splits=splits)
         return replace(entry, catalogue=replace(told, datasets=(shard,), takes_shards=True))
 
-    evaluated, choose = 0, _plan.ways_of
+    evaluated, planned, choose, plan = 0, 0, _plan.ways_of, Planner.plan
 
     def counted(*args: object) -> object:
         nonlocal evaluated
         evaluated += 1
         return choose(*args)  # type: ignore[arg-type]
 
+    def counted_plan(planner: Planner, demand: Demand) -> Plan | Declined:
+        nonlocal planned
+        planned += 1
+        return plan(planner, demand)
+
     monkeypatch.setattr(_plan, "ways_of", counted)
-    stand = Stand([open_to_all(number) for number in range(6)])
+    monkeypatch.setattr(Planner, "plan", counted_plan)
+    stand = Stand([open_to_all(number) for number in range(5)])
     _, answer = stand.asks(job_file, "data.residency=anywhere", "objective.deadline=5s")
     assert isinstance(answer, Declined)
-    assert evaluated < 250, "one plan evaluates up to 120: what depends on no deadline is evaluated once for all dates"
+    # One plan evaluates about 9 placements, and a refusal asks for some 17 plans.
+    assert evaluated < 50, "what depends on no deadline is evaluated once for all dates"
     told = named(answer)
+    assert _admission._MAX_PLACEMENTS <= 150, "a refusal of a job that many regions may run ends in time"
+    before = planned
+    with monkeypatch.context() as bounded:
+        bounded.setattr(_admission, "_MAX_PLACEMENTS", 1)
+        _, rough = stand.asks(job_file, "data.residency=anywhere", "objective.deadline=5s")
+        assert isinstance(rough, Declined)
+        assert named(rough) > told, "a search that has evaluated enough names the date that it has"
+    assert planned - before <= 12 < before, "then it plans no further dates to find an earlier one: 10 plans, not 16"
     stand.at += 0.5
     _, later = stand.asks(job_file, "data.residency=anywhere", f"objective.deadline={told}s")
     assert isinstance(later, AdmittedJob)

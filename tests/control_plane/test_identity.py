@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 from control_plane.client import ControlClient
 from control_plane.pki import SERVER_LIFE, Authority, InvitationToken
 from control_plane.server import ServeConfig
+from control_plane.service import CONTROL_RULES
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CONTROL_PLANE_NAME, channel, error_of, with_token
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
@@ -115,6 +116,7 @@ METHODS = [
         method,
     )
     for method in control_pb2.DESCRIPTOR.services_by_name["Control"].methods
+    if "anyone" not in CONTROL_RULES[f"/geofed.v1.Control/{method.name}"].callers
 ]
 
 

@@ -22,10 +22,10 @@ from control_plane.cli.commands.submit import Submission, planned
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
 from control_plane.service.rpc import _control
-from control_plane.spec import load, pack
+from control_plane.spec import MAX_BUNDLE_BYTES, load, pack
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import CHUNK_BYTES
-from geofed_pb.signing import Signer, require_signature, statement
+from geofed_pb.security.signing import Signer, require_signature, statement
 from geofed_pb.v1 import common_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import digest_of
@@ -216,7 +216,7 @@ def test_weights_have_limits_of_their_own(
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             chunk = common_pb2.BlobChunk(digest=DIGEST, total_bytes=65 << 30, data=b"x", model=True)
-            for model, most in ((True, 64 << 30), (False, 3 << 20)):
+            for model, most in ((True, 64 << 30), (False, MAX_BUNDLE_BYTES)):
                 chunk.model = model
                 upload = stage.client._stub.PutBlob(_one(chunk), metadata=stage.client._metadata)
                 with pytest.raises(Exception, match=f"exceeds the limit of {most}"):

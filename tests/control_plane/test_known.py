@@ -72,6 +72,13 @@ def test_a_profile_tells_what_another_batch_takes() -> None:
     assert not guessed
 
 
+def test_what_a_run_has_measured_counts_more_than_a_later_profile() -> None:
+    """A profile's worker runs alone on its machine; the newest row is first, as the store gives them."""
+    profiled = replace(row(40, 1260.0), profile_json="{}")
+    assert speeds_of([profiled, row(40, 391.0), row(40, 494.0)], 40, {}) == ({"a": 391.0}, frozenset())
+    assert speeds_of([profiled], 40, {}) == ({"a": 1260.0}, frozenset()), "there was no run"
+
+
 def test_the_pace_of_stages_is_the_median_of_the_last_runs() -> None:
     def ran(region: str, *paces: float) -> list[RunRow]:
         return [replace(row(10, 50.0), region=region, stage_pace=pace) for pace in paces]

@@ -104,10 +104,10 @@ def test_every_text_of_an_agent_is_stored_or_passed_over(anywhere: ServeConfig) 
                 message = agent_pb2.FromAgent()
                 _put(message, path, ODD)
                 a.send(message)
-            a.send(agent_pb2.FromAgent(happening=agent_pb2.Happening(kind="gateway.restarted", text="it is back")))
+            a.send(agent_pb2.FromAgent(happening=agent_pb2.Happening(kind="ps-ended", text="it is back")))
             await a.settled()
             events = [event async for event in stage.client.watch("", follow=False)]
-            assert events[-1].kind == "gateway.restarted"
+            assert events[-1].kind == "ps-ended"
             for event in events:
                 assert all(map(_shown, (event.kind, event.job, event.region, event.text, event.data_json))), event
 

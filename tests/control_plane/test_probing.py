@@ -341,6 +341,43 @@ def test_steps_that_something_else_was_in_the_way_of_are_timed_once_that_is_mend
     run(scenario())
 
 
+def test_steps_that_lacked_memory_are_timed_with_what_the_model_needs(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage, scales(stage) as agent:
+            large = {"model_bytes": 100 << 20, "held_bytes": 200 << 20}
+            answer = asyncio.create_task(plan(stage, job_file))
+            command = await agent.command("probe")
+            assert list(command.memories_mb) == [1024]
+            note = "FUNCTION_OUT_OF_MEMORY: it was killed"
+            agent.tell_profile(command.id, weight=weight(steps=[], note=note, **large))
+            command = await agent.command("probe", 2)
+            assert list(command.memories_mb) == [1536], "320 MB, and 32 bytes a parameter"
+            agent.tell_profile(command.id, weight=weight(**large))
+            told = await answer
+            assert (told["estimate"]["basis"], told["partitions"][0]["memory_mb"]) == ("probed", 1536)
+            loaded = load(job_file)
+            content, digest = pack(loaded.folder, loaded.spec.task.module)
+            await stage.client.put_bundle(content, digest)
+            profile = asyncio.create_task(anext(stage.client.profile(loaded.json, digest, "p1")))
+            command = await agent.command("profile")
+            assert list(command.memories_mb) == [1536], "a profile measures with as much"
+            agent.tell_profile(command.id, condition="measuring")
+            await profile
+            # One that states its memory, and one that would get no more, are not asked again.
+            for at, (overrides, size) in enumerate(
+                ((("task.config.width=7", "function.memoryMb=512"), large), (("task.config.width=9",), {})), 3
+            ):
+                answer = asyncio.create_task(plan(stage, job_file, *overrides))
+                command = await agent.command("probe", at)
+                agent.tell_profile(command.id, weight=weight(steps=[], note=note, **size))
+                assert note in str((await answer)["warnings"])
+                assert asked(agent) == at
+
+    run(scenario())
+
+
 def test_the_region_with_the_most_data_is_asked(serve_config: ServeConfig, job_file: Path) -> None:
     """It makes the most steps, and the others wait for it."""
 

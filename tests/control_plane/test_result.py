@@ -10,12 +10,15 @@ import pytest
 
 from control_plane.cli._report import result_text
 from control_plane.core import (
+    Charge,
     JobMachine,
     JobState,
+    MeterTotals,
     Partition,
     Planned,
     Report,
     Reported,
+    RoundTime,
     Speed,
     StartAllowed,
     StartDelayed,
@@ -25,7 +28,7 @@ from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._planning import plan_json, snapshot_of
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow
-from scheduler import Plan, plan
+from scheduler import Plan, StartBilled, plan
 from tests.control_plane.test_dates import live
 
 
@@ -60,6 +63,108 @@ def test_the_wait_for_workers_is_told_apart(job_file: Path) -> None:
     assert (never["queued_seconds"], never["measured"]["seconds"]) == (95.0, 0.0)
     before = result_of(row, ended(0.0, 101.0), chosen)
     assert before["queued_seconds"] == 0.0, "a job that began when this was not kept yet"
+
+
+def test_what_a_start_is_billed_is_known_to_the_next_plan(job_file: Path) -> None:
+    spec, region = load(job_file).spec, live("r0", 500, 2, 100.0)
+    wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
+    chosen = plan(snapshot_of([region], (), Learnt()), wanted)
+    assert isinstance(chosen, Plan)
+    (part,) = chosen.partitions
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    # 37 seconds of training; the workers' functions ran 2 seconds longer, the parameter server 4.
+    money = (
+        Charge("function-seconds", 30.0 * part.workers * part.memory_mb / 1024, "GB-s", 0.1, "list"),
+        Charge("preemptible-function-seconds", 9.0 * part.workers * part.memory_mb / 1024, "GB-s", 0.1, "list"),
+        Charge("parameter-server", 41.0 / 3600, "h", 0.1, "list"),
+    )
+    state = ended(155.0, 158.0)
+    (own,) = state.partitions
+    assert own.report is not None
+    report = replace(own.report, workers=part.workers, totals=MeterTotals(money=money))
+    state = replace(state, partitions=(replace(own, report=report),))
+    (run,) = runs_of(row, state, spec, chosen)
+    assert (run.start_function_seconds, run.start_server_seconds) == (pytest.approx(2.0), pytest.approx(4.0))
+    told = snapshot_of([region], (), Learnt([run]), spec.train.batch).started
+    assert told == {"r0": StartBilled(run.start_function_seconds, run.start_server_seconds)}
+    away = (*money[:2], Charge("parameter-server", 30.0 / 3600, "h", 0.1, "list"))
+    for changed in (
+        replace(report, workers=part.workers + 1), replace(report, totals=MeterTotals()),
+        replace(report, totals=MeterTotals(money=away)),
+    ):  # fmt: skip
+        other = replace(state, partitions=(replace(own, report=changed),))
+        (run,) = runs_of(row, other, spec, chosen)
+        assert run.start_function_seconds is None, "other workers, no meters, or a region that was away for a while"
+        assert not snapshot_of([region], (), Learnt([run]), spec.train.batch).started
+
+
+def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Path) -> None:
+    spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
+    wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
+    wanted = replace(wanted, wan_policy="asp", interval=None, wan_settings={"significance": 0.01})
+    known = replace(snapshot_of(regions, (), Learnt()), model_bytes=400_000)
+    chosen = plan(known, wanted)
+    assert isinstance(chosen, Plan)
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    # Half of the rounds, and of each update a fifth.
+    sent = {"r1": int(0.1 * chosen.estimate.link_bytes["r0>r1"])}
+    (own,) = ended(155.0, 158.0).partitions
+    assert own.report is not None
+    reports = [
+        replace(
+            own.report,
+            round=chosen.rounds // 2,
+            totals=MeterTotals(sent_bytes=sent if name == "r0" else {"r0": sent["r1"]}),
+        )
+        for name in ("r0", "r1")
+    ]
+    parts = tuple(replace(own, region=name, report=one) for name, one in zip(("r0", "r1"), reports, strict=True))
+    runs = runs_of(row, replace(ended(155.0, 158.0), partitions=parts), spec, chosen)
+    share = runs[0].sent_share
+    assert share == pytest.approx(0.2, rel=0.02)
+    after = replace(known, sent_share=snapshot_of(regions, (), Learnt(runs), spec.train.batch).sent_share)
+    again = plan(after, wanted)
+    assert isinstance(again, Plan)
+    assert again.sent_share == share
+    ratio = again.estimate.wan_bytes.expected / again.rounds / (chosen.estimate.wan_bytes.expected / chosen.rounds)
+    assert ratio == pytest.approx(0.2, rel=0.02)
+    (told, _) = runs_of(row, replace(ended(155.0, 158.0), partitions=parts), spec, again)
+    assert told.sent_share == pytest.approx(share, rel=0.01), "by a plan that knows it, too"
+    other = plan(after, replace(wanted, wan_policy="ma", wan_settings={}, codec="fp32"))
+    assert isinstance(other, Plan)
+    assert other.sent_share == 1.0, "other policies have no filter"
+
+
+def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
+    spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
+    wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=1, exchange="synchronous")
+    known = snapshot_of(regions, (), Learnt())
+    chosen = plan(known, wanted)
+    assert isinstance(chosen, Plan)
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    (own,) = ended(155.0, 158.0).partitions
+    assert own.report is not None
+    each = chosen.exchange_seconds
+    times = {
+        "r0": RoundTime(compute=9.0, merge=0.5, exchange=5 * (each + 0.2), wait=1.0, evaluate=1.0),
+        "r1": RoundTime(compute=2.0, merge=0.5, exchange=5 * (each + 3.0), wait=8.0, evaluate=1.0),
+    }
+    parts = tuple(
+        replace(own, region=name, report=replace(own.report, time=time, workers=1)) for name, time in times.items()
+    )
+    state = replace(ended(155.0, 158.0), partitions=parts)
+    told = snapshot_of(regions, (), Learnt(runs_of(row, state, spec, chosen)), spec.train.batch)
+    assert told.round_end_seconds == pytest.approx(0.2), "of the region that the others wait for"
+    assert told.round_work_seconds == pytest.approx(0.2 + 0.1), "it evaluates, and its worker does more than compute"
+    learnt = replace(known, round_end_seconds=told.round_end_seconds, round_work_seconds=told.round_work_seconds)
+    after = plan(learnt, replace(wanted, interval=chosen.interval, codec=chosen.codec))
+    assert isinstance(after, Plan)
+    phases = {phase.name: phase.seconds for phase in after.estimate.phases}
+    assert phases["ends of rounds"] == pytest.approx(after.rounds * 0.2)
+    assert phases["besides steps"] == pytest.approx(after.rounds * 0.3)
+    run = runs_of(row, state, spec, replace(chosen, wan_settings={"background": 1.0}))[0]
+    assert run.round_end_seconds is None, "nothing stands still"
+    assert run.round_work_seconds == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("waited", [0.0, 30.0])

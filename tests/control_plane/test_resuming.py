@@ -298,11 +298,11 @@ def test_reports_that_an_older_agent_has_forgotten_are_not_waited_for(
             await a.settled()
             a.commands.clear()
             a._seq += 5
-            happening: Any = agent_pb2.Happening(kind="gateway.restarted", text="it is back")
+            happening: Any = agent_pb2.Happening(kind="ps-ended", text="it is back")
             a.send(agent_pb2.FromAgent(happening=happening))
             await a.settled()
             assert (await a.command("start")).job == job
             kinds = await stage.events("")
-            assert kinds.index("region.restored") < kinds.index("gateway.restarted")
+            assert kinds.index("region.restored") < kinds.index("ps-ended")
 
     run(scenario())

@@ -43,7 +43,7 @@ train:
   scaling: tuned
   end: {steps: 100000, goal: {metric: loss, atMost: 0.45}}
   evaluateEvery: 1
-wan: {interval: 10}
+advanced: {wan: {interval: 10}}
 """
 NOISE, LENGTH, ROUND_SECONDS = 1.0, 900.0, 2.0
 """Of the job's law, the one that our tuner supposes: noise in batches of one worker, and progress to the goal."""
@@ -404,8 +404,8 @@ def _begun(folder: Path, phase: str, *, paused: bool) -> tuple[Life, dict[str, i
         ("train.end.goal.atMost=null", "give exactly one of"),
         ("train.end.goal=null", "requires a loss to reach"),
         ("train.end.goal={metric: accuracy, atLeast: 0.9}", "requires a loss to reach"),
-        ("wan.exchange=background", "requires `wan.exchange: synchronous`"),
-        ("wan={policy: asgd}", "requires `wan.exchange: synchronous`"),
+        ("wan.exchange=background", "requires `advanced.wan.exchange: synchronous`"),
+        ("wan={policy: asgd}", "requires `advanced.wan.exchange: synchronous`"),
         ("parallelism={pipeline: {stages: 2}}", "cannot be used with a pipeline"),
         ("train.scaling=auto", "must be 'fixed', 'tuned' or 'mlless'"),
     ],

@@ -255,7 +255,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_port_that_is_taken_has_its_code() -> None:
-    from control_plane._address import bound_socket
+    from control_plane.serving._address import bound_socket
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
 from control_plane.spec import load, pack
-from geofed_pb.signing import Signer, require_signature, statement
+from geofed_pb.security.signing import Signer, require_signature, statement
 from geofed_pb.v1 import agent_pb2, control_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.scenario import bring_up, run
@@ -35,7 +36,8 @@ def checked(task: agent_pb2.TaskRef, public_key: str) -> None:
 
 def test_a_signature_travels_to_every_region(serve_config: ServeConfig, job_file: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with staged(serve_config) as stage:
+        # No probe is answered.
+        async with staged(replace(serve_config, probe_wait=timedelta(seconds=2))) as stage:
             a, b = await bring_up(stage)
             a.probes = True
             token = (await stage.client.add_user("ann")).token

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import tarfile
+import textwrap
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane._advanced import as_stored, as_written
 from control_plane._durations import format_duration, parse_duration
 from control_plane.core import SendStart
 from control_plane.service.rpc._wire import command_of
@@ -76,7 +78,7 @@ function: {slice: 11m}
         "F:6:1: `train.batch` is required",
         "F:7:3: unknown key `bacth` in train; did you mean `batch`?",
         "F:8:8: `train.end`: give exactly one of `epochs` and `steps`",
-        "F:10:10: `wan.codec` must be 'auto', 'fp32', 'bf16', 'int8', 'ternary' or 'topk', not 'gzip'",
+        "F:10:10: `advanced.wan.codec` must be 'auto', 'fp32', 'bf16', 'int8', 'ternary' or 'topk', not 'gzip'",
         "F:11:19: `function.slice`: give a duration of at most 10m",
     ]
 
@@ -86,15 +88,15 @@ function: {slice: 11m}
     [
         (("batch: 10", "batch: '10'"), "F:6:16: `train.batch`: input should be a valid integer"),
         (("batch: 10", "batch: 10, batch: 11"), "F:6:20: duplicate key `batch`; first used in line 6"),
-        (("interval: 2", "interval: 0"), "F:7:17: `wan.interval`: must be `auto` or a positive integer"),
+        (("interval: 2", "interval: 0"), "F:7:28: `advanced.wan.interval`: must be `auto` or a positive integer"),
         (
             ("batch: 10", "batch: 10, workers: {a: 0}"),
             "F:6:29: `train.workers`: must be `auto`, a positive integer, or",
         ),
         (
             (
-                "batch: 10, end: {steps: 4}}\nwan: {interval: 2}",
-                "batch: 9, balance: speed, end: {steps: 4}}\nwan: {interval: 1}",
+                "batch: 10, end: {steps: 4}}\nadvanced: {wan: {interval: 2}}",
+                "batch: 9, balance: speed, end: {steps: 4}}\nadvanced: {wan: {interval: 1}}",
             ),
             "F:1:1: `train.balance: speed` requires rounds of several steps",
         ),
@@ -117,35 +119,48 @@ function: {slice: 11m}
             for key, rest, told in (
                 ("precision: bf16", "parallelism: {pipeline: {}}", "precision: bf16` cannot be used with a pipeline"),
                 ("accumulate: 2", "parallelism: {pipeline: {}}", "accumulate` cannot be used with a pipeline"),
-                ("precision: fp16", "collective: isp", "precision: fp16` cannot be used with `collective: isp`"),
+                (
+                    "precision: fp16",
+                    "collective: isp",
+                    "precision: fp16` cannot be used with `advanced.collective: isp`",
+                ),
                 (
                     "precision: fp16",
                     "collective: k-reduce\nmerge: {staleness: 1}",
-                    "precision: fp16` cannot be used with `merge.staleness`",
+                    "precision: fp16` cannot be used with `advanced.merge.staleness`",
                 ),
                 (
                     "precision: fp16",
                     "collective: all-reduce\nmerge: {codec: bf16}",
-                    "precision: fp16` cannot be used with `merge.codec: bf16`",
+                    "precision: fp16` cannot be used with `advanced.merge.codec: bf16`",
                 ),
             )
         ),
-        (("interval: 2", "byzantine: 1"), "F:7:6: `wan`: `byzantine` requires `robust`"),
-        (("interval: 2", "robust: average"), "F:7:15: `wan.robust` must be 'none', 'centered-clipping'"),
-        (("interval: 2", "robust: median, exchange: background"), "F:7:6: `wan`: `robust` requires synchronous"),
-        (("interval: 2", "robust: median, policy: asgd-ga"), "F:7:6: `wan`: `robust` requires synchronous"),
+        (("interval: 2", "byzantine: 1"), "F:7:17: `advanced.wan`: `byzantine` requires `robust`"),
+        (("interval: 2", "robust: average"), "F:7:26: `advanced.wan.robust` must be 'none', 'centered-clipping'"),
+        (
+            ("interval: 2", "robust: median, exchange: background"),
+            "F:7:17: `advanced.wan`: `robust` requires synchronous",
+        ),
+        (("interval: 2", "robust: median, policy: asgd-ga"), "F:7:17: `advanced.wan`: `robust` requires synchronous"),
         (
             ("interval: 2", "robust: median, policy: fednova"),
-            "F:7:6: `wan`: `robust` cannot be used with `policy: fednova`",
+            "F:7:17: `advanced.wan`: `robust` cannot be used with `policy: fednova`",
         ),
-        (("interval: 2", "robust: median, quorum: 2"), "F:7:6: `wan`: `quorum` requires `exchange: background`"),
-        (("interval: 2", "policy: fedprox, outer: {mu: 0}"), "F:7:6: `wan`: outer mu 0.0 must be in (0, 100]"),
+        (
+            ("interval: 2", "robust: median, quorum: 2"),
+            "F:7:17: `advanced.wan`: `quorum` requires `exchange: background`",
+        ),
+        (
+            ("interval: 2", "policy: fedprox, outer: {mu: 0}"),
+            "F:7:17: `advanced.wan`: outer mu 0.0 must be in (0, 100]",
+        ),
         (
             (
-                "batch: 10, end: {steps: 4}}\nwan: {interval: 2}",
-                "batch: 10, end: {steps: 4}}\nwan: {policy: fedprox}\nparallelism: {pipeline: {stages: 2}}",
+                "batch: 10, end: {steps: 4}}\nadvanced: {wan: {interval: 2}}",
+                "batch: 10, end: {steps: 4}}\nadvanced: {wan: {policy: fedprox}}\nparallelism: {pipeline: {stages: 2}}",
             ),
-            "F:1:1: `wan.policy: fedprox` cannot be used with a pipeline",
+            "F:1:1: `advanced.wan.policy: fedprox` cannot be used with a pipeline",
         ),
         (("lostRegion: 2s", "lostRegion: 2"), "F:8:22: `limits.lostRegion`: must be a duration like 30s, 10m or 1h30m"),
         (("lostRegion: 2s", "lostRegion: 2x"), "F:8:22: `limits.lostRegion`: '2x' is not a valid duration"),
@@ -165,15 +180,18 @@ def test_each_mistake_has_its_sentence(job_file: Path, change: tuple[str, str], 
     [
         (["privacy.minRegions=4"], "`minRegions` requires `secureAggregation: true`"),
         (["privacy.minRegions=2", "privacy.secureAggregation=true"], "`privacy.minRegions`: input should be greater"),
-        (["wan.policy=asgd-ga"], "`wan.policy: asgd-ga`, which needs each region's update"),
-        (["wan.exchange=background"], "`wan.exchange: background`"),
-        (["wan.quorum=2"], "`wan.quorum`"),
-        (["wan.staleness=damping"], "`wan.staleness: damping`, which looks at each update"),
-        (["wan.robust=median"], "`wan.robust: median`, which looks at each update"),
-        (["wan.guard=7"], "`wan.guard`, which looks at each update"),
-        (["wan.fragments=2"], "`wan.fragments`"),
-        (["wan.codec=topk"], "`wan.codec: topk`: what it sends tells which coordinates change; use fp32, bf16, int8"),
-        (["wan.codec=ternary"], "`wan.codec: ternary`"),
+        (["wan.policy=asgd-ga"], "`advanced.wan.policy: asgd-ga`, which needs each region's update"),
+        (["wan.exchange=background"], "`advanced.wan.exchange: background`"),
+        (["wan.quorum=2"], "`advanced.wan.quorum`"),
+        (["wan.staleness=damping"], "`advanced.wan.staleness: damping`, which looks at each update"),
+        (["wan.robust=median"], "`advanced.wan.robust: median`, which looks at each update"),
+        (["wan.guard=7"], "`advanced.wan.guard`, which looks at each update"),
+        (["wan.fragments=2"], "`advanced.wan.fragments`"),
+        (
+            ["wan.codec=topk"],
+            "`advanced.wan.codec: topk`: what it sends tells which coordinates change; use fp32, bf16, int8",
+        ),
+        (["wan.codec=ternary"], "`advanced.wan.codec: ternary`"),
         (["regions.use=[a, b]"], "2 regions in `regions.use`: `privacy.minRegions` is 3"),
     ],
 )
@@ -200,17 +218,17 @@ PRIVATE = "privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNor
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (["wan.policy=asgd-ga"], "`wan.policy: asgd-ga`, which gives out changes under way"),
-        (["wan.exchange=background"], "`wan.exchange: background`: workers go on from a model without noise"),
-        (["wan.exchange=background", "wan.quorum=2"], "`wan.exchange: background`"),
+        (["wan.policy=asgd-ga"], "`advanced.wan.policy: asgd-ga`, which gives out changes under way"),
+        (["wan.exchange=background"], "`advanced.wan.exchange: background`: workers go on from a model without noise"),
+        (["wan.exchange=background", "wan.quorum=2"], "`advanced.wan.exchange: background`"),
         (["train.scaling=same-steps"], "`train.scaling"),
         (["data.residency=anywhere"], "`data.residency` other than `region`"),
         (["parallelism={pipeline: {stages: 2}}"], "a pipeline"),
-        (["privacy.secureAggregation=true", "wan.codec=int8"], "`secureAggregation` and `wan.codec: int8`"),
+        (["privacy.secureAggregation=true", "wan.codec=int8"], "`secureAggregation` and `advanced.wan.codec: int8`"),
         (["train.precision=bf16"], "`privacy.differential.level: sample` cannot be used with `train.precision: bf16`"),
-        (["collective=isp"], "`privacy.differential.level: sample` cannot be used with `collective: isp`"),
-        (["collective=k-reduce", "merge.codec=bf16"], "cannot be used with `merge.codec: bf16`"),
-        (["collective=k-reduce", "merge.staleness=1"], "cannot be used with `merge.staleness`"),
+        (["collective=isp"], "`privacy.differential.level: sample` cannot be used with `advanced.collective: isp`"),
+        (["collective=k-reduce", "merge.codec=bf16"], "cannot be used with `advanced.merge.codec: bf16`"),
+        (["collective=k-reduce", "merge.staleness=1"], "cannot be used with `advanced.merge.staleness`"),
         (["privacy.differential.noiseMultiplier=1"], "give exactly one of `epsilon` and `noiseMultiplier`"),
         (["privacy.differential.epsilon=0"], "`privacy.differential.epsilon`: input should be greater than 0"),
         (["privacy.differential.delta=1"], "`privacy.differential.delta`: input should be less than 1"),
@@ -241,14 +259,14 @@ CLIENTS = "clients={fraction: 0.2, min: 3}"
         (["parallelism={pipeline: {}}"], "`clients` cannot be used with a pipeline"),
         (["train.precision=fp16"], "`clients` cannot be used with `train.precision: fp16`"),
         (["train.balance=speed"], "`clients` cannot be used with `train.balance: speed`"),
-        (["collective=isp"], "`clients` cannot be used with `collective: isp`"),
-        (["collective=k-reduce", "merge.staleness=1"], "`clients` cannot be used with `merge.staleness`"),
-        (["wan.exchange=background"], "`clients` cannot be used with `wan.exchange: background`"),
-        (["wan.quorum=2"], "`clients` cannot be used with `wan.quorum`"),
-        (["wan.grace=5s"], "`clients` cannot be used with `wan.grace`"),
-        (["wan.staleness=damping"], "`clients` cannot be used with `wan.staleness: damping`"),
-        (["wan.policy=asgd"], "`clients` cannot be used with `wan.policy: asgd`"),
-        (["wan.policy=fednova"], "`clients` cannot be used with `wan.policy: fednova`"),
+        (["collective=isp"], "`clients` cannot be used with `advanced.collective: isp`"),
+        (["collective=k-reduce", "merge.staleness=1"], "`clients` cannot be used with `advanced.merge.staleness`"),
+        (["wan.exchange=background"], "`clients` cannot be used with `advanced.wan.exchange: background`"),
+        (["wan.quorum=2"], "`clients` cannot be used with `advanced.wan.quorum`"),
+        (["wan.grace=5s"], "`clients` cannot be used with `advanced.wan.grace`"),
+        (["wan.staleness=damping"], "`clients` cannot be used with `advanced.wan.staleness: damping`"),
+        (["wan.policy=asgd"], "`clients` cannot be used with `advanced.wan.policy: asgd`"),
+        (["wan.policy=fednova"], "`clients` cannot be used with `advanced.wan.policy: fednova`"),
         (
             ["privacy.differential={level: sample, epsilon: 3, delta: 1e-5, clipNorm: 1}"],
             "`clients` cannot be used with `privacy.differential.level: sample`",
@@ -262,13 +280,78 @@ def test_what_clients_cannot_be_used_with_is_refused(job_file: Path, settings: l
     assert told in error
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["clients={fraction: 0.5}"], "`train.end.steps: 0` trains nothing, and cannot be used with `clients`"),
+        (
+            ["privacy.differential={level: region, epsilon: 3, delta: 1e-5, clipNorm: 1}"],
+            "`privacy.differential`, whose",
+        ),
+        (["train.precision=fp16"], "cannot be used with `train.precision: fp16`"),
+        (["parallelism={pipeline: {}}"], "cannot be used with a pipeline"),
+        (["train.end.time=5m"], "it has no `goal`, `patience` or `time`"),
+    ],
+)
+def test_what_an_evaluation_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
+    (error,) = errors_of(job_file, JOB, "train.end={steps: 0}", "advanced={}", *settings)
+    assert told in error
+
+
+def test_an_evaluation_is_planned_as_one_step(job_file: Path) -> None:
+    spec = load(job_file, ["train.end={steps: 0}"]).spec
+    demand = to_demand(spec, "j", NOW)
+    assert (spec.evaluates_only, spec.train.end.steps) == (True, 0)
+    assert (demand.steps, demand.parallelism) == (1, "data")
+
+
+def test_a_task_that_trains_nothing_needs_no_model(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text("def metrics(model, batches): ...\n")
+    check_task(tmp_path, "task.py", evaluates_only=True)
+    with pytest.raises(GeofedError, match="defines no model, no loss"):
+        check_task(tmp_path, "task.py")
+    (tmp_path / "task.py").write_text("def model(config): ...\n")
+    with pytest.raises(GeofedError, match="defines no metrics"):
+        check_task(tmp_path, "task.py", evaluates_only=True)
+
+
 def test_a_job_with_clients_waits_and_exchanges_after_each_of_their_rounds(job_file: Path) -> None:
     demand = to_demand(load(job_file, [CLIENTS, "wan={}"]).spec, "j", NOW)
     assert (demand.exchange, demand.interval, demand.parallelism) == ("synchronous", 1, "data")
-    assert demand.clients == ClientDemand(0.2, 3, 1, 0)
+    assert (demand.clients, demand.local) == (ClientDemand(0.2, 3, 1, 0), False)
     settings = ["clients.steps=7", "wan={interval: 4}", "train.accumulate=2", "train.local=['head.*']"]
     demand = to_demand(load(job_file, [CLIENTS, *settings, "privacy.secureAggregation=true"]).spec, "j", NOW)
-    assert (demand.interval, demand.clients) == (4, ClientDemand(0.2, 3, 1, 7))
+    assert (demand.interval, demand.clients, demand.local) == (4, ClientDemand(0.2, 3, 1, 7), True)
+
+
+def test_an_empty_section_of_methods_is_one_without_keys(job_file: Path) -> None:
+    below = JOB.replace("advanced: {wan: {interval: 2}}", "wan: {interval: 7}\nadvanced:")
+    assert below != JOB
+    job_file.write_text(below)
+    assert load(job_file, ["wan.codec=int8"]).spec.wan.interval == 7
+    job_file.write_text(JOB.replace("advanced: {wan: {interval: 2}}", "advanced:"))
+    assert load(job_file).spec.wan.interval == "auto"
+
+
+@pytest.mark.parametrize(
+    ("written", "told"),
+    [
+        ("wam: {interval: 2}", "F:7:1: unknown key `wam` in the file; did you mean `advanced.wan`?"),
+        ("WAN: {interval: 2}", "F:7:1: unknown key `WAN` in the file; did you mean `advanced.wan`?"),
+        ("advanced: {WAN: {interval: 2}}", "F:7:12: unknown key `WAN` in advanced; did you mean `wan`?"),
+    ],
+)
+def test_a_misspelt_method_is_told_with_its_place(job_file: Path, written: str, told: str) -> None:
+    assert errors_of(job_file, JOB.replace("advanced: {wan: {interval: 2}}", written)) == [told]
+
+
+def test_the_same_key_in_two_forms_is_refused(job_file: Path) -> None:
+    told = "--set advanced.wan.interval=6: wan.interval is the same key, and is set as well; keep one"
+    assert errors_of(job_file, JOB, "wan.interval=5", "advanced.wan.interval=6") == [told]
+    (spelt,) = errors_of(job_file, JOB, "objective.minimise=cost", "objective.minimize=time")
+    assert "objective.minimise is the same key" in spelt
+    job_file.write_text(JOB)
+    assert load(job_file, ["wan.interval=5", "wan.interval=6"]).spec.wan.interval == 6
 
 
 def test_overrides_are_told_as_such(job_file: Path) -> None:
@@ -391,8 +474,92 @@ def test_durations_survive_a_round_trip(milliseconds: int) -> None:
     assert abs(parse_duration(format_duration(duration)) - duration) < timedelta(microseconds=10)
 
 
+METHODS = """\
+collective: k-reduce
+k: 2
+channel: redis
+merge: {codec: bf16}
+wan: {interval: 3, policy: diloco, outer: {lr: 0.5}}
+"""
+BASE = JOB.replace("advanced: {wan: {interval: 2}}\n", "")
+
+
+def test_methods_at_the_top_level_are_read_with_a_warning(job_file: Path) -> None:
+    job_file.write_text(f"{BASE}advanced:\n{textwrap.indent(METHODS, '  ')}")
+    new = load(job_file)
+    assert not new.warnings
+    job_file.write_text(BASE + METHODS)
+    old = load(job_file)
+    assert (old.json, old.spec) == (new.json, new.spec)
+    assert [line.replace(str(job_file), "F") for line in old.warnings] == [
+        f"F:{line}:1: `{key}` is `advanced.{key}` now; move it there"
+        for line, key in enumerate(("collective", "k", "channel", "merge", "wan"), start=8)
+    ]
+    assert old.spec.advanced.k == 2
+    job_file.write_text(f"{BASE}k: 2\nadvanced: {{collective: isp}}\n")
+    assert (load(job_file).spec.collective, len(load(job_file).warnings)) == ("isp", 1), "at both places"
+
+
+def test_what_is_stored_has_methods_at_the_top_level_in_the_order_of_earlier_versions(job_file: Path) -> None:
+    text = load(job_file).json
+    keys = "apiVersion kind metadata task data train clients objective regions collective parallelism k channel merge "
+    assert list(json.loads(text)) == f"{keys}wan privacy function limits tracking".split()
+    assert parse_json(text).wan.interval == 2
+    assert as_stored(as_written(json.loads(text))) == json.loads(text)
+    assert as_written(as_written(json.loads(text))) == as_written(json.loads(text))
+
+
+def test_a_method_is_given_at_one_place(job_file: Path) -> None:
+    text = f"{BASE}advanced:\n  k: 2\n  wan: {{interval: 2}}\nwan: {{codec: fp32}}\nk: 2\n"
+    assert errors_of(job_file, text) == [
+        "F:11:1: `wan` is also given as `advanced.wan`, in line 10; keep one",
+        "F:12:1: `k` is also given as `advanced.k`, in line 9; keep one",
+    ]
+    assert errors_of(job_file, f"{BASE}advanced: 3\nwan: {{}}\n")[0].startswith("F:8:11: `advanced` must be a mapping")
+    stored = json.loads(load_text(job_file, JOB))
+    with pytest.raises(GeofedError, match="unknown key `wan`"):
+        parse_json(json.dumps({**stored, "advanced": {}}))
+
+
+def load_text(path: Path, text: str) -> str:
+    path.write_text(text)
+    return load(path).json
+
+
+@pytest.mark.parametrize("text", [JOB, BASE + METHODS])
+def test_options_may_leave_advanced_out(job_file: Path, text: str) -> None:
+    job_file.write_text(text)
+    short = load(job_file, ["wan.codec=int8", "collective=isp", "k=4", "merge={codec: fp32}"])
+    whole = load(
+        job_file, ["advanced.wan.codec=int8", "advanced.collective=isp", "advanced.k=4", "advanced.merge={codec: fp32}"]
+    )
+    assert short.json == whole.json
+    assert (short.spec.wan.codec, short.spec.collective, short.spec.advanced.k) == ("int8", "isp", 4)
+    assert short.spec.wan.interval in (2, 3), "the file's other keys stay"
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("wan.codec=gzip", "`advanced.wan.codec` must be 'auto',"),
+        ("wan.codek=fp32", "unknown key `codek` in advanced.wan; did you mean `codec`?"),
+        ("colective=isp", "unknown key `colective` in the file; did you mean `advanced.collective`?"),
+        ("interval=2", "unknown key `interval` in the file; did you mean `advanced.wan.interval`?"),
+        ("codec=fp32", "did you mean `advanced.merge.codec` or `advanced.wan.codec`?"),
+        ("deadline=2h", "did you mean `objective.deadline`?"),
+        ("advanced.train=1", "unknown key `train` in advanced; did you mean `train`?"),
+    ],
+)
+def test_a_key_at_a_wrong_place_is_told_its_own(job_file: Path, setting: str, told: str) -> None:
+    (error,) = errors_of(job_file, JOB, setting)
+    assert error.startswith(f"--set {setting}: ")
+    assert told in error
+
+
 def test_the_schema_names_the_keys_of_the_file() -> None:
     schema = json_schema()
+    assert not {"wan", "collective", "k", "channel", "merge"} & set(schema["properties"])
+    assert set(schema["$defs"]["Advanced"]["properties"]) == {"wan", "collective", "k", "channel", "merge"}
     assert schema["required"] == ["apiVersion", "kind", "metadata", "task", "data", "train"]
     assert schema["title"] == "geofed training job"
     assert schema["$defs"]["Limits"]["properties"]["lostRegion"]["default"] == "10m"
@@ -442,6 +609,13 @@ def test_packed_code_is_known_by_what_it_is(job_file: Path) -> None:
     assert packed_code_digest(pack(folder, "task.py")[0]) == load(job_file).code_digest != known
 
 
+@pytest.mark.parametrize("key", ["module", "requirements"])
+def test_a_path_with_a_null_character_is_refused(job_file: Path, key: str) -> None:
+    ending = {"module": "py", "requirements": "txt"}[key]
+    with pytest.raises(GeofedError, match=f"give the path of a .{ending} file"):
+        load(job_file, [f'task.{key}="a\\0.{ending}"'])
+
+
 @pytest.mark.parametrize(
     ("bundle", "code"),
     [
@@ -463,7 +637,11 @@ def test_a_large_folder_is_refused_with_its_largest_file(job_file: Path) -> None
     (job_file.parent / "data.bin").write_bytes(os.urandom(MAX_BUNDLE_BYTES + 1))
     with pytest.raises(GeofedError, match="LIMIT_EXCEEDED") as caught:
         pack(job_file.parent, "task.py")
+    assert "packs to " in caught.value.message
     assert "data.bin" in caught.value.hint
+    (job_file.parent / "data.bin").write_bytes(bytes((64 << 20) + 1))
+    with pytest.raises(GeofedError, match="the limit is 67108864"):
+        pack(job_file.parent, "task.py")
 
 
 @pytest.mark.parametrize(

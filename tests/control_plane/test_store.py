@@ -38,6 +38,7 @@ from control_plane.store import (
     RunRow,
     Store,
     UserRow,
+    _queries,
     open_store,
 )
 from control_plane.store._schema import metadata
@@ -58,6 +59,33 @@ class Contract:
     def store(self, url: str) -> Iterator[Store]:
         with open_store(url, max_log_lines=5) as store:
             yield store
+
+    def test_a_sample_of_events_has_every_nth_of_each_region_to_the_last(self, store: Store) -> None:
+        events = [
+            EventRow(float(n), job, region, kind, f"{region}{n}")
+            for n in range(1, 11)
+            for job in ("j1", "j2")
+            for region in ("a", "b")
+            for kind in ("round", "logged")
+        ]
+        store.commit(Change(events=tuple(events)))
+        found = [row.text for row in store.sampled_events(job="j1", kind="round", most=8)]
+        assert found == [f"{region}{n}" for n in (1, 4, 7, 10) for region in ("a", "b")]
+        assert len(store.sampled_events(job="j1", kind="round", most=20)) == 20
+        assert store.sampled_events(job="j3", kind="round", most=20) == []
+
+    def test_the_newest_events_of_a_slow_region_are_found_behind_those_of_others(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow = [EventRow(float(n), "j1", "b", "round", f"b{n}") for n in (1, 2, 3)]
+        fast = [EventRow(float(n), "j1", "a", "round", f"a{n}") for n in range(10, 40)]
+        others = [EventRow(50.0, "j1", "a", "logged", "a"), EventRow(51.0, "j2", "b", "round", "b")]
+        store.commit(Change(events=(*slow, *fast, *others)))
+        found = store.newest_of_regions(job="j1", kind="round", each=2)
+        assert [row.text for row in found] == ["b2", "b3", "a38", "a39"]
+        assert found == [row for row in store.newest_events(job="j1") if row in found]
+        monkeypatch.setattr(_queries, "_RECENT_EVENTS", 31)
+        assert [row.text for row in store.newest_of_regions(job="j1", kind="round", each=2)] == ["b3", "a38", "a39"]
 
     def test_rows_come_back(self, store: Store) -> None:
         store.commit(Change(jobs=(JOB,), regions=(REGION,), invitations=(Invitation("h", "a", 5.0),)))
@@ -252,7 +280,21 @@ class Contract:
             connection.exec_driver_sql("DROP TABLE audit")
             new = ("signature_json", "shared_with", "ended_at", "model_digests")
             probed = (("weights", column) for column in ("held_bytes", "batch_norms_json"))
-            added = (("users", "public_key"), *probed, *(("jobs", column) for column in new))
+            of_users = (
+                ("users", column)
+                for column in ("public_key", "role", "token_expires_at", "identity", "subject", "sign_ins_json")
+            )
+            of_runs = (
+                ("runs", column)
+                for column in (
+                    "start_function_seconds",
+                    "start_server_seconds",
+                    "round_end_seconds",
+                    "round_work_seconds",
+                    "sent_share",
+                )
+            )
+            added = (*of_users, *probed, *of_runs, *(("jobs", column) for column in new))
             for table, column in added:
                 connection.exec_driver_sql(f"ALTER TABLE {table} DROP COLUMN {column}")
             connection.exec_driver_sql("UPDATE alembic_version SET version_num = '2026_11_26_shared'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,11 @@ from pathlib import Path
 import pytest
 
 from control_plane.server import ServeConfig
+from control_plane.service.jobs import _submission
+from control_plane.service.measuring import _profiling
 from control_plane.service.planning._admission import Answer, PendingAdmission
+from control_plane.service.rpc import _control
+from control_plane.spec import JobSpec, parse_request
 from geofed_pb.errors import GeofedError
 from scheduler import Capacity
 from tests.control_plane.conftest import staged
@@ -32,6 +37,32 @@ class Slow:
             return answer(asked)
 
         monkeypatch.setattr(PendingAdmission, "answer", waiting)
+
+
+def test_a_large_job_file_is_read_beside_the_event_loop(
+    serve_config: ServeConfig, job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[bool] = []
+
+    def parsed(text: str) -> JobSpec:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return parse_request(text)
+
+    for module in (_submission, _control, _profiling):
+        monkeypatch.setattr(module, "parse_request", parsed)
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            with pytest.raises(GeofedError, match=r"INADMISSIBLE|DATASET_UNKNOWN"):
+                await stage.submit(job_file)
+            wrong = json.dumps({f"key{number}": 1 for number in range(1000)})
+            with pytest.raises(GeofedError, match="SPEC_INVALID"):
+                await stage.client.plan(wrong)
+            with pytest.raises(GeofedError, match="SPEC_INVALID"):
+                _ = [news async for news in stage.client.profile(wrong, "", "p")]
+
+    run(scenario())
+    assert threads == [False] * 3
 
 
 def test_a_region_that_changes_while_a_job_is_planned_is_heard_and_the_job_planned_anew(

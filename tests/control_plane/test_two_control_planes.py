@@ -79,11 +79,12 @@ async def submitted(client: ControlClient, job_file: Path, request: str) -> Any:
     return await client.submit(loaded.json, digest, request)
 
 
-def health(facts: dict[str, Any]) -> int:
+def health(facts: dict[str, Any], page: str = "healthz", body: bytes | None = None) -> int:
+    """Status of the answer to a GET, or to a POST of a body."""
     unverified = ssl._create_unverified_context()
     try:
-        address = f"https://127.0.0.1:{facts['metrics']}/healthz"
-        with urllib.request.urlopen(address, context=unverified, timeout=5) as answer:
+        address = f"https://127.0.0.1:{facts['metrics']}/{page}"
+        with urllib.request.urlopen(address, body, context=unverified, timeout=5) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -99,6 +100,7 @@ def test_the_second_takes_over_when_the_first_is_killed(postgres: Postgres, tmp_
             first, second = pair.servers[0].start(), pair.servers[1].start()
             assert (first["leads"], second["leads"]) == (True, False)
             assert (health(first), health(second)) == (200, 503)
+            assert health(second, "signin", b"password=x") == 503, "a proxy tries the leader then"
             async with ControlClient.connect(pair.context(second)) as client:
                 with pytest.raises(GeofedError, match="STANDBY: this control plane stands by; the leader is"):
                     await client.version()

@@ -89,10 +89,10 @@ def test_a_report_that_cannot_be_stored_is_passed_over(
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
             a.send(agent_pb2.FromAgent(**body))
-            a.send(agent_pb2.FromAgent(happening=agent_pb2.Happening(kind="gateway.restarted", text="it is back")))
+            a.send(agent_pb2.FromAgent(happening=agent_pb2.Happening(kind="ps-ended", text="it is back")))
             await a.settled()
             events = [event async for event in stage.client.watch("", follow=False)]
-            assert "gateway.restarted" in [event.kind for event in events]
+            assert "ps-ended" in [event.kind for event in events]
             told = [event.text for event in events if event.kind == "message.undeliverable"]
             assert len(told) == bool(code)
             assert all(f"is skipped: {code}: " in text for text in told)

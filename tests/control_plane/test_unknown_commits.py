@@ -18,7 +18,7 @@ from control_plane.blobs import BlobStore
 from control_plane.service import Federation
 from control_plane.service.state._certificates import unseen_region
 from control_plane.store import CommandRow, Store, open_store
-from control_plane.store import _store as store_module
+from control_plane.store import _database as store_module
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from tests.control_plane.fake_agent import catalogue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from control_plane.cli.commands import user as user_commands
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
+from control_plane.service.state._callers import ROLES
 from control_plane.spec import load, pack
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import common_pb2
@@ -84,6 +87,86 @@ def test_users_come_and_go_and_their_tokens_are_not_kept(serve_config: ServeConf
             assert [kind for kind in kinds if kind.startswith("user.")] == [
                 "user.added", "user.added", "user.changed", "user.changed", "user.changed", "user.removed",
             ]  # fmt: skip
+
+    run(scenario())
+
+
+def test_a_token_is_valid_for_its_time_also_where_a_call_lasts(serve_config: ServeConfig) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            told = await stage.client.add_user("ann", role="auditor", token_seconds=3.0)
+            assert told.user.token_expires_at == pytest.approx(told.user.created_at + 3)
+            async with as_user(stage, told.token) as ann:
+                assert await ann.jobs() == []
+
+                async def follow() -> None:
+                    async for _ in ann.watch("", follow=True):
+                        pass
+
+                following = asyncio.ensure_future(follow())
+                await asyncio.sleep(max(0.0, told.user.token_expires_at - time.time()) + 0.1)
+                error = await refused(ann.jobs(), "UNAUTHENTICATED", "the token of ann expired on ")
+                assert "geofed user change ann --new-token" in error.hint
+                await stage.client.add_user("bob")
+                await refused(asyncio.wait_for(following, 10), "UNAUTHENTICATED", "the token of ann expired on ")
+            new = await stage.client.change_user("ann", new_token=True)
+            assert new.user.token_expires_at == 0
+            async with as_user(stage, new.token) as ann:
+                assert await ann.jobs() == []
+            for seconds in (-1.0, 1e12, float("nan")):
+                await refused(stage.client.add_user("cyd", token_seconds=seconds), "CONFIG_INVALID", "valid for")
+            await refused(stage.client.add_user("cyd", role="root"), "CONFIG_INVALID", "'root' is not a role")
+
+    run(scenario())
+
+
+def test_the_command_names_the_roles_that_there_are() -> None:
+    assert set(user_commands._ROLES) == set(ROLES)
+
+
+_told: list[str] = []
+
+
+async def _all_of(events: AsyncIterator[Any]) -> None:
+    _told.clear()
+    async for event in events:
+        _told.append(event.kind)
+
+
+def test_an_auditor_sees_what_all_jobs_are_and_a_named_operator_rules(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            await bring_up(stage)
+            job = await submitted(stage.client, job_file, "r1")
+            eve = (await stage.client.add_user("eve", role="auditor")).token
+            oli = (await stage.client.add_user("oli", role="operator")).token
+            async with as_user(stage, eve) as auditor, as_user(stage, oli) as operator:
+                assert [one.id for one in await auditor.jobs()] == [job.id]
+                assert (await auditor.job(job.id)).spec_json == (await stage.client.job(job.id)).spec_json
+                assert [event.kind async for event in auditor.watch("", follow=False)]
+                assert [user.name for user in await auditor.users()] == ["eve", "oli"]
+                assert [line async for line in auditor.audit()]
+                await refused(auditor.cancel(job.id), "FORBIDDEN", "an auditor")
+                following = asyncio.ensure_future(_all_of(auditor.watch("", follow=True)))
+                await asyncio.sleep(0.2)
+                await stage.client.change_user("eve", role="viewer")
+                await operator.cancel(job.id)
+                await operator.invite("y")
+                await operator.change_user("eve", new_token=True)
+                await refused(following, "UNAUTHENTICATED")
+                assert "job.cancelling" not in _told, "a viewer sees no event of jobs that are not shared with it"
+                told = {event.kind: json.loads(event.data_json).get("by")
+                        async for event in stage.client.watch("", follow=False) if event.data_json}  # fmt: skip
+                assert (told["user.changed"], told["region.invited"]) == ("oli", "oli")
+                cancelled = [event async for event in operator.watch(job.id, follow=False)]
+                assert "oli" in [json.loads(event.data_json).get("by") for event in cancelled if event.data_json]
+                own = await submitted(operator, job_file, "r2", "train.seed=2")
+                assert own.user == "oli"
+                await stage.client.change_user("oli", role="viewer")
+                await refused(operator.cancel(own.id), "FORBIDDEN", "a viewer")
+                await refused(operator.invite("z"), "FORBIDDEN", "only the operator may do that, not oli, a viewer")
 
     run(scenario())
 

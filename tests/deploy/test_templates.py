@@ -22,9 +22,13 @@ from support.templates import make_data
 from torch.utils.data import default_collate
 
 from control_plane.spec import load
+from sync.histograms import by_category
 
 TEMPLATES = Path(str(files("deploy") / "templates"))
-NAMES = ["image-classification", "llm-lora", "matrix-factorisation", "sparse-logistic-regression", "text"]
+NAMES = [
+    "federated-evaluation", "image-classification", "llm-lora", "matrix-factorisation", "pipeline",
+    "sparse-logistic-regression", "tabular", "text",
+]  # fmt: skip
 
 
 def load_task(name: str) -> ModuleType:
@@ -110,8 +114,128 @@ def test_lenet_takes_28_by_28() -> None:
     model = task.model({"arch": "lenet", "size": 28})
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
     assert sum(p.numel() for p in model.parameters()) == 61_706
-    with pytest.raises(ValueError, match="it can be cnn or lenet"):
-        task.model({"arch": "resnet"})
+    with pytest.raises(ValueError, match="it can be cnn, resnet or lenet"):
+        task.model({"arch": "resnet50"})
+
+
+@pytest.mark.parametrize("size", [8, 28])
+def test_the_resnet_learns_and_has_no_statistics_of_batches(digits: Path, size: int) -> None:
+    task, config = load_task("image-classification"), {"arch": "resnet", "width": 8, "lr": 0.05, "size": size}
+    assert task.model(config)(torch.zeros(2, 1, size, size)).shape == (2, 10)
+    assert not list(task.model(config).buffers())
+    if size == 8:
+        assert sum(p.numel() for p in task.model(config).parameters()) == 19_714
+        _, losses = train(task, task.dataset(str(digits), "train", config), config, 60)
+        assert losses[-1] < losses[0] / 2
+
+
+def test_what_templates_share_is_the_same() -> None:
+    for one, other in (
+        ("image-classification/task.py", "federated-evaluation/task.py"),
+        ("text/transformer.py", "pipeline/task.py"),
+        ("text/make_data.py", "pipeline/make_data.py"),
+    ):
+        assert (TEMPLATES / one).read_text() == (TEMPLATES / other).read_text(), (one, other)
+
+
+def _tabular(module: str) -> ModuleType:
+    found = ModuleType(module)
+    found.__file__ = str(TEMPLATES / "tabular" / f"{module}.py")
+    exec(compile(Path(found.__file__).read_text(), found.__file__, "exec"), found.__dict__)
+    return found
+
+
+def _customers() -> dict[str, Any]:
+    nothing = float("nan")
+    return {
+        "age": torch.tensor([30.0, nothing, 50.0, 41.0]), "income": torch.tensor([nothing, nothing, 3e4, 5e4]),
+        "visits": torch.tensor([1.0, 2.0, 3.0, 4.0]), "contract": ["monthly", "unheard of", "", "yearly"],
+        "device": ["phone", "phone", "", "tablet"], "churned": torch.tensor([1, 0, 1, 0]),
+    }  # fmt: skip
+
+
+def test_missing_values_and_unknown_levels_have_inputs_of_their_own() -> None:
+    task, batch = _tabular("task"), _customers()
+    model = task.model({"hidden": 4})
+    x = model[0](batch)
+    assert x.shape == (4, 2 * 3 + 6 + 4)
+    assert not x.isnan().any()
+    assert x[:, :4].tolist()[1] == [0.0, 1.0, 0.0, 1.0]
+    assert x[:, 6:12].argmax(1).tolist() == [3, 5, 5, 4]
+    task.loss(model, batch).backward()
+    with torch.no_grad():
+        assert 0 <= task.metrics(model, [batch])["accuracy"] <= 1
+    assert task.metrics(model, []) == {}
+
+
+def test_trees_put_missing_values_and_unknown_levels_first_and_learn() -> None:
+    task, batch = _tabular("trees_task"), _customers()
+    assert task.dataset([0] * 4, "train", {}) == [0] * 4
+    model = task.model({"trees": 2, "depth": 1, "bins": 8, "smoothing": 1e-6})
+    rows = model.rows(batch)
+    assert rows.shape == (4, 5)
+    assert rows[1].tolist()[:2] == [0, 0]
+    assert rows[:, 3].tolist() == [4, 0, 0, 5]
+    assert int(rows.max()) < 8
+    optimizer, losses = task.optimizer(model.parameters(), {}), []
+    for _ in range(5):
+        optimizer.zero_grad()
+        found = task.loss(model, batch)
+        found.backward()
+        optimizer.step()
+        losses.append(float(found.detach()))
+    assert losses[0] == pytest.approx(np.log(2))
+    assert losses[-1] < losses[0] - 0.1
+    with torch.no_grad():
+        assert task.metrics(model.eval(), [batch])["loss"] == pytest.approx(losses[-1])
+
+
+def test_what_columns_tell_gives_their_moments_and_levels() -> None:
+    measure, columns = _tabular("columns_task"), _tabular("columns")
+    measure.LEAST = 2
+    told = measure.metrics(None, [_customers()])
+    assert "tablet" not in told["device"], "too few have it"
+    counted = by_category(told.pop("device").items())
+    levels = {"device": {"categories": counted.categories, "counts": counted.counts}}
+    agreed = columns.agreed(told, levels, "churned")
+    assert agreed["levels"] == {"device": ["phone"]}
+    assert agreed["numbers"]["income"] == {"mean": 40_000, "deviation": 10_000}
+    assert agreed["numbers"]["visits"]["deviation"] == pytest.approx(1.25**0.5, rel=1e-5)
+    with pytest.raises(SystemExit, match="no column left"):
+        columns.agreed(told, levels, "left")
+    small = {"present x": 1.0, "mean x": 1.25e-7, "square x": 2e-14, "present churned": 1.0}
+    assert columns.agreed(small, {}, "churned")["numbers"]["x"] == {"mean": 1.25e-7, "deviation": 6.61438e-8}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"status": "error", "error": {"code": "TASK_FAILED", "message": "oops"}}', "has failed: TASK_FAILED: oops"),
+        ('{"status": "ok", "data": {"result": null}}', "is not what `geofed submit columns"),
+        ("", "is not what `geofed submit columns"),
+    ],
+)
+def test_columns_are_not_made_of_a_job_that_has_failed(text: str, told: str) -> None:
+    columns = _tabular("columns")
+    with pytest.raises(SystemExit, match=told):
+        columns.result_of(text)
+
+
+def test_trees_need_a_bin_for_each_level() -> None:
+    task = _tabular("trees_task")
+    assert task.model({"bins": 6}).bins == 6
+    with pytest.raises(ValueError, match="bins is 5; the columns need 6"):
+        task.model({"bins": 5})
+
+
+def test_a_table_of_the_users_is_partitioned_without_loss(tmp_path: Path) -> None:
+    table = tmp_path / "mine.csv"
+    table.write_text("x,y\n" + "".join(f"{number},{number % 2}\n" for number in range(100)))
+    written, _ = make_data("tabular", "--regions", "a,b", "--out", str(tmp_path), "--table", str(table))
+    files = [Path(part["path"]) for parts in written.values() for part in parts.values()]
+    lines = [line for file in files for line in file.read_text().split()]
+    assert lines.count("x,y") == 4
+    assert sorted(line for line in lines if line != "x,y") == sorted(table.read_text().split()[1:])
 
 
 def test_idx_folders_are_read_in_parts(tmp_path: Path) -> None:
@@ -222,27 +346,36 @@ def test_texts_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         task.dataset(str(tmp_path / "latin.txt"), "train", {})
 
 
-def test_the_transformer_learns_and_is_made_layer_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(TEMPLATES / "text"))
-    monkeypatch.delitem(sys.modules, "task", raising=False)
-    spec = importlib.util.spec_from_file_location("text_transformer", TEMPLATES / "text" / "transformer.py")
-    assert spec is not None
-    assert spec.loader is not None
-    task = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(task)
-    text = tmp_path / "train.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+def test_the_transformer_learns_and_is_made_layer_by_layer(tmp_path: Path) -> None:
+    task = load_task("pipeline")
     config = {"width": 32, "blocks": 2, "heads": 2, "length": 24, "lr": 0.003}
-    task.model = lambda config: torch.nn.Sequential(*(make() for make in task.layers(config)))
-    model, losses = train(task, task.dataset(str(text), "train", config), config, 60)
+    model = torch.nn.Sequential(*(make() for make in task.layers(config)))
+    text = b"the quick brown fox jumps over the lazy dog\n" * 40
+    ids = torch.tensor(list(text[: 24 * 64])).reshape(64, 24)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][:, -4:] = -100
+    optimizer, losses = task.optimizer(model.parameters(), config), []
+    for _ in range(40):
+        optimizer.zero_grad()
+        found = task.loss(model, batch)
+        found.backward()
+        optimizer.step()
+        losses.append(float(found.detach()))
     assert losses[-1] < losses[0] / 2
-    x = torch.randint(0, 90, (2, 24))
-    changed = x.clone()
+    with torch.no_grad():
+        told = task.metrics(model, [batch])
+    assert told["bits_per_byte"] == pytest.approx(losses[-1] / np.log(2), rel=0.2)
+    assert told["accuracy"] > 0.3
+    changed = ids.clone()
     changed[:, 12:] = 3
-    torch.testing.assert_close(model(x)[:, :12], model(changed)[:, :12], msg="it sees what comes later")
-    monkeypatch.delitem(sys.modules, "task", raising=False)
+    torch.testing.assert_close(model(ids)[:, :12], model(changed)[:, :12], msg="it sees what comes later")
 
 
-@pytest.mark.parametrize("file", ["pipeline.yaml", "job.yaml"])
-def test_the_job_files_of_the_text_template_are_valid(file: str) -> None:
-    assert load(TEMPLATES / "text" / file, []).spec.data.dataset == "letters"
+@pytest.mark.parametrize(
+    ("file", "dataset"),
+    [("text/job.yaml", "letters"), ("text/packed.yaml", "documents"), ("pipeline/job.yaml", "documents"),
+     ("tabular/columns.yaml", "customers"), ("tabular/job.yaml", "customers"),
+     ("tabular/trees.yaml", "customers")],
+)  # fmt: skip
+def test_further_job_files_are_valid(file: str, dataset: str) -> None:
+    assert load(TEMPLATES / file, []).spec.data.dataset == dataset

@@ -26,7 +26,12 @@ from region_agent.worker.data.spec import ClientColumn
 from scheduler.simulate._trace import _CHRONUS, _HEADERS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("deploy/templates/*/README.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("deploy/templates/*/README.md"),
+        *ROOT.glob("examples/*/README.md"),
+    ]
+)  # fmt: skip
 COMMANDS = ("geofed", "control-plane", "region-agent", "wan-emulator")
 TASK = "def model(config): ...\ndef dataset(uri, split, config): ...\ndef loss(model, batch): ...\n"
 
@@ -97,7 +102,7 @@ def test_the_columns_of_a_trace_are_told() -> None:
 
 def test_an_exported_model_loads_as_it_is_told(tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(TIED_TASK)
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "cli.md").read_text(), re.DOTALL)
+    block, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "cli.md").read_text(), re.DOTALL)
     program = f"{MAKE_EXPORT}\n{block}\n{SHOW_LOADED}"
     ran = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -109,7 +114,10 @@ def _calls(text: str) -> list[str]:
     whole = text.replace("\\\n", " ")
     blocks = "\n".join([*re.findall(r"```.*?```", whole, re.DOTALL), *re.findall(r"^ {4}.*", whole, re.MULTILINE)])
     lines = re.findall(
-        r"^(?: {4}|source <\()*((?:geofed|control-plane|region-agent|wan-emulator)\b[^\n]*)", blocks, re.MULTILINE
+        r"^(?: {4}|source <\()*(?:(?:kubectl|docker) [^\n]*(?: --| control-plane) )?"
+        r"((?:geofed|control-plane|region-agent|wan-emulator)\b[^\n]*)",
+        blocks,
+        re.MULTILINE,
     )
     spans = re.findall(
         r"`((?:geofed|control-plane|region-agent|wan-emulator) [^`]+)`", re.sub(r"```.*?```", "", whole, flags=re.S)
@@ -135,8 +143,8 @@ def _wrong(call: str) -> str | None:
             break
         path.append(word)
         text = _help(*path) or ""
-    if len(words) > 1 and len(path) == 1 and not words[1].startswith("-"):
-        return f"{call}: there is no command {words[1]}"
+    if len(words) > len(path) and " COMMAND " in text and not words[len(path)].startswith("-"):
+        return f"{call}: {' '.join(path)} has no command {words[len(path)]}"
     options = [word.partition("=")[0] for word in words[len(path) :] if re.fullmatch(r"--?[a-z][\w-]*(=.*)?", word)]
     missing = [option for option in options if not re.search(rf"(?<![\w-]){option}(?![\w-])", text)]
     return f"{call}: {' '.join(path)} has no {', '.join(missing)}" if missing else None
@@ -246,7 +254,7 @@ def test_the_clients_of_the_documentation_are_valid(tmp_path: Path) -> None:
     yaml = YAML(typ="safe")
     own, page = yaml.load(of_job), yaml.load(_yaml("job-file.md"))
     page["train"] |= own["train"]
-    page["wan"] = {}
+    page["advanced"] = {}
     file.write_text(json.dumps(page | {"clients": own["clients"]}))
     (tmp_path / "task.py").write_text(TASK)
     spec = load(file, []).spec

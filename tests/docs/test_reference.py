@@ -40,7 +40,7 @@ def _keys(kind: Any, path: str = "") -> Iterator[str]:
 
 def test_the_pages_are_what_the_schemas_say(tmp_path: Path) -> None:
     main(tmp_path)
-    for page in ("job-reference.md", "region-reference.md", "security-rpcs.md"):
+    for page in ("job-reference.md", "region-reference.md", "chart-reference.md", "security-rpcs.md"):
         assert (DOCS / page).read_text() == (tmp_path / page).read_text(), "run `make docs`"
 
 
@@ -58,8 +58,8 @@ def test_every_key_has_a_row(write: Callable[[], str], model: type[BaseModel]) -
         "| `train.learningRate.warmup` | number ≥ 0 and < 1 | 0 |",
         "| `objective.soft[].value` | number > 0 and ≤ 1 | 0.5 |",
         "| `regions.use` | list of strings | `[]` |",
-        "| `wan.exchange` | `auto`, `synchronous`, `background` | `auto` |",
-        "| `wan.interval` | `auto` or integer 1 to 2^31 - 1 | `auto` |",
+        "| `advanced.wan.exchange` | `auto`, `synchronous`, `background` | `auto` |",
+        "| `advanced.wan.interval` | `auto` or integer 1 to 2^31 - 1 | `auto` |",
         "| `function.slice` | string, like `30s`, `10m`, `1h30m` | `30s` |",
         "| `capacity.memoryMb` | integer ≥ 128 | 2048 |",
         "| `datasets.NAME.splits.NAME.samples` | integer ≥ 0 | – |",

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Federation, Running, digits_sites
+from support.commands import run_here
+from support.running import UNHURRIED, Federation, Running, digits_sites
 
-from geofed_pb.audit import GENESIS, hash_of
+from geofed_pb.security.audit import GENESIS, hash_of
 from region_agent.link.witness import AUDIT_HEADS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
@@ -33,6 +34,43 @@ def written_anew(database: Path, after: int, last: int) -> None:
             changed = text.replace('"digits"', '"others"') if seq > after else text
             before = hash_of(before, changed)
             connection.execute("UPDATE audit SET text = ?, hash = ? WHERE seq = ?", (changed, before, seq))
+
+
+def check_the_regions_own_log(
+    federation: Federation, job: str, ended: dict[str, Any], state_dir: str, log: Path, folder: Path
+) -> None:
+    """It says the same of the job as the control plane's, which has its heads."""
+
+    def agent(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run_here("agent", "audit", *arguments, program="geofed")
+
+    own = folder / "own.jsonl"
+    assert agent("export", str(own), "--state-dir", state_dir).returncode == 0
+    assert own.stat().st_mode & 0o777 == 0o600, "it names users, data and code"
+    of_job = {entry["kind"]: entry for entry in entries(own) if entry["job"] == job}
+    assert of_job["job.started"]["code"] == ended["result"]["digests"]["code"]
+    assert of_job["job.started"]["dataset"] == "digits"
+    end = of_job["job.ended"]
+    assert end["state"] == "finished"
+    region = json.loads(own.read_text().splitlines()[0])["region"]
+    assert set(end["sent_bytes"]) == {"a", "b"} - {region}
+    told = agent("verify", str(own), "--witness", str(log), "--region", region)
+    assert told.returncode == 0, told.stderr
+    assert f"region {region}: " in told.stdout
+    seen = federation.control_plane("audit", "verify", str(own), "--witness", str(log), "-o", "json")
+    witnessed = json.loads(seen.stdout)["data"]
+    assert witnessed["witnessed"] >= 1
+    assert witnessed["witnessed_entries"] >= end["seq"]
+    with sqlite3.connect(Path(state_dir) / "agent.db") as connection:
+        before = GENESIS
+        for seq, text in connection.execute("SELECT seq, text FROM audit ORDER BY seq").fetchall():
+            changed = text.replace('"digits"', '"others"')
+            before = hash_of(before, changed)
+            connection.execute("UPDATE audit SET text = ?, hash = ? WHERE seq = ?", (changed, before, seq))
+    assert agent("export", str(own), "--state-dir", state_dir).returncode == 0
+    assert agent("verify", str(own)).returncode == 0, "by itself it is a log like any other"
+    broken = agent("verify", str(own), "--witness", str(log))
+    assert (broken.returncode, "differs from what a witness" in broken.stderr) == (8, True), broken.stderr
 
 
 def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Path) -> None:
@@ -80,7 +118,13 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
         assert (other.returncode, "not of the key 0000" in other.stderr) == (8, True)
         unsigned = of("audit", "verify-model", str(model), str(statement), "--log", str(log)).stderr
         assert "without --public-key, anybody may have signed this, and have made the log" in unsigned
-        early = of("audit", "attest", running.submit("train.end.epochs=900"), str(tmp_path / "early"), check=False)
+        early = of(
+            "audit",
+            "attest",
+            running.submit("train.end.epochs=900", task=UNHURRIED),
+            str(tmp_path / "early"),
+            check=False,
+        )
         assert (early.returncode, "has not ended" in early.stderr) == (8, True)
 
         heads = next(federation.folder.rglob(AUDIT_HEADS))
@@ -89,9 +133,12 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
         (tmp_path / "heads").write_bytes(subprocess.run(argv, capture_output=True, check=True).stdout)
         seen = [json.loads(line)["seq"] for line in heads.read_text().splitlines()]
         assert seen[-1] >= end["seq"], "the regions have the head of the job's end"
+        of("audit", "export", str(log))  # with all that was recorded since, whose heads they may have, too
         verify = ("audit", "verify", str(log), "--witness", str(tmp_path / "heads"), "--public-key", told["public_key"])
         good = json.loads(of(*verify, "-o", "json").stdout)["data"]
         assert (good["witnessed"], good["witnessed_entries"]) == (len(seen), seen[-1])
+
+        check_the_regions_own_log(federation, job, ended, state_dir, log, tmp_path)
 
         database = next(federation.control_state.glob("*.db"))
         with sqlite3.connect(database) as connection:

@@ -99,13 +99,13 @@ def test_what_is_not_trained_stays_where_it_is(running_pair: Running, tmp_path: 
         assert part["metrics"]["base"] == pytest.approx(float(first["whole.weight"].double().sum()), rel=1e-12)
     assert float(first["up.weight"].abs().max()) > 0
     adapter = tmp_path / "adapter.safetensors"
-    export = ("export", described["id"], "--output-file", str(adapter), "--as")
-    running_pair.federation.control_plane(*export, "trained")
+    export = ("export", described["id"], "--output-file")
+    running_pair.federation.control_plane(*export, str(adapter), "--as", "trained")
     assert adapter.stat().st_size < BASE_BYTES / 8
     assert {name: held.tolist() for name, held in safetensors.torch.load_file(adapter).items()} == {
         name: first[name].tolist() for name in ("down.weight", "up.weight")
     }
-    refused = running_pair.federation.control_plane(*export, "peft", check=False)
+    refused = running_pair.federation.control_plane(*export, str(tmp_path / "peft"), "--as", "peft", check=False)
     assert "error[MODEL_MISMATCH]: down.weight was trained, and is no matrix of a LoRA adapter" in refused.stderr
     # Another job's base counts, whatever the task makes.
     after = _ended(running_pair, f"train.initialModel.job={described['id']}", "task.config={shift: 1.0}", *settings)

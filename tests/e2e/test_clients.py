@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 pytest.importorskip("pyarrow", reason="needs geofed[data]")
 
 CLIENTS = {"shanghai": 1000, "virginia": 500, "frankfurt": 300}
-ROUNDS, RATE, BATCH = 12, 0.05, 2
+ROUNDS, RATE, BATCH = 6, 0.05, 2
 HOW = ClientRounds(fraction=0.1, least=10, epochs=2, batch=BATCH)
 _PAGE = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
 (OWN_TASK,) = re.findall(r"^```python\n(.*?)^```$", _PAGE, re.MULTILINE | re.DOTALL)
@@ -169,6 +170,31 @@ def test_a_thousand_clients_are_averaged_as_in_one_process(federation: Federatio
     assert {part["name"]: part["samples"] for part in described["result"]["regions"]} == processed
 
 
+def test_the_time_of_rounds_is_forecast_from_what_clients_cost(federation: Federation, tmp_path: Path) -> None:
+    """Of each client's time here most is its own, and little that of its samples."""
+    running = Running(federation, tmp_path)
+    slow = TABLE_TASK.replace("    return torch.optim", "    time.sleep(0.3)\n    return torch.optim")
+    task = f"import time\n{slow}"
+    wanted = ("data.dataset=visits", *JOB, "clients={fraction: 0.01, epochs: 2}", "train.end={steps: 4}")
+    # A task of its own: no run of another version tells its speed.
+    wanted += ("task.config={of: slow clients}",)
+    job_file = running.job_folder(task) / "job.yaml"
+    ran = federation.control_plane(
+        "explain", str(job_file), *(part for key in wanted for part in ("--set", key)), "-o", "json", timeout=60
+    )
+    plan = json.loads(ran.stdout)["data"]
+    assert plan["estimate"]["basis"] in ("probed", "likened")
+    steps = next(one for one in plan["estimate"]["phases"] if one["name"] == "steps")
+    # 10 clients of 0.3 s, one after the other, in each of 4 rounds; and what their samples take on a busy machine.
+    assert 4 * 10 * 0.3 < steps["seconds"] < 2 * 4 * 10 * 0.3
+    described, _ = _ended(running, running.submit(*wanted, task=task), tmp_path / "slow.safetensors")
+    planned = {part["region"]: part["samples_per_second"] for part in plan["partitions"]}
+    for part in described["result"]["regions"]:
+        assert part["samples_per_second"] == pytest.approx(planned[part["name"]], rel=0.35)
+    told, took = plan["estimate"]["seconds"], described["result"]["measured"]["seconds"]
+    assert took == pytest.approx(told["expected"], rel=0.5), (told, took)
+
+
 def test_what_clients_need_is_told_before_a_job_begins(federation: Federation, tmp_path: Path) -> None:
     running = Running(federation, tmp_path)
     job_file = running.job_folder() / "job.yaml"
@@ -176,8 +202,8 @@ def test_what_clients_need_is_told_before_a_job_begins(federation: Federation, t
     assert declined.returncode == 9, declined.stderr
     assert "region shanghai does not tell how many clients its shard of digits has" in declined.stderr
     wrong = {
-        "wan.policy=asgd": "`clients` cannot be used with `wan.policy: asgd`",
-        "collective=isp": "`clients` cannot be used with `collective: isp`",
+        "wan.policy=asgd": "`clients` cannot be used with `advanced.wan.policy: asgd`",
+        "collective=isp": "`clients` cannot be used with `advanced.collective: isp`",
         "clients={epochs: 1, steps: 2}": "give either `epochs` or `steps`",
     }
     for setting, text in wrong.items():

@@ -29,7 +29,7 @@ def running(running_pair: Running) -> Running:
     [
         # A worker of three that is a step behind: as many steps again, for as good a model.
         (
-            ("collective=k-reduce", "k=2", "merge.staleness=1", "merge.codec=bf16", "train.end.epochs=24"),
+            ("collective=k-reduce", "k=2", "merge.staleness=1", "merge.codec=bf16", "train.end.epochs=16"),
             "k-reduce with K = 2",
         ),
         (("collective=pipelined-scatter-reduce", "wan.exchange=background"), "pipelined-scatter-reduce"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -9,14 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from ruamel.yaml import YAML
 from support.docker_engine import Engine, debian_with_our_packages, docker_engine
+from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually
 
 pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose" / "compose.yaml"
 PAGE = ROOT / "docs" / "containers.md"
+OWN = {"label": "geofed.gateway"}
 UNDERSTOOD = {
     "image", "build", "command", "networks", "volumes", "read_only", "tmpfs", "shm_size", "cap_drop", "security_opt",
     "ports", "restart", "stop_grace_period",
@@ -152,3 +156,38 @@ def test_a_worker_answers_on_its_port(engine: Engine) -> None:
         assert engine("inspect", "-f", "{{.State.ExitCode}}", name).strip() == "0", "SIGTERM ends it at once"
     finally:
         engine.start("rm", "--force", name)
+
+
+def test_workers_are_containers_that_see_their_shard_and_their_channel(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("docker")
+    from docker import DockerClient
+
+    gateway = {"kind": "docker", "engine": engine.host, "image": "geofed-worker"}
+    sites = digits_sites(tmp_path, ["lille"], workers=2, gateway=gateway)
+    client = DockerClient(engine.host)
+    with contextlib.closing(client), Federation(tmp_path / "federation", sites) as federation:
+        running = Running(federation, tmp_path)
+        job = running.submit("train.workers=2", "train.end.epochs=12", "wan.interval=20")
+        running.wait_round(job, 1)
+        containers = client.containers.list(filters=OWN)
+        assert len(containers) == 2
+        for container in containers:
+            host, mounts = container.attrs["HostConfig"], container.attrs["Mounts"]
+            assert (host["ReadonlyRootfs"], host["CapDrop"], host["Memory"]) == (True, ["ALL"], host["MemorySwap"])
+            written = [mount["Source"] for mount in mounts if mount["RW"] and mount["Type"] == "bind"]
+            assert all(str(tmp_path / "channels") in path for path in written)
+            assert any(str(tmp_path / "data") in mount["Source"] for mount in mounts if not mount["RW"])
+            assert container.exec_run(["cat", str(tmp_path / "federation")]).exit_code != 0
+        check_succeeded(running.wait_end(job), accuracy=0.5)
+        eventually(lambda: not client.containers.list(all=True, filters=OWN, ignore_removed=True), "they are removed")
+        again = running.submit("train.workers=2", "train.end.epochs=5000", "train.evaluateEvery=0", task=UNHURRIED)
+        running.wait_round(again, 1)
+        containers = client.containers.list(filters=OWN)
+        # This machine reaches a container, which does not serve it without the job's token; another container does not.
+        networks = containers[1].attrs["NetworkSettings"]["Networks"]
+        (address,) = [network["IPAddress"] for network in networks.values()]
+        assert httpx2.post(f"http://{address}:8080/", content=b"{}").status_code == 403
+        connect = f"import socket; socket.create_connection(({address!r}, 8080), 3)"
+        tried = containers[0].exec_run(["python", "-c", connect])
+        assert (tried.exit_code, b"TimeoutError" in tried.output) == (1, True), tried.output
+    assert client.containers.list(all=True, filters=OWN, ignore_removed=True) == client.networks.list(filters=OWN) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.failures import AT_WORK, PROBED, Told, command, failing_at_work, told
-from support.running import TEMPLATES, Running, check_succeeded, eventually
+from support.running import TEMPLATES, UNHURRIED, Running, check_succeeded, eventually
 from support.timing import cpu_seconds
 
 from tests.e2e.conftest import NORTH_PORTS
@@ -242,7 +242,7 @@ def _plaintext(port: int) -> bytes | None:
 def test_ports_speak_tls_only_and_a_region_that_is_gone_is_named(shared: Running) -> None:
     """First the job loses an agent, then the next one is refused."""
     settings = ("train.end.epochs=200", "wan.interval=5", "train.evaluateEvery=0", "limits.lostRegion=1s")
-    job = shared.submit(*settings)
+    job = shared.submit(*settings, task=UNHURRIED)
     shared.wait_round(job, 1)
     servers = [_listening(process.pid) for region in ("bergen", "oslo") for process in _servers(shared, region)]
     assert [len(ports) for ports in servers] == [3, 3]

@@ -6,14 +6,14 @@ import copy
 import csv
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from support.offered import counted, offered
 from support.running import Federation, Running, digits_sites, eventually
 from support.stores import BUCKET, s3_server
 
@@ -67,31 +67,9 @@ def _csv(folder: Path, region: str) -> str:
     return str(folder.with_suffix(".csv"))
 
 
-@contextmanager
-def _offered(running: Running, datasets: dict[str, dict[str, Any]], named: str) -> Iterator[None]:
-    """Each region offers a further dataset."""
-    files = {name: running.federation.region_state(name) / "region.yaml" for name in datasets}
-    before = {name: file.read_text() for name, file in files.items()}
-    try:
-        for name, file in files.items():
-            told = json.loads(before[name])
-            told["datasets"][named] = datasets[name]
-            file.write_text(json.dumps(told))
-        yield
-    finally:
-        for name, file in files.items():
-            file.write_text(before[name])
-
-
-def _counted(running: Running, region: str, dataset: str) -> dict[str, int]:
-    told = json.loads(running.federation.control_plane("region", "describe", region, "-o", "json").stdout)["data"]
-    (held,) = [one for one in told["datasets"] if one["name"] == dataset] or [{"splits": {}}]
-    return {split: part["samples"] for split, part in held["splits"].items()}
-
-
 def _check_learned(running: Running, task: str, dataset: str, *settings: str, loss: float = 0.05) -> None:
     eventually(
-        lambda: {name: _counted(running, name, dataset).get("train") for name in PAIR} == SAMPLES,
+        lambda: {name: counted(running, name, dataset).get("train") for name in PAIR} == SAMPLES,
         "the samples are counted",
         20,
     )
@@ -112,7 +90,7 @@ def test_tables_are_trained_on_without_code_that_reads_them(
     for name in PAIR:
         uri = write(tmp_path / f"{name}-{kind}", name)
         datasets[name] = {"format": kind, "splits": {split: {"uri": uri} for split in ("train", "test")}}
-    with _offered(running_pair, datasets, kind):
+    with offered(running_pair, datasets, kind):
         _check_learned(running_pair, TABLE_TASK, kind)
 
 
@@ -186,7 +164,7 @@ def test_images_and_text_are_trained_on_without_code_that_reads_them(
     }[kind]
     if kind == "documents":
         (running_pair.job_folder() / "tokenizer.json").write_text(_tokenizer())
-    with _offered(running_pair, {name: write(tmp_path / name, name) for name in PAIR}, kind):
+    with offered(running_pair, {name: write(tmp_path / name, name) for name in PAIR}, kind):
         _check_learned(running_pair, task, kind, loss=loss)
 
 
@@ -196,9 +174,9 @@ def test_regions_with_other_columns_take_no_part_in_one_job(running_pair: Runnin
         folder = Path(_parquet(tmp_path / name, name))
         form: dict[str, Any] = {"kind": "parquet"} | ({"columns": ["a", "y"]} if name == "virginia" else {})
         datasets[name] = {"format": form, "splits": {"train": {"uri": f"{folder}/"}}}
-    with _offered(running_pair, datasets, "differing"):
+    with offered(running_pair, datasets, "differing"):
         eventually(
-            lambda: all(_counted(running_pair, name, "differing") for name in PAIR), "the samples are counted", 20
+            lambda: all(counted(running_pair, name, "differing") for name in PAIR), "the samples are counted", 20
         )
         job = running_pair.job_folder(TABLE_TASK) / "job.yaml"
         declined = running_pair.federation.control_plane(
@@ -225,7 +203,7 @@ def test_shards_of_two_regions_are_read_as_one_where_there_are_workers(tmp_path:
     with _lending(tmp_path) as federation:
         running = Running(federation, tmp_path)
         eventually(
-            lambda: all(_counted(running, name, "lent").get("train") == SAMPLES[name] for name in PAIR),
+            lambda: all(counted(running, name, "lent").get("train") == SAMPLES[name] for name in PAIR),
             "the samples are counted",
             20,
         )
@@ -238,12 +216,12 @@ def test_shards_of_two_regions_are_read_as_one_where_there_are_workers(tmp_path:
         assert region["metrics_samples"] == sum(SAMPLES.values()), region
 
 
-def test_a_dataset_that_cannot_be_counted_is_not_offered(running_pair: Running, tmp_path: Path) -> None:
+def test_a_dataset_that_cannot_be_counted_is_notoffered(running_pair: Running, tmp_path: Path) -> None:
     file = tmp_path / "table.parquet"
     file.write_bytes(b"PAR1 no more PAR1")
     splits = {"train": {"uri": str(file)}}
-    with _offered(running_pair, {"shanghai": {"format": "parquet", "splits": splits}}, "broken"):
+    with offered(running_pair, {"shanghai": {"format": "parquet", "splits": splits}}, "broken"):
         eventually(
             lambda: "table.parquet: " in running_pair.federation.log("agent-shanghai"), "the log names the file", 20
         )
-        assert not _counted(running_pair, "shanghai", "broken")
+        assert not counted(running_pair, "shanghai", "broken")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from support import hostile
 from support.processes import family
-from support.running import Running, check_succeeded, named
+from support.running import UNHURRIED, Running, check_succeeded, named
 from support.sandboxes import needs_sandboxes
 
 from tests.e2e.conftest import PAIR
@@ -33,7 +33,7 @@ _MOST_SECRETS = 60
 def test_hostile_job_gets_nothing_and_trains(running_pair: Running) -> None:
     """While another job runs in the same region."""
     federation = running_pair.federation
-    other = running_pair.submit("train.workers=1", "train.end.epochs=5000", task=named("another job"))
+    other = running_pair.submit("train.workers=1", "train.end.epochs=5000", task=UNHURRIED)
     running_pair.wait_round(other, 1)
     task = named("hostile") + _ATTACK.format(
         targets=json.dumps(_targets(federation.folder, federation.processes, other))

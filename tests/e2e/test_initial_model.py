@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from support.running import Federation, Running, check_succeeded, digits_sites, eventually
+from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually
 
 from deploy.local import LocalFederation, RegionSite
 
@@ -153,7 +153,7 @@ def _planned_anew(running: Running, comes: RegionSite, exchange: str, replan: st
     job = running.submit(
         "train.end.epochs=900", "wan.interval=10", "train.evaluateEvery=0", f"wan.exchange={exchange}",
         "objective.deadline=20h", "objective.budget=500", "train.learningRate={schedule: cosine}",
-        f"regions.replan={replan}",
+        f"regions.replan={replan}", task=UNHURRIED,
     )  # fmt: skip
     running.wait_round(job, 2)
     if replan == "asked":

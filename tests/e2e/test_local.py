@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,15 @@ def test_each_region_has_its_own_head_which_no_other_gets(running_pair: Running,
         assert torch.equal(first[name], second[name])
         assert torch.equal(first[name], shared[name])
     assert not torch.equal(first["head.0.weight"], second["head.0.weight"])
+    (tmp_path / "task.py").write_text(TASK)
+    asked = ("--as", "torch-export", "--task", str(tmp_path / "task.py"), "--input", "1x4")
+    refused = running_pair.federation.control_plane("export", job, *asked, check=False)
+    assert re.search(r"the model lacks head\.\S+, which stays in its region", refused.stderr)
+    program = tmp_path / "own.pt2"
+    asked = (*asked, "--region", PAIR[0], "--output-file", str(program))
+    running_pair.federation.control_plane("export", job, *asked)
+    inner = torch.export.load(program).state_dict
+    assert all(torch.equal(inner[name], first[name]) for name in first)
     more = running_pair.wait_end(
         running_pair.submit(
             *settings,

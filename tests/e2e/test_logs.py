@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from support.running import Running, eventually
+from support.running import UNHURRIED, Running, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -25,7 +25,9 @@ def test_every_line_is_json(running_north: Running) -> None:
         return {name: [line for line in lines if "Handshake failed" not in line] for name, lines in whole.items()}
 
     before = {name: len(lines) for name, lines in logged().items()}
-    job = running.submit("train.end.epochs=200", "wan.interval=10", "train.evaluateEvery=0")
+    # In the background there is always an update to send, whenever the other region ends.
+    settings = ("train.end.epochs=200", "wan.interval=10", "wan.exchange=background", "train.evaluateEvery=0")
+    job = running.submit(*settings, task=UNHURRIED)
     running.wait_round(job, 1)
     agent = federation.processes["oslo"]
     agent.terminate()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.failures import AT_WORK, PROBED, Told, failing_at_work, told
-from support.running import TEMPLATES, Running, check_succeeded, eventually
+from support.running import TEMPLATES, UNHURRIED, Running, check_succeeded, eventually
 
 from geofed_pb.bounds import MOST_METRICS, TEXT_BYTES, TRUNCATED
 from geofed_pb.v1 import agent_pb2, common_pb2
@@ -124,9 +124,9 @@ def test_a_region_whose_state_is_put_back_from_a_copy_takes_part_again(
     running: Running, tmp_path: Path, exchange: str
 ) -> None:
     # In the background the regions don't wait for the one that is stopped, and must not reach the end meanwhile.
-    epochs = 16 if exchange == "synchronous" else 400
+    epochs, task = (16, None) if exchange == "synchronous" else (400, UNHURRIED)
     long = (f"train.end.epochs={epochs}", "train.evaluateEvery=0", "wan.interval=10", f"wan.exchange={exchange}")
-    job = running.submit(*long)
+    job = running.submit(*long, task=task)
     running.wait_round(job, 2)
     shutil.copytree(_stop(running, "oslo"), tmp_path / "copy", symlinks=True)
     running.federation.start_agent("oslo")

@@ -169,7 +169,7 @@ class Region:
     async def _no_model(self, digest: str, into: Path) -> None:
         raise AssertionError("the job begins with what its task makes")
 
-    async def _publish(self, ps: PsProcess, round_: int) -> str:
+    async def _publish(self, job: str, ps: PsProcess, round_: int) -> str:
         self.model = b"".join([chunk.data async for chunk in ps.model(round_)])
         return "sha256:published"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from support.docker_engine import docker_engine, worker_image
 from support.running import Federation, Running, check_succeeded, digits_sites, eventually, named
 from support.stores import BUCKET, s3_server
 
@@ -30,7 +28,6 @@ import os
 print("variables:", dict(os.environ), flush=True)
 assert os.environ["AWS_SECRET_ACCESS_KEY"].startswith("of-the-")
 """
-OWN = {"label": "geofed.gateway"}
 
 
 @pytest.fixture
@@ -249,45 +246,3 @@ def test_two_regions_train_in_functions_of_tencent_over_a_killed_invocation(
             logs = federation.control_plane("logs", job).stdout
             assert "'AWS_SECRET_ACCESS_KEY': '[secret geofed-aws-secret-access-key" in logs
             assert not [value for value in ("AKIAOFTHEWORKERS", "of-the-workers") if value in logs]
-
-
-@pytest.fixture(scope="module")
-def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A region's gateway of kind `docker`, with an engine that has the worker's image."""
-    pytest.importorskip("docker")
-    with docker_engine(tmp_path_factory.mktemp("docker")) as engine:
-        yield {"kind": "docker", "engine": engine.host, "image": worker_image(engine, tmp_path_factory)}
-
-
-@pytest.mark.timeout(900)
-def test_workers_are_containers_that_see_their_shard_and_their_channel(docker: dict[str, str], tmp_path: Path) -> None:
-    from docker import DockerClient
-
-    sites = digits_sites(tmp_path, REGIONS[:1], workers=2, gateway=docker)
-    engine = DockerClient(docker["engine"])
-    with contextlib.closing(engine), Federation(tmp_path / "federation", sites) as federation:
-        running = Running(federation, tmp_path)
-        job = running.submit("train.workers=2", "train.end.epochs=12", "wan.interval=20")
-        running.wait_round(job, 1)
-        containers = engine.containers.list(filters=OWN)
-        assert len(containers) == 2
-        for container in containers:
-            host, mounts = container.attrs["HostConfig"], container.attrs["Mounts"]
-            assert (host["ReadonlyRootfs"], host["CapDrop"], host["Memory"]) == (True, ["ALL"], host["MemorySwap"])
-            written = [mount["Source"] for mount in mounts if mount["RW"] and mount["Type"] == "bind"]
-            assert all(str(tmp_path / "channels") in path for path in written)
-            assert any(str(tmp_path / "data") in mount["Source"] for mount in mounts if not mount["RW"])
-            assert container.exec_run(["cat", str(tmp_path / "federation")]).exit_code != 0
-        check_succeeded(running.wait_end(job), accuracy=0.5)
-        eventually(lambda: not engine.containers.list(all=True, filters=OWN, ignore_removed=True), "they are removed")
-        again = running.submit("train.workers=2", "train.end.epochs=5000", "train.evaluateEvery=0")
-        running.wait_round(again, 1)
-        containers = engine.containers.list(filters=OWN)
-        # This machine reaches a container, which does not serve it without the job's token; another container does not.
-        networks = containers[1].attrs["NetworkSettings"]["Networks"]
-        (address,) = [network["IPAddress"] for network in networks.values()]
-        assert httpx2.post(f"http://{address}:8080/", content=b"{}").status_code == 403
-        connect = f"import socket; socket.create_connection(({address!r}, 8080), 3)"
-        tried = containers[0].exec_run(["python", "-c", connect])
-        assert (tried.exit_code, b"TimeoutError" in tried.output) == (1, True), tried.output
-    assert engine.containers.list(all=True, filters=OWN, ignore_removed=True) == engine.networks.list(filters=OWN) == []

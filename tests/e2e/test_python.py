@@ -16,6 +16,7 @@ import torch
 from support.running import TEMPLATES, Running
 
 import geofed
+from deploy.emulator import Emulator
 
 pytestmark = [pytest.mark.e2e, pytest.mark.processes]
 
@@ -59,7 +60,7 @@ def test_the_client_of_the_page_plans_submits_and_reads(
     running_pair: Running, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GEOFED_CONTEXT", str(running_pair.federation.context_file))
-    _, _, block, of_async = BLOCKS
+    _, _, _, block, of_async = BLOCKS
     names: dict[str, Any] = {}
     exec(block, names)
     described = running_pair.describe(names["job"].id)
@@ -103,10 +104,24 @@ def test_the_training_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixtu
     assert names["weights"]["0.weight"].shape == (8, 1, 3, 3)
 
 
+@pytest.mark.skipif(bool(Emulator.supported()), reason=f"no emulator: {Emulator.supported()}")
+def test_the_training_over_an_emulated_wan_of_the_page_runs(folder: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(BLOCKS[0].split("training = ")[0] + BLOCKS[1], names)
+    training = names["training"]
+    assert training.emulator in ("netem", "hold")
+    assert {row["region"] for row in training.rounds()} == {"lyon", "osaka"}
+    assert min(training.result["applied_updates"].values()) > 0, "updates crossed between the regions"
+    # In each round the updates take half of the round trip of 500 ms, and nobody continues without them.
+    assert training.result["rounds"] >= 4
+    assert training.result["training_seconds"] > 0.25 * training.result["rounds"]
+    assert training.model()["0.weight"].shape == (8, 1, 3, 3)
+
+
 def test_the_clients_of_the_page_train_in_this_process(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     source = BLOCKS[0].split("training = ")[0]
-    exec(source + BLOCKS[1], names)
+    exec(source + BLOCKS[2], names)
     assert names["training"].plan == {"clients": 500, "clients_per_round": 50, "rounds": 60}
     assert names["training"].result["metrics"]["accuracy"] > 0.7, names["training"].rounds()[-1]
     assert "50.0" in capsys.readouterr().out

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from support.postgres import postgres_server
-from support.running import Federation, Running, check_succeeded, digits_sites, eventually
+from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually, named
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 LONG = ("train.end.epochs=400", "wan.interval=10", "train.evaluateEvery=0")
 
 
-@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
 def test_a_drill_with_jobs_in_flight(database: str, tmp_path: Path) -> None:
     """One job trains all the time, one ends after the backup, and one is submitted after it."""
     if database == "sqlite":
@@ -29,13 +29,15 @@ def _drill(folder: Path, options: tuple[str, ...]) -> None:
     ) as federation:
         running = Running(federation, folder)
         where = (str(file), "--state-dir", str(federation.control_state), *options)
-        training, ending = (running.submit(*LONG, f"metadata.name={name}") for name in ("training", "ending"))
+        training, ending = (
+            running.submit(*LONG, f"metadata.name={name}", task=UNHURRIED) for name in ("training", "ending")
+        )
         for job in (training, ending):
             running.wait_round(job, 1)
         federation.control_plane("backup", *where)
         federation.control_plane("finish", ending)
         check_succeeded(running.wait_end(ending), accuracy=0.1)
-        late = running.submit(*LONG, "metadata.name=late")
+        late = running.submit(*LONG, "metadata.name=late", task=UNHURRIED)
         for job in (training, late):
             running.wait_round(job, 2)
         federation.kill("control-plane")
@@ -55,4 +57,4 @@ def _drill(folder: Path, options: tuple[str, ...]) -> None:
         assert ended["state"] == "succeeded" or ended["error"]["code"]
         federation.control_plane("finish", training)
         check_succeeded(running.wait_end(training), accuracy=0.1)
-        check_succeeded(running.wait_end(running.submit("metadata.name=new")))
+        check_succeeded(running.wait_end(running.submit("metadata.name=new", task=named("new"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from sync.secure import PairMasks, SharedScale
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 SECURE = "privacy.secureAggregation=true"
-ROUNDS = ("train.workers=1", "train.end.epochs=16", "wan.interval=5", "train.evaluateEvery=0")
+ROUNDS = ("train.workers=1", "train.end.epochs=16", "wan.interval=20", "train.evaluateEvery=0", "train.seed=17")
+"""A seed of its own: a job of other tests over fewer regions, from the same model, would tell updates."""
 PULLS = {"virginia": 0.246, "frankfurt": -0.1, "shanghai": -0.17}
 LEARNING_RATE = 0.1
 CANARY = f"""
@@ -52,24 +54,25 @@ def loss(model, batch):
 def test_a_secure_job_learns_as_much(running: Running) -> None:
     accuracy = {}
     for privacy in ("false", "true"):
-        job = running.submit(*ROUNDS, "wan.exchange=synchronous", "wan.codec=int8", SECURE.replace("true", privacy))
+        exact = ("wan.exchange=synchronous", "wan.codec=int8", "wan.interval=5")
+        job = running.submit(*ROUNDS, *exact, SECURE.replace("true", privacy))
         ended = running.wait_end(job)
         check_succeeded(ended)
         accuracy[privacy] = ended["result"]["metrics"]["accuracy"]
     assert ended["plan"]["codec"] == "int8-masked"
     assert abs(accuracy["true"] - accuracy["false"]) < 0.03, accuracy
     file = str(running.job_folder() / "job.yaml")
-    for command in (("describe", job), ("explain", file, "--set", SECURE)):
+    seed = ROUNDS[-1]  # that of the jobs above, over the same regions
+    for command in (("describe", job), ("explain", file, "--set", SECURE, "--set", seed)):
         told = running.federation.control_plane(*command).stdout
         assert "secure aggregation: only the sum over all 3 regions can be read" in told
 
 
-@pytest.mark.parametrize("topology", ["star", "ring", "tree"])
+@pytest.mark.parametrize("topology", ["star", "ring"])
 def test_relays_pass_on_masked_updates(topology: str, running: Running) -> None:
     policy, outer = {
         "star": ("fedavgm", "lr: 0.6, momentum: 0.4"),
         "ring": ("diloco", "momentum: 0.3"),
-        "tree": ("fedprox", "mu: 0.01"),
     }[topology]
     settings = (f"wan.policy={policy}", f"wan.outer={{{outer}}}", f"wan.topology={topology}")
     ended = running.wait_end(running.submit(*ROUNDS, *settings, SECURE))
@@ -78,7 +81,7 @@ def test_relays_pass_on_masked_updates(topology: str, running: Running) -> None:
 
 
 def test_a_server_that_is_killed_in_a_round_goes_on(running: Running) -> None:
-    job = running.submit(*ROUNDS, SECURE, "train.end.epochs=30")
+    job = running.submit(*ROUNDS, SECURE, "wan.interval=5")
     running.wait_round(job, 3)
     (server,) = running.descendants("virginia", "sync.ps")
     server.kill()
@@ -88,10 +91,13 @@ def test_a_server_that_is_killed_in_a_round_goes_on(running: Running) -> None:
 
 def _files(running: Running) -> Iterator[Path]:
     """All files of the control plane and of the regions but Virginia, and of their channels."""
-    for name in ("control-plane", "regions/frankfurt", "regions/shanghai"):
-        yield from (running.federation.folder / name).rglob("*")
-    for name in ("frankfurt", "shanghai"):
-        yield from (running.federation.folder.parent / "channels" / name).rglob("*")
+    folder = running.federation.folder
+    kept = [folder / name for name in ("control-plane", "regions/frankfurt", "regions/shanghai")]
+    channels = [folder.parent / "channels" / name for name in ("frankfurt", "shanghai")]
+    for root in (*kept, *channels):
+        # Unlike `rglob`, it continues where a folder is deleted meanwhile.
+        for parent, _, names in os.walk(root):
+            yield from (Path(parent, name) for name in names)
 
 
 def _holds(content: bytes, values: tuple[float, ...], fixed: int) -> bool:
@@ -128,7 +134,14 @@ def test_no_file_of_others_holds_an_update(secure: bool, running: Running) -> No
     task = (running.job_folder() / "task.py").read_text() + CANARY
     privacy = SECURE if secure else "wan.exchange=synchronous"
     # No momentum: a round's change of the canary is the same in every round.
-    settings = (*ROUNDS, "wan.codec=fp32", f"task.config.lr={LEARNING_RATE}", "task.config.momentum=0.0", privacy)
+    settings = (
+        *ROUNDS,
+        "wan.interval=10",
+        "wan.codec=fp32",
+        f"task.config.lr={LEARNING_RATE}",
+        "task.config.momentum=0.0",
+        privacy,
+    )
     job = running.submit(*settings, task=task)
     running.wait_round(job, 1)
     plan = running.describe(job)["plan"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from support.running import Running, check_succeeded, eventually
+from support.running import UNHURRIED, Running, check_succeeded, eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -30,7 +30,7 @@ def test_whoever_is_killed_the_job_goes_on(running: Running, exchange: str) -> N
     """A worker, a parameter server, the control plane and an agent, one after the other while a job trains. Slices are
     short enough for invocations to follow each other."""
     long = ("train.end.epochs=200", "wan.interval=10", "train.evaluateEvery=0", "function.slice=3s")
-    job = running.submit(*long, f"wan.exchange={exchange}")
+    job = running.submit(*long, f"wan.exchange={exchange}", task=UNHURRIED)
     running.wait_round(job, 3)
     _kill_a_worker(running, job)
     _goes_on(running, job)
@@ -91,7 +91,8 @@ def _kill_agent(running: Running, region: str) -> None:
 
 def test_a_region_whose_state_is_deleted_comes_back(running: Running) -> None:
     """First the parameter server's folder is gone, then also what the agent remembers of its partitions."""
-    job = running.submit("train.end.epochs=200", "wan.interval=10", "wan.exchange=synchronous", "train.evaluateEvery=0")
+    long = ("train.end.epochs=200", "wan.interval=10", "wan.exchange=synchronous", "train.evaluateEvery=0")
+    job = running.submit(*long, task=UNHURRIED)
     running.wait_round(job, 2)
     state = running.federation.region_state("virginia") / "state"
     for memory in ("", "agent.db*"):

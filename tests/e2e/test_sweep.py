@@ -122,7 +122,9 @@ def test_a_budget_ends_a_sweep_before_it_is_exceeded(running: Running, job: Path
     if len(told["trials"]) < 3:
         assert f"trial {len(told['trials']) + 1} may cost up to" in told["stopped"]
     for row in told["trials"]:
-        assert 0 < running.describe(row["job"])["spec"]["objective"]["budget"] <= budget
+        # What is left of the budget may be too little for a plan.
+        left = running.describe(row["job"])["spec"]["objective"]["budget"] if row["state"] != "declined" else budget
+        assert 0 < left <= budget
 
 
 def test_trials_that_cannot_run_are_told(running: Running, job: Path) -> None:

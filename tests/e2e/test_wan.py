@@ -106,3 +106,17 @@ def test_no_byte_of_the_data_crosses_the_wan(running: Running) -> None:
                 on_the_line = after[source, destination] - before[source, destination]
                 payload = metered[f"{source}>{destination}"]
                 assert payload < on_the_line < payload * 1.3 + 60_000, "more is on the line than the meters know"
+
+
+def test_rounds_over_slow_links_are_said_to_be_spent_on_the_exchange(running: Running) -> None:
+    settings = ("train.end.epochs=400", "train.evaluateEvery=0", "advanced.wan.policy=ma", "advanced.wan.interval=10")
+    job = running.submit(*settings, "advanced.wan.exchange=synchronous", "train.workers=1")
+    running.wait_round(job, 10)
+    told = [event["data"] for event in running.events(job) if event["kind"] == "partition.round"]
+    running.federation.control_plane("cancel", job, "--yes")
+    # In the first rounds the workers start.
+    sums = {
+        part: sum(data[f"{part}_seconds"] for data in told if data["round"] > 3)
+        for part in ("compute", "merge", "exchange", "wait")
+    }
+    assert sums["exchange"] > 0.5 * sum(sums.values()), sums

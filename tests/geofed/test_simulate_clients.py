@@ -94,6 +94,7 @@ def _plain(x: np.ndarray, y: np.ndarray, owners: list[int], rounds: int) -> torc
     return module
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_train_in_this_process_as_the_algorithm_says(task: Path) -> None:
     before = os.getcwd()
     (x, y), test = _arrays(1, 3000), _arrays(2, 500)
@@ -120,6 +121,7 @@ def test_a_thousand_clients_train_in_this_process_as_the_algorithm_says(task: Pa
     assert os.getcwd() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wan", "alpha"), [({"policy": "fedadam", "outer": {"lr": 0.05}}, 0.3), ({"policy": "fedprox"}, None)]
 )

@@ -20,7 +20,7 @@ from geofed_pb.errors import GeofedError
 
 FILE = {
     "apiVersion": "geofed/v1", "kind": "Sweep", "metadata": {"name": "rates"}, "job": "job.yaml",
-    "parameters": {"task.config.lr": [0.1, 0.01], "wan.interval": [5, 10, 20]},
+    "parameters": {"task.config.lr": [0.1, 0.01], "advanced.wan.interval": [5, 10, 20]},
 }  # fmt: skip
 
 
@@ -68,6 +68,10 @@ def test_another_file_or_code_is_another_sweep(tmp_path: Path) -> None:
             "`scale: log` requires `min` greater than 0",
         ),
         ({"parameters": {"a.b": list(range(40)), "c": list(range(40))}}, "1,600 combinations; the limit is 1000"),
+        (
+            {"parameters": {"wan.codec": ["fp32"], "advanced.wan.codec": ["int8"]}},
+            "`advanced.wan.codec` and `wan.codec` are the same key",
+        ),
         ({"metric": "recall"}, "give `metric` and `mode` together"),
         ({"parallell": 2}, "parallel"),
     ],

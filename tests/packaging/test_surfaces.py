@@ -69,6 +69,7 @@ SURFACES = {
         "Sighting",
         "Snapshot",
         "Split",
+        "StartBilled",
         "Staffed",
         "Topologies",
         "Topology",
@@ -85,6 +86,7 @@ SURFACES = {
         "restaff",
         "round_compute_seconds",
         "step_seconds",
+        "unmeasured_mb",
         "evaluate_topologies",
     },
     "scheduler.pipeline": {
@@ -248,6 +250,7 @@ SURFACES = {
         "channel_kinds",
     },
     "sync.store": {
+        "BufferPool",
         "FileChannel",
         "fence_key",
         "open_channel",

@@ -74,6 +74,7 @@ def test_everything_that_is_no_python_is_there_too(names: set[str]) -> None:
     wanted = files("deploy/templates/*/*.*") | files("deploy/emulator/profiles/*.yaml")
     wanted |= files("geofed_pb/v1/*.proto", ROOT / "proto") | files("control_plane/store/migrations/**/*.py")
     wanted |= files("deploy/co*/*") | files("deploy/monitoring/*") | files("deploy/systemd/*")
+    wanted |= files("deploy/helm/geofed/*.*") | files("deploy/helm/geofed/templates/*")
     wanted |= {f"{package}/py.typed" for package in TOP_LEVEL}
     assert {name for name in wanted if "__pycache__" not in name} <= names
     assert any(name.endswith("/licenses/LICENSE") for name in names)

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from geofed_pb.access import AccessInterceptor, Rule
 from geofed_pb.errors import GeofedError
+from geofed_pb.security.access import AccessInterceptor, Rule
 
 
 class Context:

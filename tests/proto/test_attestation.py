@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geofed_pb.attestation import AttestationBroken, opened, sealed
-from geofed_pb.audit import public_key_of
+from geofed_pb.security.attestation import AttestationBroken, opened, sealed
+from geofed_pb.security.audit import public_key_of
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 STATEMENT: dict[str, Any] = {

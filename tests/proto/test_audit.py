@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geofed_pb.audit import (
+from geofed_pb.security.audit import (
     GENESIS,
     AuditBroken,
     Head,
+    Verified,
     entry_line,
+    entry_text,
     hash_of,
     head_line,
     header_line,
@@ -121,8 +124,102 @@ def test_a_head_survives_its_way() -> None:
         Head.read(asdict(replace(head, hash=GENESIS)))
 
 
+@pytest.mark.slow
 def test_the_log_of_ten_thousand_jobs_is_verified_in_seconds() -> None:
     lines, heads = written(["job.submitted", "model.read", "job.ended"] * 10_000)
     began = time.process_time()
     verify(lines, witnesses=heads[::3])
     assert time.process_time() - began < 10.0
+
+
+def told(facts: list[dict[str, Any]], key: Ed25519PrivateKey, region: str = "", federation: str = "f") -> list[str]:
+    """Lines of a log with these entries."""
+    before, lines = GENESIS, [header_line(federation, region)]
+    for seq, one in enumerate(facts, start=1):
+        text = entry_text(seq, one)
+        before = hash_of(before, text)
+        lines.append(entry_line(text, before))
+    return [*lines, head_line(Head.sign(key, len(facts), before, 1.0, region))]
+
+
+def head_of(lines: list[str]) -> dict[str, Any]:
+    head: dict[str, Any] = json.loads(lines[-1])["head"]
+    return head
+
+
+STARTED = {"kind": "job.started", "job": "j"}
+OWN = told([STARTED, {"kind": "job.ended", "job": "j"}], KEY, "a")
+CONTROL = told([{"kind": "region.head", "region": "a", "head": head_of(OWN)}], OTHER)
+
+
+def checked(lines: list[str], witness: list[str], region: str = "") -> Verified:
+    return verify(iter(lines), witness_files=[("w", iter(witness))], region=region)
+
+
+def test_the_log_of_a_region_is_compared_with_the_control_planes() -> None:
+    found = checked(OWN, CONTROL, "a")
+    assert (found.region, found.witnessed, found.witnessed_seq, found.other_keys) == ("a", 1, 2, 0)
+    heads = [json.dumps({"received": 1.0, **head_of(CONTROL)})]
+    assert checked(CONTROL, heads).witnessed == 1
+    odd = {"kind": "region.head", "region": "a", "error": "it is no head of a log"}
+    with_odd = told([odd, {"kind": "region.head", "region": "a", "head": head_of(OWN)}], OTHER)
+    found = checked(OWN, with_odd)
+    assert (found.witnessed, found.without_head) == (1, 1)
+
+
+def _edited(lines: list[str]) -> list[str]:
+    return [lines[0], json.dumps(json.loads(lines[1]) | {"entry": "{}"}), *lines[2:]]
+
+
+@pytest.mark.parametrize(
+    ("lines", "witness", "region", "why"),
+    [
+        (OWN, CONTROL[:1], "", "witness w: the file ends before the head"),
+        (OWN, _edited(CONTROL), "", "witness w: line 2: entry 1 is not the one that was recorded"),
+        (OWN, [*CONTROL, CONTROL[1]], "", "witness w: line 4: there is more after the head"),
+        (OWN, [CONTROL[0].replace('"f"', '"g"'), *CONTROL[1:]], "", "witness w: it is of federation g"),
+        (OWN, told([], OTHER), "", "witness w: it has no head of the log of region a"),
+        (OWN, [], "", "witness w: it has no head of the log of region a"),
+        (OWN, OWN, "", "witness w: line 1: it is not the log of a control plane"),
+        (OWN, CONTROL, "b", "it is the log of region a, not of region b"),
+        ([header_line("f", "b"), *OWN[1:]], CONTROL, "", "witness w: it has no head of the log of region b"),
+        ([header_line("f"), *OWN[1:]], CONTROL, "", "witness w: it has no head of the log of the control plane"),
+        (told([STARTED], OTHER, "a"), CONTROL, "", "a witness has a head that is signed with another key"),
+        (told([STARTED], KEY, "a"), CONTROL, "", "entries 2 to 2 are missing"),
+    ],
+)
+def test_a_log_passes_only_with_a_witness_that_has_a_head_of_it(
+    lines: list[str], witness: list[str], region: str, why: str
+) -> None:
+    with pytest.raises(AuditBroken, match=why):
+        checked(lines, witness, region)
+
+
+def test_the_name_of_the_region_is_signed() -> None:
+    with pytest.raises(AuditBroken, match="says that it is the log of region b, its head region a"):
+        verify([header_line("f", "b"), *OWN[1:]])
+    with pytest.raises(AuditBroken, match="signature"):
+        Head.read(head_of(OWN) | {"region": "b"})
+
+
+def test_a_region_that_enrolled_anew_is_compared_with_the_heads_of_its_key() -> None:
+    before = told([STARTED] * 5, OTHER, "a")
+    both = told([{"kind": "region.head", "region": "a", "head": head_of(one)} for one in (before, OWN)], KEY)
+    found = checked(OWN, both)
+    assert (found.witnessed, found.witnessed_seq, found.other_keys) == (1, 2, 1)
+    with pytest.raises(AuditBroken, match="signed with another key"):
+        verify(CONTROL, witnesses=[Head.read(head_of(CONTROL)), Head.read(head_of(told([], KEY)))])
+
+
+def test_a_wrong_number_is_told() -> None:
+    text = json.dumps({"seq": 7, "kind": "x"})
+    hashed = hash_of(GENESIS, text)
+    lines = [header_line("f"), entry_line(text, hashed), head_line(Head.sign(KEY, 1, hashed, 1.0))]
+    with pytest.raises(AuditBroken, match="the entry has the number 7, not 1"):
+        verify(lines)
+
+
+@pytest.mark.parametrize("at", [float("nan"), float("inf"), 10**400])
+def test_a_head_without_a_time_is_refused(at: float) -> None:
+    with pytest.raises(AuditBroken, match="its time or number is none"):
+        Head.read(asdict(Head.sign(KEY, 1, "a" * 64, 1.0)) | {"at": at})

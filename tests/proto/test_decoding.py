@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from geofed_pb.decoding import Undecodable, decoding, too_large
+from geofed_pb.files.decoding import Undecodable, decoding, too_large
 from geofed_pb.v1 import agent_pb2, common_pb2, sync_pb2
 
 LARGEST = (1 << 63) - 1

@@ -9,8 +9,8 @@ import pytest
 from support.failures import filled
 from support.small_disk import small_disk
 
-from geofed_pb.durable import write_durably
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.durable import write_durably
 
 
 def test_writing_replaces_the_whole_file(tmp_path: Path) -> None:

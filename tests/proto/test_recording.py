@@ -10,7 +10,7 @@ import pytest
 
 import geofed
 from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED
-from geofed_pb.recording import Recorder, recording
+from geofed_pb.user_code.recording import Recorder, recording
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.requirements import parse_requirements
+from geofed_pb.user_code.requirements import parse_requirements
 
 
 def test_requirements_have_one_form() -> None:

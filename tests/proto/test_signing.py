@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.signing import Signer, require_signature, spec_digest_of, statement
+from geofed_pb.security.signing import Signer, require_signature, spec_digest_of, statement
 from geofed_pb.v1 import common_pb2
 
 SPEC = json.dumps({"task": {"module": "task.py", "config": {"b": 1.5, "a": [1, "x"]}}, "data": {"dataset": "digits"}})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Annotated, Literal
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 from support.budget import budget
 
-from geofed_pb.strict_yaml import InvalidYaml, parse, scalar, validate
+from geofed_pb.files.strict_yaml import InvalidYaml, parse, scalar, validate
 
 
 class _Closed(BaseModel):
@@ -81,6 +83,17 @@ def test_all_mistakes_are_told_in_the_order_of_the_file() -> None:
     found = _mistakes("nam: b\nsize: x\ncolour: {kind: green}\n")
     assert [line.split(":")[1] for line in found] == sorted(line.split(":")[1] for line in found)
     assert len(found) >= 4
+
+
+def test_of_thousands_of_mistakes_a_hundred_are_told_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = Mock(wraps=difflib.get_close_matches)
+    monkeypatch.setattr(difflib, "get_close_matches", compared)
+    told = _mistakes("".join(f"k{number}: 1\n" for number in range(3000)))
+    assert len(told) == 101
+    assert told[-2:] == ["f.yaml:99:1: unknown key `k98` in the file", "and 2,901 more"]
+    (*told, last) = _mistakes("name: a\n" + "name: b\n" * 3000)
+    assert (len(told), last) == (100, "and 2,900 more")
+    assert 0 < compared.call_count <= 20 * 3
 
 
 def test_aliases_and_merges_are_resolved() -> None:

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +19,10 @@ from support.pki import Authority
 from support.server_process import Server
 
 import sync.ps.__main__ as parameter_server
-from control_plane import _web, server
+from control_plane import server
 from control_plane.server import ServeConfig
 from control_plane.service.rpc._agents import AgentHubService
+from control_plane.serving import _web
 from geofed_pb import tasks
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited, background
@@ -79,6 +81,7 @@ THREADS = {
 holds it for ever."""
 
 
+@cache
 def _calls(path: Path) -> set[str]:
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -165,7 +168,8 @@ async def _engine() -> None:
 async def _agent_of_a_region() -> None:
     reports: list[Any] = []
     hub = SimpleNamespace(report=lambda report, durable: reports.append(report))
-    agent = _bare(Agent, _hub=hub, _closing=set())
+    logs, audit = SimpleNamespace(flush_job=lambda job: None), SimpleNamespace(note=lambda report: None)
+    agent = _bare(Agent, _hub=hub, _logs=logs, _audit=audit, _closing=set())
     agent._run_to_end(_broken(), "j", 2)
     await _soon(lambda: reports)
     assert (reports[0].job, reports[0].epoch, reports[0].state, reports[0].error.code) == ("j", 2, "failed", "INTERNAL")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from geofed_pb.v1 import sync_pb2
+from geofed_pb.v1 import common_pb2, sync_pb2
 from region_agent.config import PricesConfig
 from region_agent.partition.billing import bill, invocation_amounts
 from region_agent.partition.machine import PartitionMachine
@@ -80,6 +80,29 @@ def test_a_servers_counters_are_added_over_its_lives(store: AgentStore) -> None:
     assert again.values() == {
         "sent_bytes:west": 22.0, "received_bytes:west": 9.0, "wait_seconds": 0.75, "ps_seconds": 8.0,
     }  # fmt: skip
+
+
+def test_times_of_rounds_are_reported_before_they_are_stored(store: AgentStore) -> None:
+    def reported(meter: PartitionMeter) -> common_pb2.RoundTime:
+        status = sync_pb2.PsStatus()
+        return report_of(PartitionMachine("east", 1, epoch=3), "job-1", status, meter, PRICES).time
+
+    def status(compute: float) -> sync_pb2.PsStatus:
+        return sync_pb2.PsStatus(time=common_pb2.RoundTime(compute=compute, wait=1.0))
+
+    meter = PartitionMeter(store, "job-1")
+    meter.server_started(0.0)
+    meter.add_server_status(status(2.0), 1.0)
+    meter.see_times(status(2.5))
+    assert reported(meter) == common_pb2.RoundTime(compute=2.5, wait=1.0)
+    meter.add_server_status(status(3.0), 2.0)
+    meter.see_times(status(3.0))
+    assert reported(meter) == common_pb2.RoundTime(compute=3.0, wait=1.0)
+    meter.server_ended(3.0)
+    meter.server_started(4.0)
+    assert reported(meter) == common_pb2.RoundTime(compute=3.0, wait=1.0)
+    meter.see_times(status(0.5))
+    assert reported(meter) == common_pb2.RoundTime(compute=3.5, wait=2.0)
 
 
 def test_a_report_carries_the_account(store: AgentStore) -> None:

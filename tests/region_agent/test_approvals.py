@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from structlog.testing import capture_logs
 from support.pki import Authority
 from typer.testing import CliRunner
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.signing import Signer
+from geofed_pb.security.signing import Signer
 from geofed_pb.v1 import agent_pb2
 from region_agent.approvals import Approvals
 from region_agent.cli import app
@@ -97,6 +98,17 @@ def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path,
 
 
 Rule = Literal["none", "first-run", "every"]
+
+
+@pytest.mark.parametrize("rule", ["first-run", "every"])
+def test_an_approval_of_a_job_is_for_its_code_only(tmp_path: Path, ann: Signer, rule: Rule) -> None:
+    approvals, other = Approvals(tmp_path, rule), start(signer=ann, bundle_digest=f"sha256:{'cd' * 32}").task
+    assert approvals.waits("job-1", start(signer=ann).task)
+    mark = approvals.approve("job-1").mark
+    assert approvals.waits("job-1", other), "other code with the job's ID"
+    assert [one.code for one in approvals.pending()] == [other.bundle_digest]
+    assert approvals.waits(mark, other), "a job whose ID is what was approved"
+    assert not approvals.waits("job-1", start(signer=ann).task)
 
 
 @pytest.mark.parametrize(("rule", "again", "other_code"), [("first-run", False, True), ("every", True, True)])
@@ -185,6 +197,42 @@ def test_a_job_waits_for_the_operator_also_over_a_restart_and_then_starts(
         ("job-1", "accepted"), ("job-2", "accepted"), ("job-2", "stopped"),
     ]  # fmt: skip
     assert told[0].condition == "waiting for the approval of east's operator: `geofed agent approve job-1`"
+
+
+def test_a_start_that_cannot_be_recorded_is_reported_once_until_it_can(
+    tmp_path: Path, ann: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = Authority().region("east")
+    Identity(tmp_path).store(
+        JoinedFederation("east", "127.0.0.1:9", "test"), tls.key_pem, tls.certificate_pem, tls.ca_pem
+    )
+    started: list[str] = []
+    monkeypatch.setattr(Agent, "_start_partition", lambda self, command: started.append(command.job))
+    full = [True]
+
+    def starting(*_: object, **__: object) -> None:
+        if full[0]:
+            raise GeofedError("DISK_FULL", "the region's disk is full")
+
+    async def scenario() -> None:
+        agent = Agent(config(tmp_path), tmp_path)
+        monkeypatch.setattr(agent._audit, "starting", starting)
+        with capture_logs() as logs:
+            agent.start(1, start("job-1", signer=ann))
+            for _ in range(3):
+                agent._start_approved()
+        assert [line["event"] for line in logs].count("a job waits until its start can be recorded") == 1
+        told = agent._hub._latest["partition job-1"].partition
+        assert (told.state, told.condition) == (
+            "accepted", "waiting until its start can be recorded: the region's disk is full",
+        )  # fmt: skip
+        assert started == []
+        full[0] = False
+        agent._start_approved()
+        assert started == ["job-1"]
+        agent._store.close()
+
+    asyncio.run(scenario())
 
 
 def test_whoever_is_not_allowed_is_refused_before_anything_waits(tmp_path: Path, ann: Signer) -> None:

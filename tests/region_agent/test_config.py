@@ -66,6 +66,15 @@ def test_what_may_be_processed_elsewhere_is_told_with_its_size(tmp_path: Path) -
         _load(tmp_path, WHOLE.replace("  digits:\n", "  digits:\n    residency: nowhere\n"))
 
 
+def test_a_minimum_count_holds_only_at_home(tmp_path: Path) -> None:
+    config = _load(tmp_path, WHOLE.replace("  digits:\n", "  digits:\n    minimumCount: 5\n"))
+    assert config.datasets["digits"].minimum_count == 5
+    with pytest.raises(GeofedError, match="`minimumCount` requires `residency: region`"):
+        _load(tmp_path, WHOLE.replace("  digits:\n", "  digits:\n    minimumCount: 5\n    residency: anywhere\n"))
+    with pytest.raises(GeofedError, match="minimumCount"):
+        _load(tmp_path, WHOLE.replace("  digits:\n", "  digits:\n    minimumCount: 1\n"))
+
+
 def test_shards_are_taken_where_functions_see_them(tmp_path: Path) -> None:
     assert _load(tmp_path, WHOLE).catalogue()["takes_shards"]
     for old, new in (

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from support.pki import Authority
@@ -24,12 +29,16 @@ from region_agent.partition.events import (
     PsReady,
     PsStatusChanged,
     PsView,
+    RecordEvent,
     Started,
     WorkerEnded,
 )
 from region_agent.partition.machine import PartitionMachine
 from region_agent.partition.runner import PartitionRunner
+from region_agent.partition.server_process import PsProcess
+from region_agent.state.audit_log import exported
 from region_agent.state.store import AgentStore
+from sync.framing import digest_of
 
 
 class _Played:
@@ -68,6 +77,11 @@ def test_only_those_that_are_at_work_lose_preemptible_workers_the_latest_first(t
     for _ in range(2):
         agent._update_capacity()
         assert (first.machine.workers, second.machine.workers) == (3, 0)
+
+
+def _audited(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in exported(folder, "test", "east")]
+    return [json.loads(line["entry"]) for line in lines if "entry" in line]
 
 
 async def _until(holds: Callable[[], object]) -> None:
@@ -197,6 +211,8 @@ def test_a_budget_ends_jobs_without_noise_that_were_stored_before_it(
         return reports
 
     *_, last = asyncio.run(run())
+    kinds = [one["kind"] for one in _audited(tmp_path)]
+    assert kinds == ["job.started", "job.ended"], "its start, though the log began later than the job"
     if budget is None:
         assert last.state == "preparing"
     else:
@@ -238,6 +254,8 @@ def test_an_order_for_a_shard_is_kept_until_the_job_ends_or_refused_at_once(tmp_
     store.close()
     if residency == "region":
         assert (told[0].state, told[0].error.code) == ("refused", "RESIDENCY_VIOLATION")
+        assert told[0].audit_head.seq == 1
+        assert [(one["kind"], one["code"]) for one in _audited(tmp_path)] == [("job.refused", "RESIDENCY_VIOLATION")]
     else:
         assert [(report.state, dict(report.totals.sent_bytes)) for report in told] == [
             ("sending", {}),
@@ -325,3 +343,100 @@ def test_folders_in_the_state_directory_are_told_as_absolute_paths(
     agent = Agent(config, Path("state"))
     assert agent._channel_folder() == tmp_path / "state" / "channel"
     assert agent._state_dir == tmp_path / "state"
+
+
+def test_the_audit_log_tells_of_jobs_that_wait_shards_that_go_and_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RegionConfig.model_validate(
+        {
+            "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
+            "capacity": {"workers": 1}, "channel": {"path": str(tmp_path / "channel")},
+            "policy": {"approve": "every"},
+            "datasets": {"digits": {"residency": "anywhere", "splits": {"train": {"uri": "/nowhere", "samples": 1}}}},
+        }
+    )  # fmt: skip
+    Identity(tmp_path).store(JoinedFederation("east", "127.0.0.1:9", "test"), b"", b"", b"")
+    for name in ("check_partition", "check_isolation"):
+        monkeypatch.setattr(daemon, name, lambda *_: None)
+    begun: list[str] = []
+    monkeypatch.setattr(Agent, "_start_partition", lambda self, command: begun.append(command.job))
+    monkeypatch.setattr(daemon.Sending, "begin", lambda self: None)
+
+    def no_space(*_: object, **__: object) -> None:
+        raise GeofedError("DISK_FULL", "x")
+
+    async def fails() -> None:
+        raise GeofedError("GATEWAY_UNAVAILABLE", "x")
+
+    async def run() -> list[agent_pb2.PartitionReport]:
+        agent = Agent(config, tmp_path)
+        for seq, job in enumerate(("one", "two"), start=1):
+            agent.start(seq, agent_pb2.StartPartition(job=job, epoch=1, region="east", regions=["east"]))
+        agent._approvals.approve("one")
+        with monkeypatch.context() as full:
+            full.setattr(agent._store, "add_audit", no_space)
+            agent._start_approved()
+            assert not begun, "it starts only with its entry"
+        agent._start_approved()
+        agent._start_approved()
+        assert begun == ["one"]
+        agent.stop(3, agent_pb2.StopPartition(job="two", epoch=1))
+        agent._run_to_end(fails(), "one", 1)
+        await _until(lambda: not agent._closing)
+        order = agent_pb2.SendShard(job="three", epoch=1, dataset="digits", to="west", address="127.0.0.1:1")
+        agent.send_shard(4, order)
+        sending = agent._sendings["three"]
+        data = {"to": "west", "digest": "sha256:1", "bytes": 7, "epoch": 1}
+        for _ in range(3):
+            sending._context.record_event("three", RecordEvent("shard.sending", "", data))
+        agent._store.add_to_meters("three", {"sent_bytes:west": 5.0})
+        sending._unforeseen(GeofedError("LIMIT_EXCEEDED", "x"))
+        agent.stop(5, agent_pb2.StopPartition(job="three", epoch=1))
+        await _until(lambda: not agent._closing)
+        told = [agent_pb2.FromAgent.FromString(raw).partition for _, raw in agent._store.reports_after(0)]
+        agent._store.close()
+        return told
+
+    told = asyncio.run(run())
+    assert [(one["kind"], one["job"], one.get("state")) for one in _audited(tmp_path)] == [
+        ("job.received", "one", None), ("job.received", "two", None),
+        ("job.approved", "one", None), ("job.started", "one", None),
+        ("job.ended", "two", "stopped"), ("job.ended", "one", "failed"),
+        ("shard.sending", "three", None), ("job.ended", "three", "failed"),
+    ]  # fmt: skip
+    assert _audited(tmp_path)[-1]["sent_bytes"] == {"west": 5}
+    heads = [(report.job, report.state, report.audit_head.seq) for report in told if report.HasField("audit_head")]
+    assert heads == [("two", "stopped", 5), ("one", "failed", 6), ("three", "failed", 8), ("three", "stopped", 8)]
+
+
+def test_a_model_that_cannot_be_recorded_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+
+    async def put(content: FileIO, digest: str) -> None:
+        assert os.pread(content.fileno(), 100, 0) == b"weights"
+        sent.append(digest)
+
+    class Server:
+        async def model(self, round_: int) -> AsyncIterator[SimpleNamespace]:
+            yield SimpleNamespace(data=b"wei")
+            yield SimpleNamespace(data=b"ghts")
+
+    def no_space(*_: object, **__: object) -> None:
+        raise GeofedError("DISK_FULL", "x")
+
+    async def run() -> None:
+        agent, server = _agent_in(tmp_path), cast("PsProcess", Server())
+        monkeypatch.setattr(agent._hub, "put_blob", put)
+        with monkeypatch.context() as full:
+            full.setattr(agent._store, "add_audit", no_space)
+            with pytest.raises(GeofedError, match="x"):
+                await agent._blobs.publish_model("job-1", server)
+        assert not sent
+        digest = await agent._blobs.publish_model("job-1", server, 3)
+        assert sent == [digest] == [digest_of([b"weights"])]
+        agent._store.close()
+
+    asyncio.run(run())
+    (entry,) = _audited(tmp_path)
+    assert (entry["kind"], entry["digest"], entry["round"]) == ("model.sent", sent[0], 3)

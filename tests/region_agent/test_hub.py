@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -254,15 +255,21 @@ def test_a_file_is_fetched_from_where_it_was_and_verified(tmp_path: Path) -> Non
     play(scene, tmp_path)
 
 
+async def put(agent: Agent, data: bytes, digest: str) -> None:
+    with tempfile.TemporaryFile(buffering=0) as file:
+        file.write(data)
+        await agent.hub.put_blob(file, digest)
+
+
 def test_a_blob_is_handed_in_from_where_it_was(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         data = bytes(3 << 20)
         digest = digest_of([data])
         control.partial[digest] = bytearray(data[: 1 << 20])
-        await agent.hub.put_blob(data, digest)
+        await put(agent, data, digest)
         assert control.offsets == [1 << 20, 2 << 20]
         assert control.blobs[digest] == data
-        await agent.hub.put_blob(data, digest)
+        await put(agent, data, digest)
         assert len(control.offsets) == 2
 
     play(scene, tmp_path)
@@ -278,7 +285,7 @@ def test_the_end_of_a_session_does_not_cut_a_blob(tmp_path: Path) -> None:
         digest = digest_of([data])
         control.blobs["sha256:x"] = b"y" * 5000
         control.hold_blobs.clear()
-        putting = asyncio.create_task(agent.hub.put_blob(data, digest))
+        putting = asyncio.create_task(put(agent, data, digest))
         fetching = asyncio.create_task(agent.hub.fetch_blob("sha256:x"))
         await soon(_until(lambda: control.offsets))
         session.end(GeofedError("UNAVAILABLE", "restarting"))
@@ -310,7 +317,7 @@ def test_a_renewed_certificate_is_for_the_same_key(tmp_path: Path) -> None:
 def test_what_cannot_be_reached_is_an_error_of_the_catalogue(tmp_path: Path) -> None:
     async def scene(control: ControlPlane, agent: Agent) -> None:
         await control._server.stop(0)
-        for call in (agent.hub.fetch_blob("sha256:1"), agent.hub.put_blob(b"x", "sha256:1"), agent.hub.renew()):
+        for call in (agent.hub.fetch_blob("sha256:1"), put(agent, b"x", "sha256:1"), agent.hub.renew()):
             with pytest.raises(GeofedError) as raised:
                 await soon(call)
             assert raised.value.code == "UNAVAILABLE"

@@ -144,7 +144,7 @@ class Scene:
             raise GeofedError("UNAVAILABLE", "no such model yet")
         into.write_bytes(self.blobs[digest])
 
-    async def _publish(self, ps: Any, round_: int) -> str:
+    async def _publish(self, job: str, ps: Any, round_: int) -> str:
         if round_ > 3:
             raise GeofedError("MODEL_NOT_FOUND", f"the model of round {round_} is not kept")
         return f"sha256:model-{round_}"
@@ -296,7 +296,7 @@ def test_a_report_during_an_upload_does_not_answer_it(tmp_path: Path) -> None:
         await scene.training()
         uploads, goes_on = asyncio.Event(), asyncio.Event()
 
-        async def publish(_: Any, round_: int) -> str:
+        async def publish(_: str, ps: Any, round_: int) -> str:
             uploads.set()
             await goes_on.wait()
             return f"sha256:model-{round_}"

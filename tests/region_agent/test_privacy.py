@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from geofed_pb.errors import GeofedError
-from geofed_pb.v1 import agent_pb2
+from geofed_pb.v1 import agent_pb2, common_pb2
 from region_agent.cli import app
 from region_agent.config import RegionConfig
-from region_agent.partition.report import withhold
+from region_agent.partition.report import withhold, withhold_small_counts
 from region_agent.privacy import LEDGER, PrivacyGuard, accounts_of
 from sync.private import PrivacyLedger, Release, epsilon_of
 from sync.ps.execution.releases import Releases
@@ -315,3 +315,36 @@ def test_an_account_without_a_budget_is_at_the_smallest_delta(tmp_path: Path) ->
     (account,) = accounts_of(None, rows)
     assert (account.delta, account.budget) == (1e-7, None)
     assert account.epsilon == epsilon_of([(Release(2.0), 4)], 1e-7)
+
+
+def test_an_evaluation_tells_nothing_of_few_samples() -> None:
+    def evaluated(samples: int) -> agent_pb2.Evaluation:
+        message = agent_pb2.Evaluation(metrics={"loss": 0.5}, samples=samples, round=3)
+        message.histograms["ward"].CopyFrom(common_pb2.Histogram(categories=["a", "b", "c"], counts=[30, 12, 2]))
+        return message
+
+    few, enough, failed = evaluated(9), evaluated(10), evaluated(10)
+    withhold_small_counts(few, 10, {})
+    assert (dict(few.metrics), dict(few.histograms), few.samples, few.round) == ({}, {}, 0, 3)
+    assert "minimumCount, 10" in few.error
+    withhold_small_counts(enough, 10, {})
+    assert (dict(enough.metrics), enough.samples, enough.error) == ({"loss": 0.5}, 10, "")
+    assert enough.histograms["ward"] == common_pb2.Histogram(categories=["a"], counts=[30], withheld=2)
+    failed.samples, failed.error = 0, "metrics raised KeyError: 'patient 4711'"
+    withhold_small_counts(failed, 10, {})
+    assert (dict(failed.metrics), dict(failed.histograms)) == ({}, {})
+    assert "4711" not in failed.error
+
+
+def test_bin_edges_that_no_job_file_states_stay() -> None:
+    def evaluated() -> agent_pb2.Evaluation:
+        message = agent_pb2.Evaluation(metrics={"loss": 0.5}, samples=60)
+        message.histograms["age"].CopyFrom(common_pb2.Histogram(edges=[0.0, 17.25, 93.5], counts=[30, 30]))
+        return message
+
+    computed, stated = evaluated(), evaluated()
+    withhold_small_counts(computed, 10, {"edges": [0, 40, 93.5], "lr": 0.1})
+    assert not computed.histograms
+    assert "the bin edges of age are not in task.config" in computed.error
+    withhold_small_counts(stated, 10, {"of": [{"age": [0, 17.25, 93.5]}]})
+    assert stated == evaluated()

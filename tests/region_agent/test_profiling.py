@@ -88,7 +88,8 @@ class Scene:
             state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, fetch_model=nobody,
             publish_model=nobody, report=nobody, record_event=nobody, log=nobody, isolation=Isolation("bubblewrap"),
         )  # fmt: skip
-        self.profiler = Profiler(self.around, self.told.append)
+        self.begun: list[str] = []
+        self.profiler = Profiler(self.around, self.told.append, lambda id_, _: self.begun.append(id_))
 
     async def _fetch(self, digest: str) -> bytes:
         assert digest == digest_of([self.bundle])
@@ -154,6 +155,7 @@ async def test_what_is_told_is_a_profile_and_nothing_is_left_behind(scene: Scene
     assert told.channel.name == "file"
     assert told.usd >= told.gb_seconds * 1e-5
     assert [memory for _, memory in scene.gateway.deployed] == ["512Mi", "1024Mi"]
+    assert scene.begun == ["profile-1"]
     # One call that measures and one that only makes ready, for each memory.
     assert scene.gateway.calls == 4
     assert not scene.gateway.there
@@ -303,12 +305,13 @@ async def test_a_region_may_refuse_and_a_task_may_fail(scene: Scene) -> None:
     assert (await scene.answer(1)).error.code == "RESIDENCY_VIOLATION"
     scene.ask("p2", memories_mb=[4096])
     assert (await scene.answer(2)).error.code == "FORBIDDEN"
+    assert scene.begun == [], "nothing has run"
     scene.bundle = pack({"task.py": LINEAR_TASK.replace("nn.Linear(4, 2)", "nn.Linear(7, 2)")})
     scene.ask("p3")
     assert (await scene.answer(3)).error.code == "TASK_FAILED"
     assert not scene.gateway.there
     lacking = replace(scene.around, isolation=Isolation("none", "bubblewrap is not installed"))
-    unsafe = Profiler(lacking, scene.told.append)
+    unsafe = Profiler(lacking, scene.told.append, lambda id_, _: scene.begun.append(id_))
     unsafe.probe(scene._command("p4"))
     assert (await scene.answer(4)).error.code == "ISOLATION_UNAVAILABLE"
     await unsafe.close()
@@ -321,7 +324,7 @@ async def test_what_a_crash_has_left_goes_at_the_next_start(scene: Scene) -> Non
     channel.close()
     (scene.folder / "profiling").write_text("profile-9")
     scene.gateway.there |= {"geofed-profile-east-512", "geofed-job-1", "geofed-profile-west-512"}
-    again = Profiler(scene.around, scene.told.append)
+    again = Profiler(scene.around, scene.told.append, lambda id_, _: scene.begun.append(id_))
     await until(lambda: not (scene.folder / "profiling").exists())
     await again.close()
     assert scene.gateway.there == {"geofed-job-1", "geofed-profile-west-512"}
@@ -336,3 +339,15 @@ async def test_an_agent_that_ends_breaks_off_and_clears_away(scene: Scene) -> No
     await scene.profiler.close()
     assert not scene.gateway.there
     assert not [one for one in scene.told if one.profile_json]
+
+
+@on_a_loop
+async def test_code_that_cannot_be_recorded_does_not_run(scene: Scene) -> None:
+    def full(id_: str, task: agent_pb2.TaskRef) -> None:
+        raise GeofedError("DISK_FULL", "no space")
+
+    scene.profiler = Profiler(scene.around, scene.told.append, full)
+    scene.probe()
+    assert (await scene.answer()).error.code == "DISK_FULL"
+    assert scene.gateway.calls == 0
+    assert not scene.gateway.deployed

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from geofed_pb.audit import Head, hash_of
+from geofed_pb.security.audit import Head, hash_of
 from region_agent.link.witness import Witness
 
 KEY = Ed25519PrivateKey.generate()

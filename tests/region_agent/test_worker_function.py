@@ -13,7 +13,7 @@ import pytest
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.platforms import EDITIONS, Edition
-from geofed_pb.task_secrets import VARIABLES_VARIABLE, set_secret_variables
+from geofed_pb.user_code.secrets import VARIABLES_VARIABLE, set_secret_variables
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import FunctionSpec

@@ -88,3 +88,16 @@ def test_a_round_that_takes_longer_than_an_invocation_may_is_warned_of() -> None
     assert "takes a about 1000 s" in told
     fast = replace(slow, capacity=Capacity(1, 2048, 100_000.0))
     assert not [text for text in planned(Snapshot((fast,)), wanted).warnings if "a round of clients" in text]
+
+
+def test_memory_counts_what_rounds_of_clients_hold() -> None:
+    wanted = {"batch": 4, "epochs": None, "steps": 5, "interval": 1, "exchange": "synchronous", "clients": WANTED}
+    regions = (_region("a", 5000, 1000),)
+    known = Snapshot(regions, model_bytes=100 << 20, held_bytes=600 << 20)
+    assert planned(known, demand(**wanted)).partitions[0].memory_mb == 1536, "320 MB, and 48 bytes a parameter"
+    local = replace(known, model_bytes=1 << 20)
+    assert planned(local, demand(local=True, **wanted)).partitions[0].memory_mb == 1536, "as much is trained"
+    assert planned(local, demand(**wanted)).partitions[0].memory_mb == 1024
+    (told,) = planned(known, demand(memory_mb=512, **wanted)).warnings
+    assert told.startswith("functions of 512 MB in a cannot hold the model: its tensors, gradients and sums of clients")
+    assert "stages" not in told

@@ -158,7 +158,7 @@ def test_an_interval_that_changes_the_steps_by_much_is_shortened_and_the_plan_sa
     for steps, rounds, interval in ((29, 2, 15), (50, 3, 17), (150, 8, 19)):
         chosen = planned(snapshot, demand(interval=20, epochs=None, steps=steps))
         assert (chosen.rounds, chosen.interval) == (rounds, interval)
-        assert chosen.warnings[0].startswith(f"a round has {interval} steps where wan.interval is 20")
+        assert chosen.warnings[0].startswith(f"a round has {interval} steps where advanced.wan.interval is 20")
     assert planned(snapshot, demand(interval=20, epochs=None, steps=7)).warnings == ()
 
 

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from support.planner_draws import drawn_federation
 
-from control_plane.spec._model import Objective
+from control_plane.spec.sections import Objective
 from scheduler import Capacity, Dataset, Declined, Demand, Plan, Prices, Region, Snapshot, Split, plan
 from scheduler._published import METHODS
 from scheduler.search._search import OTHER_WORTH, POINT_WORTH

@@ -275,7 +275,7 @@ def test_what_cannot_be_joined_is_declined_with_what_would_help() -> None:
     assert isinstance(impossible, Declined)
     (reason,) = impossible.reasons
     assert "a and c have no direct path" in reason.text
-    assert "set wan.topology to auto" in reason.remedy
+    assert "set advanced.wan.topology to auto" in reason.remedy
     apart = planned({("a", "c"): 0.0, ("a", "b"): 0.0}, "abc")
     assert isinstance(apart, Declined)
     assert "no path joins a with b, c" in apart.reasons[0].text

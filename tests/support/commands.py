@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import typer.main
 
 import geofed.cli
 from control_plane.cli import main as entry
@@ -26,6 +29,8 @@ _SERVE = f"import sys; sys.path[:0] = {[str(_ROOT), str(_ROOT / 'proto'), str(_T
 )
 
 
+_built = functools.cache(typer.main.get_command)
+"""Building the commands of a program takes ten times as long as running one of them."""
 PROGRAMS = {"control-plane": entry.app, "geofed": geofed.cli.app}
 
 
@@ -36,6 +41,7 @@ def run_here(*arguments: str, program: str = "control-plane", **environment: str
     argv = [program, *arguments]
     with (
         mock.patch.object(sys, "argv", argv),
+        mock.patch.object(typer.main, "get_command", _built),
         mock.patch.dict("os.environ", environment),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

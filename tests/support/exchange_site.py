@@ -49,6 +49,7 @@ class Site:
         self.storage = SimpleNamespace(
             update_path=self.path, path_of=lambda m: self.path(m.region, m.sequence), layout=None,
             accepts=lambda sequence: True, inspect=lambda manifest, path: None,
+            buffer_pool=SimpleNamespace(take=lambda size, path: False),
         )  # fmt: skip
         self.version = 0
         self.changed = asyncio.Condition()
@@ -91,6 +92,9 @@ class Site:
             else:
                 self.relayed.append((event.region, origin, event.sequence))
         self.notify()
+
+    def watch_times(self) -> None:
+        """As if nothing stood still."""
 
     def _relayed(self, peer: str, manifest: Manifest) -> None:
         self.relayed.append((peer, manifest.region, manifest.sequence))

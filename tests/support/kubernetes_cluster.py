@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import uvicorn
 from lightkube.models.authorization_v1 import SelfSubjectAccessReview
 from lightkube.models.batch_v1 import Job
@@ -40,6 +39,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from support.kubernetes_rules import Invalid, amount, below_restricted, checked
 from support.pki import Authority, write
+from support.processes import largest_over
 
 __all__ = ["Cluster", "Node", "agent_role", "manifests", "worker_command"]
 
@@ -478,7 +478,7 @@ class Cluster:
             _kill(process.running, signal.SIGKILL)
         status = process.running.poll()
         if status is None:
-            if _used(process.running.pid) > process.limit:
+            if largest_over(process.running.pid, process.limit) is not None:
                 _kill(process.running, signal.SIGKILL)
                 process.running.wait()
                 self._end(pod, {"phase": "Failed"}, {"exitCode": 137, "reason": "OOMKilled"})
@@ -561,16 +561,6 @@ def _fields_selected(one: dict[str, Any], selector: str) -> bool:
         if found != value.lstrip("="):
             return False
     return True
-
-
-def _used(pid: int) -> float:
-    total = 0.0
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                total += process.memory_full_info().uss
-    return total
 
 
 def _kill(process: subprocess.Popen[bytes], number: int) -> None:

@@ -32,6 +32,7 @@ import botocore.session
 import psutil
 from botocore.model import OperationModel, ServiceModel, Shape, StructureShape
 from botocore.validate import ParamValidator
+from support.processes import largest_over
 
 __all__ = ["IMAGE", "ROLE", "Refusal", "Service", "allowed_operations", "function_command"]
 
@@ -449,7 +450,9 @@ class Service:
         elif one.function not in self.functions and one.working is None:
             pass
         else:
-            _kill_largest(one)
+            if (largest := largest_over(one.process.pid, one.memory_mb * 2**20)) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(largest, signal.SIGKILL)
             return
         one.end()
         self.environments.remove(one)
@@ -466,17 +469,6 @@ class Service:
             and event.begun <= function.event_config.get("MaximumRetryAttempts", 2)
         ):
             function.waiting.append(event)
-
-
-def _kill_largest(one: Environment) -> None:
-    """Kill the largest process of an environment whose processes use more memory than it has."""
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(one.process.pid)
-        used = {process.pid: process.memory_info().rss for process in (root, *root.children(recursive=True))}
-        if sum(used.values()) > one.memory_mb * 2**20:
-            used = {pid: psutil.Process(pid).memory_full_info().uss for pid in used}
-            if sum(used.values()) > one.memory_mb * 2**20:
-                os.kill(max(used, key=lambda pid: used[pid]), signal.SIGKILL)
 
 
 def _runtime_api() -> http.server.ThreadingHTTPServer:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
-from scheduler import Capacity, Dataset, Declined, Demand, Link, Prices, Region, Snapshot, Split
-from scheduler._moves import PlacedShards
+from scheduler import Capacity, Dataset, Declined, Demand, Link, Plan, Planner, Prices, Region, Snapshot, Split
+from scheduler._moves import PlacedShards, _placed
 from scheduler._plan import _Problem, _problem, limits_of
 from scheduler.search import Limits, Search
 from scheduler.tuning import ChannelProfile, NormPair, StepPoint, TaskProfile
@@ -95,6 +96,39 @@ def drawn_demand(rng: random.Random, snapshot: Snapshot) -> Demand:
         deadline_seconds=deadline if which != "budget" else None,
         budget_usd=budget if which != "deadline" else None,
     )
+
+
+def movable(rng: random.Random, snapshot: Snapshot) -> Snapshot:
+    """Return the federation with shards that any region may process; some are worth moving, some are too large."""
+    regions = []
+    for region in snapshot.regions:
+        (held,) = region.datasets
+        size = int(held.splits["train"].samples * 10 ** rng.uniform(2, 5))
+        moved = replace(held, residency="anywhere", splits={"train": replace(held.splits["train"], bytes=size)})
+        regions.append(replace(region, datasets=(moved,), takes_shards=True))
+    return replace(snapshot, regions=tuple(regions))
+
+
+def layouts(names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Return every way to process shards elsewhere: the region in which each is processed, of those that move."""
+    for places in product(names, repeat=len(names)):
+        moves = {shard: place for shard, place in zip(names, places, strict=True) if shard != place}
+        if not set(moves.values()) & set(moves):
+            yield moves
+
+
+def regret_of_moves(snapshot: Snapshot, demand: Demand) -> float | None:
+    """Return by how much the plan's money or time is worse than the best one's of all layouts, each searched by itself;
+    infinite: it is refused although there is one; None: it is refused, and there is none."""
+    planner, what = Planner(snapshot), "seconds" if demand.minimise == "time" else "usd"
+
+    def value(found: Plan | Declined) -> float:
+        return math.inf if isinstance(found, Declined) else float(getattr(found.estimate, what).expected)
+
+    every = layouts([region.name for region in snapshot.regions])
+    best = min(value(planner._placed(_placed(snapshot, demand, moves), demand)) for moves in every)
+    found = value(Planner(snapshot).plan(demand))
+    return None if math.isinf(best) else found / best - 1
 
 
 def problem_of(snapshot: Snapshot, demand: Demand) -> _Problem | Declined:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from region_agent.gateway.embedded.replicas import isolation
+
 if TYPE_CHECKING:
     # Benchmarks use this, too, and have no pytest.
     import pytest
 
-__all__ = ["alive", "are_wanted", "family", "running_as"]
+__all__ = ["alive", "are_wanted", "family", "largest_over", "running_as"]
 
 
 def are_wanted(session: pytest.Session, folder: Path) -> bool:
@@ -48,3 +51,20 @@ def family(pid: int) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def largest_over(pid: int, limit_bytes: float) -> int | None:
+    """Return the largest of a process and its descendants if they use more unshared memory than a limit, else None.
+
+    For those who look again and again: what `family` does takes a look at all processes there are.
+    """
+    members = [pid]
+    for one in members:
+        members += isolation.children(one)
+    with contextlib.suppress(psutil.Error):
+        processes = [psutil.Process(one) for one in members]
+        if sum(one.memory_info().rss for one in processes) > limit_bytes:
+            used = {one.pid: one.memory_full_info().uss for one in processes}
+            if sum(used.values()) > limit_bytes:
+                return max(used, key=lambda one: used[one])
+    return None

@@ -64,6 +64,23 @@ def named(name: str) -> str:
     return f"{(TEMPLATES / 'image-classification' / 'task.py').read_text()}\n# {name}\n"
 
 
+UNHURRIED = (
+    named("unhurried")
+    + """
+import time
+
+_loss = loss
+
+
+def loss(model, batch):
+    time.sleep(0.01)
+    return _loss(model, batch)
+"""
+)
+"""The same task, whose steps take longer and compute hardly more often: for a job that is there while something else
+happens, which would have to share the processors with it."""
+
+
 class Federation(LocalFederation):
     """Real daemons; the commands of `control-plane` run in this process. Where a WAN is emulated, one process for all
     of them is in the network namespace of the control plane."""

@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 from support.lambda_service import Refusal
+from support.processes import largest_over
 from tencentcloud.scf.v20180416 import models
 
 __all__ = ["IMAGE", "REGION", "Service"]
@@ -320,7 +321,9 @@ class Service:
     def _look_at(self, one: Running, now: float) -> None:
         status = one.process.poll()
         if status is None and now < one.deadline:
-            _kill_over(one)
+            if (largest := largest_over(one.process.pid, one.memory_mb * 2**20)) is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(largest, signal.SIGKILL)
             return
         kind = "timeout" if status is None else {0: "success", -signal.SIGKILL: "killed"}.get(status, "error")
         one.end()
@@ -330,16 +333,6 @@ class Service:
         if kind != "success" and function is not None:
             # Repeated twice, unless that is switched off.
             assert function.events.get("RetryConfig") == [{"RetryNum": 0}]
-
-
-def _kill_over(one: Running) -> None:
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(one.process.pid)
-        family = (root, *root.children(recursive=True))
-        if sum(process.memory_info().rss for process in family) > one.memory_mb * 2**20:
-            used = {process.pid: process.memory_full_info().uss for process in family}
-            if sum(used.values()) > one.memory_mb * 2**20:
-                os.kill(max(used, key=lambda pid: used[pid]), signal.SIGKILL)
 
 
 def _check(name: str, given: Any, where: str) -> None:

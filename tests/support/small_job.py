@@ -11,7 +11,7 @@ metadata: {name: digits}
 task: {module: task.py, config: {width: 8}}
 data: {dataset: digits}
 train: {batch: 10, end: {steps: 4}}
-wan: {interval: 2}
+advanced: {wan: {interval: 2}}
 limits: {lostRegion: 2s}
 """
 TASK = """\

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from geofed_pb.errors import GeofedError
 from sync.collective import ChannelCosts, Settings
 from sync.flat import FlatModel
-from sync.gradients import GradientMerge
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member
+from sync.merging.gradients import GradientMerge
 
 ASKED = ChannelCosts(0.002, 0.001, 1e9, 1e9, parallel=8)
 WAYS = (

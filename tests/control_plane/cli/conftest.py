@@ -25,7 +25,7 @@ metadata: {name: digits}
 task: {module: task.py, config: {play: finish}}
 data: {dataset: digits}
 train: {batch: 10, end: {steps: 4}}
-wan: {interval: 2}
+advanced: {wan: {interval: 2}}
 """
 TASK = """\
 def model(config): ...

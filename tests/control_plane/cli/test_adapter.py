@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from control_plane.cli._adapter import write_peft, write_trained
+from control_plane.cli.commands.export._adapter import write_peft, write_trained
 from geofed_pb.errors import GeofedError
 
 RNG = np.random.default_rng(0)

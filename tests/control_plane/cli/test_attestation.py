@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support.commands import run_here
 
-from geofed_pb.attestation import sealed
-from geofed_pb.audit import GENESIS, Head, entry_line, hash_of, head_line, header_line
+from geofed_pb.security.attestation import sealed
+from geofed_pb.security.audit import GENESIS, Head, entry_line, hash_of, head_line, header_line
 from tests.proto.test_attestation import KEY, STATEMENT
 
 MODEL = b"the weights"

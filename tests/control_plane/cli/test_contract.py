@@ -48,6 +48,8 @@ class Contract:
     formats: frozenset[str] = ALL
     refused: bool = False
     """No region has come here, so that it is inadmissible."""
+    elsewhere: bool = False
+    """It needs an identity provider, and is run in tests/control_plane/test_sign_in.py."""
 
 
 CONTRACTS = {
@@ -68,6 +70,7 @@ CONTRACTS = {
     "resume": Contract("{kept}", mutating=True, streaming=True),
     "delete": Contract("{ended} --yes", mutating=True),
     "storage": Contract(),
+    "doctor": Contract(),
     "rename": Contract("{cancelled} renamed", mutating=True),
     "share": Contract("{job} ann", mutating=True),
     "unshare": Contract("{job} ann", mutating=True),
@@ -93,6 +96,8 @@ CONTRACTS = {
     "user key": Contract(),
     "user change": Contract("ann --promised-workers 3", mutating=True),
     "user remove": Contract("r-{fresh} --yes", mutating=True),
+    "login": Contract(elsewhere=True),
+    "logout": Contract(elsewhere=True),
     "catalogue regions": Contract("--cloud azure", remote=False),
     "catalogue prices": Contract("--cloud azure --region westeurope --type Standard_F16s_v2", remote=False),
     "catalogue shards": Contract("s3://catalogue/digits/ --endpoint-url {store}", remote=False),
@@ -252,7 +257,9 @@ def _check_example(name: str, jobs: dict[str, str]) -> None:
 
 
 @pytest.mark.usefixtures("contexts")
-@pytest.mark.parametrize("name", [name for name, contract in CONTRACTS.items() if contract.formats])
+@pytest.mark.parametrize(
+    "name", [name for name, contract in CONTRACTS.items() if contract.formats and not contract.elsewhere]
+)
 def test_stdout_holds_the_data_in_every_format_and_the_example_runs(
     live: Federation, jobs: dict[str, str], run: Run, name: str
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.spec import load
-from control_plane.spec._model import Wan
+from control_plane.spec.sections import Wan
 from geofed_pb.errors import Exit
 from sync.policy import policies
 from tests.control_plane.cli.test_contract import CONTRACTS

@@ -163,12 +163,12 @@ def test_an_interruption_is_not_lost_where_it_is_overheard_at_first(live: Federa
 
 
 def test_a_plan_is_shown_without_running_it(live: Federation, run: Run, job_file: str) -> None:
-    before = run("list", "--all", "-o", "json").data
+    before = [job["id"] for job in run("list", "--all", "-o", "json").data]
     shown = run("submit", job_file, "--dry-run")
     assert shown.status == 0
     for part in ("stays in a", "WAN bytes", "cost", "egress to b", "a > b"):
         assert part in shown.out
-    assert run("list", "--all", "-o", "json").data == before
+    assert [job["id"] for job in run("list", "--all", "-o", "json").data] == before
     ran = run("submit", job_file, "--dry-run", "--set", "data.dataset=cats", "-o", "json")
     assert (ran.status, ran.error["code"]) == (9, "DATASET_UNKNOWN")
 
@@ -195,13 +195,15 @@ def test_on_a_terminal_the_plan_is_shown_and_confirmed(
 
 def test_two_job_files_are_compared_by_their_plans(live: Federation, run: Run, job_file: str) -> None:
     other = Path(job_file).with_name("other.yaml")
-    other.write_text(Path(job_file).read_text().replace("batch: 10", "batch: 20"))
+    other.write_text(Path(job_file).read_text().replace("batch: 10", "batch: 20").replace("interval: 2", "interval: 1"))
     told = run("explain", "--diff", job_file, str(other), "-o", "json").data
     rows = {row["what"]: (row["before"], row["after"]) for row in told["changes"]}
     assert rows["train.batch"] == ("10", "20")
+    assert rows["advanced.wan.interval"] == ("2", "1")
     assert rows["a"][0].endswith("batch 10")
     assert rows["a"][1].endswith("batch 20")
     assert {"time", "WAN bytes", "cost"} <= set(rows)
+    assert ("warnings" in rows, set(told["warnings"])) == (False, {"before", "after"})
     assert not {"exchange", "task.module"} & set(rows)
     assert "train.batch" in run("explain", str(other), "--diff", job_file).out
     wrong = run("explain", "--diff", job_file, str(other), "--set", "data.dataset=cats")
@@ -231,7 +233,7 @@ def test_a_published_rule_chooses_the_workers(live: Federation, run: Run, job_fi
 
 
 def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
-    before = run("list", "--all", "-o", "json").data
+    before = [job["id"] for job in run("list", "--all", "-o", "json").data]
     plot = tmp_path / "plan.svg"
     told = run("explain", job_file, "--plot", str(plot), "-o", "json")
     assert told.status == 0
@@ -243,7 +245,7 @@ def test_a_plan_is_explained_and_drawn(live: Federation, run: Run, job_file: str
     assert any("a → b: " in text for text in texts if text)
     for part in ("DATA OF", "DECISION", "ALTERNATIVE", "egress to b"):
         assert part in run("explain", job_file).out
-    assert run("list", "--all", "-o", "json").data == before
+    assert [job["id"] for job in run("list", "--all", "-o", "json").data] == before
     bounded = run("explain", job_file, "--set", "objective.deadline=2h", "--set", "objective.budget=9").out
     assert re.search(r"^deadline +\d{4}-\S+Z is promised; training takes .+ at most$", bounded, re.MULTILINE)
     assert re.search(r"^budget +\$9\.00 is kept: \$\S+ at most is expected", bounded, re.MULTILINE)
@@ -349,7 +351,8 @@ def test_history_can_be_taken_up_where_it_was_left(live: Federation, run: Run, j
     assert run("events", job, "--follow", "-o", "name").out.split() == cursors
     assert run("logs", job, "--region", "b", "-o", "jsonl").out.count("hello from b") == 1
     assert "hello from a" in run("logs", job).out
-    assert run("logs", job, "--since", "10m").out == "", "they are from 1970"
+    late = run("logs", job, "--since", "10m")
+    assert (late.out, late.err) == ("", "no lines\n"), "they are from 1970"
     assert "hello from a" in run("logs", job, "--since", "1970-01-01T00:00:00Z").out
     assert run("logs", job, "--since", "1970-01-01T00:00:02+00:00").out == ""
     for wrong, says in (("soon", "is neither a duration like 10m"), ("2026-11-27", "has no time zone")):
@@ -373,6 +376,7 @@ def test_describe_tells_all(live: Federation, run: Run, job_file: str) -> None:
         assert part in shown
     data = run("describe", job, "-o", "json").data
     assert data["spec"]["metadata"]["name"] == "digits"
+    assert data["spec"]["advanced"]["wan"]["interval"] == 2
     assert data["links"][0] == {
         "source": "a", "destination": "b", "state": "closed", "rtt_ms": 220.5, "goodput_mbps": 80.0, "streams": 4,
         "codec": "int8", "interval_steps": 16, "sent_bytes": 2000, "received_bytes": 1800, "staleness_rounds": 1.5,

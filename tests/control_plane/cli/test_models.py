@@ -97,3 +97,40 @@ def test_a_job_without_a_kept_model_is_told_how_to_have_one(live: Federation, ru
     told = run("resume", failed, "-o", "json")
     assert (told.status, told.error["code"]) == (4, "MODEL_NOT_FOUND")
     assert told.error["hint"] == "with `train.evaluateEvery` the control plane keeps models of evaluated rounds"
+
+
+def test_files_that_no_export_has_written_are_asked_for(
+    live: Federation, run: Run, job_file: str, tmp_path: Path
+) -> None:
+    job = submitted(run, job_file)
+    folder = tmp_path / "hub"
+    export = ("export", job, "--no-input", "-o", "json", "--output-file")
+    hub = (*export, str(folder), "--as", "hub")
+    folder.mkdir()
+    for name in ("README.md", "config.json", "model.safetensors.manifest.json"):
+        (folder / name).write_text("{}")
+        told = run(*hub)
+        assert (told.status, told.error["message"].split("?")[0]) == (2, f"Overwrite {folder / name}")
+        assert [(file.name, file.read_text()) for file in folder.iterdir()] == [(name, "{}")]
+        (folder / name).unlink()
+    for _ in range(2):
+        assert run(*hub).status == 0, "its own earlier export"
+    peft = tmp_path / "peft"
+    peft.mkdir()
+    (peft / "adapter_config.json").write_text("mine")
+    asked = run(*export, str(peft), "--as", "peft").error["message"]
+    assert f"Overwrite {peft / 'adapter_config.json'}?" in asked
+    run("cancel", job, "--yes")
+
+
+def test_a_place_that_cannot_be_written_is_told_once(live: Federation, run: Run, job_file: str, tmp_path: Path) -> None:
+    job = submitted(run, job_file)
+    for part in ("whole", "trained", "state-dict"):
+        for place, reason in ((tmp_path / "none" / "m", "No such file or directory"), (tmp_path, "Is a directory")):
+            told = run("export", job, "--as", part, "--output-file", str(place), "-o", "json")
+            assert (told.status, told.error["code"]) == (2, "USAGE"), part
+            assert told.error["message"] == f"cannot write {place}: {reason}"
+    (tmp_path / "file").touch()
+    told = run("export", job, "--as", "hub", "--output-file", str(tmp_path / "file"), "-o", "json")
+    assert told.error["message"] == f"cannot write {tmp_path / 'file'}: Not a directory"
+    run("cancel", job, "--yes")

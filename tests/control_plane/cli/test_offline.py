@@ -21,22 +21,46 @@ from rich.console import Console
 from control_plane._view import bytes_text, seconds_text, usd_text
 from control_plane.cli._live import LiveDisplay
 from control_plane.cli._output import columns
+from control_plane.cli._plan import diff_text, plan_diff
 from control_plane.cli._report import money_table, partition_table, result_text, rounds_text, wan_table
+from control_plane.cli.commands.jobs import _slack_cell
 from region_agent.config import load_config
 from tests.control_plane.cli.conftest import Run
 
 
 @pytest.mark.parametrize(
-    "template", ["image-classification", "llm-lora", "matrix-factorisation", "sparse-logistic-regression", "text"]
-)
+    "template",
+    [
+        "federated-evaluation", "image-classification", "llm-lora", "matrix-factorisation", "pipeline",
+        "sparse-logistic-regression", "tabular", "text",
+    ],
+)  # fmt: skip
 def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str) -> None:
     folder = tmp_path / "mine"
     made = run("new", template, str(folder), "--name", "my-job")
     assert made.status == 0
     assert set(made.out.split()) == {str(file) for file in folder.iterdir()}
     assert f"geofed submit {folder / 'job.yaml'} --watch" in made.err
-    assert run("validate", str(folder / "job.yaml"), "-o", "name").out == "my-job\n"
+    named = ("--set", "train.initialModel.job=my-trained") if template == "federated-evaluation" else ()
+    checked = run("validate", str(folder / "job.yaml"), "-o", "name", *named)
+    assert (checked.out, checked.err) == ("my-job\n", "")
+    if named:
+        without = run("validate", str(folder / "job.yaml"))
+        assert without.status == 3
+        assert "`train.initialModel`: give exactly one of `job` and `file`" in without.err
     assert run("new", template, str(folder)).status == 8
+
+
+def test_init_says_which_templates_have_no_example_data(run: Run, tmp_path: Path) -> None:
+    told = run("init", str(tmp_path / "mine"), "--template", "federated-evaluation", "--no-input").err
+    assert "template federated-evaluation has no example data" in told
+    assert "`geofed new federated-evaluation DIR`" in told
+
+
+def test_the_help_of_init_tells_what_is_taken_without_an_answer(run: Run) -> None:
+    told = " ".join(re.sub("[│\n]", " ", run("init", "--help").out).split())
+    for default in ("image-classification", "home,office", "2", "cost", "none"):
+        assert f"default: {default}." in told
 
 
 @pytest.mark.processes
@@ -47,17 +71,26 @@ def test_init_asks_until_five_answers_are_valid(run: Run, tmp_path: Path, monkey
     assert made.status == 0, made.err
     assert made.err.count("]: ") == 5 + 2
     assert "one of image-classification" in made.err
-    job = run("validate", str(tmp_path / "mine" / "job" / "job.yaml"), "-o", "json").data["spec"]
+    checked = run("validate", str(tmp_path / "mine" / "job" / "job.yaml"), "-o", "json")
+    assert not checked.err
+    job = checked.data["spec"]
     assert (job["data"]["dataset"], job["objective"]["minimise"]) == ("letters", "time")
     for name in ("north", "south"):
         region = load_config(tmp_path / "mine" / f"{name}.yaml")
         assert (region.name, region.capacity.workers) == (name, 3)
         assert Path(region.datasets["letters"].splits["train"].uri).is_file()
     assert run("init", str(tmp_path / "mine"), "--no-input").status == 8
-    bounded = ("init", str(tmp_path / "other"), "--template", "sparse-logistic-regression", "--budget", "1.50")
+    bounded = ("init", str(tmp_path / "other"), "--template", "sparse-logistic-regression", "--budget", "1234567.89")
     assert run(*bounded, "--workers", "1", "--minimise", "cost", "--regions", "a", "--own-machines").status == 0
     assert load_config(tmp_path / "other" / "a.yaml").advertise == "a"
-    assert "budget: 1.5\n" in (tmp_path / "other" / "job" / "job.yaml").read_text()
+    assert "budget: 1234567.89\n" in (tmp_path / "other" / "job" / "job.yaml").read_text()
+    for template, dataset, kind in (("tabular", "customers", "csv"), ("pipeline", "documents", "text")):
+        made = run("init", str(tmp_path / template), "--template", template, "--no-input")
+        assert made.status == 0, made.err
+        held = load_config(tmp_path / template / "home.yaml").datasets[dataset]
+        assert held.format is not None
+        assert (held.format.kind, held.splits["train"].samples) == (kind, None)
+        assert Path(held.splits["train"].uri).is_file()
     assert run("validate", str(tmp_path / "other" / "job" / "job.yaml")).status == 0
 
 
@@ -68,6 +101,38 @@ def test_what_is_wrong_with_a_job_file_is_told_with_its_line(run: Run, job_file:
     assert f"{job_file}:6:9: unknown key `bacth` in train; did you mean `batch`?" in ran.err
     assert run("validate", "missing.yaml").status == 3
     assert run("submit", job_file, "--set", "train").status == 3
+
+
+def test_a_key_at_its_old_place_is_read_with_one_warning(run: Run, job_file: str) -> None:
+    Path(job_file).write_text(
+        Path(job_file).read_text().replace("advanced: {wan: {interval: 2}}", "wan: {interval: 2}")
+    )
+    line = Path(job_file).read_text().splitlines().index("wan: {interval: 2}") + 1
+    ran = run("validate", job_file, "-o", "json")
+    assert ran.status == 0
+    assert ran.err == f"warning: {job_file}:{line}:1: `wan` is `advanced.wan` now; move it there\n"
+    assert ran.data["spec"]["advanced"]["wan"]["interval"] == 2
+    assert "wan" not in ran.data["spec"]
+    assert not run("validate", job_file).err, "said once in a process"
+
+
+def test_a_comparison_of_plans_has_values_as_in_files_and_ends_with_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("control_plane.cli._plan._facts", lambda plan: plan)
+    before = {"objective": {"budget": 1.0}, "regions": {"use": ["a", "b"]}, "train": {"x": True, "y": 1e-5}}
+    after = {"objective": {"budget": 0.25}, "regions": {"use": ["a"]}, "train": {"x": False, "y": 2}}
+    rows = plan_diff(before, after, {}, {})
+    assert [(row["what"], row["before"], row["after"]) for row in rows] == [
+        ("objective.budget", "1", "0.25"), ("regions.use", "[a, b]", "[a]"), ("train.x", "true", "false"),
+        ("train.y", "1e-05", "2"),
+    ]  # fmt: skip
+    told = {"before": "a.yaml", "after": "b.yaml", "changes": rows}
+    text = diff_text({**told, "warnings": {"before": ["x", "y"], "after": ["y"]}})
+    assert text.splitlines()[-3:] == ["", "warning            y", "warning of a.yaml  x"]
+    assert diff_text({**told, "warnings": {"before": [], "after": []}}).splitlines()[-1].startswith("train.y")
+
+
+def test_slack_is_a_duration() -> None:
+    assert [_slack_cell(seconds) for seconds in (None, 3598.0, -7.0)] == ["-", "59 min 58 s", "-7.0 s"]
 
 
 @pytest.mark.parametrize(
@@ -84,10 +149,12 @@ def test_what_is_wrong_with_a_job_file_is_told_with_its_line(run: Run, job_file:
         ("submit", 2),
         ("cancel JOB", 2),
         ("init DIR --template nothing", 4),
+        ("init DIR --template llm-lora", 4),
         ("init DIR --regions A,B --no-input", 2),
         ("init DIR --workers 0 --no-input", 2),
         ("init DIR --minimise money --no-input", 2),
         ("init DIR --budget -1 --no-input", 2),
+        ("user add bob --identity=", 2),
     ],
 )
 def test_wrong_use_has_its_exit_status(
@@ -105,7 +172,7 @@ def test_a_bug_is_told_in_a_sentence_and_with_debug_in_full(run: Run, monkeypatc
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr("control_plane.cli.commands.start.template._folders", broken)
+    monkeypatch.setattr("control_plane.cli.commands.start.template.template_folders", broken)
     ran = run("template", "list")
     assert ran.status == 10
     assert ran.err.startswith("error[INTERNAL]: ZeroDivisionError: oops\nhint: ")

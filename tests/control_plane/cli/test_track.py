@@ -7,7 +7,7 @@ import contextlib
 import csv
 import json
 import struct
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ import pytest
 
 from control_plane.client import ControlClient
 from control_plane.spec._types import TRACKING_KINDS
-from control_plane.tracking import KINDS, Point, __main__, check_place_of_jobs, open_sink, points_of, track_job
+from control_plane.tracking import KINDS, __main__, check_place_of_jobs, open_sink, points_of, track_job
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import control_pb2
 from tests.control_plane.cli.conftest import Federation, Run
@@ -70,8 +70,8 @@ def test_tensorboard_has_a_scalar_for_each_figure_once(tmp_path: Path) -> None:
 
     for _ in range(2):
         sink = open_sink(f"tensorboard:{tmp_path}", "job-1")
-        for point in (*points_of(EVENT), *points_of(EVALUATED)):
-            sink.write(point)
+        for event in (EVENT, EVALUATED):
+            sink.write(event)
         sink.close(VIEW)
     read = EventAccumulator(str(tmp_path / "job-1"))
     read.Reload()
@@ -89,8 +89,7 @@ def test_mlflow_has_one_run_for_a_job_that_continues(tmp_path: Path) -> None:
     for events, view in (((EVENT,), {**VIEW, "state": "running", "result": None}), ((EVENT, EVALUATED, LOGGED), VIEW)):
         sink = open_sink(f"mlflow:{uri}", "job-1")
         for event in events:
-            for point in points_of(event):
-                sink.write(point)
+            sink.write(event)
         sink.close(view)
     client = MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("geofed").experiment_id])
@@ -104,8 +103,13 @@ def test_mlflow_has_one_run_for_a_job_that_continues(tmp_path: Path) -> None:
 
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places = ("tensorboard", "torch.utils.tensorboard"), ("mlflow", "mlflow.tracking"), ("wandb", "wandb")
-    for kind, module in places:
+    places = {
+        "tensorboard": "torch.utils.tensorboard",
+        "mlflow": "mlflow.tracking",
+        "wandb": "wandb",
+        "otlp": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    }
+    for kind, module in places.items():
         monkeypatch.setitem(__import__("sys").modules, module, None)
         with pytest.raises(GeofedError) as raised:
             open_sink(f"{kind}:{tmp_path}", "job-1")
@@ -139,8 +143,8 @@ def test_wandb_has_one_offline_run_with_each_figure(tmp_path: Path) -> None:
 
     for _ in range(2):
         sink = open_sink(f"wandb:{tmp_path / 'runs'}", "job-1")
-        for point in (*points_of(EVENT), *points_of(EVALUATED)):
-            sink.write(point)
+        for event in (EVENT, EVALUATED):
+            sink.write(event)
         sink.close(VIEW)
     wandb.teardown()  # its service ends with this process otherwise
     (file,) = (tmp_path / "runs" / "wandb").glob("offline-run-*/*.wandb")
@@ -251,8 +255,8 @@ class Noted:
     def __init__(self, closed: list[str], error: str = "") -> None:
         self._closed, self._error = closed, error
 
-    def write(self, point: Point) -> None:
-        raise AssertionError(point)
+    def write(self, event: Mapping[str, Any]) -> None:
+        raise AssertionError(event)
 
     def close(self, view: dict[str, Any]) -> None:
         self._closed.append(view["state"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 
@@ -31,9 +32,18 @@ def measure(emu: Emulator) -> dict[str, object]:
     emu.set_link(*A_TO_B, jitter_ms=0, loss=0.05)
     figures["loss"] = transfer_udp(emu, A_TO_B, 8, 2, 0)["loss"]
     emu.set_link(*A_TO_B, loss=0, rate_mbps=20)
-    figures["payload_mbps"] = [transfer_tcp(emu, A_TO_B, 3, 2)["mbps"] for _ in range(2)]
-    figures["datagram_mbps"] = [transfer_udp(emu, A_TO_B, 24, 0.5, 0.3)["mbps"] for _ in range(3)]
+    # 20 Mbit/s of IP packets are 19.3 of TCP payload
+    figures["payload_mbps"] = rates(18.9, lambda: transfer_tcp(emu, A_TO_B, 3, 2)["mbps"], most=3)
+    figures["datagram_mbps"] = rates(19.5, lambda: transfer_udp(emu, A_TO_B, 24, 0.5, 0.3)["mbps"], most=8)
     return figures
+
+
+def rates(close: float, transfer: Callable[[], float], most: int) -> list[float]:
+    """Measured rates, in Mbit/s: a few, and more where a busy machine held all of them below ``close``."""
+    found = [transfer() for _ in range(2)]
+    while max(found) < close and len(found) < most:
+        found.append(transfer())
+    return found
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ The Jobs of a Kubernetes cluster are those of `support.kubernetes_cluster`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import ipaddress
@@ -158,6 +159,10 @@ class Target:
             await self.client.scale(name, replicas)
         await self.client.wait_ready(name, replicas, timedelta(seconds=60))
         return Probe(self, spec)
+
+    def keep(self) -> None:
+        """Leave what was deployed so far to others."""
+        self._deployed.clear()
 
     async def clean(self) -> None:
         for name in self._deployed:
@@ -369,21 +374,20 @@ def scf_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Embedded]:
         embedded.stop()
 
 
-@pytest.fixture(params=_kinds())
-async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[Target]:
-    """The gateway that the contract is checked on."""
-    if request.param in PROFILES:
-        embedded, auth, ca = request.getfixturevalue("embedded_sessions")[request.param]
+@contextlib.asynccontextmanager
+async def _opened(request: pytest.FixtureRequest, kind: str) -> AsyncIterator[Target]:
+    if kind in PROFILES:
+        embedded, auth, ca = request.getfixturevalue("embedded_sessions")[kind]
         async with open_target(embedded, auth, ca) as target:
             yield target
         return
-    if request.param == "docker":
+    if kind == "docker":
         embedded, image = request.getfixturevalue("docker_session")
         async with open_url(embedded.url, None, None, image, embedded) as target:
             yield target
         return
-    if request.param in REMOTE:
-        async with open_target(request.getfixturevalue(f"{request.param}_session")) as target:
+    if kind in REMOTE:
+        async with open_target(request.getfixturevalue(f"{kind}_session")) as target:
             yield target
         return
     setting = os.environ.get
@@ -394,6 +398,51 @@ async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIt
     url = os.environ["GEOFED_TEST_GATEWAY_URL"]
     async with open_url(url, real_auth, Path(authority_file) if authority_file else None, image, None) as target:
         yield target
+
+
+@pytest.fixture(params=_kinds())
+async def gateway(request: pytest.FixtureRequest, anyio_backend: str) -> AsyncIterator[Target]:
+    """The gateway that the contract is checked on."""
+    async with _opened(request, request.param) as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def standing(request: pytest.FixtureRequest) -> Iterator[dict[str, FunctionSpec | BaseException]]:
+    """A probe at each kind of gateway that tests of a module use, or why there is none: one platform that fails is no
+    failure of the others' tests."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    parameters = [item.callspec.params for item in tests if item.module is request.module and hasattr(item, "callspec")]
+    specs: dict[str, FunctionSpec | BaseException] = {}
+
+    async def deploy(kind: str) -> None:
+        async with _opened(request, kind) as target:
+            specs[kind] = (await target.deploy()).spec
+            target.keep()
+
+    async def delete(kind: str, service: str) -> None:
+        async with _opened(request, kind) as target:
+            await target.client.delete(service)
+
+    for kind in sorted({given["gateway"] for given in parameters if "gateway" in given}):
+        try:
+            asyncio.run(deploy(kind))
+        except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # the tests of this kind raise it
+            specs[kind] = error
+    yield specs
+    for kind, spec in specs.items():
+        if isinstance(spec, FunctionSpec):
+            with contextlib.suppress(Exception):
+                asyncio.run(delete(kind, spec.service))
+
+
+@pytest.fixture
+def probe(request: pytest.FixtureRequest, gateway: Target, standing: dict[str, FunctionSpec | BaseException]) -> Probe:
+    """A probe with one replica, for tests that leave it whole."""
+    spec = standing[request.node.callspec.params["gateway"]]
+    if isinstance(spec, BaseException):
+        raise spec
+    return Probe(gateway, spec)
 
 
 @pytest.fixture(scope="session", autouse=True)

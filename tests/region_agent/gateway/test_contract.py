@@ -29,8 +29,8 @@ SOON = timedelta(seconds=20)
 
 @pytest.fixture(autouse=True, scope="module")
 def _started(request: pytest.FixtureRequest) -> None:
-    """Start the shared gateway before the first test looks at what it might leave behind."""
-    request.getfixturevalue("embedded_sessions")
+    """Start the shared gateways and probes before the first test looks at what it might leave behind."""
+    request.getfixturevalue("standing")
 
 
 async def test_deploy_list_get_delete(gateway) -> None:
@@ -73,14 +73,12 @@ async def test_system_routes_refuse_wrong_credentials(gateway) -> None:
     assert caught.value.code == "UNAUTHENTICATED"
 
 
-async def test_function_never_sees_the_gateways_credentials(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_function_never_sees_the_gateways_credentials(probe) -> None:
     seen = json.loads((await probe("describe")).body)["headers"]
     assert "authorization" not in seen
 
 
-async def test_invoke_carries_everything_both_ways(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_invoke_carries_everything_both_ways(gateway, probe) -> None:
     call_id = str(uuid.uuid4())
     answer = await gateway.http.put(
         f"/function/{probe.name}/some/path?a=1&b=two",
@@ -104,28 +102,24 @@ async def test_invoke_carries_everything_both_ways(gateway) -> None:
     assert "X-OpenFaaS-Internal" not in answer.headers
 
 
-async def test_gateway_makes_a_call_id_where_none_is_given(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_gateway_makes_a_call_id_where_none_is_given(gateway, probe) -> None:
     answer = await gateway.http.post(f"/function/{probe.name}", content=b"x")
     assert uuid.UUID(answer.headers["X-Call-Id"])
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
-async def test_every_method_passes_through(gateway, method: str) -> None:
-    probe = await gateway.deploy()
+async def test_every_method_passes_through(gateway, probe, method: str) -> None:
     answer = await gateway.http.request(method, f"/function/{probe.name}", headers={"X-Do": "describe"})
     assert answer.json()["method"] == method
 
 
-async def test_namespace_suffix(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_namespace_suffix(gateway, probe) -> None:
     (namespace, *_) = await gateway.client.namespaces()
     answer = await gateway.http.post(f"/function/{probe.name}.{namespace}", content=b"x")
     assert answer.content == b"x"
 
 
-async def test_the_functions_own_failure_is_an_answer(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_the_functions_own_failure_is_an_answer(probe) -> None:
     answer = await probe("raise")
     assert answer.status == 500
     with pytest.raises(GeofedError) as caught:
@@ -133,20 +127,17 @@ async def test_the_functions_own_failure_is_an_answer(gateway) -> None:
     assert caught.value.code == "FUNCTION_FAILED"
 
 
-async def test_none_is_an_empty_answer(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_none_is_an_empty_answer(probe) -> None:
     answer = await probe("none")
     assert (answer.status, answer.body) == (200, b"")
 
 
-async def test_32_mb_body(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_32_mb_body(probe) -> None:
     body = os.urandom(2**20) * 32
     assert (await probe("echo", body)).body == body
 
 
-async def test_chunked_body_without_content_length(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_chunked_body_without_content_length(gateway, probe) -> None:
 
     async def chunks() -> AsyncIterator[bytes]:
         for number in range(100):
@@ -165,8 +156,7 @@ async def test_unknown_function_is_an_infrastructure_error(gateway) -> None:
     assert caught.value.code == "FUNCTION_NOT_FOUND"
 
 
-async def test_a_functions_own_404_is_an_answer(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_a_functions_own_404_is_an_answer(probe) -> None:
     assert (await probe("describe?status=404")).status == 404
 
 
@@ -297,8 +287,7 @@ async def test_secrets_live_and_reach_the_function(gateway) -> None:
         await gateway.client.delete_secret(name)
 
 
-async def test_logs_follow(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_logs_follow(gateway, probe) -> None:
     await probe("print", b"before")
     texts: list[str] = []
 
@@ -315,8 +304,7 @@ async def test_logs_follow(gateway) -> None:
     assert any("before" in text for text in texts)
 
 
-async def test_logs_tail_and_since(gateway) -> None:
-    probe = await gateway.deploy()
+async def test_logs_tail_and_since(gateway, probe) -> None:
 
     async def has(text: str) -> None:
         while not [line async for line in gateway.client.logs(probe.name) if text in line.text]:
@@ -327,19 +315,18 @@ async def test_logs_tail_and_since(gateway) -> None:
     # A line has the time at which the gateway read it.
     await asyncio.wait_for(has("line 4"), 10)
     start = datetime.now(UTC)
-    await probe("print", b"last")
-    await asyncio.wait_for(has("last"), 10)
+    await probe("print", b"the end")
+    await asyncio.wait_for(has("the end"), 10)
     recent = [line.text async for line in gateway.client.logs(probe.name, since=start)]
-    assert any("last" in text for text in recent)
+    assert any("the end" in text for text in recent)
     assert not any("line 0" in text for text in recent)
     assert len([line async for line in gateway.client.logs(probe.name, tail=1)]) <= 2
 
 
-async def test_asynchronous_call_calls_back(gateway) -> None:
+async def test_asynchronous_call_calls_back(gateway, probe) -> None:
     public = os.environ.get("GEOFED_TEST_CALLBACK_URL")
     if gateway.embedded is None and not public:
         pytest.skip("GEOFED_TEST_CALLBACK_URL does not say how the gateway reaches this machine")
-    probe = await gateway.deploy()
     results: asyncio.Queue[tuple[Mapping[str, str], bytes]] = asyncio.Queue()
 
     async def receive(request: Request) -> PlainTextResponse:

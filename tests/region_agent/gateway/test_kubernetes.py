@@ -519,10 +519,12 @@ def test_the_shipped_policy_lets_workers_connect_to_the_ports_of_their_own_agent
     agent = made["StatefulSet", "east"]["spec"]
     policies = [one["spec"] for (kind, _), one in made.items() if kind == "NetworkPolicy"]
     dns = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}}
+    cache = {"ipBlock": {"cidr": "169.254.20.10/32"}}
     everyone = {"podSelector": {}, "ingress": [], "policyTypes": ["Ingress", "Egress"]}
     (shared,) = [one for one in policies if one["podSelector"] == {}]
     assert shared.items() >= everyone.items()
-    assert [rule["to"] for rule in shared["egress"]] == [[dns]]
+    assert [rule["to"] for rule in shared["egress"]] == [[dns, cache]]
+    assert {port["port"] for rule in shared["egress"] for port in rule["ports"]} == {53}
     (own,) = [one for one in policies if one is not shared]
     # As pods of the region are labelled; those of another one are not chosen.
     labels = {"geofed.region": "east", "geofed.job": "digits-1"}

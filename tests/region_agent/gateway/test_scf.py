@@ -101,7 +101,7 @@ async def test_a_replica_is_an_event_of_a_job_image(service: Service, opened: An
         assert told(service, "PutReservedConcurrencyConfig")[0]["ReservedConcurrencyMem"] == 4 * 512
         assert [one["InvocationType"] for one in told(service, "Invoke")] == ["Event", "Event"]
     assert service.functions == {}
-    until(lambda: not service.running)
+    until(lambda: not service.running, 90.0)  # as long as one lasts that the word of the end has not reached
     assert [kind for _, kind in service.ended] == ["success", "success"]
 
 
@@ -127,7 +127,7 @@ async def test_a_replica_is_replaced_before_the_platforms_limit(service: Service
         while (await probe.process())[0] == first:
             assert time.monotonic() - begun < 30
             await asyncio.sleep(0.3)
-    until(lambda: not service.running)
+    until(lambda: not service.running, 90.0)  # as long as one lasts that the word of the end has not reached
     assert {kind for _, kind in service.ended} == {"success"}
 
 

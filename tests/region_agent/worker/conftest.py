@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from support.warm_workers import WarmParent
 
+from geofed_pb.user_code.modules import drop_task_modules
 from region_agent.worker import handler
-from region_agent.worker.modules import drop_task_modules
 
 
 @pytest.fixture(autouse=True)

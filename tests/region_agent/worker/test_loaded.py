@@ -43,7 +43,7 @@ def loaded(tmp_path: Path) -> Callable[..., TaskModule]:
 
 
 def _seen(task: TaskModule) -> list[str]:
-    return list(task._functions["loss"].__globals__["SEEN"])
+    return list(task.functions["loss"].__globals__["SEEN"])
 
 
 def test_what_dataset_sets_is_there_in_every_invocation(loaded: Callable[..., TaskModule]) -> None:
@@ -61,7 +61,7 @@ def test_variables_are_set_before_the_module_is_loaded_and_for_this_task_alone(
     monkeypatch.delenv("MODE", raising=False)
     task = "import os\nFOUND = os.environ.get('MODE'), os.environ.get('GIVEN')\n" + TASK
     found = [
-        loaded(task, env=env)._functions["loss"].__globals__["FOUND"]
+        loaded(task, env=env).functions["loss"].__globals__["FOUND"]
         for env in ({"MODE": "fast", "GIVEN": "now"}, {"MODE": "slow"}, {})
     ]
     assert found == [("fast", "now"), ("slow", "before"), (None, "before")]
@@ -132,6 +132,6 @@ def test_what_dataset_draws_does_not_depend_on_the_process(loaded: Callable[...,
     found = []
     for job in ("one", "two"):
         # Another job stands for another replica.
-        found.append(loaded(TASK + drawn, job=job)._functions["loss"].__globals__["DRAWN"])
+        found.append(loaded(TASK + drawn, job=job).functions["loss"].__globals__["DRAWN"])
     assert found[0] == found[1]
     assert len(set(found[0])) == 5

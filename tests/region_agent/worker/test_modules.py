@@ -15,7 +15,7 @@ from support.jobs import LINEAR_TASK, pack
 
 import sync
 from geofed_pb.errors import GeofedError
-from region_agent.worker.modules import drop_task_modules
+from geofed_pb.user_code.modules import drop_task_modules
 from region_agent.worker.task import TaskModule, load_task, unpack
 
 
@@ -25,7 +25,7 @@ def _load(tmp_path: Path, files: dict[str, str], module: str = "task.py") -> Tas
 
 def _found(task: TaskModule) -> object:
     """What the task's `loss` looks up, at run time."""
-    return task._functions["loss"](None, None)
+    return task.functions["loss"](None, None)
 
 
 def _task(imports: str, found: str) -> str:

@@ -20,11 +20,11 @@ from support.server_process import Server, wait_until
 from support.warm_workers import WarmParent, WorkerProcess
 from torch import nn
 
+from geofed_pb.user_code.modules import PACKAGE
 from geofed_pb.v1 import sync_pb2
 from region_agent.worker import handler
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import Outcome, Schedule
-from region_agent.worker.modules import PACKAGE
 from sync import chunked
 from sync.layout import Vector
 from sync.pipeline import Layers

@@ -117,6 +117,7 @@ def total(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(batch[0]).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [0, 1])
 def test_parameters_of_half_the_precision_get_the_whole_sum_and_its_noise(at_once: int) -> None:
     """In bfloat16 a sum of ones ends at 256, and noise of 1 is rounded away beside 1000."""

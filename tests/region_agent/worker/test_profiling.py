@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +15,15 @@ import pytest
 from support.jobs import LINEAR_TASK, pack, write_samples
 
 from region_agent.worker.handler import handle
-from region_agent.worker.invocation import Outcome, ShardFile
+from region_agent.worker.invocation import ClientRounds, Outcome, ShardFile
 from region_agent.worker.profile_call import ProfileCall, Profiled
 from sync.store import FileChannel
 
 CANARY = 31337.4375
 
 
-def profiled(folder: Path, task: str = LINEAR_TASK, samples: int = 200, **changed: Any) -> tuple[Profiled, str]:
-    """What the function answers, and the body as it went out."""
+def call_of(folder: Path, task: str = LINEAR_TASK, samples: int = 200, **changed: Any) -> ProfileCall:
+    """A call of the function, whose code and data are in a folder."""
     bundle = pack({"task.py": task})
     key = f"bundle/{hashlib.sha256(bundle).hexdigest()}"
     FileChannel(str(folder / "channel")).put(key, [bundle])
@@ -32,7 +34,13 @@ def profiled(folder: Path, task: str = LINEAR_TASK, samples: int = 200, **change
         "bundle_key": key, "module": "task.py", "config": {}, "splits": {"train": files, "test": files}, "batch": 16,
         "seed": 5, "limit_seconds": 20.0, **changed,
     }  # fmt: skip
-    answer = handle(SimpleNamespace(body=ProfileCall(**fields).model_dump_json().encode()), None)
+    return ProfileCall(**fields)
+
+
+def profiled(folder: Path, task: str = LINEAR_TASK, samples: int = 200, **changed: Any) -> tuple[Profiled, str]:
+    """What the function answers, and the body as it went out."""
+    call = call_of(folder, task, samples, **changed)
+    answer = handle(SimpleNamespace(body=call.model_dump_json().encode()), None)
     assert answer["statusCode"] == 200
     body = str(answer["body"])
     return Profiled.model_validate_json(body), body
@@ -71,6 +79,102 @@ def test_steps_are_measured_in_the_parts_and_the_precision_of_the_job(tmp_path: 
     assert [profiled(tmp_path, task, **other)[0].code for other in ({"at_once": 3}, {"precision": "bf16"})] == [
         "TASK_FAILED", "TASK_FAILED",
     ]  # fmt: skip
+
+
+CLIENTS_TASK = (
+    LINEAR_TASK.replace("import torch\n", "import time\n\nimport torch\n", 1)
+    + """
+
+_dataset = dataset
+
+
+class Owned(torch.utils.data.Dataset):
+    def __init__(self, inner):
+        self.inner, self.clients = inner, [at // 5 for at in range(len(inner))]
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __getitem__(self, at):
+        return self.inner[at]
+
+
+def dataset(uri, split, config):
+    return Owned(_dataset(uri, split, config))
+
+
+def optimizer(parameters, config):
+    time.sleep(config.get("seconds", 0.0))
+    return torch.optim.SGD(parameters, lr=config.get("lr", 0.01))
+"""
+)
+ROUNDS = ClientRounds(fraction=0.5, epochs=2, batch=4)
+
+
+def test_rounds_of_clients_are_measured_with_what_a_client_costs(tmp_path: Path) -> None:
+    """A client has 5 samples, and processes them twice, in steps of at most 4 or 1."""
+    config = {"seconds": 0.1}
+    told, _ = profiled(
+        tmp_path, CLIENTS_TASK, batch=4, clients=ROUNDS, config=config, measure="pace", limit_seconds=1.0
+    )
+    assert told.status == "done", told.message
+    assert [step.batch for step in told.steps] == [4, 1]
+    for step in told.steps:
+        assert step.seconds == pytest.approx(0.1 * step.batch / 10, rel=0.3)
+    told, _ = profiled(tmp_path, CLIENTS_TASK, batch=4, clients=ROUNDS, config=config, limit_seconds=4.0)
+    assert told.status == "done", told.message
+    assert [step.batch for step in told.steps] == [1, 2, 4, 8]
+    for step in told.steps:
+        assert step.seconds == pytest.approx(0.1 * step.batch / 10, rel=0.3)
+        assert step.peak_mb > 1
+    assert (told.update_seconds, told.layers) == (0.0, ())
+
+
+def test_a_client_that_takes_longer_than_the_time_is_measured_in_part(tmp_path: Path) -> None:
+    """A client makes 100 local steps of 0.1 s."""
+    begin = CLIENTS_TASK.index("\n", CLIENTS_TASK.index("def loss")) + 1
+    task = CLIENTS_TASK[:begin] + "    time.sleep(0.1)\n" + CLIENTS_TASK[begin:]
+    rounds = ROUNDS.model_copy(update={"epochs": 50})
+    told, _ = profiled(tmp_path, task, batch=4, clients=rounds, measure="pace", limit_seconds=2.0)
+    assert told.status == "done", told.message
+    # Half of the local steps of 4 samples have one, as a client has 5.
+    assert told.steps[0].batch == 4
+    assert 0.1 < told.steps[0].seconds < 0.25
+    assert told.seconds - told.loaded_seconds < 8.0, "a whole client takes 10 s"
+
+
+def test_the_memory_of_rounds_of_clients_is_told(tmp_path: Path) -> None:
+    plain, _ = profiled(tmp_path, CLIENTS_TASK, measure="size")
+    told, _ = profiled(tmp_path, CLIENTS_TASK, measure="size", clients=ROUNDS)
+    assert told.held_bytes == plain.held_bytes + 16 * 10
+    # The bias stays in the region, but clients' changes to it are averaged there as well.
+    local, _ = profiled(tmp_path, CLIENTS_TASK, measure="size", clients=ROUNDS, local=("bias",))
+    assert (local.model_bytes, local.held_bytes) == (32, told.held_bytes)
+
+
+@pytest.mark.processes
+def test_the_memory_of_rounds_of_clients_is_what_they_take(tmp_path: Path) -> None:
+    """A model of 8 million parameters; the peak of a step without clients is that of its tensors and gradients."""
+    layers = "nn.Sequential(nn.Linear(4, 2000), nn.Linear(2000, 4000), nn.Linear(4000, 2))"
+    task = CLIENTS_TASK.replace("nn.Linear(4, 2)", layers)
+    told, _ = profiled(tmp_path, task, batch=4, clients=ROUNDS, measure="size")
+    with_clients = _in_a_process(tmp_path, task, clients=ROUNDS)
+    without = _in_a_process(tmp_path, task)
+    more = 16 * told.parameters / 2**20
+    assert with_clients - without == pytest.approx(more, rel=0.25)
+
+
+def _in_a_process(folder: Path, task: str, **changed: Any) -> float:
+    """Return the peak in MB of a profile's first step in a process of its own, as a process keeps what it has had."""
+    body = call_of(folder, task, batch=4, limit_seconds=0.1, config={"lr": 1e-9}, **changed).model_dump_json()
+    code = (
+        "import sys, types; from region_agent.worker.handler import handle; "
+        "print(handle(types.SimpleNamespace(body=sys.argv[1].encode()), None)['body'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, body], capture_output=True, text=True, timeout=120, check=True)
+    told = Profiled.model_validate_json(ran.stdout.splitlines()[-1])
+    assert told.status == "done", told.message
+    return told.steps[0].peak_mb
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_a_task_is_found_with_its_other_files(tmp_path: Path) -> None:
             "import raised ValueError: deep at part.py:2 (raise ValueError('deep')), called at part.py:3 (f()), "
             "called at task.py:1 (import part)",
         ),
-        ("import sys\nsys.exit()\n", "import raised SystemExit:  at task.py:2 (sys.exit())"),
+        ("import sys\nsys.exit(3)\n", "import raised SystemExit: 3 at task.py:2 (sys.exit(3))"),
     ],
 )
 def test_errors_name_the_users_line(tmp_path: Path, text: str, says: str) -> None:

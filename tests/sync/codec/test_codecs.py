@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from support.budget import budget
 from support.damage import damaged
+from support.feedback import assert_nothing_is_lost
 
 from geofed_pb.errors import GeofedError
 from sync import framing
@@ -142,14 +143,7 @@ def test_sent_plus_residual_is_all_there_was(codec: Codec, data: st.DataObject) 
     rounds = data.draw(
         st.lists(st_numpy.arrays(np.float32, size, elements=tame, fill=st.just(0.5)), min_size=1, max_size=6)
     )
-    feedback = ErrorFeedback(codec)
-    sent, given_in = np.zeros(size, np.float64), np.zeros(size, np.float64)
-    for delta in rounds:
-        _, decoded = feedback.encode(delta)
-        sent += decoded
-        given_in += delta
-    assert feedback.residual is not None
-    assert np.array_equal(sent + feedback.residual, given_in)
+    assert_nothing_is_lost(ErrorFeedback(codec), rounds)
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from support.budget import budget
+from support.feedback import assert_nothing_is_lost
 
 from geofed_pb.errors import GeofedError
 from sync import framing
@@ -69,13 +70,7 @@ def test_what_is_held_back_is_exact(bulk: Codec, vector: npt.NDArray[np.float32]
 @settings(max_examples=budget(20), deadline=None)
 @given(rounds=st.lists(changes(tame), min_size=1, max_size=4))
 def test_sent_plus_residual_is_all_there_was(bulk: Codec, rounds: list[npt.NDArray[np.float32]]) -> None:
-    feedback = ErrorFeedback(Mixed(bulk, TRAINED))
-    sent, given_in = np.zeros(SIZE), np.zeros(SIZE)
-    for delta in rounds:
-        sent += feedback.encode(delta)[1]
-        given_in += delta
-    assert feedback.residual is not None
-    assert np.array_equal(sent + feedback.residual, given_in)
+    assert_nothing_is_lost(ErrorFeedback(Mixed(bulk, TRAINED)), rounds)
 
 
 @pytest.mark.parametrize("bulk", BULKS, ids=lambda codec: codec.name)

@@ -68,6 +68,19 @@ def test_what_no_noise_can_reach_is_refused() -> None:
     assert told.value.code == "INADMISSIBLE"
 
 
+def test_noise_that_was_looked_for_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three regions of one size took three times as long to plan as one, which is seconds each."""
+    first = noise_for(3.25, DELTA, 0.5, 4, sampled=True)
+
+    def again(*_: Any) -> float:
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr("sync.private._account.epsilon_of", again)
+    assert noise_for(3.25, DELTA, 0.5, 4, sampled=True) == first
+    with pytest.raises(AssertionError, match="computed again"):
+        noise_for(3.25, DELTA, 0.5, 5, sampled=True)
+
+
 @settings(deadline=None, max_examples=5)
 @given(before=st.integers(0, 40), most=st.integers(0, 60), epsilon=st.floats(0.5, 10))
 def test_as_many_releases_as_fit_are_affordable(before: int, most: int, epsilon: float) -> None:

@@ -52,7 +52,7 @@ from sync.ps.execution import checkpoints
 from sync.ps.execution import executor as executor_module
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.storage import PendingCheckpoint, Storage
-from sync.store import FileChannel
+from sync.store import FileChannel, _buffer_pool
 from sync.transfer.arrival import Arrival
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.wan import ExchangeSettings, policy_of
@@ -79,9 +79,14 @@ def change(region: str, sequence: int) -> Vector:
     return seed.normal(0, 0.1, SIZE).astype(np.float32)
 
 
+@pytest.fixture(autouse=True)
+def small_files_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_buffer_pool, "MIN_BYTES", 0)
+
+
 class Platter:
     """What a loss of power leaves of a folder at worst: contents that were flushed, under names that were, and of
-    checkpoints that are being written over a half of either."""
+    files that are being written over a half of either."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -108,7 +113,7 @@ class Platter:
             written[file.stat().st_ino] = file.read_bytes()
             file.unlink()
         for file, (number, content) in self._names.items():
-            over = written.get(number, b"") if file.name.startswith("checkpoint-") else b""
+            over = written.get(number, b"") if file.suffix == ".frame" else b""
             half = len(over) // 2
             file.write_bytes(over[:half] + content[half:])
         self._names = {file: (file.stat().st_ino, file.read_bytes()) for file in self._names}

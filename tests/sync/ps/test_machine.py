@@ -12,6 +12,7 @@ from support.budget import budget
 from support.federation_in_miniature import Miniature, Site
 
 from geofed_pb.bounds import MOST_METRICS
+from sync.histograms import Histogram, by_category
 from sync.ps.core.actions import Failed, LogRoundEnd, MergeUpdates, Refuse, Reply, StoreOwnUpdate
 from sync.ps.core.answers import AttachAnswer
 from sync.ps.core.background import Background
@@ -256,6 +257,29 @@ def test_metrics_are_weighted_by_samples() -> None:
     (keep,) = machine.handle(Evaluated(2, 1, 1, 1, 10.0, {"accuracy": 0.0}))
     assert keep.metrics == {"accuracy": 0.75}  # type: ignore[union-attr]
     assert keep.samples == 40.0  # type: ignore[union-attr]
+
+
+def test_histograms_of_workers_are_summed() -> None:
+    machine = _alone(rounds=1, sequence=1)
+    ages = [Histogram((0.0, 1.0, 2.0), counts=counts) for counts in ((1, 2), (3, 4))]
+    machine.handle(Evaluated(1, 0, 1, 1, 3.0, {}, histograms={"age": ages[0], "ward": by_category({"a": 3}.items())}))
+    (keep,) = machine.handle(
+        Evaluated(2, 1, 1, 1, 7.0, {}, histograms={"age": ages[1], "ward": by_category({"b": 7}.items())})
+    )
+    machine.handle(MetricsStored(keep))  # type: ignore[arg-type]
+    assert machine.progress.histograms == {
+        "age": Histogram((0.0, 1.0, 2.0), counts=(4, 6)),
+        "ward": by_category({"a": 3, "b": 7}.items()),
+    }
+
+
+def test_histograms_that_were_cut_off_stay_without_numbers() -> None:
+    machine = _alone(workers=1, rounds=1, sequence=1)
+    told = {"ward": by_category([("a", 3)], 900)}
+    (keep,) = machine.handle(Evaluated(1, 0, 1, 1, 3.0, {}, "only the first are kept", histograms=told))
+    machine.handle(MetricsStored(keep))  # type: ignore[arg-type]
+    assert machine.progress.histograms == told
+    assert machine.progress.metrics_error == "only the first are kept"
 
 
 def test_where_one_worker_cannot_measure_there_are_no_metrics() -> None:

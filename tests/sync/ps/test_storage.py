@@ -20,14 +20,17 @@ from hypothesis import strategies as st
 from support.budget import budget
 from support.small_disk import small_disk
 
-from geofed_pb import durable, linux
+from geofed_pb import linux
 from geofed_pb.errors import GeofedError
+from geofed_pb.files import durable
 from sync import framing
+from sync.histograms import Histogram
 from sync.layout import Layout, Slot, Vector
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, StoreMetrics
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.replica import ReplicaState
 from sync.ps.execution.storage import PendingCheckpoint, Storage
+from sync.store import _buffer_pool
 from sync.transfer.arrival import Arrival
 from sync.transfer.manifest import Manifest
 
@@ -74,7 +77,7 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
                 storage.keep_state(sequence, [b"optimiser state of round %d" % sequence])
                 storage.keep_update(manifest, [data])
                 continue
-            arrival = Arrival(manifest, storage.update_path(region, sequence))
+            arrival = Arrival(manifest, storage.update_path(region, sequence), reuse=storage.buffer_pool.take)
             for offset in range(arrival.file.prefix, len(data), 100):
                 arrival.append(offset, data[offset : offset + 100])
             arrival.complete(lambda *_: None)
@@ -83,7 +86,14 @@ def _live(storage: Storage, recovered: Recovered, model: Vector) -> None:
             sequence, (), sequence, 10.0 * sequence, sequence, version=sequence, watermarks=(("b", sequence),)
         )
         storage.keep_checkpoint(ReplicaState(model, model), applied)
-        storage.keep_metrics(StoreMetrics(sequence, 5.0, {"accuracy": sequence / 10}))
+        storage.keep_metrics(
+            StoreMetrics(
+                sequence,
+                5.0,
+                {"accuracy": sequence / 10},
+                histograms={"age": Histogram((0.0, 1.0), counts=(sequence,))},
+            )
+        )
         storage.forget({"a": sequence - 1, "b": sequence - 1})
 
 
@@ -98,6 +108,11 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
         )
         _live(storage, *_recover(storage))
     return told
+
+
+@pytest.fixture
+def small_files_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_buffer_pool, "MIN_BYTES", 0)
 
 
 class _Operations:
@@ -130,9 +145,11 @@ def _check(storage: Storage, recovered: Recovered, digests: dict[int, str]) -> N
             assert storage.update(manifest) == _update(manifest.region, manifest.sequence)[1]
     if recovered.metrics is not None:
         assert recovered.metrics.metrics == {"accuracy": recovered.metrics.sequence / 10}
+        assert recovered.metrics.histograms == {"age": Histogram((0.0, 1.0), counts=(recovered.metrics.sequence,))}
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("small_files_are_reused")
 def test_a_death_before_any_file_operation_loses_and_mixes_nothing(tmp_path: Path, digests: dict[int, str]) -> None:
     moment, over = 0, False
     while not over:
@@ -258,7 +275,7 @@ def test_an_update_is_hashed_once_in_a_process(tmp_path: Path, monkeypatch: pyte
 
 def test_a_residual_does_not_outlive_the_machines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not flushed, so that its file may hold anything then."""
-    _storage(tmp_path).keep_residual(3, np.arange(8.0))
+    _storage(tmp_path).keep_residual(3, np.arange(8, dtype=np.float32))
     again = _storage(tmp_path)
     found = again.residual(3)
     assert found is not None
@@ -283,7 +300,7 @@ def test_what_a_dead_process_left_half_written_is_removed(tmp_path: Path) -> Non
     assert not any(path.exists() for path in left)
 
 
-# Checkpoints that are written again
+# Files that are written again
 
 
 def _background(folder: Path) -> Storage:
@@ -294,7 +311,7 @@ def _background(folder: Path) -> Storage:
 
 def _checkpoint(storage: Storage, version: int, *, residual: bool = False, complete: bool = False) -> Path:
     model = np.full(8, version, np.float32)
-    held = np.full(8, version, np.float64) if residual else None
+    held = np.full(8, version, np.float32) if residual else None
     apply = MergeUpdates(version, (), version, 1.0 * version, version, version=version, complete=complete)
     ended = LogRoundEnd(version, f"b/1/{version}/model", "", 1.0, version, "", version + 1) if version else None
     storage.keep_checkpoint(ReplicaState(model, model, held), apply, ended)
@@ -302,6 +319,7 @@ def _checkpoint(storage: Storage, version: int, *, residual: bool = False, compl
     return newest
 
 
+@pytest.mark.usefixtures("small_files_are_reused")
 def test_in_the_background_a_checkpoint_is_written_over_one_that_is_not_needed_any_more(tmp_path: Path) -> None:
     storage = _background(tmp_path)
     # Two are kept, a third one is to be written again: each third file is the same, longer or shorter.
@@ -316,6 +334,7 @@ def test_in_the_background_a_checkpoint_is_written_over_one_that_is_not_needed_a
     assert numbers.residual is None
 
 
+@pytest.mark.usefixtures("small_files_are_reused")
 def test_the_newest_checkpoints_are_whole_wherever_writing_one_again_breaks_off(tmp_path: Path) -> None:
     for survived in range(200):
         folder = tmp_path / str(survived)
@@ -341,13 +360,14 @@ def test_the_newest_checkpoints_are_whole_wherever_writing_one_again_breaks_off(
     raise AssertionError("a checkpoint has no end")
 
 
+@pytest.mark.usefixtures("small_files_are_reused")
 def test_the_last_checkpoint_leaves_nothing_to_be_written_again(tmp_path: Path) -> None:
     storage = _background(tmp_path)
     for version in range(5):
         _checkpoint(storage, version)
-    assert list(tmp_path.glob(".spare*"))
+    assert list(tmp_path.glob("spare/*"))
     _checkpoint(storage, 5, complete=True)
-    assert not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob("spare/*"))
 
 
 # Beside other work

@@ -17,9 +17,9 @@ from support.exchange_site import Site
 from support.pki import Authority
 from support.relay import Relay
 
-from geofed_pb.access import AccessInterceptor
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import channel, error_of, region_name, streaming
+from geofed_pb.security.access import AccessInterceptor
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from sync.ps.core.actions import SendUpdates
 from sync.transfer import access, peer_sender

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from geofed_pb.errors import GeofedError
+from geofed_pb.user_code.modules import drop_task_modules
 from region_agent.shards.indexing import Indexes
 from region_agent.worker.clients.model import ClientsModel
 from region_agent.worker.clients.sampling import Clients
@@ -16,7 +17,6 @@ from region_agent.worker.data.formats import check_format
 from region_agent.worker.data.spec import FormatSpec
 from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import ClientRounds, Invocation, ShardFile
-from region_agent.worker.modules import drop_task_modules
 from region_agent.worker.task import load_task
 from sync.store import FileChannel
 
@@ -83,11 +83,12 @@ def test_buffers_that_are_not_part_of_the_state_do_not_go_from_client_to_client(
     changes = []
     for before in ([1], []):
         model = _model(tmp_path)
-        start = model._merged.vector()
+        start, local = model.flat.vector(), model._local
         model._module.train()
+        local._flat.vector(local._start)
         for client in [*before, 2]:
-            model._train(client, 1, start)
-        changes.append((model._merged.vector() - start).tolist())
+            local._train(client, 1, [])
+        changes.append((model.flat.vector() - start).tolist())
         model.close()
     assert changes[0] == changes[1]
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker import loop
-from region_agent.worker.clients.model import ClientsModel
+from region_agent.worker.clients.local import LocalTraining
 from region_agent.worker.clients.sampling import Clients
 from region_agent.worker.invocation import ClientRounds, ShardFile
 from sync.seeding import reseed, seed_all
@@ -131,15 +131,15 @@ def test_a_round_that_was_cut_off_is_made_again_with_the_same_bits(
     rounds = ClientRounds(fraction=0.5, epochs=1, batch=3)
     federation = Federation(tmp_path, ("east",), steps_per_round=2, rounds=2)
     monkeypatch.setattr(loop, "PsClient", federation.client)
-    train, lost = ClientsModel._train, iter([False] * 3 + [True] + [False] * 99)
+    train, lost = LocalTraining._train, iter([False] * 3 + [True] + [False] * 99)
 
-    def cut_off(self: ClientsModel, client: int, step: int, start: Any) -> tuple[int, float]:
-        done = train(self, client, step, start)
+    def cut_off(self: LocalTraining, client: int, step: int, start: Any, until: float | None) -> tuple[int, float]:
+        done = train(self, client, step, start, until)
         if next(lost):
             raise GeofedError("FENCED", "the worker is gone")
         return done
 
-    monkeypatch.setattr(ClientsModel, "_train", cut_off)
+    monkeypatch.setattr(LocalTraining, "_train", cut_off)
     with pytest.raises(AssertionError, match="left"):
         federation.train(TASK, {"sizes": SIZES}, seed=SEED, batch=8, slice_seconds=100.0, clients=rounds)
     federation.train(TASK, {"sizes": SIZES}, seed=SEED, batch=8, slice_seconds=100.0, clients=rounds)

@@ -1,0 +1,76 @@
+"""Published methods from a job file to its result: WAN policies, MLLess's filter and tuner, and later deadlines."""
+
+from __future__ import annotations
+
+import pytest
+from support.running import Running, check_succeeded, named
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+FEW = ("train.end.epochs=4", "train.batch=32", "train.evaluateEvery=0", "wan.interval=auto", "task.config.lr=0.01")
+"""The changes of all regions are added with `asgd` and its kin: at the rate of the template they diverge. How well jobs
+learn is not what is tested here: they are short."""
+
+UNREACHED = ("train.end.goal={metric: loss, atMost: 0.0001}", "train.evaluateEvery=1")
+
+
+@pytest.mark.parametrize("policy", ["asgd", "asgd-ga", "asp", "bsp"])
+def test_a_job_exchanges_by_a_published_policy(policy: str, running: Running) -> None:
+    ended = running.wait_end(running.submit("train.workers=1", *FEW, f"wan.policy={policy}"))
+    check_succeeded(ended, accuracy=0.0)
+    plan, result = ended["plan"], ended["result"]
+    assert plan["wan_policy"] == policy
+    every_step = policy in ("asgd", "asp", "bsp")
+    assert (plan["interval"] == 1) == every_step
+    assert bool(plan["wan_settings"].get("background")) == (policy != "bsp"), "only bsp waits for all"
+    for region in result["regions"]:
+        assert region["rounds"] == plan["rounds"]
+        assert region["applied_updates"] > 0
+
+
+def test_a_filter_of_significant_changes_is_known_to_the_next_plan(running: Running) -> None:
+    # Of another name: runs of the same job with another threshold tell something else.
+    settings = ("metadata.name=filtered", "train.workers=1", *FEW, "wan.policy=asp", "wan.significance=0.2")
+    first = running.wait_end(running.submit(*settings, task=named("filtered")))
+    second = running.wait_end(running.submit(*settings))
+    for ended in (first, second):
+        check_succeeded(ended, accuracy=0.0)
+    shares = [ended["plan"].get("sent_share", 1.0) for ended in (first, second)]
+    assert shares[0] == 1.0
+    assert 0.0 < shares[1] < 1.0
+    results = [ended["result"] for ended in (first, second)]
+    off = [one["predicted"]["wan_bytes"]["expected"] / one["measured"]["wan_bytes"] for one in results]
+    assert off[0] > off[1]
+    assert off[1] == pytest.approx(1.0, rel=0.3)
+
+
+def test_workers_share_significant_changes(running_pair: Running) -> None:
+    """MLLess's filter; lists are merged by ranges, as is best over the channel."""
+    job = running_pair.submit(
+        "train.workers=3", *FEW, "wan.exchange=synchronous", "collective=isp", "train.end.epochs=20"
+    )
+    check_succeeded(running_pair.wait_end(job), accuracy=0.0)
+    used = {event["data"]["collective"] for event in running_pair.events(job) if event["kind"] == "collective.used"}
+    assert used == {"isp with K = 3"}
+
+
+def test_a_job_is_scaled_as_published(running_pair: Running) -> None:
+    """By MLLess's tuner: workers leave and none comes; the job ends with its planned steps."""
+    job = running_pair.submit(
+        "train.workers=3", *FEW, "wan.exchange=synchronous", *UNREACHED, "train.scaling=mlless", "train.end.epochs=40"
+    )
+    ended = running_pair.wait_end(job)
+    check_succeeded(ended, accuracy=0.0)
+    scaled = [event["data"] for event in running_pair.events(job) if event["kind"] == "partition.scaled"]
+    counts = [one["workers"] for one in scaled]
+    assert all(1 <= count < 3 for count in counts)
+    assert ended["result"]["rounds"] == ended["plan"]["rounds"]
+
+
+def test_a_later_deadline_is_promised_where_the_first_one_cannot_be(running: Running) -> None:
+    late = ("objective.deadline=1s", "objective.soft=[{deadline: 30m, value: 0.5}]", "wan.exchange=synchronous")
+    ended = running.wait_end(running.submit("train.workers=1", *FEW, *late))
+    check_succeeded(ended, accuracy=0.0)
+    (told,) = [event for event in running.events(ended["id"]) if event["kind"] == "job.deadline"]
+    assert told["data"]["kept"]
+    assert 60.0 < ended["slack_seconds"] < 1800.0, "of the later one"

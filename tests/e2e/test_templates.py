@@ -1,0 +1,224 @@
+"""The templates that ship: each is written, gets its example data, and trains over regions to what its page states."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from ruamel.yaml import YAML
+from support.offered import counted, offered
+from support.running import TEMPLATES, Running, check_succeeded, eventually
+from support.templates import make_data
+
+from tests.e2e.conftest import PAIR, REGIONS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+FORMAT = {"kind": "text", "sequence": 64}
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """Where a template is copied to, away from its data."""
+    return tmp_path / "written"
+
+
+@contextmanager
+def _with_data(
+    running: Running, regions: tuple[str, ...], template: str, dataset: str, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """The regions offer the example data of a template; its files by region."""
+    made, _ = make_data(template, "--regions", ",".join(regions), "--out", str(folder / "shards"))
+    stated = TEMPLATES / template / "dataset.yaml"
+    form = YAML(typ="safe").load(stated.read_text()) if stated.exists() else {"format": FORMAT}
+    held = {
+        region: form | {"splits": {split: {"uri": part["path"]} for split, part in made[region].items()}}
+        for region in regions
+    }
+    # An earlier test's offer ends within seconds.
+    eventually(lambda: not any(counted(running, name, dataset) for name in regions), "no offer", 20)
+    with offered(running, held, dataset):
+        eventually(lambda: all(counted(running, name, dataset).get("train") for name in regions), "samples", 20)
+        yield made
+
+
+def _run(running: Running, file: Path, *settings: str) -> dict[str, Any]:
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    submitted = running.federation.control_plane("submit", str(file), *arguments, "-o", "name").stdout.strip()
+    ended = running.wait_end(submitted, 280)
+    assert ended["state"] == "succeeded", ended.get("error") or ended
+    return ended
+
+
+def _agree(running: Running, folder: Path, made: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The commands of the template's page, of the training rows."""
+    form = YAML(typ="safe").load((folder / "dataset.yaml").read_text())
+    held = {
+        region: form | {"splits": {split: {"uri": parts["train"]["path"]} for split in ("train", "test")}}
+        for region, parts in made.items()
+    }
+    name, command = "customers-measured", ("submit", str(folder / "columns.yaml"), "--wait", "-o", "json")
+    with offered(running, held, name):
+        eventually(lambda: all(counted(running, region, name).get("train") for region in made), "samples", 20)
+        told = running.federation.control_plane(*command, "--set", f"data.dataset={name}").stdout
+    (folder.parent / "measured.json").write_text(told)
+    monkeypatch.setattr(sys, "argv", ["columns.py", str(folder.parent / "measured.json")])
+    exec(compile((folder / "columns.py").read_text(), folder / "columns.py", "exec"), {
+        "__name__": "__main__", "__file__": str(folder / "columns.py"),
+    })  # fmt: skip
+    agreed: dict[str, Any] = json.loads((folder / "columns.json").read_text())
+    return agreed
+
+
+def _rows(made: dict[str, Any], split: str) -> list[dict[str, str]]:
+    found = []
+    for parts in made.values():
+        with open(parts[split]["path"], newline="") as file:
+            found += list(csv.DictReader(file))
+    return found
+
+
+def test_a_table_with_missing_values_and_categories(
+    running_pair: Running, tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(TEMPLATES / "tabular", written)
+    with _with_data(running_pair, PAIR, "tabular", "customers", tmp_path) as made:
+        agreed = _agree(running_pair, written, made, monkeypatch)
+        rows = _rows(made, "train")
+        incomes = torch.tensor([float(row["income"]) for row in rows if row["income"]], dtype=torch.float64)
+        assert agreed["numbers"]["income"]["mean"] == pytest.approx(float(incomes.mean()), rel=1e-5)
+        assert agreed["numbers"]["income"]["deviation"] == pytest.approx(float(incomes.std(correction=0)), rel=1e-4)
+        assert agreed["levels"] == {
+            "contract": ["local-1", "local-2", "monthly", "yearly"],
+            "device": ["desktop", "phone", "tablet"],
+        }
+        few = ("train.end.epochs=6", "advanced.wan.interval=10")
+        found = {
+            hidden: _run(running_pair, written / "job.yaml", f"task.config.hidden={hidden}", *few)["result"]["metrics"]
+            for hidden in (0, 16)
+        }
+        rows = _rows(made, "test")
+    part = sum(row["churned"] == "1" for row in rows) / len(rows)
+    assert found[0]["accuracy"] > max(part, 1 - part), found
+    assert found[16]["loss"] < found[0]["loss"] - 0.03, found
+
+
+def _batch(rows: list[dict[str, str]]) -> dict[str, Any]:
+    """As geofed reads these columns."""
+    batch: dict[str, Any] = {name: [row[name] for row in rows] for name in ("contract", "device")}
+    for name in ("age", "income", "visits", "churned"):
+        batch[name] = torch.tensor([float(row[name] or "nan") for row in rows])
+    return batch
+
+
+def test_trees_are_those_that_one_process_grows_from_all_rows(
+    running_pair: Running, tmp_path: Path, written: Path
+) -> None:
+    """A batch holds each region's shard three or four times, so that the average histogram is that of all rows."""
+    shutil.copytree(TEMPLATES / "tabular", written)
+    with _with_data(running_pair, PAIR, "tabular", "customers", tmp_path) as made:
+        few = ("task.config.trees=3", "task.config.depth=2", "train.end.steps=10", "train.batch=2880")
+        ended = _run(running_pair, written / "trees.yaml", *few)
+    assert [part["samples"] for part in made[PAIR[0]].values()] == [720, 180]
+    file = tmp_path / "trees.safetensors"
+    running_pair.federation.control_plane("export", ended["id"], "--output-file", str(file))
+    found = safetensors.torch.load_file(file)
+    task = ModuleType("trees")
+    task.__file__ = str(written / "trees_task.py")
+    exec(compile(Path(task.__file__).read_text(), task.__file__, "exec"), task.__dict__)
+    rows = _rows(made, "train")
+    task.dataset(rows, "train", {})
+    # The sums of all rows are twice the mean of those of two regions.
+    model = task.model({"trees": 3, "depth": 2, "smoothing": 2 * 0.002})
+    optimizer, batch = task.optimizer(model.parameters(), {}), _batch(rows)
+    for _ in range(10):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+    assert torch.equal(found["splits"].round(), model.splits.round())
+    torch.testing.assert_close(found["leaves"], model.leaves.detach(), rtol=0, atol=1e-4)
+    assert float(model.leaves.detach().abs().min()) > 0
+    with torch.no_grad():
+        expected = task.metrics(model.eval(), [_batch(_rows(made, "test"))])
+    assert ended["result"]["metrics"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_evaluation_changes_nothing_and_tells_each_region(running_pair: Running, tmp_path: Path, written: Path) -> None:
+    trained = running_pair.wait_end(running_pair.submit("train.end.epochs=2", "advanced.wan.interval=10"))
+    check_succeeded(trained, 0.3)
+    shutil.copytree(TEMPLATES / "federated-evaluation", written)
+    ended = _run(running_pair, written / "job.yaml", f"train.initialModel.job={trained['id']}")
+    assert ended["result"]["metrics"] == pytest.approx(trained["result"]["metrics"], abs=1e-6)
+    regions = {e["region"] for e in running_pair.events(ended["id"]) if e["kind"] == "partition.evaluated"}
+    assert regions == set(PAIR)
+    models = []
+    for job in (trained["id"], ended["id"]):
+        file = tmp_path / f"{job}.safetensors"
+        running_pair.federation.control_plane("export", job, "--output-file", str(file))
+        models.append(safetensors.torch.load_file(file))
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(models[0][name], tensor) for name, tensor in models[1].items())
+
+
+def test_a_resnet(running_pair: Running) -> None:
+    ended = running_pair.wait_end(running_pair.submit("task.config.arch=resnet", "train.end.epochs=3"))
+    check_succeeded(ended, 0.5)
+
+
+def test_packed_text(running_pair: Running, tmp_path: Path, written: Path) -> None:
+    """One and the same module trains in one function, and is cut into stages by the template for pipelines."""
+    shutil.copytree(TEMPLATES / "text", written)
+    with _with_data(running_pair, PAIR, "text", "documents", tmp_path):
+        ended = _run(running_pair, written / "packed.yaml", "train.end.epochs=1", "task.config.width=32")
+    assert ended["result"]["metrics"]["bits_per_byte"] < 4.5
+
+
+@pytest.mark.soak
+def test_a_pipeline_in_full(running_pair: Running, tmp_path: Path, written: Path) -> None:
+    shutil.copytree(TEMPLATES / "pipeline", written)
+    with _with_data(running_pair, PAIR, "pipeline", "documents", tmp_path):
+        running_pair.federation.control_plane("profile", str(written / "job.yaml"), timeout=300)
+        ended = _run(running_pair, written / "job.yaml")
+    assert [len(part["pipeline"]["stages"]) for part in ended["plan"]["partitions"]] == [2, 2]
+    print(ended["result"]["metrics"])
+    assert ended["result"]["metrics"]["bits_per_byte"] < 1
+
+
+@pytest.mark.soak
+def test_a_table_in_full(running: Running, tmp_path: Path, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(TEMPLATES / "tabular", written)
+    with _with_data(running, REGIONS, "tabular", "customers", tmp_path) as made:
+        _agree(running, written, made, monkeypatch)
+        network = _run(running, written / "job.yaml")["result"]["metrics"]
+        linear = _run(running, written / "job.yaml", "task.config.hidden=0")["result"]["metrics"]
+        trees = _run(running, written / "trees.yaml")["result"]["metrics"]
+    print(network, linear, trees)
+    assert trees["loss"] < network["loss"] + 0.01
+    assert network["accuracy"] > 0.69
+    assert network["loss"] < linear["loss"] - 0.05
+
+
+@pytest.mark.soak
+def test_packed_text_in_full(running: Running, tmp_path: Path, written: Path) -> None:
+    shutil.copytree(TEMPLATES / "text", written)
+    with _with_data(running, REGIONS, "text", "documents", tmp_path):
+        ended = _run(running, written / "packed.yaml")
+    print(ended["result"]["metrics"])
+    assert ended["result"]["metrics"]["bits_per_byte"] < 1
+
+
+@pytest.mark.soak
+def test_a_resnet_in_full(running: Running) -> None:
+    ended = running.wait_end(running.submit("task.config.arch=resnet"), 280)
+    print(ended["result"]["metrics"])
+    check_succeeded(ended, 0.95)
