@@ -35,6 +35,14 @@ def _auto_or_count(value: Any) -> int | Literal["auto"]:
     raise ValueError("must be `auto` or a positive integer")
 
 
+def _auto_or_number(value: Any) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < BELOW:
+        return value
+    raise ValueError("must be `auto` or an integer that is not negative")
+
+
 def _duration(value: Any) -> timedelta:
     if isinstance(value, timedelta):
         return value
@@ -84,6 +92,11 @@ AutoOrCount = Annotated[
     int | Literal["auto"],
     PlainValidator(_auto_or_count),
     WithJsonSchema({"anyOf": [{"const": "auto"}, _COUNT_SCHEMA]}),
+]
+AutoOrNumber = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_auto_or_number),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, {**_COUNT_SCHEMA, "minimum": 0}]}),
 ]
 Workers = Annotated[
     int | Literal["auto"] | dict[str, int],

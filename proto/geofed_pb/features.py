@@ -11,6 +11,8 @@ __all__ = [
     "FEATURES",
     "INITIAL_FILE",
     "LOCAL",
+    "MERGE_STEP",
+    "MERGE_TO_ALL",
     "PRECISION",
     "REQUIREMENTS",
     "SECRETS",
@@ -29,7 +31,10 @@ DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
 CLIENTS = "clients"
 EVALUATION = "train.end.steps: 0"
+MERGE_STEP = "advanced.merge.step"
+MERGE_TO_ALL = "advanced.k: 0"
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS, EVALUATION,
+    MERGE_STEP, MERGE_TO_ALL,
 )  # fmt: skip
 """All features of this version."""

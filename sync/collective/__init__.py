@@ -3,7 +3,7 @@
 Each collective is a module of this package, which holds no machinery: `sync.merging` executes merges over a channel.
 """
 
-from sync.collective._choice import Choice, best_groups, choose
+from sync.collective._choice import Choice, best_groups, choose, owners_of_lists
 from sync.collective._contract import Collective, CollectiveMethod, Merged, Settings, Settled, State
 from sync.collective._estimate import Estimate, Merge, Merges, estimate, merge_terms
 from sync.collective._form import TERMS, ChannelCosts, Correction, MergeForm, MergeTerms
@@ -32,6 +32,7 @@ __all__ = [
     "collectives",
     "estimate",
     "merge_terms",
+    "owners_of_lists",
 ]
 
 DEFAULT = "server-reduce"

@@ -163,6 +163,11 @@ class CollectiveMethod:
     load it. Empty: the region's parameter server merges."""
 
     @property
+    def to_all(self) -> bool:
+        """Whether job files may give `k: 0`: nobody merges for others, every worker reads every other's vector."""
+        return self.takes_k and self.owners(2, 0) == 0
+
+    @property
     def predictable(self) -> bool:
         """Whether a planner can predict its merges, and learn from measured ones."""
         return self.cost is not None and self.shares == "mean"

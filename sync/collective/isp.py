@@ -31,7 +31,7 @@ def _all_to_all(form: MergeForm) -> MergeTerms:
     """Return the terms if every worker reads every other worker's list, as published."""
     channel, workers, size = form.channel, form.workers, form.size_bytes
     none = np.zeros_like(workers)
-    load = form.load(none)
+    load = form.load(workers)
     given = form.request(load.put, size / load.up)
     if form.faithful:
         pulled = (workers - 1)[:, None] * form.request(load.get, size / load.down)

@@ -676,3 +676,29 @@ def test_a_good_task_module_passes(job_file: Path) -> None:
 def test_functions_may_come_from_anywhere(tmp_path: Path, text: str) -> None:
     (tmp_path / "task.py").write_text(text)
     check_task(tmp_path, "task.py")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["k=0"], "`k` requires `collective: isp` or `collective: k-reduce`"),
+        (["collective=k-reduce", "k=0"], "`k: 0` requires `collective: isp`"),
+        (["collective=isp", "k=-1"], "must be `auto` or an integer that is not negative"),
+        (["merge.step=mean"], "`merge.step` requires `collective: isp`"),
+        (["collective=k-reduce", "merge.step=mean"], "`merge.step` requires `collective: isp`"),
+    ],
+)
+def test_only_lists_of_changes_go_to_all_and_have_steps_of_two_lengths(
+    job_file: Path, settings: list[str], told: str
+) -> None:
+    (error,) = errors_of(job_file, JOB, *settings)
+    assert told in error
+
+
+def test_a_plan_keeps_how_changes_are_shared(job_file: Path) -> None:
+    for settings, merging in (
+        (["k=0"], {"k": 0.0}),
+        (["k=2", "merge.step=mean"], {"k": 2.0, "mean": 1.0}),
+        (["merge.step=sum"], {}),
+    ):
+        assert to_demand(load(job_file, ["collective=isp", *settings]).spec, "j", NOW).merging == merging

@@ -44,14 +44,22 @@ def test_a_filter_of_significant_changes_is_known_to_the_next_plan(running: Runn
     assert off[1] == pytest.approx(1.0, rel=0.3)
 
 
-def test_workers_share_significant_changes(running_pair: Running) -> None:
-    """MLLess's filter; lists are merged by ranges, as is best over the channel."""
-    job = running_pair.submit(
-        "train.workers=3", *FEW, "wan.exchange=synchronous", "collective=isp", "train.end.epochs=20"
-    )
-    check_succeeded(running_pair.wait_end(job), accuracy=0.0)
-    used = {event["data"]["collective"] for event in running_pair.events(job) if event["kind"] == "collective.used"}
-    assert used == {"isp with K = 3"}
+@pytest.mark.parametrize(
+    ("settings", "used"),
+    [
+        # Lists are merged by ranges, as is best over the channel.
+        (("train.workers=3",), "isp with K = 3"),
+        (("train.workers=3", "k=0"), "isp"),
+        # The mean of all changes: the learning rate may be that of other collectives.
+        (("train.workers=2", "merge.step=mean", "task.config.lr=0.1"), "isp"),
+    ],
+)
+def test_workers_share_significant_changes(settings: tuple[str, ...], used: str, running_pair: Running) -> None:
+    """MLLess's filter."""
+    job = running_pair.submit(*FEW, "wan.exchange=synchronous", "collective=isp", "train.end.epochs=20", *settings)
+    check_succeeded(running_pair.wait_end(job), accuracy=0.8)
+    told = {event["data"]["collective"] for event in running_pair.events(job) if event["kind"] == "collective.used"}
+    assert told == {used}
 
 
 def test_a_job_is_scaled_as_published(running_pair: Running) -> None:

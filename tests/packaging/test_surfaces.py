@@ -300,6 +300,7 @@ SURFACES = {
         "collectives",
         "estimate",
         "merge_terms",
+        "owners_of_lists",
     },
     "sync.merging": {
         "Buckets",

@@ -14,6 +14,8 @@ from geofed_pb.features import (
     EVALUATION,
     INITIAL_FILE,
     LOCAL,
+    MERGE_STEP,
+    MERGE_TO_ALL,
     PRECISION,
     REQUIREMENTS,
     SECRETS,
@@ -46,6 +48,8 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (REQUIREMENTS, spec.task.requirements is not None),
             (CLIENTS, spec.clients is not None),
             (EVALUATION, spec.evaluates_only),
+            (MERGE_STEP, spec.merge.step != "sum"),
+            (MERGE_TO_ALL, spec.advanced.k == 0),
         )
         if used
     ]

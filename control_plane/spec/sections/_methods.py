@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from control_plane.spec._types import BELOW, AutoOrCount, Duration, OneOf
+from control_plane.spec._types import BELOW, AutoOrCount, AutoOrNumber, Duration, OneOf
 from control_plane.spec.sections._base import Section
 from geofed_pb.errors import GeofedError
 from scheduler.topology import topology_kinds
@@ -215,6 +215,10 @@ class Merge(Section):
     """For `k-reduce`: workers that merge no part continue with the mean from this many steps before (FasDL: 1)."""
     significance: Annotated[float, Field(ge=0)] | None = None
     """For `isp`: v in the filter abs(change / weight) > v / sqrt(step + 1), step = 0, 1, ... Default: 0.7."""
+    step: Literal["sum", "mean"] = "sum"
+    """For `isp`: how long a step is. `sum`, as published: the changes of all W workers are added, so a step is W times
+    as long as with the other collectives, which apply the mean. `mean`: each worker divides its change by W first, so
+    the same learning rate suits as elsewhere."""
 
 
 class Advanced(Section):
@@ -224,8 +228,10 @@ class Advanced(Section):
     """How the workers of a region merge: `server-reduce` at its parameter server, the others among themselves
     (docs/collectives.md). `auto`: each region uses the fastest one by the measured constants of its channel, in shared
     memory `server-reduce`; for a profiled task, the choice of its profiles if all regions agree."""
-    k: AutoOrCount = "auto"
-    """For `k-reduce` and `isp`: number of workers that merge a part each; limited to the number of workers."""
+    k: AutoOrNumber = "auto"
+    """For `k-reduce` and `isp`: number of workers that merge a part each; limited to the number of workers. 0, for
+    `isp`, as published: none merges, each worker reads the changes of all others. `auto`: by the measured constants of
+    the region's channel."""
     channel: Annotated[str, OneOf("auto", *channel_kinds())] = "auto"
     """Store through which the workers of a region exchange tensors (docs/channels.md). `auto`: the region's own.
     Regions with another one are not used."""
@@ -237,6 +243,10 @@ class Advanced(Section):
         method = self.method
         if self.k != "auto" and not (method and method.takes_k):
             raise ValueError(f"`k` requires {_collectives_with(lambda one: one.takes_k)}")
+        if self.k == 0 and not (method and method.to_all):
+            raise ValueError(f"`k: 0` requires {_collectives_with(lambda one: one.to_all)}")
+        if self.merge.step != "sum" and (method is None or method.shares != "changes"):
+            raise ValueError(f"`merge.step` requires {_collectives_with(lambda one: one.shares == 'changes')}")
         if self.merge.staleness and not (method and method.takes_staleness):
             raise ValueError(f"`merge.staleness` requires {_collectives_with(lambda one: one.takes_staleness)}")
         if self.merge.significance is not None and (method is None or method.significance is None):

@@ -24,12 +24,14 @@ from sync.collective import (
     DEFAULT,
     ChannelCosts,
     Collective,
+    CollectiveMethod,
     Merge,
     Settings,
     State,
     best_groups,
     choose,
     collective_named,
+    owners_of_lists,
 )
 from sync.flat import FlatModel
 from sync.merging import MeanCollective, Member, open_collective
@@ -169,10 +171,19 @@ class ChannelCollective(SingleWorker):
     """A collective through the channel: the workers merge without the parameter server."""
 
     def __init__(
-        self, update: OptimizerStep, flat: FlatModel, collective: Collective, name: str, timeout: PeerTimeout
+        self,
+        update: OptimizerStep,
+        flat: FlatModel,
+        collective: Collective,
+        name: str,
+        timeout: PeerTimeout,
+        *,
+        share: float = 1.0,
     ) -> None:
+        """``share``: for collectives of changes, by what a worker multiplies its own change before it shares it."""
         super().__init__(update)
         self._flat, self._collective, self.name, self._timeout = flat, collective, name, timeout
+        self._share_of_change = share
         self._before = flat.vector() if collective.shares == "changes" else None
         overlap = isinstance(collective, MeanCollective) and collective.in_parts
         self._gradients = GradientMerge(flat, collective, overlap=overlap)
@@ -199,6 +210,12 @@ class ChannelCollective(SingleWorker):
         before = self._flat.vector(self._before)
         self._update()
         after = self._flat.vector()
+        if self._share_of_change != 1.0:
+            # What gradients do not train, such as the statistics of a normalisation, is no part of the step.
+            trained = slice(0, self._flat.layout.trainable_size)
+            after = after.copy()
+            after[trained] = before[trained] + np.float32(self._share_of_change) * (after[trained] - before[trained])
+            self._flat.load(after)
         for merged in self._collective.merge(step, after - before, samples, after):
             self._flat.add(merged.vector)
 
@@ -297,7 +314,8 @@ def merging_for(
     collective = open_collective(settings, member, fenced, _PREFIX, size, timeout)
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
-    return ChannelCollective(update, flat, collective, name, timeout)
+    share = 1.0 / call.workers if call.merging.get("mean") else 1.0
+    return ChannelCollective(update, flat, collective, name, timeout, share=share)
 
 
 def group_settings(call: Invocation, flat: FlatModel) -> Settings:
@@ -322,9 +340,20 @@ def _chosen(workers: int, size: float, costs: ChannelCosts, patterns: Sequence[s
     return choose(workers, size, priced, slack=_SLACK, patterns=patterns).merge
 
 
+def _owners(method: CollectiveMethod, workers: int, size: float, costs: ChannelCosts | None) -> int:
+    """Return K where the job file leaves it open."""
+    if method.shares == "changes":
+        if costs is None:
+            # In shared memory bytes are work. All lists of two workers are no more bytes than their parts of two ranges
+            # and the ranges' unions; with more workers they are soon more.
+            return 0 if method.to_all and workers == 2 else workers
+        return owners_of_lists(method.name, workers, size, costs, slack=_SLACK)
+    return _chosen(workers, size, costs, (method.name,)).owners if costs and method.cost else workers
+
+
 def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> Settings | None:
     """Return the collective's settings; None: the parameter server merges."""
-    pattern, k = call.collective, int(call.merging.get("k", 0)) or None
+    pattern, k = call.collective, int(call.merging["k"]) if "k" in call.merging else None
     size = 4.0 * flat.layout.size
     if pattern == "auto" and costs is not None and not channel_kind(call.channel).in_memory:
         chosen = _chosen(call.workers, size, costs)
@@ -333,14 +362,14 @@ def _settings(call: Invocation, flat: FlatModel, costs: ChannelCosts | None) -> 
         return None
     method = collective_named(pattern)
     if method.takes_k and k is None:
-        k = _chosen(call.workers, size, costs, (pattern,)).owners if costs and method.cost else call.workers
+        k = _owners(method, call.workers, size, costs)
     staleness = int(call.merging.get("staleness", 0))
     groups = 1
     if method.takes_groups and costs is not None and not staleness:
         groups = best_groups(Merge(pattern, call.workers, size, k), costs)
     return Settings(
         pattern=pattern,
-        chunks=min(k, call.workers) if k is not None else None,
+        chunks=min(k, call.workers) if k else None,
         groups=groups,
         staleness=staleness,
         codec=call.merging_codec,

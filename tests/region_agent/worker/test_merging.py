@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.memory_channel import MemoryChannel
@@ -23,19 +25,47 @@ CHEAP = asdict(ChannelCosts(1e-4, 1e-4, 1e9, 1e9))
 SLOW = asdict(ChannelCosts(0.1, 0.02, 1e8, 1e8))
 
 
-def _merging(tmp_path: Any, size: int = 10, **more: Any) -> Merging:
+def _opened(tmp_path: Any, module: torch.nn.Module, **more: Any) -> Merging:
     call = Invocation(
-        job="job-1", region="east", worker=0, attempt=1, token="", ps_address="", ps_name="", ca_pem="",
+        job="job-1", region="east", attempt=1, token="", ps_address="", ps_name="", ca_pem="",
         channel_address="", bundle_key="", module="", config={}, splits={}, region_batch=4, steps_per_round=1, rounds=1,
-        seed=0, slice_seconds=1.0, **{"workers": 4, "channel": "redis", **more},
+        seed=0, slice_seconds=1.0, **{"worker": 0, "workers": 4, "channel": "redis", **more},
     )  # fmt: skip
-    module = torch.nn.Linear(size, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    made = merging_for(
+    return merging_for(
         call, TaskModule(tmp_path, {}, {}), optimizer, FlatModel(module), FileChannel(tmp_path), time.monotonic()
     )
+
+
+def _merging(tmp_path: Any, size: int = 10, **more: Any) -> Merging:
+    made = _opened(tmp_path, torch.nn.Linear(size, 1), **more)
     made.close()
     return made
+
+
+def _steps(tmp_path: Any, **more: Any) -> list[np.ndarray[Any, Any]]:
+    """Three steps of three workers, each with its own samples; the models that they end with."""
+    tmp_path.mkdir()
+
+    def work(worker: int) -> np.ndarray[Any, Any]:
+        module = torch.nn.Linear(5, 4)
+        module.register_buffer("seen", torch.zeros(1))  # A statistic, which no gradient trains.
+        flat = FlatModel(module)
+        flat.load(np.linspace(0.5, 1, flat.layout.size, dtype=np.float32))
+        draw = torch.Generator().manual_seed(worker)
+        merging = _opened(tmp_path, module, worker=worker, workers=3, channel="file", **more)
+        for step in range(1, 4):
+            module.zero_grad()
+            x = torch.randn(4, 5, generator=draw)
+            module(x).square().mean().backward()
+            module.seen.fill_(step + worker)
+            merging.step(None, step, 4, 0.0)  # type: ignore[arg-type]
+        merging.settle(3)
+        merging.close()
+        return flat.vector()
+
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(work, range(3)))
 
 
 def test_a_worker_alone_merges_with_nobody(tmp_path: Any) -> None:
@@ -64,6 +94,32 @@ def test_many_workers_merge_in_groups_where_an_owner_would_read_long(tmp_path: A
     assert _merging(tmp_path, **asked).name == "k-reduce with K = 1"
 
 
+def test_lists_go_to_all_where_that_is_asked_for_or_suits(tmp_path: Any) -> None:
+    published = {"collective": "isp", "merging": {"k": 0}}
+    assert _merging(tmp_path, **published).name == "isp"
+    assert _merging(tmp_path, 4_000_000, workers=16, channel_costs=CHEAP, **published).name == "isp"
+    assert _merging(tmp_path, collective="isp", channel_costs=SLOW).name == "isp"
+    assert _merging(tmp_path, 4_000_000, workers=16, collective="isp", channel_costs=CHEAP).name.startswith("isp with")
+    assert _merging(tmp_path, workers=2, channel="file", collective="isp").name == "isp"
+    assert _merging(tmp_path, workers=3, channel="file", collective="isp").name == "isp with K = 3"
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_step_of_changes_is_their_sum_or_their_mean(tmp_path: Any, k: int) -> None:
+    everything = {"collective": "isp", "merging": {"k": k, "significance": 0.0}}
+    begin = np.linspace(0.5, 1, 25, dtype=np.float32)[:24]
+    means = _steps(tmp_path / "means", collective="k-reduce", merging={"k": 2})
+    everything["merging"] = {"k": k, "significance": 0.0, "mean": 1.0}
+    changes = _steps(tmp_path / "changes", **everything)
+    for one in changes:
+        assert np.array_equal(one, changes[0])
+        np.testing.assert_allclose(one[:24], means[0][:24], rtol=1e-5)
+        assert one[24] == 4.0, "of 3, 4 and 5: it is no part of the steps"
+    everything["merging"] = {"k": k, "significance": 0.0}
+    summed = _steps(tmp_path / "sums", **everything)
+    assert np.linalg.norm(summed[0][:24] - begin) > 2 * np.linalg.norm(means[0][:24] - begin)
+
+
 def test_there_are_never_more_parts_than_workers(tmp_path: Any) -> None:
     assert _merging(tmp_path, collective="isp", merging={"k": 9}).name == "isp with K = 4"
 
@@ -72,7 +128,8 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Any) -> None:
     with pytest.raises(GeofedError, match="isp does not support codec 'int8'"):
         _merging(tmp_path, collective="isp", merging_codec="int8")
     for collective in ("isp", "k-reduce"):
-        assert _merging(tmp_path, collective=collective, merging_codec="int4").name == f"{collective} with K = 4"
+        made = _merging(tmp_path, collective=collective, merging_codec="int4", merging={"k": 4})
+        assert made.name == f"{collective} with K = 4"
 
 
 def test_who_looks_in_vain_sees_that_the_attempt_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

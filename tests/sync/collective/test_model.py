@@ -21,6 +21,7 @@ from sync.collective import (
     choose,
     collectives,
     estimate,
+    owners_of_lists,
 )
 from sync.layout import Vector
 from sync.merging import MeanCollective, Member, probe
@@ -107,6 +108,29 @@ def test_a_little_time_may_buy_many_requests() -> None:
     thrifty = choose(32, 14e6, S3, usd_per_worker_second=3e-5, slack=0.1)
     assert thrifty.estimate.seconds <= 1.1 * fast.estimate.seconds
     assert thrifty.usd < fast.usd
+
+
+@settings(max_examples=budget(60), deadline=None)
+@given(st.integers(2, 16), st.floats(4, 8.5), st.integers(0, 1 << 30))
+def test_the_owners_of_lists_are_far_from_the_best_for_no_length(workers: int, log_size: float, seed: int) -> None:
+    costs, size = draw_costs(random.Random(seed)), 10**log_size
+
+    def seconds(k: int, share: float) -> float:
+        merge = Merge("isp", workers, share * size, k, merged_bytes=size * min(1, share * workers))
+        return estimate(merge, costs).seconds
+
+    def worst(k: int) -> float:
+        shares = [4.0**-power for power in range(7)]
+        return max(seconds(k, share) / min(seconds(k, share) for k in range(workers + 1)) for share in shares)
+
+    chosen = owners_of_lists("isp", workers, size, costs)
+    assert worst(chosen) == pytest.approx(min(map(worst, range(workers + 1))))
+
+
+def test_few_workers_send_their_lists_to_all_and_many_merge_them_by_ranges() -> None:
+    for costs in (S3, REDIS):
+        assert owners_of_lists("isp", 2, 4e7, costs) == owners_of_lists("isp", 3, 4e6, costs) == 0
+        assert owners_of_lists("isp", 16, 4e8, costs) > 1
 
 
 class Puts:
