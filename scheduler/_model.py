@@ -225,7 +225,8 @@ class Demand:
     collective: str | None = None
     channel: str | None = None
     merging: dict[str, float] = field(default_factory=dict)
-    """Settings of the collective in the job file: "k", "staleness", "significance", "mean" (1: `merge.step: mean`)."""
+    """Settings of the collective in the job file: "k", "staleness", "ratio", "significance", "mean" (1: `merge.step:
+    mean`)."""
     merging_codec: str = "fp32"
     wan_policy: str | None = None
     wan_settings: dict[str, float] = field(default_factory=dict)

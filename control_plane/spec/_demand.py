@@ -97,6 +97,7 @@ def _merging(spec: JobSpec) -> dict[str, float]:
         "k": _count(spec.advanced.k),
         "staleness": spec.merge.staleness or None,
         "significance": spec.merge.significance,
+        "ratio": spec.merge.ratio if spec.merge.ratio != 1.0 else None,
         "mean": 1 if spec.merge.step == "mean" else None,
     }
     return {name: float(value) for name, value in found.items() if value is not None}

@@ -11,6 +11,7 @@ __all__ = [
     "FEATURES",
     "INITIAL_FILE",
     "LOCAL",
+    "MERGE_RATIO",
     "MERGE_STEP",
     "MERGE_TO_ALL",
     "PRECISION",
@@ -31,10 +32,11 @@ DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
 CLIENTS = "clients"
 EVALUATION = "train.end.steps: 0"
+MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
 MERGE_TO_ALL = "advanced.k: 0"
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS, EVALUATION,
-    MERGE_STEP, MERGE_TO_ALL,
+    MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO,
 )  # fmt: skip
 """All features of this version."""

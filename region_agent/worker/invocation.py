@@ -182,7 +182,7 @@ class Invocation(BaseModel):
     collective: str = DEFAULT
     """Collective that merges the workers' steps; "auto": the workers choose one, and all choose the same."""
     merging: dict[str, float] = {}
-    """Settings of the collective: "k", "staleness", "significance", "mean" (1: `merge.step: mean`)."""
+    """Settings of the collective: "k", "staleness", "ratio", "significance", "mean" (1: `merge.step: mean`)."""
     merging_codec: str = "fp32"
     channel_costs: dict[str, float] = {}
     """Fields of `ChannelCosts` that the agent has measured."""

@@ -685,12 +685,11 @@ def test_functions_may_come_from_anywhere(tmp_path: Path, text: str) -> None:
         (["collective=k-reduce", "k=0"], "`k: 0` requires `collective: isp`"),
         (["collective=isp", "k=-1"], "must be `auto` or an integer that is not negative"),
         (["merge.step=mean"], "`merge.step` requires `collective: isp`"),
+        (["collective=k-reduce", "merge.ratio=2"], "`merge.ratio` requires `merge.staleness`"),
         (["collective=k-reduce", "merge.step=mean"], "`merge.step` requires `collective: isp`"),
     ],
 )
-def test_only_lists_of_changes_go_to_all_and_have_steps_of_two_lengths(
-    job_file: Path, settings: list[str], told: str
-) -> None:
+def test_what_workers_share_fits_the_collective(job_file: Path, settings: list[str], told: str) -> None:
     (error,) = errors_of(job_file, JOB, *settings)
     assert told in error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from support.running import Running, check_succeeded, named
 
@@ -60,6 +62,37 @@ def test_workers_share_significant_changes(settings: tuple[str, ...], used: str,
     check_succeeded(running_pair.wait_end(job), accuracy=0.8)
     told = {event["data"]["collective"] for event in running_pair.events(job) if event["kind"] == "collective.used"}
     assert told == {used}
+
+
+COUNTED = (
+    named("counted")
+    + """
+_loss = loss
+
+
+def loss(model, batch):
+    if model.training:
+        print(f"{len(batch[1])} samples at once", flush=True)
+    return _loss(model, batch)
+"""
+)
+
+
+def test_workers_that_merge_nothing_process_more_samples(running_pair: Running) -> None:
+    """FasDL's unequal partition, with staleness 1: of two workers' 64 samples the owner processes 13, the other 51, in
+    parts of no more than the batch."""
+    unequal = ("collective=k-reduce", "k=1", "merge.staleness=1", "merge.ratio=4")
+    shown = ("metadata.name=counted", "train.workers=2", *FEW, "wan.exchange=synchronous", "train.end.epochs=20")
+    job = running_pair.submit(*shown, *unequal, task=COUNTED)
+    ended = running_pair.wait_end(job)
+    check_succeeded(ended)
+    told = {event["data"]["collective"] for event in running_pair.events(job) if event["kind"] == "collective.used"}
+    assert told == {"k-reduce with K = 1"}
+    lines = running_pair.federation.control_plane("logs", job).stdout.splitlines()
+    counts = Counter(int(line.split(" samples at once")[0].split()[-1]) for line in lines if "samples at once" in line)
+    steps = sum(part["step"] for part in ended["partitions"])
+    assert counts[13] == steps, counts
+    assert counts[25] == counts[26] == steps, counts
 
 
 def test_a_job_is_scaled_as_published(running_pair: Running) -> None:

@@ -14,6 +14,7 @@ from geofed_pb.features import (
     EVALUATION,
     INITIAL_FILE,
     LOCAL,
+    MERGE_RATIO,
     MERGE_STEP,
     MERGE_TO_ALL,
     PRECISION,
@@ -49,6 +50,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (CLIENTS, spec.clients is not None),
             (EVALUATION, spec.evaluates_only),
             (MERGE_STEP, spec.merge.step != "sum"),
+            (MERGE_RATIO, spec.merge.ratio != 1.0),
             (MERGE_TO_ALL, spec.advanced.k == 0),
         )
         if used

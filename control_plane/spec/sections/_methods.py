@@ -213,6 +213,9 @@ class Merge(Section):
     require an explicit `collective` other than `server-reduce`."""
     staleness: Annotated[int, Field(ge=0, le=8)] = 0
     """For `k-reduce`: workers that merge no part continue with the mean from this many steps before (FasDL: 1)."""
+    ratio: Annotated[float, Field(ge=1, le=64)] = 1.0
+    """With `staleness`: samples in a step of a worker that merges no part, as a multiple of those of one that merges a
+    part (FasDL's unequal partition). All workers of a region together process as many as with 1, the default."""
     significance: Annotated[float, Field(ge=0)] | None = None
     """For `isp`: v in the filter abs(change / weight) > v / sqrt(step + 1), step = 0, 1, ... Default: 0.7."""
     step: Literal["sum", "mean"] = "sum"
@@ -249,6 +252,8 @@ class Advanced(Section):
             raise ValueError(f"`merge.step` requires {_collectives_with(lambda one: one.shares == 'changes')}")
         if self.merge.staleness and not (method and method.takes_staleness):
             raise ValueError(f"`merge.staleness` requires {_collectives_with(lambda one: one.takes_staleness)}")
+        if self.merge.ratio != 1.0 and not self.merge.staleness:
+            raise ValueError("`merge.ratio` requires `merge.staleness`: else all wait for the slowest worker")
         if self.merge.significance is not None and (method is None or method.significance is None):
             filtering = _collectives_with(lambda one: one.significance is not None)
             raise ValueError(f"`merge.significance` requires {filtering}")

@@ -31,6 +31,7 @@ __all__ = [
     "parts_of",
     "share_of",
     "split_clients",
+    "weighted_share_of",
 ]
 
 
@@ -123,8 +124,13 @@ class BatchStream:
         if self._batches.least < workers:
             text = f"{self._batches.least} samples a step are too few for {workers} workers"
             raise GeofedError("CONFIG_INVALID", text)
+        self._weights: tuple[float, ...] = ()
         self._orders: dict[int, npt.NDArray[np.int64]] = {}
         self._blocks = data.order(self._seed, self._batches.of(1)) if isinstance(data, Streamed) else None
+
+    def divide(self, weights: Sequence[float]) -> None:
+        """Divide the samples of each step in proportion to the workers' weights, which are above 0, from now on."""
+        self._weights = tuple(weights)
 
     def indices(self, step: int) -> list[int]:
         """Return the indices of this worker's samples in a step; steps count from 1."""
@@ -145,6 +151,8 @@ class BatchStream:
         return len(self._share(step))
 
     def _share(self, step: int) -> range:
+        if self._weights:
+            return weighted_share_of(self._worker, self._weights, self._batches.of(step))
         return share_of(self._worker, self._workers, self._batches.of(step))
 
     def batch(self, step: int) -> Any:
@@ -200,6 +208,14 @@ class BatchStream:
 def share_of(worker: int, workers: int, region_batch: int) -> range:
     """Return the range of a worker's samples among those of a step."""
     return range(worker * region_batch // workers, (worker + 1) * region_batch // workers)
+
+
+def weighted_share_of(worker: int, weights: Sequence[float], region_batch: int) -> range:
+    """Return the range of a worker's samples among those of a step, at least as many as there are workers; each has
+    one, and of the others a part in proportion to its weight."""
+    others, total = region_batch - len(weights), sum(weights)
+    before, after = (number + int(others * sum(weights[:number]) / total + 1e-9) for number in (worker, worker + 1))
+    return range(before, after)
 
 
 def parts_of(samples: int, at_once: int) -> list[int]:

@@ -65,6 +65,8 @@ class Merging(Protocol):
     """Text for users."""
     server_counts_steps: bool
     """Whether the parameter server takes part in every step."""
+    weights: tuple[float, ...]
+    """In what proportion the workers divide the samples of a step; empty: equally."""
 
     def arm(self, step: int, samples: int) -> None:
         """Allow gradients to be sent during the next backward pass, which is the last one of the step."""
@@ -90,6 +92,7 @@ class SingleWorker:
 
     name = "a worker alone"
     server_counts_steps = False
+    weights: tuple[float, ...] = ()
 
     def __init__(self, update: OptimizerStep) -> None:
         self._update = update
@@ -179,11 +182,13 @@ class ChannelCollective(SingleWorker):
         timeout: PeerTimeout,
         *,
         share: float = 1.0,
+        weights: tuple[float, ...] = (),
     ) -> None:
         """``share``: for collectives of changes, by what a worker multiplies its own change before it shares it."""
         super().__init__(update)
         self._flat, self._collective, self.name, self._timeout = flat, collective, name, timeout
         self._share_of_change = share
+        self.weights = weights
         self._before = flat.vector() if collective.shares == "changes" else None
         overlap = isinstance(collective, MeanCollective) and collective.in_parts
         self._gradients = GradientMerge(flat, collective, overlap=overlap)
@@ -315,7 +320,17 @@ def merging_for(
     name = settings.pattern if settings.chunks is None else f"{settings.pattern} with K = {settings.chunks}"
     name += f" in {settings.groups} groups" if settings.groups > 1 else ""
     share = 1.0 / call.workers if call.merging.get("mean") else 1.0
-    return ChannelCollective(update, flat, collective, name, timeout, share=share)
+    weights = _weights(call, collective)
+    return ChannelCollective(update, flat, collective, name, timeout, share=share, weights=weights)
+
+
+def _weights(call: Invocation, collective: Collective) -> tuple[float, ...]:
+    """Return the workers' weights by FasDL's unequal partition: those that merge no chunk, and with staleness do not
+    wait for the ones that do, process more samples. Empty: all process as many."""
+    ratio = call.merging.get("ratio")
+    if ratio is None or not isinstance(collective, MeanCollective):
+        return ()
+    return tuple(1.0 if worker in collective.plan.owners else ratio for worker in range(call.workers))
 
 
 def group_settings(call: Invocation, flat: FlatModel) -> Settings:

@@ -223,6 +223,7 @@ class WholeModel:
         )
         self._scale = LossScale(self._module) if call.precision == "fp16" else None
         self._merging = self._made_merging(merged, begun)
+        self._stream.divide(self._merging.weights)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
         self.alone = call.workers == 1
         self.leads = self.reports_steps = call.worker == 0

@@ -120,6 +120,14 @@ def test_a_step_of_changes_is_their_sum_or_their_mean(tmp_path: Any, k: int) -> 
     assert np.linalg.norm(summed[0][:24] - begin) > 2 * np.linalg.norm(means[0][:24] - begin)
 
 
+def test_workers_without_a_part_of_the_merge_process_more_samples(tmp_path: Any) -> None:
+    settings = {"k": 1, "staleness": 1}
+    weights = _merging(tmp_path, collective="k-reduce", merging={**settings, "ratio": 2.5}).weights
+    assert sorted(weights) == [1.0, 2.5, 2.5, 2.5]
+    assert not _merging(tmp_path, collective="k-reduce", merging=settings).weights
+    assert set(_merging(tmp_path, collective="k-reduce", merging={**settings, "k": 4, "ratio": 2.5}).weights) == {1.0}
+
+
 def test_there_are_never_more_parts_than_workers(tmp_path: Any) -> None:
     assert _merging(tmp_path, collective="isp", merging={"k": 9}).name == "isp with K = 4"
 

@@ -13,6 +13,7 @@ from support.budget import budget
 from region_agent.worker.data import order
 from region_agent.worker.data.index import Block, BlockIndex
 from region_agent.worker.data.order import BlockOrder
+from region_agent.worker.data.shard import BatchStream, weighted_share_of
 
 
 def _index(sizes: list[int], held: int = 1 << 20) -> BlockIndex:
@@ -78,3 +79,28 @@ def test_the_samples_of_a_step_come_from_many_blocks(monkeypatch: pytest.MonkeyP
 def test_large_blocks_make_few_lanes() -> None:
     assert BlockOrder(_index([5] * 1000, held=100 << 20), [0], 64).lanes == 2
     assert BlockOrder(_index([5] * 3, held=100 << 20), [0], 64).lanes == 1
+
+
+@settings(deadline=None, max_examples=budget(60))
+@given(weights=st.lists(st.floats(1, 64), min_size=1, max_size=20), more=st.integers(0, 500))
+def test_weights_divide_the_samples_of_a_step(weights: list[float], more: int) -> None:
+    batch = len(weights) + more
+    shares = [weighted_share_of(worker, weights, batch) for worker in range(len(weights))]
+    assert [index for share in shares for index in share] == list(range(batch))
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(len(share) - 1 - more * weight / sum(weights)) <= 1 + 1e-6
+        assert len(share) >= 1
+
+
+def test_a_stream_draws_the_same_samples_however_they_are_divided() -> None:
+    def drawn(weights: list[float], step: int) -> list[int]:
+        found: list[int] = []
+        for worker in range(3):
+            stream = BatchStream(range(50), 5, "east", worker, 3, 30)
+            stream.divide(weights)
+            assert stream.count(step) == len(stream.indices(step))
+            found += stream.indices(step)
+        return found
+
+    for step in (1, 2, 7):
+        assert drawn([1.0, 4.0, 4.0], step) == drawn([], step)
