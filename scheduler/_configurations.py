@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +25,7 @@ from sync.collective import DEFAULT, collective_named, collectives
 from sync.policy import clients_of_round
 
 if TYPE_CHECKING:
-    from scheduler.tuning import MergePoint, TaskProfile
+    from scheduler.tuning import MergePoint, Step, TaskProfile
 
 __all__ = ["Configured", "configurations", "merging_of", "needed_mb", "unmeasured_mb"]
 
@@ -126,7 +127,7 @@ def _profiled(region: Region, snapshot: Snapshot, demand: Demand) -> TaskProfile
 
 
 def _of_count(
-    region: Region, samples: int, count: int, measured: Sequence[_Step], snapshot: Snapshot, demand: Demand
+    region: Region, samples: int, count: int, measured: Sequence[Step], snapshot: Snapshot, demand: Demand
 ) -> list[Configured]:
     """Return the configurations with one number of workers."""
     if not measured:
@@ -134,13 +135,14 @@ def _of_count(
         speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
         part = PlannedPartition(region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge)
         return [Configured(part)]
+    with_k = collectives(lambda method: method.takes_k)
     return [
         Configured(
             PlannedPartition(
                 region.name, samples, count, demand.batch, one.memory_mb, 1, demand.batch / one.compute_seconds,
                 merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
             ),
-            (one.collective, one.chunks if collective_named(one.collective).takes_k else 0) if count > 1 else None,
+            (one.collective, one.chunks if one.collective in with_k else 0) if count > 1 else None,
         )
         for one in measured
     ]  # fmt: skip
@@ -196,21 +198,9 @@ def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand:
     )
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One step with a configuration, by the model of tuning."""
-
-    memory_mb: int
-    collective: str
-    chunks: int
-    compute_seconds: float
-    merge_seconds: float
-    merge_usd: float
-
-
 def _measured(
     region: Region, profile: TaskProfile, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
-) -> dict[int, tuple[_Step, ...]]:
+) -> dict[int, tuple[Step, ...]]:
     wanted = demand.collective
     if wanted is None and region.channel in channel_kinds(lambda kind: kind.in_memory):
         # There the region's parameter server merges, where the plan leaves it open.
@@ -225,9 +215,9 @@ def _measured(
 
 def _alone(
     profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
-) -> tuple[int, _Step]:
+) -> tuple[int, Step]:
     """Return the workers, and their step, that FasDL's search chooses for one region: within the deadline if it can."""
-    from scheduler.tuning import Platform, TuningLimits, fasdl_heuristic, space_of, task_of
+    from scheduler.tuning import Platform, Step, TuningLimits, fasdl_heuristic, space_of, task_of
 
     prices = region.prices
     assert prices is not None, "a region without prices takes no part"
@@ -251,11 +241,11 @@ def _alone(
     ]
     if not found:
         memory_mb = demand.memory_mb or region.capacity.memory_mb
-        return counts[-1], _Step(memory_mb, DEFAULT, 0, profile.step_seconds, 0.0, 0.0)
+        return counts[-1], Step(counts[-1], memory_mb, DEFAULT, 0, profile.step_seconds, 0.0, 0.0)
     best, way = found[0], found[0].configuration
     requests = best.requests_usd / best.iterations
-    return way.workers, _Step(
-        way.memory_mb, way.collective, way.chunks, best.compute_seconds, best.merge_seconds, requests
+    return way.workers, Step(
+        way.workers, way.memory_mb, way.collective, way.chunks, best.compute_seconds, best.merge_seconds, requests
     )
 
 
@@ -271,7 +261,7 @@ def _steps(
     staleness: int,
     samples_per_second: float | None,
     merges: tuple[MergePoint, ...],
-) -> dict[int, tuple[_Step, ...]]:
+) -> dict[int, tuple[Step, ...]]:
     """Return the steps that nothing beats, by number of workers; cached, since jobs that wait are replanned often."""
     from scheduler.tuning import Platform, space_of, step_front, task_of
 
@@ -283,11 +273,4 @@ def _steps(
         profile, workers=counts, most_memory_mb=most_memory_mb, batch=batch, collective=collective, chunks=chunks,
         memory_mb=memory_mb,
     )  # fmt: skip
-    found: dict[int, list[_Step]] = {}
-    for one in step_front(task, space):
-        way = one.configuration
-        step = _Step(
-            way.memory_mb, way.collective, way.chunks, one.compute_seconds, one.merge_seconds, one.requests_usd
-        )
-        found.setdefault(way.workers, []).append(step)
-    return {count: tuple(steps) for count, steps in found.items()}
+    return {count: tuple(steps) for count, steps in groupby(step_front(task, space), key=lambda one: one.workers)}

@@ -28,7 +28,7 @@ from scheduler._model import (
     Snapshot,
     StartBilled,
 )
-from scheduler._overheads import overheads
+from scheduler._overheads import Overheads, overheads
 from scheduler.topology import Links, Topology, evaluate_over, links_of
 from sync.codec import codec_named
 
@@ -104,7 +104,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
     links = links or links_of([regions[part.region] for part in plan.partitions])
     topology = topology_of(plan, links, update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share))
     occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
-    figures = [[figures_of(part, regions[part.region], snapshot) for part in plan.partitions]]
+    figures = [[figures_of([part], regions[part.region], snapshot)[0] for part in plan.partitions]]
     exchange = exchange_seconds(topology, model_bytes, plan.codec)
     if not plan.background:
         exchange += round_end_seconds(plan.partitions, model_bytes)
@@ -153,14 +153,23 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
     )
 
 
-def figures_of(part: PlannedPartition, region: Region, snapshot: Snapshot) -> tuple[float, ...]:
-    """Return what the cost model must know about a partition, as `Staffs.of` takes it."""
-    besides = overheads(part, snapshot.profiles.get(region.name))
-    if part.pipeline is None and snapshot.round_end_seconds is not None:
-        besides = replace(besides, round_end=snapshot.round_end_seconds)
-    if part.pipeline is None:
-        besides = replace(besides, round_work=snapshot.round_work_seconds)
-    return Staffs.figures(part, _prices(region), besides)
+def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snapshot) -> list[tuple[float, ...]]:
+    """Return what the cost model must know about partitions of one region, as `Staffs.of` takes it."""
+    profile, prices, whole = snapshot.profiles.get(region.name), _prices(region), None
+    found: list[tuple[float, ...]] = []
+    for part in parts:
+        if part.pipeline is not None:
+            besides = overheads(part, profile)
+        else:
+            # Of whole models they depend on nothing else of the partition.
+            besides = whole = whole or _of_whole_models(overheads(part, profile), snapshot)
+        found.append(Staffs.figures(part, prices, besides))
+    return found
+
+
+def _of_whole_models(besides: Overheads, snapshot: Snapshot) -> Overheads:
+    end = besides.round_end if snapshot.round_end_seconds is None else snapshot.round_end_seconds
+    return replace(besides, round_end=end, round_work=snapshot.round_work_seconds)
 
 
 def occasion_of(

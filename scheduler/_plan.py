@@ -223,7 +223,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
         return ways
     shards = [replace(part, shards=placed.shards.get(part.region, ())) for part in parts]
     evaluation = Evaluation(
-        [[figures_of(one.part, r, snapshot) for one in own] for r, own in zip(regions, fronts, strict=True)],
+        [figures_of([one.part for one in own], r, snapshot) for r, own in zip(regions, fronts, strict=True)],
         [part.samples for part in parts],
         ways,
         occasion_of(shards, placed.copies, demand.slice_seconds, snapshot),

@@ -25,7 +25,7 @@ from scheduler.tuning._model import (
 from scheduler.tuning._predict import iterations, needed_mb, predict, step_seconds
 from scheduler.tuning._profile import TaskProfile, space_of, task_of, worker_counts
 from scheduler.tuning._progress import NormPair, noise_scale
-from scheduler.tuning._search import cheapest, configurations, fastest, front, step_front
+from scheduler.tuning._search import Step, cheapest, configurations, fastest, front, step_front
 
 __all__ = [
     "ChannelProfile",
@@ -38,6 +38,7 @@ __all__ = [
     "Platform",
     "Prediction",
     "Space",
+    "Step",
     "StepPoint",
     "TaskModel",
     "TaskProfile",

@@ -9,14 +9,25 @@ in arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from scheduler.tuning._model import ChannelProfile, Configuration, Prediction, Space, TaskModel, TuningLimits
-from scheduler.tuning._predict import Grid, MergeCosts, Outcomes, costs_over, outcomes, prediction, share_of
+from scheduler.tuning._predict import (
+    Grid,
+    MergeCosts,
+    Outcomes,
+    costs_over,
+    needed_mb,
+    outcomes,
+    prediction,
+    share_of,
+    step_seconds,
+)
 from sync.collective import Correction, Merges, collective_named, collectives
 
 _MUCH = 1e-9
@@ -71,28 +82,66 @@ def front(task: TaskModel, space: Space, limits: TuningLimits = TuningLimits()) 
     return tuple(told)
 
 
-def step_front(task: TaskModel, space: Space) -> tuple[Prediction, ...]:
+class Step(NamedTuple):
+    """One step with a configuration."""
+
+    workers: int
+    memory_mb: int
+    collective: str
+    chunks: int
+    compute_seconds: float
+    merge_seconds: float
+    merge_usd: float
+    """Of the channel's requests."""
+
+
+def step_front(task: TaskModel, space: Space) -> tuple[Step, ...]:
     """For each number of workers the configurations that no other beats in the seconds of a step, in memory and in the
     USD of its requests together; those with the fewest workers first."""
-    found: list[Prediction] = []
-    for evaluated in _evaluate(task, space):
-        told, grid = evaluated.told, evaluated.grid
-        told = replace(told, requests_usd=told.requests_usd / told.iterations)
-        figures = np.stack([told.compute_seconds + told.merge_seconds, grid.memories_mb, told.requests_usd], axis=1)
-        for workers in np.unique(grid.merges.workers[evaluated.at]):
-            places = evaluated.at[grid.merges.workers[evaluated.at] == workers]
-            found += [prediction(_named(evaluated, at), told, at) for at in places[_unbeaten(figures[places])]]
-    return tuple(sorted(found, key=lambda one: one.configuration.workers))
+    found: list[Step] = []
+    known = collectives()
+    for name in _channels(task, space):
+        combined, costs = _grid(task, space, name)
+        grid, merges = combined.grid, combined.grid.merges
+        compute = step_seconds(task.compute, grid.batches, grid.memories_mb)
+        fits = needed_mb(task.memory, grid.batches, task.model_bytes, merges.chunks) <= grid.memories_mb
+        at = _unbeaten(compute + costs.seconds, costs.usd, fits, combined)
+        columns = (
+            merges.workers[at].astype(int), grid.memories_mb[at].astype(int), merges.collective[at],
+            merges.chunks[at].astype(int), compute[at], costs.seconds[at], costs.usd[at],
+        )  # fmt: skip
+        found += [
+            Step(workers, memory, known[number], *rest)
+            for workers, memory, number, *rest in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+    return tuple(sorted(found, key=lambda one: one.workers))
 
 
-def _unbeaten(figures: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Places of rows that no other row equals or beats in every figure; of equal rows the first."""
-    left = np.lexsort(figures.T[::-1])
-    kept: list[int] = []
-    while len(left):
-        kept.append(int(left[0]))
-        left = left[(figures[left] < figures[left[0]]).any(axis=1)]
-    return np.array(kept, np.int64)
+def _unbeaten(
+    seconds: npt.NDArray[np.float64],
+    usd: npt.NDArray[np.float64],
+    fits: npt.NDArray[np.bool_],
+    combined: _Combined,
+) -> npt.NDArray[np.int64]:
+    """Places of what fits and what nothing else with as many workers equals or beats in seconds, memory and USD; of
+    equal ones the first. Those with the fewest workers first, and of these the fastest.
+
+    In the order of seconds, memory and USD a place is beaten if any before it has no more memory and costs no more. So
+    the least USD of all places before it is kept for each size of memory.
+    """
+    by_workers, there = combined.by_workers, combined.there & fits[combined.by_workers]
+    keys = (np.where(there, usd[by_workers], np.inf), combined.level, np.where(there, seconds[by_workers], np.inf))
+    order = np.lexsort(keys, axis=-1)
+    paid, level = (np.take_along_axis(key, order, axis=-1) for key in keys[:2])
+    found = np.zeros(order.shape, bool)
+    for size in range(combined.levels):
+        up_to = np.where(level <= size, paid, np.inf)
+        before = np.minimum.accumulate(up_to, axis=-1)[:, :-1]
+        here = level == size
+        found[:, :1] |= here[:, :1]
+        found[:, 1:] |= here[:, 1:] & (before > paid[:, 1:])
+    found &= np.take_along_axis(there, order, axis=-1)
+    return np.take_along_axis(by_workers, order, axis=-1)[found]
 
 
 def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool) -> Prediction | None:
@@ -114,12 +163,12 @@ def _best(task: TaskModel, space: Space, limits: TuningLimits, *, by_cost: bool)
 
 def _evaluate(task: TaskModel, space: Space) -> Iterator[_Evaluated]:
     for name in _channels(task, space):
-        grid, costs = _grid(task, space, name)
-        evaluated = outcomes(task, grid, costs)
-        yield _Evaluated(grid, evaluated, np.flatnonzero(evaluated.fits))
+        combined, costs = _grid(task, space, name)
+        evaluated = outcomes(task, combined.grid, costs)
+        yield _Evaluated(combined.grid, evaluated, np.flatnonzero(evaluated.fits))
 
 
-def _grid(task: TaskModel, space: Space, name: str) -> tuple[Grid, MergeCosts]:
+def _grid(task: TaskModel, space: Space, name: str) -> tuple[_Combined, MergeCosts]:
     """Every combination for one channel, with what its merge takes."""
     channel = next(one for one in task.channels if one.name == name)
     shares = tuple(share_of(memory_mb, channel.full_rate_mb) for memory_mb in space.memories_mb)
@@ -127,7 +176,7 @@ def _grid(task: TaskModel, space: Space, name: str) -> tuple[Grid, MergeCosts]:
     correction = task.corrections.get(name, Correction())
     grouped = not task.progress.staleness
     costs = _costs(space, channel, shares, task.model_bytes, correction, faithful=task.faithful, grouped=grouped)
-    return combined.grid, costs.at(combined.at)
+    return combined, costs.at(combined.at)
 
 
 @dataclass(frozen=True)
@@ -139,6 +188,14 @@ class _Combined:
     """Merges that differ; they depend on memory only through the share of the bandwidth."""
     at: npt.NDArray[np.int64]
     """Place in ``once`` of each one's merge."""
+    by_workers: npt.NDArray[np.int64]
+    """Places of the combinations, a row for each number of workers; shorter rows are filled up with any."""
+    there: npt.NDArray[np.bool_]
+    """Which are not only filled up with."""
+    level: npt.NDArray[np.int64]
+    """Of each in ``by_workers``, its memory as a place among the different ones, which ascend."""
+    levels: int
+    """Number of different memories."""
 
 
 @lru_cache(maxsize=256)
@@ -170,7 +227,12 @@ def _combined(space: Space, name: str, shares: tuple[float, ...]) -> _Combined:
     at = np.array([kinds.index(share) for share in shares])[memory] * len(ways) + way
     merges = Merges(once.collective[at], once.workers[at], once.chunks[at], once.share[at])
     grid = Grid(name, np.array(space.memories_mb, float)[memory], np.array(space.batches, float)[batch], merges)
-    return _Combined(grid, once, at)
+    rows = [np.flatnonzero(merges.workers == workers) for workers in np.unique(merges.workers)]
+    by_workers, there = np.zeros((2, len(rows), max(map(len, rows), default=0)), np.int64)
+    for number, places in enumerate(rows):
+        by_workers[number, : len(places)], there[number, : len(places)] = places, 1
+    sizes, level = np.unique(grid.memories_mb, return_inverse=True)
+    return _Combined(grid, once, at, by_workers, there > 0, level.reshape(-1)[by_workers], len(sizes))
 
 
 def _merges(space: Space) -> list[tuple[str, int, int]]:

@@ -217,6 +217,7 @@ SURFACES = {
         "TaskProfile",
         "Convergence",
         "Space",
+        "Step",
         "StepPoint",
         "TaskModel",
         "cheapest",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.budget import budget
 from support.tuning_draws import drawn_limits, drawn_space, drawn_task, enumerated
 
-from scheduler.tuning import TuningLimits, cheapest, fastest, front
+from scheduler.tuning import Prediction, TuningLimits, cheapest, fastest, front, step_front
 
 seeds = st.integers(0, 2**32)
 
@@ -95,3 +95,31 @@ def test_a_looser_limit_never_costs_more() -> None:
         told = front(task, space)
         costs = [cheapest(task, space, TuningLimits(one.seconds)) for one in told]
         assert [one and one.usd for one in costs] == sorted((one.usd for one in told), reverse=True)
+
+
+@settings(max_examples=budget(60), deadline=None)
+@given(seeds)
+def test_of_each_number_of_workers_no_step_that_another_equals_or_beats_in_everything_is_kept(seed: int) -> None:
+    rng = random.Random(seed)
+    task, space = drawn_task(rng), drawn_space(rng)
+
+    def figures(one: Prediction) -> tuple[float, float, float]:
+        return one.compute_seconds + one.merge_seconds, one.configuration.memory_mb, one.requests_usd / one.iterations
+
+    kept: dict[tuple[int, str], set[tuple[float, ...]]] = {}
+    for one in sorted(enumerated(task, space), key=figures):
+        told = tuple(round(figure, 15) for figure in figures(one))
+        others = kept.setdefault((one.configuration.workers, one.configuration.channel), set())
+        if not any(all(a <= b for a, b in zip(other, told, strict=True)) for other in others):
+            others.add(told)
+    for channel in task.channels:
+        found = step_front(task, replace(space, channels=(channel.name,)))
+        assert [one.workers for one in found] == sorted(one.workers for one in found)
+        for workers in space.workers:
+            mine = [one for one in found if one.workers == workers]
+            steps = [(one.compute_seconds + one.merge_seconds, one.memory_mb, one.merge_usd) for one in mine]
+            assert steps == sorted(steps)
+            told = {(round(a, 15), round(b, 15), round(c, 15)) for a, b, c in steps}
+            assert len(told) == len(steps)
+            assert told == kept.get((workers, channel.name), set())
+
