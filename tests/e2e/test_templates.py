@@ -20,6 +20,7 @@ from support.offered import counted, offered
 from support.running import TEMPLATES, Running, check_succeeded, eventually
 from support.templates import make_data
 
+from sync.codec import codecs
 from tests.e2e.conftest import PAIR, REGIONS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -181,6 +182,53 @@ def test_packed_text(running_pair: Running, tmp_path: Path, written: Path) -> No
     with _with_data(running_pair, PAIR, "text", "documents", tmp_path):
         ended = _run(running_pair, written / "packed.yaml", "train.end.epochs=1", "task.config.width=32")
     assert ended["result"]["metrics"]["bits_per_byte"] < 4.5
+
+
+UNHURRIED_LOSS = """
+import time
+
+_loss = loss
+
+
+def loss(model, batch):
+    time.sleep(0.02)
+    return _loss(model, batch)
+"""
+
+
+def test_bytes_in_the_background_are_those_of_the_plan(running_pair: Running, tmp_path: Path, written: Path) -> None:
+    """For money a plan sends few bytes, and room on the links lets no region send more while the job runs."""
+    template = "matrix-factorisation"
+    shutil.copytree(TEMPLATES / template, written)
+    # Steps that take longer, so that updates are hidden behind them on a busy machine, too: there is always room.
+    task = written / "task.py"
+    task.write_text(f"{task.read_text()}\n{UNHURRIED_LOSS}")
+    made, _ = make_data(template, "--regions", ",".join(PAIR), "--out", str(tmp_path / "shards"))
+    held = {
+        region: {
+            "splits": {
+                split: {"uri": part["path"], "samples": part["samples"]} for split, part in made[region].items()
+            }
+        }
+        for region in PAIR
+    }
+    known = codecs()
+    with offered(running_pair, held, "ratings"):
+        eventually(lambda: all(counted(running_pair, name, "ratings").get("train") for name in PAIR), "samples", 20)
+        for run in range(3):
+            few = ("advanced.wan.exchange=background", "train.end.epochs=5")
+            ended = _run(running_pair, written / "job.yaml", *few)
+            result, plan = ended["result"], ended["plan"]
+            assert plan["wan_settings"]["background"]
+            assert plan["wan_settings"]["choose_codec"], "it is not fixed: the objective decides while the job runs"
+            told, took = result["predicted"]["wan_bytes"], result["measured"]["wan_bytes"]
+            print(plan["codec"], told, took, [link["codec"] for link in ended["links"]])
+            assert len(ended["links"]) == 2
+            for link in ended["links"]:
+                assert known.index(link["codec"]) >= known.index(plan["codec"]), "no less lossy, so no more bytes"
+            if run:
+                assert plan["codec"] != "fp32", "egress is most of the money"
+                assert told["low"] <= took <= told["high"]
 
 
 @pytest.mark.soak
