@@ -206,9 +206,7 @@ def test_bytes_in_the_background_are_those_of_the_plan(running_pair: Running, tm
     made, _ = make_data(template, "--regions", ",".join(PAIR), "--out", str(tmp_path / "shards"))
     held = {
         region: {
-            "splits": {
-                split: {"uri": part["path"], "samples": part["samples"]} for split, part in made[region].items()
-            }
+            "splits": {split: {"uri": part["path"], "samples": part["samples"]} for split, part in made[region].items()}
         }
         for region in PAIR
     }

@@ -122,4 +122,3 @@ def test_of_each_number_of_workers_no_step_that_another_equals_or_beats_in_every
             told = {(round(a, 15), round(b, 15), round(c, 15)) for a, b, c in steps}
             assert len(told) == len(steps)
             assert told == kept.get((workers, channel.name), set())
-
