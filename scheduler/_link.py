@@ -146,8 +146,9 @@ def paces(rtt: Floats, rate: Floats, update_bytes: int) -> LinkPace[Floats]:
     for _ in range(3):
         full, fits = np.log2(np.maximum(1.0, rate * rtt / window)), np.log2(1 + line / window) - 1
         trips = np.maximum(0.0, np.ceil(np.minimum(full, fits)))
-        busy.append(trips * rtt + np.maximum(0.0, line - window * (2.0**trips - 1)) / rate)
-        window = window * 2.0**trips
+        grown = np.exp2(trips)
+        busy.append(trips * rtt + np.maximum(0.0, line - window * (grown - 1)) / rate)
+        window = window * grown
     return LinkPace(
         offer_seconds=rtt if update_bytes > UNASKED_BYTES else np.zeros_like(rtt),
         first_seconds=busy[0],
