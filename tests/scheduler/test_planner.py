@@ -201,6 +201,26 @@ def test_all_regions_make_the_epochs_that_are_asked_for() -> None:
         assert made == pytest.approx([30.0] * 3, rel=0.05)
 
 
+@pytest.mark.parametrize("batch", [16, 32, 256])
+@pytest.mark.parametrize("small", [100, 300, 700])
+@pytest.mark.parametrize("interval", [None, 20])
+def test_a_small_shard_makes_its_passes_and_weighs_as_its_data_or_the_plan_warns(
+    small: int, batch: int, interval: int | None
+) -> None:
+    pair = Snapshot((region("large", 10_000, 1), region("small", small, 1)))
+    chosen = planned(pair, demand(epochs=10.0, batch=batch, workers=1, interval=interval))
+    told = [warning for warning in chosen.warnings if " passes over its data, where 10 are asked for" in warning]
+    for part in chosen.partitions:
+        passes = chosen.rounds * part.steps_per_round * batch / part.samples
+        mine = [warning for warning in told if warning.startswith(f"{part.region} makes {passes:.3g} passes")]
+        assert mine or abs(passes - 10.0) <= max(0.2, batch / part.samples * 1.001), passes
+        share = part.samples / (10_000 + small)
+        if not told:
+            assert chosen.shares[part.region] == pytest.approx(share, rel=0.05)
+        for warning in mine:
+            assert warning.endswith(f"weigh {chosen.shares[part.region]:.1%}, its data {share:.1%}")
+
+
 def test_each_open_decision_names_its_best_alternatives_with_time_and_money() -> None:
     chosen = planned(federation(), demand(epochs=12.0))
     decided = {other.decision.partition(" ")[0] for other in chosen.alternatives}
