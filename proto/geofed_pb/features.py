@@ -10,6 +10,7 @@ __all__ = [
     "EVALUATION",
     "FEATURES",
     "INITIAL_FILE",
+    "INITIAL_URI",
     "LOCAL",
     "PRECISION",
     "REQUIREMENTS",
@@ -23,6 +24,7 @@ PRECISION = "train.precision"
 ACCUMULATE = "train.accumulate"
 LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
+INITIAL_URI = "train.initialModel.uri"
 SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
 DIFFERENTIAL = "privacy.differential"
@@ -30,6 +32,7 @@ REQUIREMENTS = "task.requirements"
 CLIENTS = "clients"
 EVALUATION = "train.end.steps: 0"
 FEATURES = (
-    BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS, EVALUATION,
+    BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
+    EVALUATION,
 )  # fmt: skip
 """All features of this version."""
