@@ -116,6 +116,7 @@ def _initial_model_view(model: control_pb2.InitialModel) -> Data:
         "round": model.round or None,
         "file": model.file,
         "partial": model.partial,
+        "uri": model.uri,
     }
 
 

@@ -10,6 +10,7 @@ from geofed_pb.security.signing import require_signature, statement
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from region_agent.isolation import Isolation
+from region_agent.shards.weights import check_weights_uri
 from region_agent.tasks.environments import check_packages
 from region_agent.tasks.secrets import check_secrets
 from region_agent.worker.invocation import CALL_GRACE
@@ -44,6 +45,10 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         raise GeofedError("CONFIG_INVALID", f"invalid job name {command.job!r}, or invalid digest of its bundle")
     if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
         raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
+    if command.task.initial_uri:
+        if not command.task.initial_model:
+            raise GeofedError("CONFIG_INVALID", "an address of the initial model without its digest")
+        check_weights_uri(config, command.task.initial_uri)
     if not config.policy.accept_jobs:
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
     check_user(config, command.task)

@@ -56,7 +56,7 @@ def initial_model_text(model: Data | None) -> str:
         return ""
     size = f" ({bytes_text(model['bytes'])})" if model["bytes"] else ""
     if model.get("file"):
-        return f"the file {model['file']}{size}" + (
+        return f"the file {model.get('uri') or model['file']}{size}" + (
             ", as far as it has the model's tensors" if model["partial"] else ""
         )
     of_round = f", round {model['round']}" if model.get("round") else ""

@@ -283,6 +283,8 @@ class SendStart:
     """Job that the initial model is of."""
     initial_holds: str = ""
     """See `InitialModel.holds`."""
+    initial_uri: str = ""
+    """See `InitialModel.uri`."""
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,13 @@ class JobMachine:
         self._update_partition(part)
         # What is not trained is not exchanged, so that every region needs the file.
         model = self.state.initial_model
-        digest, job, holds = (model.digest, model.job, model.holds) if model is not None else ("", "", "")
-        self._out.append(SendStart(part.region, part.epoch, part.ran, digest, self.state.keeps_base, job, holds))
+        start = SendStart(part.region, part.epoch, part.ran, keeps_base=self.state.keeps_base)
+        if model is not None:
+            start = replace(
+                start, initial_model=model.digest, initial_job=model.job, initial_holds=model.holds,
+                initial_uri=model.uri,
+            )  # fmt: skip
+        self._out.append(start)
         if part.workers is not None:
             self._command_workers(part, part.workers, "")
 

@@ -350,7 +350,7 @@ class Models:
 
 @dataclass(frozen=True)
 class InitialModel:
-    """What a job starts from: the model of another job, or a file that the user has uploaded."""
+    """What a job starts from: the model of another job, or a file of the user."""
 
     job: str
     """Empty: it is a file."""
@@ -363,6 +363,8 @@ class InitialModel:
     """Name of the user's file."""
     partial: bool = False
     """Whether the file may hold some of the model's tensors only, and others."""
+    uri: str = ""
+    """Address at which the regions read the file; empty: the control plane has it."""
 
     @property
     def holds(self) -> str:
@@ -372,7 +374,7 @@ class InitialModel:
     @property
     def text(self) -> str:
         """The model for users."""
-        return f"the file {self.file}" if self.file else f"the model of {self.job}"
+        return f"the file {self.uri or self.file}" if self.file else f"the model of {self.job}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ __all__ = [
     "EVALUATION",
     "FEATURES",
     "INITIAL_FILE",
+    "INITIAL_URI",
     "LOCAL",
     "MERGE_RATIO",
     "MERGE_STEP",
@@ -26,6 +27,7 @@ PRECISION = "train.precision"
 ACCUMULATE = "train.accumulate"
 LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
+INITIAL_URI = "train.initialModel.uri"
 SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
 DIFFERENTIAL = "privacy.differential"
@@ -36,7 +38,7 @@ MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
 MERGE_TO_ALL = "advanced.k: 0"
 FEATURES = (
-    BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS, EVALUATION,
-    MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO,
+    BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
+    EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO,
 )  # fmt: skip
 """All features of this version."""

@@ -9,7 +9,7 @@ from region_agent.config._channels import (
     RedisChannelConfig,
     S3ChannelConfig,
 )
-from region_agent.config._data import DatasetConfig, SplitConfig, StoreConfig
+from region_agent.config._data import DatasetConfig, ModelsConfig, SplitConfig, StoreConfig
 from region_agent.config._gateways import (
     DockerGateway,
     EmbeddedGateway,
@@ -32,6 +32,7 @@ __all__ = [
     "FileChannelConfig",
     "KubernetesGateway",
     "LambdaGateway",
+    "ModelsConfig",
     "OpenFaasGateway",
     "PlacementConfig",
     "PricesConfig",

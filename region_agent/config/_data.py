@@ -81,6 +81,15 @@ class DatasetConfig(Section):
         return all(part.samples is not None for part in self.splits.values())
 
 
+class ModelsConfig(Section):
+    """A folder of files that jobs may start from."""
+
+    uri: Annotated[str, Field(pattern=r"^(s3://[^/\s]+/(.*/)?|file:///(.*/)?)$")]
+    """Address of the folder, which ends with `/`: `s3://bucket/folder/`, or `file:///folder/` on this machine."""
+    store: str = ""
+    """Name of the object store in `stores`, for `s3://` addresses."""
+
+
 class StoreConfig(Section):
     """An S3-compatible object store; its credentials come from the SDK's credential chain."""
 

@@ -37,6 +37,10 @@ def _check_stores(config: RegionConfig, document: strict_yaml.Document) -> None:
         if held.store and held.store not in config.stores:
             text = f"`datasets.{name}.store`: {held.store!r} is not in stores"
             raise GeofedError("CONFIG_INVALID", document.error(("datasets", name, "store"), text))
+    for number, models in enumerate(config.models):
+        if models.store and models.store not in config.stores:
+            text = f"`models.{number}.store`: {models.store!r} is not in stores"
+            raise GeofedError("CONFIG_INVALID", document.error(("models", number, "store"), text))
 
 
 def _check_samples(config: RegionConfig, document: strict_yaml.Document) -> None:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from geofed_pb.platforms import PLATFORMS, Platform
 from geofed_pb.user_code.secrets import OWN_PREFIX
 from region_agent.config._channels import FileChannelConfig, RedisChannelConfig, S3ChannelConfig, is_loopback
-from region_agent.config._data import DatasetConfig, StoreConfig
+from region_agent.config._data import DatasetConfig, ModelsConfig, StoreConfig
 from region_agent.config._gateways import (
     DockerGateway,
     EmbeddedGateway,
@@ -97,6 +97,8 @@ class RegionConfig(Section):
     150 ms."""
     stores: dict[str, StoreConfig] = {}
     """S3-compatible object stores, by name; their credentials come from the SDK's credential chain."""
+    models: tuple[ModelsConfig, ...] = ()
+    """Folders of safetensors files that jobs may start from by `train.initialModel.uri`. Default: none."""
     gateway: Annotated[
         EmbeddedGateway | DockerGateway | OpenFaasGateway | KubernetesGateway | LambdaGateway | ScfGateway,
         Field(discriminator="kind"),

@@ -81,6 +81,7 @@ from region_agent.partition.server_process import PsProcess
 from region_agent.partition.shards import SHARDS, PartitionShards
 from region_agent.privacy import PrivacyGuard, is_private
 from region_agent.shards.indexing import INDEXES, Indexes
+from region_agent.shards.weights import copy_weights
 from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.tasks.environments import Environments
 from region_agent.worker.invocation import CALL_GRACE, Outcome
@@ -422,7 +423,11 @@ class PartitionRunner:
         bundle = await context.fetch_bundle(task.bundle_digest)
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
-            await context.fetch_model(task.initial_model, initial)
+            if task.initial_uri:
+                given = context.config, task.initial_uri, task.initial_model, initial
+                await asyncio.to_thread(copy_weights, *given)
+            else:
+                await context.fetch_model(task.initial_model, initial)
             if task.local:
                 await asyncio.to_thread(copy_own_model, self._folder, task.initial_job)
         if context.environments is not None and task.requirements:

@@ -16,7 +16,7 @@ from region_agent.config import DatasetConfig, StoreConfig
 from region_agent.worker.data.sources import version_of
 from region_agent.worker.invocation import ShardFile
 
-__all__ = ["SIGNATURE_LIFE", "shard_files"]
+__all__ = ["SIGNATURE_LIFE", "open_store", "shard_files"]
 
 SIGNATURE_LIFE = timedelta(hours=1)
 """Time for which a presigned URL is valid."""
@@ -70,7 +70,7 @@ def _readable(name: Path, folder: Path) -> str:
 def _objects(uri: str, store: StoreConfig) -> tuple[ShardFile, ...]:
     # Not parsed as a URL: in a key, "#" and "?" are ordinary characters.
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
-    client, errors = _client(store)
+    client, errors = open_store(store)
     with contextlib.closing(client):
         try:
             if not uri.endswith("/"):
@@ -105,7 +105,8 @@ def _signed(
     return ShardFile(name=name, folder=folder, url=url, size=size, version=version)
 
 
-def _client(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:
+def open_store(store: StoreConfig) -> tuple[Any, tuple[type[Exception], ...]]:
+    """Return the SDK's client of a store, and its errors. Raises ``GeofedError("CONFIG_INVALID")``."""
     try:
         import boto3
         from botocore.config import Config

@@ -53,6 +53,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
         "train.accumulate=2",
         "train.local=['head.*']",
         "train.initialModel.file=w.safetensors",
+        f"train.initialModel={{uri: s3://models/w.safetensors, digest: 'sha256:{'ab' * 32}'}}",
     ],
 )
 def test_what_an_agent_cannot_do_is_declined_with_its_region(
@@ -66,7 +67,7 @@ def test_what_an_agent_cannot_do_is_declined_with_its_region(
             old.features = ()
             for agent in (old, new):
                 await agent.connect()
-            key = setting.partition("=")[0]
+            key = "train.initialModel.uri" if "uri" in setting else setting.partition("=")[0]
             told = await stage.client.plan(load(job_file, [setting]).json)
             assert not told.admissible
             (reason,) = json.loads(told.plan_json)["reasons"]

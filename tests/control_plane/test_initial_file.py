@@ -59,7 +59,8 @@ async def kinds(stage: Stage) -> dict[str, int]:
 def test_the_file_is_named_by_its_digest_and_is_no_code(job_file: Path) -> None:
     loaded, (content, _) = read_job(job_file, [START])
     assert json.loads(loaded.json)["train"]["initialModel"] == {
-        "job": None, "round": None, "file": "weights.safetensors", "digest": DIGEST, "partial": True
+        "job": None, "round": None, "file": "weights.safetensors", "digest": DIGEST, "partial": True,
+        "uri": None,
     }  # fmt: skip
     assert len(content) < len(WEIGHTS) // 10
     with pytest.raises(GeofedError, match=f"has the digest {DIGEST}, not sha256:0000"):
@@ -75,7 +76,7 @@ def test_every_region_fetches_it_and_it_is_kept_for_as_long_as_the_job_needs_it(
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
             told = {"job": "", "digest": DIGEST, "bytes": 0, "round": 0, "file": "weights.safetensors"}
-            told |= {"partial": True}
+            told |= {"partial": True, "uri": ""}
             loaded, bundle = read_job(job_file, [START])
             # A plan needs no upload, which takes long.
             plan = await planned(stage.client, loaded, bundle)

@@ -34,11 +34,15 @@ def starting_from(job: str) -> str:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("train.initialModel={}", "exactly one of `job` and `file`"),
-        ("train.initialModel={job: x, file: y}", "exactly one of `job` and `file`"),
+        ("train.initialModel={}", "exactly one of `job`, `file` and `uri`"),
+        ("train.initialModel={job: x, file: y}", "exactly one of `job`, `file` and `uri`"),
         ("train.initialModel={job: x, partial: true}", "a job's model is whole"),
         ("train.initialModel={file: x, round: 1}", "a file holds one model"),
         ("train.initialModel={file: x, digest: y}", "digest"),
+        ("train.initialModel={uri: s3://bucket/x}", "`uri` requires `digest`"),
+        ("train.initialModel={uri: https://host/x}", "uri"),
+        ("train.initialModel={uri: s3://bucket/folder/}", "uri"),
+        ("train.initialModel={uri: s3://bucket/x, file: y}", "exactly one of `job`, `file` and `uri`"),
         ("train.initialModel={file: missing.safetensors}", r"cannot read .*/job/missing.safetensors: No such file"),
         ("train.initialModel={file: task.py}", r"task.py is no file of safetensors: a header of"),
         ("train.initialModel={job: ''}", "at least 1 character"),
@@ -61,7 +65,7 @@ def test_every_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
             a, b = await bring_up(stage)
             first = await ended(stage, job_file, a, b)
             told = {"job": first, "digest": digest_of(MODEL), "bytes": len(MODEL), "round": 2}
-            told |= {"file": "", "partial": False}
+            told |= {"file": "", "partial": False, "uri": ""}
             # By its name, too, as only one job has it.
             spec = load(job_file, [starting_from("digits")])
             assert json.loads((await stage.client.plan(spec.json)).plan_json)["initial_model"] == told

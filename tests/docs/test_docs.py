@@ -20,6 +20,7 @@ from support.commands import PROGRAMS, run_here
 from support.failures import command
 
 from control_plane.spec import load
+from geofed_pb.errors import GeofedError
 from geofed_pb.platforms import PLATFORMS
 from region_agent.config import load_config
 from region_agent.worker.data.spec import ClientColumn
@@ -168,7 +169,12 @@ def test_the_region_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     file.write_text(_yaml("region-file.md"))
     config = load_config(file)
     assert config.name == "frankfurt"
-    whole, secrets, packages, *channels = _yamls("region-file.md")
+    whole, models, secrets, packages, *channels = _yamls("region-file.md")
+    file.write_text(whole + models)
+    assert [folder.store for folder in load_config(file).models] == ["main", ""]
+    file.write_text((whole + models).replace("store: main}\n  - {uri: file", "store: gone}\n  - {uri: file"))
+    with pytest.raises(GeofedError, match=r"`models.0.store`: 'gone' is not in stores"):
+        load_config(file)
     file.write_text(whole + packages)
     assert load_config(file).installs
     file.write_text(re.sub(r"^policy:\n(?:  .*\n)+", "", whole, flags=re.MULTILINE) + secrets)
@@ -271,7 +277,7 @@ def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
 
 def test_the_pretrained_weights_of_the_documentation_are_valid(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    whole, example = _yamls("job-file.md")
+    whole, example, read_by_regions = _yamls("job-file.md")
     file.write_text(re.sub(r"^train:\n(?: .*\n)+", example, whole, flags=re.MULTILINE))
     (tmp_path / "task.py").write_text(TASK)
     save_file({"w": np.zeros(2, ml_dtypes.bfloat16)}, tmp_path / "weights.safetensors")
@@ -279,6 +285,10 @@ def test_the_pretrained_weights_of_the_documentation_are_valid(tmp_path: Path) -
     assert loaded.spec.train.initial_model is not None
     assert loaded.spec.train.initial_model.partial
     assert loaded.weights == (tmp_path / "weights.safetensors").resolve()
+    file.write_text(re.sub(r"^train:\n(?: .*\n)+", read_by_regions, whole, flags=re.MULTILINE))
+    loaded = load(file)
+    assert loaded.spec.train.initial_model is not None
+    assert (loaded.weights, loaded.spec.train.initial_model.uri) == (None, "s3://models/gpt2/model.safetensors")
 
 
 def test_the_kept_models_of_the_documentation_are_valid(tmp_path: Path) -> None:

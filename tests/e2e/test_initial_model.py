@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually
+from support.stores import BUCKET, s3_server
 
 from deploy.local import LocalFederation, RegionSite
 
@@ -92,6 +95,48 @@ def test_a_job_starts_from_a_file_as_far_as_it_goes(running: Running, trained: d
     refused = running.wait_end(running.submit(start))
     assert (refused["error"]["code"], losses(running, refused["id"])) == ("MODEL_MISMATCH", [])
     assert f"{lacking} of the model to start from is F32 [3], the task's F32 [" in refused["error"]["message"]
+
+
+def test_a_job_starts_from_a_file_that_each_region_reads_itself(tmp_path: Path) -> None:
+    """From a store with the region's own keys, and from its disk; with another digest no region trains."""
+    boto3 = pytest.importorskip("boto3")
+    with s3_server() as server:
+        stores = {"main": {"endpointUrl": server.endpoint, "region": "us-east-1"}}
+        places = [{"uri": f"s3://{BUCKET}/models/", "store": "main"}, {"uri": f"file://{tmp_path}/models/"}]
+        sites = digits_sites(tmp_path, ("frankfurt", "virginia"), stores=stores, models=places)
+        with Federation(tmp_path / "federation", sites) as federation:
+            running = Running(federation, tmp_path)
+            trained = running.wait_end(running.submit("train.end.epochs=3", "wan.interval=10"))
+            path = tmp_path / "models" / "digits.safetensors"
+            path.parent.mkdir()
+            federation.control_plane("export", trained["id"], "--output-file", str(path), "--yes")
+            client = boto3.client("s3", endpoint_url=server.endpoint, region_name="us-east-1")
+            client.upload_file(str(path), BUCKET, "models/digits.safetensors")
+            client.close()
+            digest = f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+            def ends(uri: str, digest: str = digest) -> dict[str, Any]:
+                start = f"train.initialModel={json.dumps({'uri': uri, 'digest': digest})}"
+                return running.wait_end(running.submit(start, *STILL, "wan.exchange=synchronous"))
+
+            for uri in (f"s3://{BUCKET}/models/digits.safetensors", f"file://{path}"):
+                ended = ends(uri)
+                check_succeeded(ended, accuracy=0.0)
+                assert parameters(ended) == parameters(trained)
+                assert (ended["initial_model"]["uri"], ended["initial_model"]["digest"]) == (uri, digest)
+            for uri, wrong, code in (
+                (f"file://{path}", f"sha256:{'ab' * 32}", "MODEL_MISMATCH"),
+                (f"s3://{BUCKET}/models/none.safetensors", digest, "MODEL_NOT_FOUND"),
+                (f"file://{tmp_path}/digits.safetensors", digest, "FORBIDDEN"),
+            ):
+                refused = ends(uri, wrong)
+                assert (refused["state"], refused["error"]["code"]) == ("failed", code), refused["error"]
+                assert losses(running, refused["id"]) == []
+            no_digest = running.federation.control_plane(
+                "validate", str(running.job_folder() / "job.yaml"), "--set", f"train.initialModel.uri=file://{path}",
+                check=False,
+            )  # fmt: skip
+            assert "`uri` requires `digest`" in no_digest.stderr + no_digest.stdout
 
 
 def test_a_model_of_another_shape_is_refused_by_name(running: Running, trained: dict[str, Any]) -> None:

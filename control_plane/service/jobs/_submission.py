@@ -136,7 +136,8 @@ async def submit(
     async def check(draft: Draft) -> JobEntry | None:
         if user and user not in draft.users:
             raise GeofedError("UNAUTHENTICATED", f"user {user} was removed")
-        if initial_model is not None and federation.blobs.size(initial_model.digest) is None:
+        here = initial_model is not None and not initial_model.uri
+        if initial_model is not None and here and federation.blobs.size(initial_model.digest) is None:
             text = f"{initial_model.text}, {initial_model.digest}, is not at the control plane"
             raise GeofedError("MODEL_NOT_FOUND", text, hint="submit the job again, which uploads a file again")
         return await _earlier(federation, row)

@@ -21,11 +21,14 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
 
     Raises ``GeofedError``: JOB_NOT_FOUND; FORBIDDEN for a job that the user may not read; MODEL_NOT_FOUND if the job
     has not ended, or has no such model; SPEC_INVALID for a file that is none. A file need not have arrived yet: it has
-    0 bytes then.
+    0 bytes then, as one that the regions read themselves.
     """
     wanted = spec.train.initial_model
     if wanted is None:
         return None
+    if wanted.uri is not None:
+        assert wanted.digest is not None
+        return InitialModel("", wanted.digest, 0, 0, wanted.uri.rpartition("/")[2], wanted.partial, wanted.uri)
     if wanted.file is not None:
         return await _uploaded(federation, wanted)
     assert wanted.job is not None

@@ -188,31 +188,36 @@ class Best(Section):
 
 
 class StartsFrom(Section):
-    """What a job starts from: the model of an earlier job, or a file with weights."""
+    """What a job starts from: the model of an earlier job, or a file with weights, here or in the regions."""
 
     job: str | None = Field(default=None, min_length=1)
     """ID of an ended job that the user may read, or its name if it is unique. Of replanned jobs the last successor
-    counts. Either `job` or `file` is given."""
+    counts. Exactly one of `job`, `file` and `uri` is given."""
     round: Annotated[int, Field(ge=1, lt=BELOW)] | Literal["best"] | None = None
     """Which of its models: that of a kept round (`train.keep`), or the best one by its `train.best`. Default: the final
     one or, of a job that has not succeeded, that of its last kept round."""
     file: str | None = Field(default=None, min_length=1)
     """Path of a safetensors file with pretrained weights, relative to the job file, of 64 GiB at most. It is uploaded
     once, and is not sent as code. What is submitted has only its name and digest."""
+    uri: str | None = Field(default=None, pattern=r"^(s3://[^/\s]+/|file:///).*[^/]$", max_length=2048)
+    """Address of such a file that each region reads itself, `s3://bucket/key` or `file:///path` on the region's
+    machine, in a folder that its region file lists in `models`. It is not uploaded. Requires `digest`."""
     digest: str | None = Field(default=None, pattern=r"^sha256:[0-9a-f]{64}$")
-    """Digest that the file must have. Default: that of the file as it is."""
+    """Digest that the file must have. Default, for a `file`: that of the file as it is."""
     partial: bool = False
     """Whether the file may lack tensors of the model, which keep the task's own first values, and have others, which
     are ignored. Otherwise both are refused."""
 
     @model_validator(mode="after")
     def _is_one(self) -> StartsFrom:
-        if (self.job is None) == (self.file is None):
-            raise ValueError("give exactly one of `job` and `file`")
-        if self.file is None and (self.digest is not None or self.partial):
-            raise ValueError("`digest` and `partial` are for a `file`; a job's model is whole")
-        if self.file is not None and self.round is not None:
+        if [self.job, self.file, self.uri].count(None) != 2:
+            raise ValueError("give exactly one of `job`, `file` and `uri`")
+        if self.job is not None and (self.digest is not None or self.partial):
+            raise ValueError("`digest` and `partial` are for a `file` or `uri`; a job's model is whole")
+        if self.job is None and self.round is not None:
             raise ValueError("`round` is for a `job`; a file holds one model")
+        if self.uri is not None and self.digest is None:
+            raise ValueError("`uri` requires `digest`, so that all regions begin with the same file")
         return self
 
 

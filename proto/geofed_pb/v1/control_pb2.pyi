@@ -169,20 +169,22 @@ class KeptModel(_message.Message):
     def __init__(self, round: _Optional[int] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., best: bool = ...) -> None: ...
 
 class InitialModel(_message.Message):
-    __slots__ = ("job", "digest", "bytes", "round", "file", "partial")
+    __slots__ = ("job", "digest", "bytes", "round", "file", "partial", "uri")
     JOB_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
     job: str
     digest: str
     bytes: int
     round: int
     file: str
     partial: bool
-    def __init__(self, job: _Optional[str] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., round: _Optional[int] = ..., file: _Optional[str] = ..., partial: bool = ...) -> None: ...
+    uri: str
+    def __init__(self, job: _Optional[str] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., round: _Optional[int] = ..., file: _Optional[str] = ..., partial: bool = ..., uri: _Optional[str] = ...) -> None: ...
 
 class ShardCopy(_message.Message):
     __slots__ = ("source", "destination", "state", "condition", "bytes", "sent_bytes", "money")

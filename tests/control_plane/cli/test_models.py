@@ -78,7 +78,7 @@ def test_a_job_starts_from_a_file(live: Federation, run: Run, job_file: str, tmp
         assert ("uploading" in told.err) is uploads
         job = told.data["id"]
         run("cancel", job, "--yes")
-        initial = {"job": "", "round": None, "file": path.name, "partial": True, "bytes": len(content)}
+        initial = {"job": "", "round": None, "file": path.name, "partial": True, "bytes": len(content), "uri": ""}
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
         assert run("describe", job, "-o", "json").data["initial_model"] == initial | {"digest": digest}
         assert "the file weights.safetensors (" in run("status", job).out
