@@ -11,6 +11,7 @@ __all__ = [
     "FEATURES",
     "INITIAL_FILE",
     "LOCAL",
+    "PARTS",
     "PRECISION",
     "REQUIREMENTS",
     "SECRETS",
@@ -29,7 +30,10 @@ DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
 CLIENTS = "clients"
 EVALUATION = "train.end.steps: 0"
+PARTS = "task folder above 1 MiB"
+"""Files of a task folder are sent each by itself."""
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS, EVALUATION,
+    PARTS,
 )  # fmt: skip
 """All features of this version."""

@@ -14,6 +14,7 @@ from geofed_pb.features import (
     EVALUATION,
     INITIAL_FILE,
     LOCAL,
+    PARTS,
     PRECISION,
     REQUIREMENTS,
     SECRETS,
@@ -30,8 +31,11 @@ def keeps_base(plan: Plan, regions: Mapping[str, RegionEntry]) -> bool:
     return all(BASE in regions[part.region].state.features for part in plan.partitions)
 
 
-def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> Declined | None:
-    """Return the refusal of a job that needs what an agent of its plan cannot do; None: all can."""
+def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry], *, parted: bool) -> Declined | None:
+    """Return the refusal of a job that needs what an agent of its plan cannot do; None: all can.
+
+    ``parted``: whether files of its task folder are sent by themselves.
+    """
     train = spec.train
     needed = [
         feature
@@ -46,6 +50,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (REQUIREMENTS, spec.task.requirements is not None),
             (CLIENTS, spec.clients is not None),
             (EVALUATION, spec.evaluates_only),
+            (PARTS, parted),
         )
         if used
     ]
