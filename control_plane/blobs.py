@@ -9,13 +9,15 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import flush_folder
+from geofed_pb.files.task_folder import Part, parts_of
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.storage import Found, found, is_nearly_full
 from geofed_pb.v1 import common_pb2
@@ -24,6 +26,8 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REMOVED = "removed-"
 """Prefix of files that remain to be deleted."""
 _DAY_SECONDS = 86_400.0
+_KNOWN_FOLDERS = 64
+"""Archives whose lists of parts, of 10,000 digests at most, are held in memory."""
 
 
 class BlobStore:
@@ -42,6 +46,7 @@ class BlobStore:
         """Locks of the uploads under way."""
         self._held = Counter[str]()
         """Digests of blobs that requests under way need, with the number of these requests."""
+        self._listed = lru_cache(_KNOWN_FOLDERS)(self._read_parts)
         self._received: dict[str, tuple[float, int]] = {}
         """By uploader and kind of blob: when its day began, on the monotonic clock, and the bytes since then."""
 
@@ -71,6 +76,26 @@ class BlobStore:
             with suppress(OSError):
                 os.utime(self.path(digest))
         return common_pb2.BlobAck(digest=digest, have_bytes=whole or 0, complete=whole is not None)
+
+    def incomplete(self, digests: Sequence[str], uploader: str) -> list[common_pb2.BlobAck]:
+        """Return those of several blobs that are not complete. Blocks."""
+        return [one for one in (self.stat(digest, uploader) for digest in dict.fromkeys(digests)) if not one.complete]
+
+    def parts(self, bundle: str) -> frozenset[str]:
+        """Return the digests of the files that belong to a complete archive of a task folder; none if it is missing, or
+        nothing that a job can have. Blocks for as long as it takes to read a small file."""
+        there = _DIGEST.fullmatch(bundle) and self.size(bundle) is not None
+        return self._listed(bundle) if there else frozenset()
+
+    def _read_parts(self, bundle: str) -> frozenset[str]:
+        try:
+            return frozenset(one.digest for one in parts_of(self.path(bundle)))
+        except GeofedError:
+            return frozenset()
+
+    def missing_parts(self, bundle: str) -> list[Part]:
+        """Return the files of a task folder whose archive is complete that are not, or not of the listed size."""
+        return [one for one in parts_of(self.path(bundle)) if self.size(one.digest) != one.bytes]
 
     def _partial_of(self, digest: str, uploader: str) -> Path:
         mark = hashlib.sha256(uploader.encode()).hexdigest()[:16]
@@ -154,12 +179,15 @@ class BlobStore:
 
     @contextmanager
     def held(self, digest: str) -> Iterator[None]:
-        """Keep a blob while the context is open, although no job refers to it yet."""
+        """Keep a blob, and the files that it lists, while the context is open, although no job refers to it yet."""
         self._held[digest] += 1
+        held = {digest}
         try:
+            held |= (parts := self.parts(digest))
+            self._held.update(parts)
             yield
         finally:
-            self._held[digest] -= 1
+            self._held.subtract(held)
             self._held += Counter()  # drops what is held no more
 
     def whole(self) -> list[Found]:

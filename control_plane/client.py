@@ -19,12 +19,18 @@ import grpc.aio
 
 from geofed_pb.address import addresses_of
 from geofed_pb.errors import OUTAGE, GeofedError
+from geofed_pb.files.task_folder import Part
 from geofed_pb.rpc import CHUNK_BYTES, CONTROL_PLANE_NAME, channel, clock_of, error_of, with_token
 from geofed_pb.security.signing import Signer
+from geofed_pb.tasks import awaited
 from geofed_pb.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _Reply = TypeVar("_Reply")
 OnBreak = Callable[[GeofedError], None]
+_STAT_DIGESTS = 1000
+"""Blobs that one request asks for: the servers' limit."""
+_UPLOADS = 8
+"""Files of a task folder that are sent at once, so that small ones do not wait for each other's answers."""
 RETRY_WAIT = timedelta(seconds=0.5)
 """Time between two attempts to resume an interrupted stream."""
 CHOICE = timedelta(seconds=4)
@@ -154,8 +160,46 @@ class ControlClient:
             seconds, clock = time.monotonic() - begun, clock_of(await call.trailing_metadata())
         return seconds, None if clock is None else at + seconds / 2 - clock
 
+    async def put_parts(self, parts: Sequence[Part], folder: Path, begun: Callable[[int, int], None]) -> None:
+        """Upload the files of a task folder that its archive lists, as far as they are not uploaded already.
+
+        Args:
+            begun: called with the number of files and of bytes to be sent, if there are any.
+
+        Raises ``GeofedError``: ILLEGAL_STATE if the control plane is of an earlier version; DIGEST_MISMATCH if a file
+        has changed meanwhile; TASK_INVALID if one is gone.
+        """
+        named, missing = {one.digest: one for one in parts}, dict[str, int]()
+        digests = list(named)
+        for first in range(0, len(digests), _STAT_DIGESTS):
+            asked = common_pb2.BlobsRequest(digests=digests[first : first + _STAT_DIGESTS])
+            reply: common_pb2.BlobsReply = await self._answer(lambda stub: stub.StatBlobs, asked)
+            missing |= {one.digest: one.have_bytes for one in reply.incomplete}
+        if missing:
+            begun(len(missing), sum(named[digest].bytes - have for digest, have in missing.items()))
+        turn = asyncio.Semaphore(_UPLOADS)
+
+        async def send(digest: str) -> None:
+            async with turn:
+                await self._put_file(folder / named[digest].name, digest, missing[digest], part=True)
+
+        sending = {named[digest].name: awaited(send(digest)) for digest in missing}
+        try:
+            if sending:
+                await asyncio.wait(sending.values(), return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            ended = [task for task in sending.values() if task.done()]
+            for task in sending.values():
+                task.cancel()
+            await asyncio.gather(*sending.values(), return_exceptions=True)
+        if failed := next((task for task in ended if not task.cancelled() and task.exception()), None):
+            failed.result()
+        # gRPC cancels a call whose messages cannot be made, and keeps the reason to itself.
+        if unread := next((name for name, task in sending.items() if task.cancelled()), None):
+            raise GeofedError("TASK_INVALID", f"{unread} could not be read while it was sent")
+
     async def put_bundle(self, content: bytes, digest: str) -> None:
-        """Upload a job's code unless it is uploaded already; resume an interrupted upload."""
+        """Upload the archive of a task folder unless it is uploaded already; resume an interrupted upload."""
         have: common_pb2.BlobAck = await self._answer(lambda stub: stub.StatBlob, common_pb2.BlobRequest(digest=digest))
         if not have.complete:
             await self._answer(lambda stub: stub.PutBlob, _chunks(content, digest, have.have_bytes))
@@ -169,9 +213,15 @@ class ControlClient:
         have: common_pb2.BlobAck = await self._answer(lambda stub: stub.StatBlob, asked)
         if not have.complete:
             begun(path.stat().st_size - have.have_bytes)
+            await self._put_file(path, digest, have.have_bytes)
+
+    async def _put_file(self, path: Path, digest: str, have_bytes: int, *, part: bool = False) -> None:
+        """Upload a file of which the control plane has the first bytes."""
+        asked = common_pb2.BlobRequest(digest=digest)
+        have = common_pb2.BlobAck(have_bytes=have_bytes)
         while not have.complete:
             try:
-                chunks = _file_chunks(path, digest, have.have_bytes)
+                chunks = _file_chunks(path, digest, have.have_bytes, part=part)
                 async with aclosing(chunks), self._calling():
                     have = await self._stub.PutBlob(chunks, metadata=self._metadata)
             except GeofedError as error:
@@ -479,13 +529,17 @@ class ControlClient:
             return await call(request, metadata=self._metadata, timeout=(TIMEOUT + more).total_seconds())
 
 
-async def _file_chunks(path: Path, digest: str, offset: int) -> AsyncGenerator[common_pb2.BlobChunk, None]:
+async def _file_chunks(
+    path: Path, digest: str, offset: int, *, part: bool
+) -> AsyncGenerator[common_pb2.BlobChunk, None]:
     with path.open("rb") as file:
         total = os.fstat(file.fileno()).st_size
         file.seek(offset)
         while True:
             data = await asyncio.to_thread(file.read, CHUNK_BYTES)
-            yield common_pb2.BlobChunk(digest=digest, total_bytes=total, offset=offset, data=data, model=True)
+            yield common_pb2.BlobChunk(
+                digest=digest, total_bytes=total, offset=offset, data=data, model=not part, part=part
+            )
             offset += len(data)
             if not data or offset >= total:
                 return

@@ -202,7 +202,7 @@ class Agent:
             state_dir=self._state_dir,
             channel=RegionChannel(self._config.channel, self._channel_folder(), self._config.name),
             image=WORKER_IMAGE if isinstance(gateway, EmbeddedGateway) else gateway.image,
-            fetch_bundle=self._blobs.bundle,
+            fetch_task=self._blobs.task_folder,
             fetch_model=self._hub.fetch_file,
             publish_model=self._blobs.publish_model,
             report=self._report,

@@ -33,6 +33,7 @@ from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
 from region_agent.shards.indexing import INDEXES, Indexes, streams_of
 from region_agent.shards.reading import shard_files
+from region_agent.tasks.folder import TaskFolder
 from region_agent.tasks.secrets import GivenSecrets, give_secrets, remove_secrets
 from region_agent.worker.data.spec import FormatSpec, Stream
 from region_agent.worker.invocation import ShardFile
@@ -237,11 +238,11 @@ class Profiler:
         mark.write_text(command.id)
         try:
             self._report_condition(command, "downloading the task")
-            bundle = await context.fetch_bundle(command.task.bundle_digest)
+            folder = await context.fetch_task(command.task.bundle_digest)
             self._packages = None
             if context.environments is not None:
-                self._packages = await context.environments.prepare(command.id, bundle, command.task.requirements)
-            await asyncio.to_thread(self._put_bundle, start, bundle, meters)
+                self._packages = await context.environments.prepare(command.id, folder, command.task.requirements)
+            await asyncio.to_thread(self._put_folder, start, folder, meters)
             stated = context.config.datasets[command.task.dataset].splits["train"].clients
             address = await asyncio.to_thread(context.channel.worker_address, command.id)
             self._begins(command.id, command.task)
@@ -283,10 +284,10 @@ class Profiler:
             channel.close()
         return streams
 
-    def _put_bundle(self, start: agent_pb2.StartPartition, bundle: bytes, meters: _Meters) -> None:
+    def _put_folder(self, start: agent_pb2.StartPartition, folder: TaskFolder, meters: _Meters) -> None:
         channel = self._context.channel.open(start.job)
         try:
-            channel.put(bundle_key(start), [bundle])
+            folder.put_into(channel, bundle_key(start))
         finally:
             meters.add_usage(channel.usage)
             channel.close()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
+from geofed_pb.files.task_folder import kept_parts
 from geofed_pb.storage import Found, Keep, Stored, Total, due, found, left_after, remove, totals, used_bytes
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RetentionConfig
@@ -18,6 +19,7 @@ from region_agent.gateway.owner import function_name
 from region_agent.partition.shards import SHARDS
 from region_agent.state.store import stored_messages
 from region_agent.tasks.environments import FOLDER as ENVIRONMENTS
+from region_agent.tasks.folder import BUNDLES
 
 __all__ = ["SENDING", "Held", "RegionStorage", "held_by"]
 
@@ -41,7 +43,7 @@ class Held:
 
     jobs: frozenset[str] = frozenset()
     bundles: frozenset[str] = frozenset()
-    """Digests of their code, without ``sha256:``."""
+    """Digests of the files of their code, without ``sha256:``."""
 
 
 def held_by(state_dir: Path, *, without: str = "") -> Held:
@@ -49,8 +51,14 @@ def held_by(state_dir: Path, *, without: str = "") -> Held:
     starts, sendings = stored_messages(state_dir / "agent.db")
     read = [agent_pb2.StartPartition.FromString(one) for one in starts]
     jobs = [*(one.job for one in read), *(agent_pb2.SendShard.FromString(one).job for one in sendings)]
-    bundles = (one.task.bundle_digest.removeprefix("sha256:") for one in read if one.job != without)
-    return Held(frozenset(jobs) - {without}, frozenset(bundles))
+    bundles = {one.task.bundle_digest.removeprefix("sha256:") for one in read if one.job != without}
+    return Held(frozenset(jobs) - {without}, frozenset(bundles | _parts(state_dir, bundles)))
+
+
+def _parts(state_dir: Path, bundles: Iterable[str]) -> set[str]:
+    """Return the digests, without ``sha256:``, of the files that belong to kept archives of task folders."""
+    found = (kept_parts(state_dir / BUNDLES / name) for name in bundles)
+    return {part.digest.removeprefix("sha256:") for parts in found for part in parts}
 
 
 class RegionStorage:
@@ -77,7 +85,7 @@ class RegionStorage:
         for kind, folder in (("jobs", "jobs"), ("shards", SHARDS), ("shards", SENDING)):
             for one in found(place / folder):
                 yield self._item(kind, one, in_use=one.path.name in held.jobs)
-        for one in found(place / "bundles"):
+        for one in found(place / BUNDLES):
             kind = "unfinished" if _WRITTEN.fullmatch(one.path.name) else "bundles"
             yield self._item(kind, one, in_use=one.path.name in held.bundles)
         functions = {function_name(job) for job in held.jobs}
@@ -109,8 +117,10 @@ class RegionStorage:
         """Delete all files of a job, and its code unless another job here has the same (empty: one elsewhere has)."""
         held = held_by(self._state_dir, without=job)
         names = {job, function_name(job)}
-        digest = bundle_digest.removeprefix("sha256:")
-        left_after((one for one in self.items(held) if not one.in_use and _names(one, names | {digest})), self._remove)
+        if bundle_digest:
+            digest = bundle_digest.removeprefix("sha256:")
+            names |= {digest, *_parts(self._state_dir, [digest])}
+        left_after((one for one in self.items(held) if not one.in_use and _names(one, names)), self._remove)
 
     def job_bytes(self, job: str) -> int:
         """Return the disk space that a job takes."""

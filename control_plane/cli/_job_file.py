@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from control_plane._view import bytes_text
 from control_plane.cli._output import say
 
 if TYPE_CHECKING:
-    from control_plane.spec import LoadedSpec
+    from control_plane.client import ControlClient
+    from control_plane.spec import LoadedSpec, PackedTask
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.", show_default=False)]
 
@@ -23,10 +25,8 @@ def _warn(text: str) -> None:
     say(f"warning: {text}")
 
 
-def read_job(
-    job_file: Path, overrides: list[str] | None, name: str | None = None
-) -> tuple[LoadedSpec, tuple[bytes, str]]:
-    """Return the validated job file, and its packed code as (content, digest)."""
+def read_job(job_file: Path, overrides: list[str] | None, name: str | None = None) -> tuple[LoadedSpec, PackedTask]:
+    """Return the validated job file, and its packed code."""
     from control_plane.spec import check_requirements, check_task, load, pack
 
     name_override = [f"metadata.name={json.dumps(name)}"] if name is not None else []
@@ -37,3 +37,14 @@ def read_job(
     if loaded.spec.task.requirements is not None:
         check_requirements(loaded.folder, loaded.spec.task.requirements)
     return loaded, pack(loaded.folder, loaded.spec.task.module, loaded.weights)
+
+
+async def put_task(client: ControlClient, bundle: PackedTask) -> None:
+    """Upload a task folder: what of it is not uploaded already."""
+
+    def begun(files: int, left: int) -> None:
+        say(f"uploading {bytes_text(left)} of the task folder: {files:,} of {len(bundle.parts):,} larger files")
+
+    if bundle.parts:
+        await client.put_parts(bundle.parts, bundle.folder, begun)
+    await client.put_bundle(bundle.content, bundle.digest)

@@ -12,8 +12,9 @@ from pathlib import Path
 from control_plane._templates import find_template, template_folders, template_view, write_template
 from control_plane._view import Data
 from control_plane.service import DAILY_CODE_BYTES, Caller, Federation, JobEntry, Probing, answer_plan, submit
-from control_plane.spec import MAX_BUNDLE_BYTES, check_requirements, check_task, pack, parse_text
+from control_plane.spec import PackedTask, check_requirements, check_task, pack, parse_text
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.v1 import common_pb2, control_pb2
 
@@ -54,10 +55,8 @@ class _Checked:
     json: str
     """The normalised job file."""
     warnings: tuple[str, ...]
-    code: bytes
-    """The template's, packed."""
-    digest: str
-    """Of `code`."""
+    code: PackedTask
+    """The template's."""
 
 
 def templates() -> list[Data]:
@@ -102,7 +101,7 @@ class Submissions:
         Raises ``GeofedError``: what is wrong with the job file; what `answer_plan` raises.
         """
         checked = await self._checked(draft)
-        digest = checked.digest
+        digest = checked.code.digest
         with self._federation.blobs.held(digest):
             await self._put(checked, caller)
             request = control_pb2.PlanRequest(spec_json=checked.json, bundle_digest=digest)
@@ -114,7 +113,7 @@ class Submissions:
     async def submit(self, draft: Draft, request_id: str, caller: Caller) -> JobEntry:
         """Submit a draft, once for each request ID; return the job. Raises ``GeofedError``, as `submit`."""
         checked = await self._checked(draft)
-        digest = checked.digest
+        digest = checked.code.digest
         with self._federation.blobs.held(digest):
             await self._put(checked, caller)
             request = control_pb2.SubmitRequest(spec_json=checked.json, bundle_digest=digest, request_id=request_id)
@@ -132,7 +131,7 @@ class Submissions:
             return await asyncio.to_thread(_read, draft)
 
     async def _put(self, checked: _Checked, caller: Caller) -> None:
-        content, digest = checked.code, checked.digest
+        content, digest = checked.code.content, checked.code.digest
 
         async def chunks() -> AsyncIterator[common_pb2.BlobChunk]:
             for offset in range(0, len(content), CHUNK_BYTES):
@@ -141,7 +140,7 @@ class Submissions:
 
         # Named apart from the uploads of commands, since both may be under way; they count together.
         await self._federation.blobs.receive(
-            chunks(), limit_bytes=MAX_BUNDLE_BYTES, uploader=f"user {caller.user} on the dashboard",
+            chunks(), limit_bytes=MAX_ARCHIVE_BYTES, uploader=f"user {caller.user} on the dashboard",
             daily_bytes=DAILY_CODE_BYTES, account=f"user {caller.user}",
         )  # fmt: skip
 
@@ -160,6 +159,10 @@ def _read(draft: Draft) -> _Checked:
             check_task(folder, spec.task.module, evaluates_only=spec.evaluates_only)
             if spec.task.requirements is not None:
                 check_requirements(folder, spec.task.requirements)
-            return _Checked(spec.to_json(), warnings, *pack(folder, spec.task.module))
+            code = pack(folder, spec.task.module)
+            if code.parts:
+                text = f"the template has {code.parts[0].name} and {len(code.parts) - 1} more files above its archive"
+                raise GeofedError("LIMIT_EXCEEDED", text, hint="submit it by command")
+            return _Checked(spec.to_json(), warnings, code)
         except GeofedError as error:
             raise GeofedError(error.code, error.message.replace(str(folder), "the template"), hint=error.hint) from None

@@ -7,16 +7,16 @@ from control_plane._durations import format_duration
 from control_plane.spec._demand import to_demand
 from control_plane.spec._load import LoadedSpec, key_path, load, parse_json, parse_request, parse_text
 from control_plane.spec._model import JobSpec
-from control_plane.spec._pack import MAX_BUNDLE_BYTES, pack, packed_code_digest
+from control_plane.spec._pack import PackedTask, pack, packed_code_digest
 from control_plane.spec._task import check_requirements, check_task
 from control_plane.spec.sections import MOST_KEPT, StartsFrom
 from geofed_pb.files import file_schema
 
 __all__ = [
-    "MAX_BUNDLE_BYTES",
     "MOST_KEPT",
     "JobSpec",
     "LoadedSpec",
+    "PackedTask",
     "StartsFrom",
     "check_requirements",
     "check_task",

@@ -129,9 +129,9 @@ def load_sweep(path: Path) -> LoadedSweep:
     except strict_yaml.InvalidYaml as error:
         raise GeofedError("SPEC_INVALID", str(error), hint=_HINT) from None
     job_file = path.parent / file.job
-    loaded, (_, code) = read_job(job_file, None)
+    loaded, packed = read_job(job_file, None)
     best = loaded.spec.train.compared
-    facts = json.dumps([file.model_dump(mode="json"), loaded.json, code], sort_keys=True)
+    facts = json.dumps([file.model_dump(mode="json"), loaded.json, packed.digest], sort_keys=True)
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
     metric, mode = file.metric or best.metric, file.mode or best.mode
     return LoadedSweep(file, job_file, loaded.spec, metric, mode == "max", f"{file.metadata.name}-{digest}")

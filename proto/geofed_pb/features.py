@@ -15,6 +15,7 @@ __all__ = [
     "MERGE_RATIO",
     "MERGE_STEP",
     "MERGE_TO_ALL",
+    "PARTS",
     "PRECISION",
     "REQUIREMENTS",
     "SECRETS",
@@ -37,8 +38,10 @@ EVALUATION = "train.end.steps: 0"
 MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
 MERGE_TO_ALL = "advanced.k: 0"
+PARTS = "task folder above 1 MiB"
+"""Files of a task folder are sent each by itself."""
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
-    EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO,
+    EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
 )  # fmt: skip
 """All features of this version."""

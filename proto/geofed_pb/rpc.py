@@ -237,6 +237,8 @@ def error_of(error: grpc.RpcError | common_pb2.Error) -> GeofedError:
         return GeofedError("UNAVAILABLE", details or str(status))
     if status is grpc.StatusCode.UNAUTHENTICATED:
         return GeofedError("UNAUTHENTICATED", details)
+    if status is grpc.StatusCode.UNIMPLEMENTED:
+        return GeofedError("ILLEGAL_STATE", "the server is of an earlier version without this", hint="upgrade it first")
     if status is grpc.StatusCode.INTERNAL and raw == _WRITE_FAILED:
         return GeofedError("UNAVAILABLE", "the server ended the call while a message was being sent")
     return GeofedError("INTERNAL", details or str(status))

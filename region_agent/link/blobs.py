@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import os
 import tempfile
 from contextlib import suppress
@@ -11,11 +12,13 @@ from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import disk_full_as_error, write_durably
+from geofed_pb.files.task_folder import read_parts
 from geofed_pb.v1 import agent_pb2
 from region_agent.link.hub import Hub
 from region_agent.own_model import own_model_file
 from region_agent.partition.server_process import PsProcess
 from region_agent.state.audit_log import RegionAudit
+from region_agent.tasks.folder import BUNDLES, TaskFolder
 from sync.framing import digest_of
 
 __all__ = ["Blobs"]
@@ -26,16 +29,29 @@ class Blobs:
 
     def __init__(self, hub: Hub, audit: RegionAudit, state_dir: Path) -> None:
         self._hub, self._audit, self._state_dir = hub, audit, state_dir
+        self._turn = asyncio.Lock()
 
-    async def bundle(self, digest: str) -> bytes:
-        """Return a packed task folder; it is kept, and downloaded only once."""
-        kept = self._state_dir / "bundles" / digest.removeprefix("sha256:")
+    async def task_folder(self, digest: str) -> TaskFolder:
+        """Return a packed task folder; each of its files is kept, and downloaded only once."""
+        folder = self._state_dir / BUNDLES
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        archive = await self._archive(folder, digest)
+        parts = await asyncio.to_thread(read_parts, io.BytesIO(archive))
+        wanted = {one.digest: folder / one.digest.removeprefix("sha256:") for one in parts}
+        async with self._turn:  # one file may belong to two folders, and is written by one download only
+            for path in wanted.values():
+                with suppress(FileNotFoundError):
+                    os.utime(path)
+            await self._hub.fetch_files(wanted)
+        return TaskFolder(archive, parts, folder)
+
+    async def _archive(self, folder: Path, digest: str) -> bytes:
+        kept = folder / digest.removeprefix("sha256:")
         if kept.exists() and digest_of([data := kept.read_bytes()]) == digest:
             with suppress(FileNotFoundError):
                 os.utime(kept)  # its retention begins anew
             return data
         data = await self._hub.fetch_blob(digest)
-        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_durably(kept, [data])
         return data
 

@@ -9,7 +9,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -379,15 +379,23 @@ class Hub:
 
     async def fetch_file(self, digest: str, into: Path) -> None:
         """Download a blob into a file and verify it; continues a partial download."""
-        if into.exists():
-            return
+        await self.fetch_files({digest: into})
+
+    async def fetch_files(self, wanted: Mapping[str, Path]) -> None:
+        """Download blobs, by digest, into files that do not exist yet, one after another over one connection."""
+        missing = {digest: into for digest, into in wanted.items() if not into.exists()}
+        if missing:
+            async with self._stub() as stub:
+                for digest, into in missing.items():
+                    await self._fetch_file(stub, digest, into)
+
+    async def _fetch_file(self, stub: agent_pb2_grpc.AgentHubStub, digest: str, into: Path) -> None:
         partial = into.with_name(f"{into.name}.partial")
         with disk_full_as_error(into.parent):
             with partial.open("ab") as file:
-                async with self._stub() as stub:
-                    request = common_pb2.BlobRequest(digest=digest, offset=file.tell())
-                    async for chunk in stub.FetchBlob(request):
-                        await asyncio.to_thread(file.write, chunk.data)
+                request = common_pb2.BlobRequest(digest=digest, offset=file.tell())
+                async for chunk in stub.FetchBlob(request):
+                    await asyncio.to_thread(file.write, chunk.data)
                 file.flush()
                 await asyncio.to_thread(os.fsync, file.fileno())
             if await asyncio.to_thread(_file_digest, partial) != digest:

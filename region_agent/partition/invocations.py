@@ -20,6 +20,7 @@ from region_agent.partition.shards import PartitionShards
 from region_agent.privacy import PrivacyGuard, is_private
 from region_agent.shards.reading import SIGNATURE_LIFE
 from region_agent.state.store import PartitionRow
+from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.data.spec import Stream
 from region_agent.worker.invocation import ShardFile
 from sync.channel import channel_kind
@@ -71,11 +72,11 @@ class Invocations:
         own = self.config.datasets.get(dataset) if self.shards.own else None
         return grants_of(self.config, self.channel, self.start.job, own, shards, self._splits, self.packages)
 
-    def prepare_channel(self, bundle: bytes) -> None:
+    def prepare_channel(self, folder: TaskFolder) -> None:
         """Put the code into the job's channel, and measure the channel where the workers need it. Blocks."""
         channel = self.channel.open(self.start.job)
         try:
-            channel.put(bundle_key(self.start), [bundle])
+            folder.put_into(channel, bundle_key(self.start))
             for key, content in self._indexes.items():
                 channel.put(key, [content])
         finally:

@@ -84,6 +84,7 @@ from region_agent.shards.indexing import INDEXES, Indexes
 from region_agent.shards.weights import copy_weights
 from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.tasks.environments import Environments
+from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.invocation import CALL_GRACE, Outcome
 from sync.ps.config import PsConfig
 from sync.transport.sockets import DIAL_FAULT
@@ -113,7 +114,7 @@ class PartitionContext:
     channel: RegionChannel
     image: str
     """Image of the worker function."""
-    fetch_bundle: Callable[[str], Coroutine[Any, Any, bytes]]
+    fetch_task: Callable[[str], Coroutine[Any, Any, TaskFolder]]
     """Download the packed task folder with a digest from the control plane."""
     fetch_model: Callable[[str, Path], Coroutine[Any, Any, None]]
     """Download the model with a digest into a file, and verify it."""
@@ -420,7 +421,7 @@ class PartitionRunner:
         context = self._context
         await self._shards.receive(self._run)
         await self._invocations.sign_splits()
-        bundle = await context.fetch_bundle(task.bundle_digest)
+        folder = await context.fetch_task(task.bundle_digest)
         # The parameter server reads this file when the first worker connects, which is later.
         if (initial := initial_model_file(self.start, self._folder)) is not None:
             if task.initial_uri:
@@ -433,10 +434,10 @@ class PartitionRunner:
         if context.environments is not None and task.requirements:
             self._installing = f"installing the packages of {task.requirements}"
             self._report(durable=False)
-            packages = await context.environments.prepare(self.job, bundle, task.requirements)
+            packages = await context.environments.prepare(self.job, folder, task.requirements)
             self._invocations.packages, self._installing = packages, ""
         context.channel.require(plan.channel or "auto")
-        await asyncio.to_thread(self._invocations.prepare_channel, bundle)
+        await asyncio.to_thread(self._invocations.prepare_channel, folder)
         await self._function.give_secrets()
         self._function.grants = await asyncio.to_thread(self._invocations.grants)
         await self._function.deploy()

@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.metadata
-import io
 import json
 import os
 import platform
 import shutil
 import sys
 import sysconfig
-import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +32,7 @@ from geofed_pb.storage import used_bytes
 from geofed_pb.tasks import awaited
 from geofed_pb.user_code.requirements import LONGEST_FILE, parse_requirements
 from region_agent.config import RegionConfig, TaskPackagesConfig
+from region_agent.tasks.folder import TaskFolder
 
 __all__ = ["FOLDER", "Environments", "check_packages"]
 
@@ -73,7 +72,7 @@ class Environments:
         """Environment of each job that uses one, by job."""
         self._turn = asyncio.Lock()
 
-    async def prepare(self, job: str, bundle: bytes, requirements: str) -> Path | None:
+    async def prepare(self, job: str, folder: TaskFolder, requirements: str) -> Path | None:
         """Return the folder with the packages that a task requires, for a job until `release`; install it if needed.
 
         ``requirements``: path of the file in the task folder; empty: it requires none.
@@ -85,7 +84,9 @@ class Environments:
         check_packages(self._config, requirements)
         settings = self._config.task_packages
         assert settings is not None
-        wanted = parse_requirements(await asyncio.to_thread(_read, bundle, requirements), requirements)
+        # No more of it than a requirements file may have.
+        content = await asyncio.to_thread(folder.read, requirements, LONGEST_FILE + 1)
+        wanted = parse_requirements(content, requirements)
         present = await asyncio.to_thread(_present)
         _check_versions(wanted, present, self._config.name)
         key = await asyncio.to_thread(_key, wanted, present, settings)
@@ -223,18 +224,6 @@ class Environments:
             if total > keep_mb << 20 and path.name not in used:
                 shutil.rmtree(path, ignore_errors=True)
                 total -= size
-
-
-def _read(bundle: bytes, name: str) -> bytes:
-    """Return a file of a packed task folder, and no more of it than a requirements file may have."""
-    try:
-        with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
-            for member in archive:
-                if member.name == name and member.isfile() and (file := archive.extractfile(member)) is not None:
-                    return file.read(LONGEST_FILE + 1)
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
-    raise GeofedError("TASK_INVALID", f"the task folder has no {name}")
 
 
 def _present() -> dict[str, str]:

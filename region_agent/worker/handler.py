@@ -16,7 +16,7 @@ import traceback
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.linux import keep_freed_memory
 from geofed_pb.user_code.modules import drop_task_modules
 from geofed_pb.user_code.secrets import set_secret_variables
+from region_agent.tasks.folder import pieces_of
 from region_agent.worker.clients.model import ClientsModel
 from region_agent.worker.data.index import BlockIndex, index_key
 from region_agent.worker.data.scratch import scratch_folder
@@ -238,7 +239,7 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
     if hashlib.sha256(bundle).hexdigest() != invocation.bundle_key.rpartition("/")[2]:
         text = f"the task folder {invocation.bundle_key} in the channel is not the one that was submitted"
         raise GeofedError("DIGEST_MISMATCH", text)
-    folder = unpack(bundle, _scratch() / "bundles")
+    folder = unpack(bundle, _scratch() / "bundles", partial(pieces_of, channel))
     # Named by the mark, so that a repeated attempt finds files that were downloaded before.
     fetched = _scratch() / "data" / hashlib.sha256(mark.encode()).hexdigest()[:16]
     with contextlib.ExitStack() as undo:

@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 
 from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.task_folder import LISTED, MAX_FILES, MAX_UNPACKED_BYTES, Part, read_parts
 from geofed_pb.user_code.modules import import_task
 from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import Precision
@@ -36,8 +37,6 @@ __all__ = ["TaskModule", "load_task", "task_errors", "task_fault", "unpack"]
 
 _TYPES: dict[Precision, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Type for autocast by the name of the precision; None: no autocast."""
-_MAX_BUNDLE_BYTES = 64 << 20
-"""Largest size of an unpacked task folder."""
 _FUNCTIONS = ("model", "layers", "dataset", "loss", "metrics", "optimizer", "collate", "schedule", "on_round")
 """Functions of a task module."""
 _NEEDED = ("model", "loss")
@@ -46,8 +45,6 @@ _MOST_READ = 50_000_000
 """Most samples of an iterable dataset, so that an endless one is reported instead of filling the memory for ever."""
 _AHEAD, _MOST_AHEAD = 2, 64
 """Steps for which data with a format is read ahead: usually, and at most."""
-_MAX_FILES = 10_000
-"""Largest number of files and folders in a task folder."""
 _DEFAULT_LEARNING_RATE = 0.05
 """Learning rate of the default optimiser, SGD, where ``task.config.lr`` is not set."""
 _SOURCE = 80
@@ -274,12 +271,17 @@ def _kind_of(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if shaped else f"a {type(value).__name__}"
 
 
-def unpack(bundle: bytes | memoryview, into: Path) -> Path:
+def unpack(
+    bundle: bytes | memoryview, into: Path, pieces: Callable[[Part], Iterable[bytes | memoryview]] | None = None
+) -> Path:
     """Unpack a task folder into a new folder below ``into``, so that no other job reads the files that the task writes.
 
+    ``pieces`` returns the content of a file that the archive only lists.
+
     Raises ``GeofedError``, and removes the folder, if the archive cannot be read, has links or paths outside the
-    folder, or exceeds the limits of size and number of files.
+    folder, or exceeds the limits of size and number of files; and what ``pieces`` raises.
     """
+    parts = read_parts(io.BytesIO(bundle))
     into.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="task-", dir=into))
     with ExitStack() as undo:
@@ -289,6 +291,9 @@ def unpack(bundle: bytes | memoryview, into: Path) -> Path:
                 _extract(archive, folder)
         except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
+        if pieces is not None:
+            for part in parts:
+                _write(part, folder, pieces(part))
         undo.pop_all()
     return folder
 
@@ -298,9 +303,11 @@ def _extract(archive: tarfile.TarFile, into: Path) -> None:
     total = 0
     for number, member in enumerate(archive):
         total += member.size
-        if total > _MAX_BUNDLE_BYTES or number >= _MAX_FILES:
-            text = f"the task folder unpacks to more than {_MAX_BUNDLE_BYTES >> 20} MiB or {_MAX_FILES} files"
+        if total > MAX_UNPACKED_BYTES or number >= MAX_FILES:
+            text = f"the task folder unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB or {MAX_FILES} files"
             raise GeofedError("LIMIT_EXCEEDED", text)
+        if member.name == LISTED:
+            continue
         name = PurePosixPath(member.name)
         if name.is_absolute() or ".." in name.parts:
             raise GeofedError("TASK_INVALID", f"{member.name} is outside of the task folder")
@@ -310,6 +317,17 @@ def _extract(archive: tarfile.TarFile, into: Path) -> None:
         (path if member.isdir() else path.parent).mkdir(parents=True, exist_ok=True)
         if (content := archive.extractfile(member)) is not None:
             path.write_bytes(content.read())
+
+
+def _write(part: Part, into: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    path = into / part.name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("xb") as file:
+            for piece in pieces:
+                file.write(piece)
+    except (FileExistsError, NotADirectoryError):
+        raise GeofedError("TASK_INVALID", f"{part.name}: the task folder has this file twice") from None
 
 
 def load_task(

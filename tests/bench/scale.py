@@ -231,7 +231,8 @@ class Files:
         (folder / "task.py").write_text(TASK)
         use = f"regions.use=[{_region(0)},{_region(1)}]"
         loaded = [load(folder / "job.yaml", (use, *filter(None, [override]))) for override in KINDS]
-        return cls(tuple(one.json for one in loaded), *pack(folder, "task.py"))
+        packed = pack(folder, "task.py")
+        return cls(tuple(one.json for one in loaded), packed.content, packed.digest)
 
     def spec(self, kind: int, regions: tuple[str, str]) -> str:
         return _moved(self.specs[kind], regions)

@@ -57,7 +57,8 @@ class Stage:
 
     async def submit(self, job_file: Path, request_id: str = "r1", overrides: tuple[str, ...] = ()) -> Any:
         loaded = load(job_file, overrides)
-        content, digest = pack(loaded.folder, loaded.spec.task.module)
+        packed = pack(loaded.folder, loaded.spec.task.module)
+        content, digest = packed.content, packed.digest
         await self.client.put_bundle(content, digest)
         return await self.client.submit(loaded.json, digest, request_id)
 

@@ -81,7 +81,7 @@ async def outcome(line: grpc.aio.Channel, method: str, metadata: Any = None, job
 # --- the control port, on the real server
 
 
-OWN = {"StatBlob", "PutBlob", "Plan", "Submit", "Profile"}
+OWN = {"StatBlob", "StatBlobs", "PutBlob", "Plan", "Submit", "Profile"}
 ANY = {"Version", "ListJobs", "ListRegions", "ListUsers", "SignOut"}
 READ = {"GetJob", "Watch", "Storage", "Attest"}
 CONTENTS = {"Logs", "GetModel"}

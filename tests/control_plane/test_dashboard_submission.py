@@ -72,7 +72,7 @@ def test_a_template_is_planned_and_submitted_once(serve_config: ServeConfig) -> 
             assert (job.name, job.user) == ("mine", "ann")
             assert '"minimise":"time"' in job.spec_json.replace(" ", "")
             code = await pages.get(f"/jobs/{job.id}/files/task.tar")
-            assert code.content == pack(TEMPLATE, "task.py")[0]
+            assert code.content == pack(TEMPLATE, "task.py").content
 
     told(serve_config, scene)
 
@@ -117,7 +117,7 @@ def test_what_is_wrong_with_a_draft_is_said_as_by_validate(serve_config: ServeCo
 
 
 def test_uploads_by_command_and_here_count_together(serve_config: ServeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_submission, "DAILY_CODE_BYTES", len(pack(TEMPLATE, "task.py")[0]))
+    monkeypatch.setattr(_submission, "DAILY_CODE_BYTES", len(pack(TEMPLATE, "task.py").content))
 
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         token = (await stage.client.add_user("ann")).token

@@ -22,8 +22,9 @@ from control_plane.cli.commands.submit import Submission, planned
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
 from control_plane.service.rpc import _control
-from control_plane.spec import MAX_BUNDLE_BYTES, load, pack
+from control_plane.spec import load, pack
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.security.signing import Signer, require_signature, statement
 from geofed_pb.v1 import common_pb2
@@ -57,12 +58,12 @@ async def kinds(stage: Stage) -> dict[str, int]:
 
 @pytest.mark.usefixtures("weights")
 def test_the_file_is_named_by_its_digest_and_is_no_code(job_file: Path) -> None:
-    loaded, (content, _) = read_job(job_file, [START])
+    loaded, packed = read_job(job_file, [START])
     assert json.loads(loaded.json)["train"]["initialModel"] == {
         "job": None, "round": None, "file": "weights.safetensors", "digest": DIGEST, "partial": True,
         "uri": None,
     }  # fmt: skip
-    assert len(content) < len(WEIGHTS) // 10
+    assert len(packed.content) < len(WEIGHTS) // 10
     with pytest.raises(GeofedError, match=f"has the digest {DIGEST}, not sha256:0000"):
         load(job_file, [START, f"train.initialModel.digest=sha256:{'0' * 64}"])
     assert load(job_file, [START, f"train.initialModel.digest={DIGEST}"]).json == loaded.json
@@ -83,7 +84,7 @@ def test_every_region_fetches_it_and_it_is_kept_for_as_long_as_the_job_needs_it(
             assert json.loads(plan.plan_json)["initial_model"] == told
             told["bytes"] = len(WEIGHTS)
             with pytest.raises(GeofedError, match="is not at the control plane") as caught:
-                await stage.client.submit(loaded.json, bundle[1], "r1")
+                await stage.client.submit(loaded.json, bundle.digest, "r1")
             assert caught.value.code == "MODEL_NOT_FOUND"
             job = await submitted(stage.client, job_file, "r1", START)
             assert json.loads(job.plan_json)["initial_model"] == told
@@ -217,7 +218,7 @@ def test_weights_have_limits_of_their_own(
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             chunk = common_pb2.BlobChunk(digest=DIGEST, total_bytes=65 << 30, data=b"x", model=True)
-            for model, most in ((True, 64 << 30), (False, MAX_BUNDLE_BYTES)):
+            for model, most in ((True, 64 << 30), (False, MAX_ARCHIVE_BYTES)):
                 chunk.model = model
                 upload = stage.client._stub.PutBlob(_one(chunk), metadata=stage.client._metadata)
                 with pytest.raises(Exception, match=f"exceeds the limit of {most}"):
@@ -236,7 +237,8 @@ def test_what_a_client_did_not_check_is_refused(serve_config: ServeConfig, job_f
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
-            content, bundle = pack(job_file.parent, "task.py", weights)
+            packed = pack(job_file.parent, "task.py", weights)
+            content, bundle = packed.content, packed.digest
             await stage.client.put_bundle(content, bundle)
             spec = json.loads(load(job_file, [START]).json)
             for digest, text in ((None, "the digest is missing"), (bundle, "is no file of safetensors")):

@@ -150,7 +150,8 @@ def test_whose_code_a_job_is_made_of_is_read_from_it_and_nobody_may_say_otherwis
         async with staged(serve_config) as stage, await stage.agent("a"):
             loaded = load(job_file)
             own, kin = task_keys(loaded.spec, loaded.code_digest)
-            content, digest = pack(loaded.folder, loaded.spec.task.module)
+            packed = pack(loaded.folder, loaded.spec.task.module)
+            content, digest = packed.content, packed.digest
             await stage.client.put_bundle(content, digest)
             request = control_pb2.SubmitRequest(request_id="r1", spec_json=loaded.json, bundle_digest=digest)
             claimed = b"\x22\x05other"  # field 4, which had a client say it

@@ -55,7 +55,8 @@ async def scales(stage: Stage, region: str = "a", workers: int = 2) -> AsyncIter
 
 async def plan(stage: Stage, job_file: Path, *overrides: str) -> Any:
     loaded = load(job_file, overrides)
-    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    packed = pack(loaded.folder, loaded.spec.task.module)
+    content, digest = packed.content, packed.digest
     await stage.client.put_bundle(content, digest)
     return json.loads((await stage.client.plan(loaded.json, bundle_digest=digest)).plan_json)
 
@@ -358,7 +359,8 @@ def test_steps_that_lacked_memory_are_timed_with_what_the_model_needs(
             told = await answer
             assert (told["estimate"]["basis"], told["partitions"][0]["memory_mb"]) == ("probed", 1536)
             loaded = load(job_file)
-            content, digest = pack(loaded.folder, loaded.spec.task.module)
+            packed = pack(loaded.folder, loaded.spec.task.module)
+            content, digest = packed.content, packed.digest
             await stage.client.put_bundle(content, digest)
             profile = asyncio.create_task(anext(stage.client.profile(loaded.json, digest, "p1")))
             command = await agent.command("profile")

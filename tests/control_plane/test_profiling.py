@@ -33,7 +33,8 @@ def on_a_loop(test: Callable[[ServeConfig, Path], Coroutine[Any, Any, None]]) ->
 async def profiled(stage: Stage, job_file: Path, request_id: str = "p1", overrides: tuple[str, ...] = ()) -> Any:
     """All that was told, the result last."""
     loaded = load(job_file, overrides)
-    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    packed = pack(loaded.folder, loaded.spec.task.module)
+    content, digest = packed.content, packed.digest
     await stage.client.put_bundle(content, digest)
     return [progress async for progress in stage.client.profile(loaded.json, digest, request_id)]
 

@@ -229,18 +229,22 @@ JOBS = st.lists(
 )  # fmt: skip
 
 
-@given(FILES, JOBS, st.dictionaries(st.text(min_size=1, max_size=2), DIGESTS), st.floats(0, 2000))
+PARTS = st.dictionaries(DIGESTS, st.lists(DIGESTS, max_size=3))
+
+
+@given(FILES, JOBS, st.dictionaries(st.text(min_size=1, max_size=2), DIGESTS), PARTS, st.floats(0, 2000))
 def test_no_rule_removes_what_an_active_job_needs(
-    files: list[Found], jobs: list[JobUse], initial: dict[str, str], now: float
+    files: list[Found], jobs: list[JobUse], initial: dict[str, str], parts: dict[str, list[str]], now: float
 ) -> None:
     """By the shortest rules there are."""
     by_id = {job.id: job for job in jobs}
     active = {job.id for job in jobs if job.phase != "failed"}
     initial = {name: digest for name, digest in initial.items() if name in active}
-    items = file_items(files, (), by_id, initial)
+    items = file_items(files, (), by_id, initial, parts)
     assert len(items) == len(files)
     gone = {item.name for item in due([item.stored for item in items], dict.fromkeys(KEEP, 0.0), now)}
     needed = {digest for job in jobs if job.id in active for digest in (job.bundle_digest, *job.model_digests)}
+    needed |= {digest for job in jobs if job.id in active for digest in parts.get(job.bundle_digest, ())}
     assert not gone & (needed | set(initial.values()))
     kept = {item.name for item in due([item.stored for item in items], KEEP, 1e12)}
     assert not kept & {digest for job in jobs for digest in (job.bundle_digest, *job.model_digests)}

@@ -123,7 +123,8 @@ def test_a_job_survives_kill_9_of_the_control_plane(tmp_path: Path, job_file: Pa
                 for agent in (a, b):
                     await agent.connect()
                 loaded = load(job_file)
-                content, digest = pack(loaded.folder, loaded.spec.task.module)
+                packed = pack(loaded.folder, loaded.spec.task.module)
+                content, digest = packed.content, packed.digest
                 await client.put_bundle(content, digest)
                 job = (await client.submit(loaded.json, digest, "r1")).job.id
                 seen: list[Any] = []

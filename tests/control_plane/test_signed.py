@@ -24,7 +24,8 @@ def as_user(stage: Stage, token: str, key: Path | None) -> ControlClient:
 
 async def submitted(client: ControlClient, job_file: Path, request_id: str, *overrides: str) -> Any:
     loaded = load(job_file, overrides)
-    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    packed = pack(loaded.folder, loaded.spec.task.module)
+    content, digest = packed.content, packed.digest
     await client.put_bundle(content, digest)
     return (await client.submit(loaded.json, digest, request_id)).job
 
@@ -84,7 +85,8 @@ def test_whose_key_is_known_submits_with_it_or_not_at_all(
                 forged = json.loads(load(job_file, ()).json)
                 forged["task"]["config"] = {"width": 1}
                 digest = (await stage.client.job("digits")).spec_json
-                content, bundle = pack(job_file.parent, "task.py")
+                packed = pack(job_file.parent, "task.py")
+                content, bundle = packed.content, packed.digest
                 signed = Signer.load_or_create(tmp_path / "ann.key").sign(load(job_file, ()).json, bundle)
                 request = control_pb2.SubmitRequest(
                     request_id="r9", spec_json=json.dumps(forged), bundle_digest=bundle, submission=signed

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import tarfile
 import textwrap
 from datetime import UTC, datetime, timedelta
@@ -20,7 +21,6 @@ from control_plane._durations import format_duration, parse_duration
 from control_plane.core import SendStart
 from control_plane.service.rpc._wire import command_of
 from control_plane.spec import check_task, json_schema, load, pack, packed_code_digest, parse_json, to_demand
-from control_plane.spec._pack import MAX_BUNDLE_BYTES
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
@@ -572,16 +572,16 @@ def test_packing_is_the_same_whenever_and_wherever(job_file: Path, tmp_path: Pat
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("no")
     os.symlink("/etc/passwd", folder / "outside.txt")
-    content, digest = pack(folder, "task.py")
+    packed = pack(folder, "task.py")
     os.utime(folder / "task.py", (1, 1))
-    assert pack(folder, "task.py") == (content, digest)
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+    assert pack(folder, "task.py") == packed
+    with tarfile.open(fileobj=io.BytesIO(packed.content)) as archive:
         assert [(m.name, m.mtime, m.uid, m.uname) for m in archive] == [
             ("job.yaml", 0, 0, ""),
             ("task.py", 0, 0, ""),
         ]
     (folder / "task.py").write_text("changed")
-    assert pack(folder, "task.py")[1] != digest
+    assert pack(folder, "task.py").digest != packed.digest
 
 
 def _archive(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE) -> bytes:
@@ -595,18 +595,35 @@ def _archive(name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE) -> 
 _NOUGHTS = gzip.compress(bytes(65 << 20), compresslevel=1)
 
 
-def test_packed_code_is_known_by_what_it_is(job_file: Path) -> None:
-    folder = job_file.parent
+def _code_of(folder: Path, store: Path) -> str:
+    """The code's digest by what is sent."""
+    packed = pack(folder, "task.py")
+    store.mkdir(exist_ok=True)
+    (store / packed.digest).write_bytes(packed.content)
+    for part in packed.parts:
+        shutil.copy(folder / part.name, store / part.digest)
+    return packed_code_digest(store / packed.digest, lambda digest: store / digest)
+
+
+def test_packed_code_is_known_by_what_it_is(job_file: Path, tmp_path: Path) -> None:
+    folder, store = job_file.parent, tmp_path / "store"
     (folder / "model").mkdir()
     (folder / "model" / "deep.py").write_text("x = 1")
     (folder / "model.py").write_text("y = 1")
     loaded = load(job_file)
-    known = packed_code_digest(pack(folder, "task.py")[0])
+    known = _code_of(folder, store)
     assert known == loaded.code_digest
     (folder / "notes.txt").write_text("no code")
-    assert packed_code_digest(pack(folder, "task.py")[0]) == known
+    assert _code_of(folder, store) == known
+    (folder / "weights.bin").write_bytes(bytes(2 << 20))
+    assert _code_of(folder, store) == known, "also where a file is sent by itself"
     (folder / "model" / "deep.py").write_text("x = 2")
-    assert packed_code_digest(pack(folder, "task.py")[0]) == load(job_file).code_digest != known
+    assert _code_of(folder, store) == load(job_file).code_digest != known
+    (folder / "fast.so").write_bytes(bytes(2 << 20))
+    known = _code_of(folder, store)
+    assert [part.name for part in pack(folder, "task.py").parts] == ["fast.so", "weights.bin"]
+    (folder / "fast.so").write_bytes(b"\1" * (2 << 20))
+    assert _code_of(folder, store) == load(job_file).code_digest != known
 
 
 @pytest.mark.parametrize("key", ["module", "requirements"])
@@ -627,21 +644,20 @@ def test_a_path_with_a_null_character_is_refused(job_file: Path, key: str) -> No
     ],
     ids=["no archive", "noughts", "cut off", "a link", "sparse"],
 )
-def test_a_bundle_that_no_agent_would_take_has_no_code(bundle: bytes, code: str) -> None:
+def test_a_bundle_that_no_agent_would_take_has_no_code(bundle: bytes, code: str, tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_bytes(bundle)
     with pytest.raises(GeofedError) as caught:
-        packed_code_digest(bundle)
+        packed_code_digest(tmp_path / "bundle", lambda digest: tmp_path / digest)
     assert caught.value.code == code
 
 
 def test_a_large_folder_is_refused_with_its_largest_file(job_file: Path) -> None:
-    (job_file.parent / "data.bin").write_bytes(os.urandom(MAX_BUNDLE_BYTES + 1))
-    with pytest.raises(GeofedError, match="LIMIT_EXCEEDED") as caught:
+    with (job_file.parent / "data.bin").open("wb") as file:
+        file.truncate((512 << 20) + 1)
+    with pytest.raises(GeofedError, match="the limit is 536,870,912") as caught:
         pack(job_file.parent, "task.py")
-    assert "packs to " in caught.value.message
+    assert caught.value.code == "LIMIT_EXCEEDED"
     assert "data.bin" in caught.value.hint
-    (job_file.parent / "data.bin").write_bytes(bytes((64 << 20) + 1))
-    with pytest.raises(GeofedError, match="the limit is 67108864"):
-        pack(job_file.parent, "task.py")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ async def within(seconds: float, ask: Callable[[], Awaitable[Any]]) -> Any:
 
 async def submitted(client: ControlClient, job_file: Path, request: str) -> Any:
     loaded = load(job_file)
-    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    packed = pack(loaded.folder, loaded.spec.task.module)
+    content, digest = packed.content, packed.digest
     await client.put_bundle(content, digest)
     return await client.submit(loaded.json, digest, request)
 

@@ -35,7 +35,8 @@ async def as_user(stage: Stage, token: str) -> AsyncIterator[ControlClient]:
 
 async def submitted(client: ControlClient, job_file: Path, request_id: str, *overrides: str) -> Any:
     loaded = load(job_file, overrides)
-    content, digest = pack(loaded.folder, loaded.spec.task.module)
+    packed = pack(loaded.folder, loaded.spec.task.module)
+    content, digest = packed.content, packed.digest
     await client.put_bundle(content, digest)
     return (await client.submit(loaded.json, digest, request_id)).job
 

@@ -29,6 +29,7 @@ from region_agent.partition.events import PublishAsked, RecordEvent, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.partition.server_process import PsProcess
 from region_agent.state.store import AgentStore
+from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.data.shard import BatchStream
 from sync.framing import digest_of
 from sync.pipeline import Layers
@@ -144,7 +145,7 @@ class Region:
             state_dir=self.state,
             channel=RegionChannel(self.config.channel, self.shared / "channel", "east"),
             image=WORKER_IMAGE,
-            fetch_bundle=self._fetch,
+            fetch_task=self._fetch,
             fetch_model=self._no_model,
             publish_model=self._publish,
             report=lambda message, durable: self.reports.append(message),
@@ -163,8 +164,8 @@ class Region:
             await gateway.stop()
             self.store.close()
 
-    async def _fetch(self, digest: str) -> bytes:
-        return self.bundle
+    async def _fetch(self, digest: str) -> TaskFolder:
+        return TaskFolder(self.bundle)
 
     async def _no_model(self, digest: str, into: Path) -> None:
         raise AssertionError("the job begins with what its task makes")

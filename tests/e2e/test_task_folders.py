@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.running import TEMPLATES, Running, eventually
+from support.running import TEMPLATES, Running, eventually, named
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -63,3 +63,40 @@ def test_a_task_folder_works_as_it_does_by_itself(running: Running) -> None:
     eventually(
         lambda: not any(running.workers(region) for region in running.federation.processes), "no process is left"
     )
+
+
+READS = """
+from pathlib import Path
+big = Path("weights/big.bin").read_bytes()
+assert (len(big), big[:1], big[-1:]) == (9 << 20, b"b", b"b")
+print("second begins with", Path("weights/second.bin").read_bytes()[:3].decode(), flush=True)
+"""
+
+
+def test_a_large_folder_arrives_and_only_what_changed_is_sent(running: Running) -> None:
+    folder = running.job_folder(task=named("reads large files") + READS)
+    (folder / "weights").mkdir()
+    (folder / "weights" / "big.bin").write_bytes(b"b" * (9 << 20))
+    (folder / "weights" / "second.bin").write_bytes(b"one" + bytes(2 << 20))
+    arguments = [part for setting in ("train.end={steps: 4}", "train.evaluateEvery=0") for part in ("--set", setting)]
+
+    def submitted() -> tuple[str, str]:
+        made = running.federation.control_plane("submit", str(folder / "job.yaml"), *arguments, "-o", "name")
+        job = made.stdout.strip()
+        assert running.wait_end(job)["state"] == "succeeded", running.describe(job)["error"]
+        return job, made.stderr
+
+    job, said = submitted()
+    assert "uploading 11.5 MB of the task folder: 2 of 2 larger files" in said
+    assert "second begins with one" in running.federation.control_plane("logs", job).stdout
+    state = running.federation.folder
+    before = {path for path in state.rglob("*") if path.is_file() and len(path.name) == 64}
+    (folder / "weights" / "second.bin").write_bytes(b"two" + bytes(2 << 20))
+    job, said = submitted()
+    assert "uploading 2.1 MB of the task folder: 1 of 2 larger files" in said
+    assert "second begins with two" in running.federation.control_plane("logs", job).stdout
+    new = [path for path in state.rglob("*") if path.is_file() and len(path.name) == 64 and path not in before]
+    code = [path.stat().st_size for path in new if path.parent.name == "bundles"]
+    regions = len(running.federation.processes) - 1
+    assert sum(size > 1 << 20 for size in code) == regions, "each region has got the changed file, and no other one"
+    assert sum(code) < regions * ((2 << 20) + (64 << 10))

@@ -193,7 +193,8 @@ class ControlPlaneRun:
         state = self._folder / "state"
         context = replace(context, ca_file=state / "pki" / context.ca_file.name, token_file=state / "admin.token")
         loaded = load(state / "task" / "job.yaml")
-        content, digest = pack(loaded.folder, loaded.spec.task.module)
+        packed = pack(loaded.folder, loaded.spec.task.module)
+        content, digest = packed.content, packed.digest
         async with ControlClient.connect(context) as client:
 
             async def submit() -> Any:

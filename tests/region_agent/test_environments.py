@@ -15,6 +15,7 @@ from support.wheels import wheel
 from geofed_pb.errors import GeofedError
 from region_agent.config import RegionConfig, load_config
 from region_agent.tasks.environments import Environments
+from region_agent.tasks.folder import TaskFolder
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -39,7 +40,7 @@ def _bundle(text: str) -> bytes:
 
 
 def _prepare(environments: Environments, text: str, job: str = "job") -> Path:
-    folder = asyncio.run(environments.prepare(job, _bundle(text), "requirements.txt"))
+    folder = asyncio.run(environments.prepare(job, TaskFolder(_bundle(text)), "requirements.txt"))
     assert folder is not None
     return folder
 

@@ -31,6 +31,7 @@ from region_agent.partition.channel import RegionChannel
 from region_agent.partition.events import ConfigurePs, RecordEvent, Scaled, Stopped, WorkerEnded
 from region_agent.partition.runner import PartitionContext, PartitionRunner
 from region_agent.state.store import AgentStore
+from region_agent.tasks.folder import TaskFolder
 from region_agent.worker.invocation import Invocation, Outcome, Schedule
 from sync.framing import digest_of
 
@@ -118,7 +119,7 @@ class Scene:
             state_dir=folder,
             channel=RegionChannel(self.config.channel, folder / "channel", "east"),
             image="image",
-            fetch_bundle=self._fetch,
+            fetch_task=self._fetch,
             fetch_model=self._fetch_model,
             publish_model=self._publish,
             report=lambda message, durable: self.reports.append(message) if durable else None,
@@ -136,8 +137,8 @@ class Scene:
         self.store.took_start(1, JOB, self.start.SerializeToString(), "a key of the right length for a test of it")
         self.partition = PartitionRunner(self.around, self.start)
 
-    async def _fetch(self, digest: str) -> bytes:
-        return self.blobs[digest]
+    async def _fetch(self, digest: str) -> TaskFolder:
+        return TaskFolder(self.blobs[digest])
 
     async def _fetch_model(self, digest: str, into: Path) -> None:
         if digest not in self.blobs:

@@ -22,6 +22,7 @@ from region_agent.isolation import Isolation
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.runner import PartitionContext
 from region_agent.profiling import Profiler
+from region_agent.tasks.folder import TaskFolder
 from region_agent.worker import handler
 from region_agent.worker.handler import handle
 from scheduler.tuning import TaskProfile
@@ -85,15 +86,15 @@ class Scene:
         nobody: Any = None
         self.around = PartitionContext(
             config=self.config, identity=nobody, store=nobody, gateway=self.gateway,  # type: ignore[arg-type]
-            state_dir=folder, channel=self.channel, image="image", fetch_bundle=self._fetch, fetch_model=nobody,
+            state_dir=folder, channel=self.channel, image="image", fetch_task=self._fetch, fetch_model=nobody,
             publish_model=nobody, report=nobody, record_event=nobody, log=nobody, isolation=Isolation("bubblewrap"),
         )  # fmt: skip
         self.begun: list[str] = []
         self.profiler = Profiler(self.around, self.told.append, lambda id_, _: self.begun.append(id_))
 
-    async def _fetch(self, digest: str) -> bytes:
+    async def _fetch(self, digest: str) -> TaskFolder:
         assert digest == digest_of([self.bundle])
-        return self.bundle
+        return TaskFolder(self.bundle)
 
     def ask(self, job: str = "profile-1", **changed: Any) -> None:
         self.profiler.profile(self._command(job, **changed))

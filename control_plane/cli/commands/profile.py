@@ -11,7 +11,7 @@ import typer
 
 from control_plane._view import Data, bytes_text, seconds_text, usd_text
 from control_plane.cli._connect import ask_control_plane
-from control_plane.cli._job_file import JobFile, read_job
+from control_plane.cli._job_file import JobFile, put_task, read_job
 from control_plane.cli._options import ContextFile, Output, Overrides
 from control_plane.cli._output import columns, emit, fields, say, unwritable
 from control_plane.cli._settings import Format
@@ -19,7 +19,7 @@ from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
-    from control_plane.spec import LoadedSpec
+    from control_plane.spec import LoadedSpec, PackedTask
 
 _FRONT_ROWS = 8
 """Number of rows shown of a Pareto front."""
@@ -69,13 +69,12 @@ def profile(
 
 
 async def run_profile(
-    client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str], request_id: str, memories: Sequence[int] = ()
+    client: ControlClient, loaded: LoadedSpec, bundle: PackedTask, request_id: str, memories: Sequence[int] = ()
 ) -> Data:
     """Profile a task and report progress on stderr; a repeated ``request_id`` continues the same profile."""
-    content, digest = bundle
-    await client.put_bundle(content, digest)
+    await put_task(client, bundle)
     try:
-        async for progress in client.profile(loaded.json, digest, request_id, memories):
+        async for progress in client.profile(loaded.json, bundle.digest, request_id, memories):
             if progress.result_json:
                 result: Data = json.loads(progress.result_json)
                 return result

@@ -13,7 +13,7 @@ from control_plane._advanced import as_written
 from control_plane._view import Data, bytes_text, job_summary, job_view
 from control_plane.cli._completion import complete_job
 from control_plane.cli._connect import ask_control_plane, confirm
-from control_plane.cli._job_file import JobFile, read_job
+from control_plane.cli._job_file import JobFile, put_task, read_job
 from control_plane.cli._options import ContextFile, NoInput, Output, Overrides, Yes
 from control_plane.cli._output import emit, fields, say, unwritable
 from control_plane.cli._settings import Format, can_ask
@@ -21,7 +21,7 @@ from geofed_pb.errors import OUTAGE, GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import ControlClient
-    from control_plane.spec import LoadedSpec
+    from control_plane.spec import LoadedSpec, PackedTask
     from geofed_pb.v1 import control_pb2
 
 JobName = Annotated[str | None, typer.Option("--name", help="Name of the job, instead of the job file's.")]
@@ -112,7 +112,7 @@ async def _put_weights(client: ControlClient, loaded: LoadedSpec) -> None:
 
 
 def _profile_unless_measured(
-    context: Path | None, loaded: LoadedSpec, bundle: tuple[bytes, str], request_id: str | None
+    context: Path | None, loaded: LoadedSpec, bundle: PackedTask, request_id: str | None
 ) -> None:
     from control_plane.cli.commands.profile import run_profile
 
@@ -179,14 +179,14 @@ def validate(
     job_file: JobFile, overrides: Overrides = None, name: JobName = None, output: Output = Format.TABLE
 ) -> None:
     """Check a job file and its task module, without a control plane."""
-    loaded, (content, digest) = read_job(job_file, overrides, name)
+    loaded, bundle = read_job(job_file, overrides, name)
     facts = {
         "name": loaded.spec.metadata.name,
         "file": str(job_file),
         "spec": as_written(json.loads(loaded.json)),
         "spec_digest": loaded.digest,
-        "code_digest": digest,
-        "code_bytes": len(content),
+        "code_digest": bundle.digest,
+        "code_bytes": bundle.bytes,
     }
     emit(facts, table=lambda data: f"{data['file']} is valid", name=lambda data: str(data["name"]))
 
@@ -196,16 +196,15 @@ class Submission:
     """A submission of a job; sending it twice creates one job."""
 
     loaded: LoadedSpec
-    bundle: tuple[bytes, str]
+    bundle: PackedTask
     request_id: str
 
     async def send(self, client: ControlClient) -> Data:
         """Upload the code and submit the job; return the job's view."""
-        content, digest = self.bundle
         try:
-            await client.put_bundle(content, digest)
+            await put_task(client, self.bundle)
             await _put_weights(client, self.loaded)
-            reply = await client.submit(self.loaded.json, digest, self.request_id)
+            reply = await client.submit(self.loaded.json, self.bundle.digest, self.request_id)
         except GeofedError as error:
             if error.code not in OUTAGE:
                 raise
@@ -216,11 +215,10 @@ class Submission:
         return job_view(reply.job) | {"created": reply.created, "request_id": self.request_id}
 
 
-async def planned(client: ControlClient, loaded: LoadedSpec, bundle: tuple[bytes, str]) -> control_pb2.PlanReply:
+async def planned(client: ControlClient, loaded: LoadedSpec, bundle: PackedTask) -> control_pb2.PlanReply:
     """Return the plan of a job; upload its code first, in case a region has to probe the task."""
-    content, digest = bundle
-    await client.put_bundle(content, digest)
-    return await client.plan(loaded.json, bundle_digest=digest)
+    await put_task(client, bundle)
+    return await client.plan(loaded.json, bundle_digest=bundle.digest)
 
 
 def _show_plan(reply: Any) -> Data:
@@ -237,7 +235,7 @@ def _show_diff(
     context: Path | None,
     before: Path,
     after: Path,
-    job: tuple[LoadedSpec, tuple[bytes, str]],
+    job: tuple[LoadedSpec, PackedTask],
     overrides: list[str] | None,
 ) -> None:
     """Show what differs between two job files and between their plans."""

@@ -66,7 +66,7 @@ async def answer_plan(
     """
     spec, code_digest = await asyncio.to_thread(parse_request, request.spec_json), request.code_digest
     if request.bundle_digest:
-        code_digest = await _code_digest(federation, request.bundle_digest)
+        code_digest = await federation.code_digest(request.bundle_digest)
     initial_model = await initial_model_of(federation, spec, user)
     submission = common_pb2.Submission(user=user or OPERATOR)
     if request.bundle_digest:
@@ -103,12 +103,6 @@ def _warnings_of(
     return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at, learnt.weight))
 
 
-async def _code_digest(federation: Federation, bundle_digest: str) -> str:
-    if federation.blobs.size(bundle_digest) is None:
-        raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint="upload the bundle first")
-    return await federation.code_digest(bundle_digest)
-
-
 async def submit(
     federation: Federation, probing: Probing, request: control_pb2.SubmitRequest, user: str = ""
 ) -> tuple[JobEntry, bool]:
@@ -123,7 +117,7 @@ async def submit(
     row = new_row(spec, request.bundle_digest, request.request_id, user)
     if (earlier := await _earlier(federation, row)) is not None:
         return earlier, False
-    code_digest = await _code_digest(federation, request.bundle_digest)
+    code_digest = await federation.code_digest(request.bundle_digest)
     submission = await require_signed(
         federation, request.submission, user, request.spec_json, spec, request.bundle_digest
     )

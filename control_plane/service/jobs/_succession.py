@@ -259,7 +259,10 @@ class Succession:
         """Return the measurements of the task, those of the job itself first."""
         keys = await self._keys(entry, rest)
         own = runs_so_far(entry.row, entry.state, entry.spec, entry.plan, self._federation.clock())
-        return await self._federation.read(lambda store: Learnt((*own, *store.runs(*keys)), store.weight(keys[0])))
+        parted = bool(self._federation.blobs.parts(entry.row.bundle_digest))
+        return await self._federation.read(
+            lambda store: Learnt((*own, *store.runs(*keys)), store.weight(keys[0]), parted=parted)
+        )
 
 
 def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSpec:

@@ -54,8 +54,9 @@ class Measurements:
         self._open: dict[str, _Open] = {}
 
     def may_fetch(self, region: str, digest: str) -> bool:
-        """Whether a region is measuring a task with this code bundle."""
-        return bool(digest) and any(one.region == region and one.digest == digest for one in self._open.values())
+        """Whether a region is measuring a task with this code bundle, or with this file in its folder."""
+        bundles = [one.digest for one in self._open.values() if one.region == region and one.digest]
+        return digest in bundles or any(digest in self._federation.blobs.parts(bundle) for bundle in bundles)
 
     def received(self, region: str, report: agent_pb2.ProfileReport) -> None:
         """Pass on an agent's report; reports of ended measurements are dropped."""

@@ -27,7 +27,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import EVALUATION
+from geofed_pb.features import EVALUATION, PARTS
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -122,6 +122,7 @@ class Probing:
         """
         keys = task_keys(spec, code_digest)
         learnt = await self._stored(keys)
+        parted = bool(bundle_digest) and bool(self._federation.blobs.parts(bundle_digest))
         if bundle_digest and not learnt.of_own_code(keys[0]) and not _is_complete(learnt.weight):
             why = await self._probed(keys[0], spec, bundle_digest, submission or common_pb2.Submission())
             learnt = await self._stored(keys)
@@ -130,8 +131,8 @@ class Probing:
                 hint = f"{given}; it failed in a probe before the plan, and no job was created"
                 raise GeofedError(why.error.code, why.error.message, hint=hint)
             if learnt.weight is None and why is not None:
-                return replace(learnt, note=f"the task was not probed: {why.error.message}")
-        return replace(learnt, note=self._note(learnt, keys[0]))
+                return replace(learnt, note=f"the task was not probed: {why.error.message}", parted=parted)
+        return replace(learnt, note=self._note(learnt, keys[0]), parted=parted)
 
     async def _stored(self, keys: tuple[str, str]) -> Learnt:
         return await self._federation.read(lambda store: Learnt(tuple(store.runs(*keys)), store.weight(keys[0])))
@@ -179,7 +180,7 @@ class Probing:
             ends = time.monotonic() + _LIMIT_SECONDS
             async with asyncio.timeout(_LIMIT_SECONDS + _LAST_REPORT_SECONDS):
                 alone = len(self._measurements.live_holders(spec)) == 1
-                for region in self._regions(spec):
+                for region in self._regions(spec, parted=bool(self._federation.blobs.parts(bundle_digest))):
                     left = ends - time.monotonic()
                     if left <= 0:
                         raise TimeoutError
@@ -225,7 +226,7 @@ class Probing:
         if why is not None:
             self._rests[asked] = now + _REST_SECONDS, why
 
-    def _regions(self, spec: JobSpec) -> list[str]:
+    def _regions(self, spec: JobSpec, *, parted: bool) -> list[str]:
         """Return regions with a free worker: those with the fewest measurements first, then those with the most data,
         since the other regions will wait for these."""
         free = []
@@ -239,6 +240,9 @@ class Probing:
                 continue
             if spec.evaluates_only and not self._measurements.knows(region, EVALUATION):
                 # An earlier agent demands a model and a loss; the plan is declined, and says which.
+                continue
+            if parted and not self._measurements.knows(region, PARTS):
+                # It would run the task without these files.
                 continue
             samples = self._measurements.train_samples(region, spec.data.dataset)
             free.append((self._measurements.running(region), -samples, region))

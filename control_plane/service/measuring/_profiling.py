@@ -19,6 +19,7 @@ from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, parse_request, to_demand
 from control_plane.store import RunRow, Store
 from geofed_pb.errors import GeofedError
+from geofed_pb.features import PARTS
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler.tuning import TaskProfile
 
@@ -42,8 +43,6 @@ class Profiling:
         spec = await asyncio.to_thread(parse_request, request.spec_json)
         if not 1 <= len(request.request_id) <= 256:
             raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
-        if self._federation.blobs.size(request.bundle_digest) is None:
-            raise GeofedError("TASK_INVALID", "the code of the task has not arrived", hint="upload the bundle first")
         code_digest = await self._federation.code_digest(request.bundle_digest)
         regions = self._measurements.live_holders(spec)
         if self._turn.locked():
@@ -76,6 +75,8 @@ class Profiling:
     ) -> AsyncIterator[agent_pb2.ProfileReport]:
         """Yield an agent's reports up to the last one."""
         self._measurements.require_free(region)
+        if self._federation.blobs.parts(request.bundle_digest) and not self._measurements.knows(region, PARTS):
+            raise GeofedError("INADMISSIBLE", f"the agent of region {region} does not know `{PARTS}`", hint="update it")
         weight = await self._federation.read(partial(Store.weight, task_key=key))
         command = _command(region, self._measurements.memory_mb(region, spec, weight), spec, request)
         async with aclosing(self._measurements.run(agent_pb2.ToAgent(profile=command))) as reports:

@@ -18,6 +18,7 @@ from geofed_pb.features import (
     MERGE_RATIO,
     MERGE_STEP,
     MERGE_TO_ALL,
+    PARTS,
     PRECISION,
     REQUIREMENTS,
     SECRETS,
@@ -34,8 +35,11 @@ def keeps_base(plan: Plan, regions: Mapping[str, RegionEntry]) -> bool:
     return all(BASE in regions[part.region].state.features for part in plan.partitions)
 
 
-def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> Declined | None:
-    """Return the refusal of a job that needs what an agent of its plan cannot do; None: all can."""
+def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry], *, parted: bool) -> Declined | None:
+    """Return the refusal of a job that needs what an agent of its plan cannot do; None: all can.
+
+    ``parted``: whether files of its task folder are sent by themselves.
+    """
     train = spec.train
     needed = [
         feature
@@ -54,6 +58,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (MERGE_STEP, spec.merge.step != "sum"),
             (MERGE_RATIO, spec.merge.ratio != 1.0),
             (MERGE_TO_ALL, spec.advanced.k == 0),
+            (PARTS, parted),
         )
         if used
     ]

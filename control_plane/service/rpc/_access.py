@@ -18,6 +18,7 @@ _MEMBERS = ("member", "operator")
 _CONTROL = {
     "Version": Rule(_ALL),
     "StatBlob": Rule(_MEMBERS, note="its own partial uploads"),
+    "StatBlobs": Rule(_MEMBERS, note="its own partial uploads"),
     "PutBlob": Rule(_MEMBERS, note="its own partial uploads"),
     "Plan": Rule(_MEMBERS),
     "Submit": Rule(_MEMBERS),

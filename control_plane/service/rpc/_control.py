@@ -52,9 +52,10 @@ from control_plane.service.state._notifier import Notifier
 from control_plane.service.storage._deletion import delete_job
 from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
-from control_plane.spec import MAX_BUNDLE_BYTES, parse_request
+from control_plane.spec import parse_request
 from control_plane.store import AuditRow, EventRow, Invitation, Store
 from geofed_pb.errors import GeofedError
+from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES, MAX_FOLDER_BYTES
 from geofed_pb.rpc import answering, streaming
 from geofed_pb.security.attestation import sealed
 from geofed_pb.security.audit import GENESIS, entry_line, head_line, header_line
@@ -70,6 +71,10 @@ _SINGLE_PAGE_BYTES = 3 << 20
 _Message = TypeVar("_Message", control_pb2.Job, control_pb2.Region)
 DAILY_CODE_BYTES = 4 << 30
 """Limit of the code that a user uploads within a day: 256 bundles of the largest size."""
+_DAILY_PARTS_BYTES = 32 << 30
+"""Limit of the larger files of task folders that a user uploads within a day: 64 folders of the largest size."""
+_STAT_DIGESTS = 1000
+"""Limit of the blobs that one request asks for."""
 _DAILY_WEIGHTS_BYTES = 128 << 30
 """Limit of the weights that a user uploads within a day: two files of the largest size. The same file is sent once."""
 INVITATION_SECONDS = 24 * 3600
@@ -123,12 +128,22 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return self._federation.blobs.stat(request.digest, _uploader())
 
     @answering
+    async def StatBlobs(self, request: common_pb2.BlobsRequest, context: Context) -> common_pb2.BlobsReply:
+        """Return which of several blobs are not uploaded, and how many bytes of them are."""
+        if len(request.digests) > _STAT_DIGESTS:
+            raise GeofedError("LIMIT_EXCEEDED", f"{len(request.digests)} digests; the limit is {_STAT_DIGESTS}")
+        found = await asyncio.to_thread(self._federation.blobs.incomplete, request.digests, _uploader())
+        return common_pb2.BlobsReply(incomplete=found)
+
+    @answering
     async def PutBlob(self, requests: AsyncIterator[common_pb2.BlobChunk], context: Context) -> common_pb2.BlobAck:
-        """Upload a code bundle, or weights to start from."""
+        """Upload the archive of a task folder, another file of it, or weights to start from."""
         first = await anext(aiter(requests), None)
-        most, daily, kind = MAX_BUNDLE_BYTES, DAILY_CODE_BYTES, ""
+        most, daily, kind = MAX_ARCHIVE_BYTES, DAILY_CODE_BYTES, ""
         if first is not None and first.model:
             most, daily, kind = MAX_MODEL_BYTES, _DAILY_WEIGHTS_BYTES, "weights"
+        elif first is not None and first.part:
+            most, daily, kind = MAX_FOLDER_BYTES, _DAILY_PARTS_BYTES, "parts"
         chunks = _with_first(first, requests)
         return await self._federation.blobs.receive(
             chunks, limit_bytes=most, uploader=_uploader(), daily_bytes=daily, counted=kind

@@ -198,10 +198,20 @@ class Federation:
     async def code_digest(self, bundle_digest: str) -> str:
         """Return the digest of an uploaded bundle's code, by which the same task is recognised.
 
-        Raises ``GeofedError("TASK_INVALID")``.
+        Raises ``GeofedError("TASK_INVALID")``, also if not all of it has arrived.
         """
-        path = self.blobs.path(bundle_digest)
-        return await asyncio.to_thread(lambda: packed_code_digest(path.read_bytes()))
+        blobs = self.blobs
+
+        def found() -> str:
+            hint = "submit the job again, which uploads what is missing"
+            if blobs.size(bundle_digest) is None:
+                raise GeofedError("TASK_INVALID", "the code of the job has not arrived", hint=hint)
+            if missing := blobs.missing_parts(bundle_digest):
+                text = f"{len(missing)} files of the task folder have not arrived, such as {missing[0].name}"
+                raise GeofedError("TASK_INVALID", text, hint=hint)
+            return packed_code_digest(blobs.path(bundle_digest), blobs.path)
+
+        return await asyncio.to_thread(found)
 
     async def answer(
         self, spec: JobSpec, job: str, learnt: Learnt, user: str, *, without: str = ""
@@ -511,8 +521,12 @@ class Federation:
     def may_fetch(self, region: str, digest: str) -> bool:
         """Whether a job that runs in the region has this code bundle, or starts from this model."""
         return any(
-            digest in _blobs_of(entry) and entry.state.partition(region) is not None for entry in self.jobs_in(region)
+            entry.state.partition(region) is not None and (digest in _blobs_of(entry) or self._is_part(entry, digest))
+            for entry in self.jobs_in(region)
         )
+
+    def _is_part(self, entry: JobEntry, digest: str) -> bool:
+        return digest in self.blobs.parts(entry.row.bundle_digest)
 
     def jobs_in(self, region: str) -> list[JobEntry]:
         """Return the active jobs that a region concerns, as stored."""

@@ -45,7 +45,8 @@ async def delete_job(federation: Federation, sweeper: Sweeper, name: str, caller
             )  # fmt: skip
             draft.commands.append(CommandRow(region, job, agent_pb2.ToAgent(stop=stop).SerializeToString()))
     models = {model.digest for model in (*models_of(entry.state), entry.state.initial_model) if model is not None}
-    await sweeper.remove_unused({entry.row.bundle_digest, *models})
+    parts = federation.blobs.parts(entry.row.bundle_digest)
+    await sweeper.remove_unused({entry.row.bundle_digest, *parts, *models})
     return _reply(gone, regions)
 
 

@@ -38,7 +38,11 @@ class Item:
 
 
 def file_items(
-    whole: Iterable[Found], unfinished: Iterable[Found], jobs: Mapping[str, JobUse], initial: Mapping[str, str]
+    whole: Iterable[Found],
+    unfinished: Iterable[Found],
+    jobs: Mapping[str, JobUse],
+    initial: Mapping[str, str],
+    parts: Mapping[str, Iterable[str]],
 ) -> list[Item]:
     """Return the items of blobs and of unfinished uploads.
 
@@ -47,10 +51,12 @@ def file_items(
 
     Args:
         initial: digest of the model that each active job has started from, by job.
+        parts: digests of the files that belong to archives of task folders, by the archive's digest.
     """
     uses: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for job in jobs.values():
-        uses[job.bundle_digest]["bundles"].add(job.id)
+        for digest in (job.bundle_digest, *parts.get(job.bundle_digest, ())):
+            uses[digest]["bundles"].add(job.id)
         for digest in job.model_digests:
             uses[digest]["models"].add(job.id)
     for job_id, digest in initial.items():

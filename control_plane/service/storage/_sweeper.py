@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import structlog
@@ -65,7 +66,17 @@ class Sweeper:
             for name, entry in self._federation.jobs.items()
             if entry.state.initial_model is not None
         }
-        return file_items(whole, unfinished, jobs, initial)
+        parts = await asyncio.to_thread(self._parts, {use.bundle_digest for use in jobs.values()})
+        return file_items(whole, unfinished, jobs, initial, parts)
+
+    def _parts(self, bundles: set[str]) -> dict[str, frozenset[str]]:
+        """Return the digests of the files that belong to archives, where there are any."""
+        found = {}
+        for bundle in bundles:
+            with suppress(FileNotFoundError):
+                if parts := self._federation.blobs.parts(bundle):
+                    found[bundle] = parts
+        return found
 
     async def _jobs(self) -> dict[str, JobUse]:
         return {use.id: use for use in await self._federation.read(Store.job_uses)}

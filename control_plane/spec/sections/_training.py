@@ -55,8 +55,8 @@ class Task(Section):
     """The task module, and the configuration that its functions get."""
 
     module: str
-    """Path of the task module, a `.py` file, relative to the job file. The job file's folder is sent as code: 16 MiB
-    packed and 64 MiB unpacked at most, without hidden files, caches and virtual environments."""
+    """Path of the task module, a `.py` file, relative to the job file. The job file's folder is sent as code: 512
+    MiB at most, without hidden files, caches and virtual environments."""
     config: dict[str, Any] = {}
     """Passed to the module's functions as a dict."""
     env: dict[str, str] = {}

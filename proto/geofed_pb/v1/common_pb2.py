@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/common.proto\x12\tgeofed.v1\"]\n\tBlobChunk\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\x08\"-\n\x0b\x42lobRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"?\n\x07\x42lobAck\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"G\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04hint\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"J\n\x05Usage\x12\x11\n\tcpu_cores\x18\x01 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x04\x12\x18\n\x10gpu_memory_bytes\x18\x03 \x01(\x04\"]\n\tRoundTime\x12\x0f\n\x07\x63ompute\x18\x01 \x01(\x01\x12\r\n\x05merge\x18\x02 \x01(\x01\x12\x10\n\x08\x65xchange\x18\x03 \x01(\x01\x12\x0c\n\x04wait\x18\x04 \x01(\x01\x12\x10\n\x08\x65valuate\x18\x05 \x01(\x01\"u\n\x06Logged\x12\r\n\x05round\x18\x01 \x01(\x04\x12-\n\x06values\x18\x02 \x03(\x0b\x32\x1d.geofed.v1.Logged.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\tHistogram\x12\r\n\x05\x65\x64ges\x18\x01 \x03(\x01\x12\x12\n\ncategories\x18\x02 \x03(\t\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\x04\x12\x10\n\x08withheld\x18\x04 \x01(\x04\"R\n\x05Money\x12\x0c\n\x04item\x18\x01 \x01(\t\x12\x10\n\x08quantity\x18\x02 \x01(\x01\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0b\n\x03usd\x18\x04 \x01(\x01\x12\x0e\n\x06source\x18\x05 \x01(\t\"m\n\nSubmission\x12\x0c\n\x04user\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\t\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x12\x13\n\x0bspec_digest\x18\x04 \x01(\t\x12\x15\n\rinitial_model\x18\x05 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19geofed_pb/v1/common.proto\x12\tgeofed.v1\"k\n\tBlobChunk\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\x08\x12\x0c\n\x04part\x18\x06 \x01(\x08\"-\n\x0b\x42lobRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\"\x1f\n\x0c\x42lobsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"4\n\nBlobsReply\x12&\n\nincomplete\x18\x01 \x03(\x0b\x32\x12.geofed.v1.BlobAck\"?\n\x07\x42lobAck\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x12\n\nhave_bytes\x18\x02 \x01(\x04\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"G\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04hint\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\"J\n\x05Usage\x12\x11\n\tcpu_cores\x18\x01 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x02 \x01(\x04\x12\x18\n\x10gpu_memory_bytes\x18\x03 \x01(\x04\"]\n\tRoundTime\x12\x0f\n\x07\x63ompute\x18\x01 \x01(\x01\x12\r\n\x05merge\x18\x02 \x01(\x01\x12\x10\n\x08\x65xchange\x18\x03 \x01(\x01\x12\x0c\n\x04wait\x18\x04 \x01(\x01\x12\x10\n\x08\x65valuate\x18\x05 \x01(\x01\"u\n\x06Logged\x12\r\n\x05round\x18\x01 \x01(\x04\x12-\n\x06values\x18\x02 \x03(\x0b\x32\x1d.geofed.v1.Logged.ValuesEntry\x1a-\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"P\n\tHistogram\x12\r\n\x05\x65\x64ges\x18\x01 \x03(\x01\x12\x12\n\ncategories\x18\x02 \x03(\t\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\x04\x12\x10\n\x08withheld\x18\x04 \x01(\x04\"R\n\x05Money\x12\x0c\n\x04item\x18\x01 \x01(\t\x12\x10\n\x08quantity\x18\x02 \x01(\x01\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0b\n\x03usd\x18\x04 \x01(\x01\x12\x0e\n\x06source\x18\x05 \x01(\t\"m\n\nSubmission\x12\x0c\n\x04user\x18\x01 \x01(\t\x12\x12\n\npublic_key\x18\x02 \x01(\t\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x12\x13\n\x0bspec_digest\x18\x04 \x01(\t\x12\x15\n\rinitial_model\x18\x05 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGGED_VALUESENTRY']._loaded_options = None
   _globals['_LOGGED_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_BLOBCHUNK']._serialized_start=40
-  _globals['_BLOBCHUNK']._serialized_end=133
-  _globals['_BLOBREQUEST']._serialized_start=135
-  _globals['_BLOBREQUEST']._serialized_end=180
-  _globals['_BLOBACK']._serialized_start=182
-  _globals['_BLOBACK']._serialized_end=245
-  _globals['_ERROR']._serialized_start=247
-  _globals['_ERROR']._serialized_end=318
-  _globals['_USAGE']._serialized_start=320
-  _globals['_USAGE']._serialized_end=394
-  _globals['_ROUNDTIME']._serialized_start=396
-  _globals['_ROUNDTIME']._serialized_end=489
-  _globals['_LOGGED']._serialized_start=491
-  _globals['_LOGGED']._serialized_end=608
-  _globals['_LOGGED_VALUESENTRY']._serialized_start=563
-  _globals['_LOGGED_VALUESENTRY']._serialized_end=608
-  _globals['_HISTOGRAM']._serialized_start=610
-  _globals['_HISTOGRAM']._serialized_end=690
-  _globals['_MONEY']._serialized_start=692
-  _globals['_MONEY']._serialized_end=774
-  _globals['_SUBMISSION']._serialized_start=776
-  _globals['_SUBMISSION']._serialized_end=885
+  _globals['_BLOBCHUNK']._serialized_end=147
+  _globals['_BLOBREQUEST']._serialized_start=149
+  _globals['_BLOBREQUEST']._serialized_end=194
+  _globals['_BLOBSREQUEST']._serialized_start=196
+  _globals['_BLOBSREQUEST']._serialized_end=227
+  _globals['_BLOBSREPLY']._serialized_start=229
+  _globals['_BLOBSREPLY']._serialized_end=281
+  _globals['_BLOBACK']._serialized_start=283
+  _globals['_BLOBACK']._serialized_end=346
+  _globals['_ERROR']._serialized_start=348
+  _globals['_ERROR']._serialized_end=419
+  _globals['_USAGE']._serialized_start=421
+  _globals['_USAGE']._serialized_end=495
+  _globals['_ROUNDTIME']._serialized_start=497
+  _globals['_ROUNDTIME']._serialized_end=590
+  _globals['_LOGGED']._serialized_start=592
+  _globals['_LOGGED']._serialized_end=709
+  _globals['_LOGGED_VALUESENTRY']._serialized_start=664
+  _globals['_LOGGED_VALUESENTRY']._serialized_end=709
+  _globals['_HISTOGRAM']._serialized_start=711
+  _globals['_HISTOGRAM']._serialized_end=791
+  _globals['_MONEY']._serialized_start=793
+  _globals['_MONEY']._serialized_end=875
+  _globals['_SUBMISSION']._serialized_start=877
+  _globals['_SUBMISSION']._serialized_end=986
 # @@protoc_insertion_point(module_scope)

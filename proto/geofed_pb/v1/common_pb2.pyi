@@ -2,23 +2,25 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BlobChunk(_message.Message):
-    __slots__ = ("digest", "total_bytes", "offset", "data", "model")
+    __slots__ = ("digest", "total_bytes", "offset", "data", "model", "part")
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     digest: str
     total_bytes: int
     offset: int
     data: bytes
     model: bool
-    def __init__(self, digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., model: bool = ...) -> None: ...
+    part: bool
+    def __init__(self, digest: _Optional[str] = ..., total_bytes: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ..., model: bool = ..., part: bool = ...) -> None: ...
 
 class BlobRequest(_message.Message):
     __slots__ = ("digest", "offset")
@@ -27,6 +29,18 @@ class BlobRequest(_message.Message):
     digest: str
     offset: int
     def __init__(self, digest: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class BlobsRequest(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, digests: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BlobsReply(_message.Message):
+    __slots__ = ("incomplete",)
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    incomplete: _containers.RepeatedCompositeFieldContainer[BlobAck]
+    def __init__(self, incomplete: _Optional[_Iterable[_Union[BlobAck, _Mapping]]] = ...) -> None: ...
 
 class BlobAck(_message.Message):
     __slots__ = ("digest", "have_bytes", "complete")

@@ -45,6 +45,11 @@ class ControlStub(object):
                 request_serializer=geofed__pb_dot_v1_dot_common__pb2.BlobRequest.SerializeToString,
                 response_deserializer=geofed__pb_dot_v1_dot_common__pb2.BlobAck.FromString,
                 _registered_method=True)
+        self.StatBlobs = channel.unary_unary(
+                '/geofed.v1.Control/StatBlobs',
+                request_serializer=geofed__pb_dot_v1_dot_common__pb2.BlobsRequest.SerializeToString,
+                response_deserializer=geofed__pb_dot_v1_dot_common__pb2.BlobsReply.FromString,
+                _registered_method=True)
         self.PutBlob = channel.stream_unary(
                 '/geofed.v1.Control/PutBlob',
                 request_serializer=geofed__pb_dot_v1_dot_common__pb2.BlobChunk.SerializeToString,
@@ -213,8 +218,15 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StatBlob(self, request, context):
-        """StatBlob and PutBlob upload a job's code. It is stored under its digest, so it is sent only once.
+        """StatBlob, StatBlobs and PutBlob upload a job's code: an archive, and the larger files of its folder. Each is stored
+        under its digest, so it is sent only once.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StatBlobs(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -442,6 +454,11 @@ def add_ControlServicer_to_server(servicer, server):
                     request_deserializer=geofed__pb_dot_v1_dot_common__pb2.BlobRequest.FromString,
                     response_serializer=geofed__pb_dot_v1_dot_common__pb2.BlobAck.SerializeToString,
             ),
+            'StatBlobs': grpc.unary_unary_rpc_method_handler(
+                    servicer.StatBlobs,
+                    request_deserializer=geofed__pb_dot_v1_dot_common__pb2.BlobsRequest.FromString,
+                    response_serializer=geofed__pb_dot_v1_dot_common__pb2.BlobsReply.SerializeToString,
+            ),
             'PutBlob': grpc.stream_unary_rpc_method_handler(
                     servicer.PutBlob,
                     request_deserializer=geofed__pb_dot_v1_dot_common__pb2.BlobChunk.FromString,
@@ -652,6 +669,33 @@ class Control(object):
             '/geofed.v1.Control/StatBlob',
             geofed__pb_dot_v1_dot_common__pb2.BlobRequest.SerializeToString,
             geofed__pb_dot_v1_dot_common__pb2.BlobAck.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StatBlobs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/geofed.v1.Control/StatBlobs',
+            geofed__pb_dot_v1_dot_common__pb2.BlobsRequest.SerializeToString,
+            geofed__pb_dot_v1_dot_common__pb2.BlobsReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -123,7 +123,7 @@ def test_what_could_leave_the_folder_is_refused(tmp_path: Path, member: tarfile.
 
 
 def test_a_bomb_is_refused_before_it_goes_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_BUNDLE_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "MAX_UNPACKED_BYTES", 1 << 20)
     bomb = _archive(_member("zeros", size=1 << 24), content=bytes(1 << 24))
     assert len(bomb) < 1 << 16
     with pytest.raises(GeofedError) as raised:
@@ -133,7 +133,7 @@ def test_a_bomb_is_refused_before_it_goes_off(tmp_path: Path, monkeypatch: pytes
 
 
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAX_FILES", 3)
+    monkeypatch.setattr(module, "MAX_FILES", 3)
     with pytest.raises(GeofedError) as raised:
         unpack(_archive(*(_member(str(number)) for number in range(4))), tmp_path)
     assert raised.value.code == "LIMIT_EXCEEDED"
