@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 # Daemons start again and again: what they are compiled to is kept, also where the environment has Python write none of it.
 unexport PYTHONDONTWRITEBYTECODE
-# One more than there are cores on a small machine: tests also wait, for platforms that are slow and leases that end.
+# Three were not faster on two cores.
 PROCESSES := 2
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick soak coverage bench docs check setup proto clean

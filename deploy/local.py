@@ -112,8 +112,9 @@ class LocalFederation:
         ready.unlink(missing_ok=True)
         self.processes["control-plane"] = self._popen(
             CONTROL_SITE,
+            "control_plane.cli.main",
             [
-                *_program("control_plane.cli.main"), "serve",
+                "serve",
                 "--state-dir", str(self.control_state), "--ready-file", str(ready), "--advertise", host,
                 "--listen", f"{host}:{self._ports['listen']}",
                 "--agent-listen", f"{host}:{self._ports['agent']}",
@@ -246,8 +247,7 @@ class LocalFederation:
         """Start a region's agent, with the state of its last run, if there was one."""
         folder = self.region_state(name)
         options = ["--config", str(folder / "region.yaml"), "--state-dir", str(folder / "state"), *self._agent_options]
-        argv = [*_program("region_agent.cli"), "run", *options]
-        self.processes[name] = self._popen(name, argv, f"agent-{name}")
+        self.processes[name] = self._popen(name, "region_agent.cli", ["run", *options], f"agent-{name}")
 
     def agent_status(self, name: str) -> dict[str, Any]:
         """Return the agent's last status; empty if it has not written one yet."""
@@ -302,7 +302,11 @@ class LocalFederation:
                 raise GeofedError("UNAVAILABLE", f"{name} did not start:\n{self.log(name)[-2000:]}")
             time.sleep(0.02)
 
-    def _popen(self, site: str, argv: list[str], log_name: str) -> subprocess.Popen[bytes]:
+    def _popen(self, site: str, module: str, arguments: list[str], log_name: str) -> subprocess.Popen[bytes]:
+        """Start a daemon, whose output goes to the end of a log."""
+        return self._logged(site, [*_program(module), *arguments], log_name)
+
+    def _logged(self, site: str, argv: list[str], log_name: str) -> subprocess.Popen[bytes]:
         self.folder.mkdir(parents=True, exist_ok=True)
         log = (self.folder / f"{log_name}.log").open("ab")
         self._logs.append(log)

@@ -21,7 +21,7 @@ import psutil
 import pytest
 from hypothesis import settings
 from support.budget import SOAK, register_profiles
-from support.lasting import daemons
+from support.lasting import daemons, parents
 from support.processes import alive
 from support.turns import turn
 from xdist.scheduler import LoadScopeScheduling
@@ -236,7 +236,8 @@ def _left_since(before: dict[str, set[object]], starts: bool) -> dict[str, set[o
     left = {kind: now - before[kind] for kind, now in _traces(starts).items()}
     # What a daemon of a longer-lived fixture has started is its own affair.
     lasting = before["processes"] | daemons()
-    left["processes"] = {pid for pid in left["processes"] if not ({pid} | _ancestors(pid)) & lasting}
+    found = left["processes"] - parents()
+    left["processes"] = {pid for pid in found if not ({pid} | _ancestors(pid)) & lasting}
     return {kind: found for kind, found in left.items() if found}
 
 

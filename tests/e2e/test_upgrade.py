@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,12 @@ class _Mixed(Federation):
         self._python = python
         self.previous = {"control-plane", "east", "west"}
 
-    def _popen(self, site: str, argv: list[str], log_name: str) -> subprocess.Popen[bytes]:
-        if log_name.removeprefix("agent-") in self.previous:
-            assert argv[0] == sys.executable
-            # Python looks for modules in the working directory first, which is this checkout.
-            argv = ["env", f"--chdir={self.folder}", str(self._python), *argv[1:]]
-        return super()._popen(site, argv, log_name)
+    def _popen(self, site: str, module: str, arguments: list[str], log_name: str) -> subprocess.Popen[bytes]:
+        if log_name.removeprefix("agent-") not in self.previous:
+            return super()._popen(site, module, arguments, log_name)
+        # Python looks for modules in the working directory first, which is this checkout.
+        argv = ["env", f"--chdir={self.folder}", str(self._python), "-c", f"from {module} import main; main()"]
+        return self._logged(site, [*argv, *arguments], log_name)
 
     def submit(self, job_file: Path, *settings: str) -> str:
         """By the previous version's command: one that is newer than the control plane may send keys that it refuses."""

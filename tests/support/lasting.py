@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 from support.processes import family, running_as
-from support.running import Running, eventually
+from support.running import Running, eventually, warm_daemons
 
 from deploy.local import LocalFederation
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Lasting", "daemons"]
+__all__ = ["Lasting", "daemons", "parents"]
 
 _SETTLE_SECONDS = 20.0
 """For a job that a test has cancelled, and for an agent that it has killed and started again."""
@@ -27,6 +27,11 @@ def daemons() -> set[int]:
     """Processes that no test has to end, also those that one has started anew."""
     anew = {process.pid for federation in _federations for process in federation.processes.values()}
     return anew.union(*_federations.values())
+
+
+def parents() -> set[int]:
+    """Processes from which daemons of any test are forked; they last as long as this process."""
+    return {warm_daemons().pid} if warm_daemons.cache_info().currsize else set()
 
 
 class Lasting:
@@ -85,7 +90,7 @@ class Lasting:
 
 
 def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    return {child.pid for child in psutil.Process().children(recursive=True)} - parents()
 
 
 def _in_order(federation: LocalFederation) -> bool:

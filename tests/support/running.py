@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import json
+import os
 import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 from support.commands import Elsewhere, run_here
 from support.processes import family, running_as
+from support.warm_servers import WarmServers
 
 import deploy
 from control_plane._view import event_view, job_view
@@ -81,6 +84,15 @@ def loss(model, batch):
 happens, which would have to share the processors with it."""
 
 
+@functools.cache
+def warm_daemons() -> WarmServers:
+    """The parent of daemons; it ends with this process."""
+    modules = ("control_plane.cli.main", "control_plane.server", "region_agent.cli", "region_agent.daemon")
+    parent = WarmServers(*modules, "region_agent.gateway.embedded.__main__", "sync.ps.__main__")
+    atexit.register(parent.__exit__)
+    return parent.__enter__()
+
+
 class Federation(LocalFederation):
     """Real daemons; the commands of `control-plane` run in this process. Where a WAN is emulated, one process for all
     of them is in the network namespace of the control plane."""
@@ -90,6 +102,16 @@ class Federation(LocalFederation):
         self._elsewhere = Elsewhere(functools.partial(self._spawn, CONTROL_SITE))
         self._kept: tuple[asyncio.AbstractEventLoop, ControlClient] | None = None
         """A connection to the control plane, for `ask`."""
+
+    def _popen(self, site: str, module: str, arguments: list[str], log_name: str) -> subprocess.Popen[bytes]:
+        """Fork the daemon from a process that has imported it, unless it has a network of its own."""
+        if self.emulator is not None:
+            return super()._popen(site, module, arguments, log_name)
+        environment = {**os.environ, "GEOFED_CONTEXT": str(self.context_file)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        argv = [module.split(".")[0].replace("_", "-"), *arguments]
+        process = warm_daemons().run(module, argv, self.folder / f"{log_name}.log", environment)
+        return cast("subprocess.Popen[bytes]", process)
 
     def control_plane(
         self, *arguments: str, check: bool = True, timeout: float = 120

@@ -1,5 +1,5 @@
-"""Servers in processes of their own, forked from one parent that has imported what they need: to import it takes longer
-than most of what a test has them do."""
+"""Programs in processes of their own, forked from one parent that has imported what they need: to import it takes
+longer than most of what a test has them do."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib
 import itertools
+import json
 import os
 import selectors
 import signal
@@ -14,8 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import setproctitle
 from support.failpoints import die_at
 
 __all__ = ["ServerProcess", "WarmServers"]
@@ -26,17 +29,18 @@ _POLL_SECONDS = 0.005
 class WarmServers:
     """A context manager; what it has forked ends with it."""
 
-    def __init__(self, module: str = "sync.ps.__main__") -> None:
-        """``module``: has `main`, and `FAILPOINTS` where it has more of them than operations on files."""
-        self._module = module
+    def __init__(self, *modules: str) -> None:
+        """``modules``: what the parent imports. Those that run have `main`, and `FAILPOINTS` where they have more of
+        them than operations on files. None given: parameter servers."""
+        self._modules = modules or ("sync.ps.__main__",)
 
     def __enter__(self) -> WarmServers:
         path = os.pathsep.join(path for path in sys.path if path)
         self._folder = tempfile.TemporaryDirectory()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "support.warm_servers", self._folder.name, self._module],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, text=True,
-            start_new_session=True,
+            [sys.executable, "-m", "support.warm_servers", self._folder.name, *self._modules],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
         )  # fmt: skip
         return self
 
@@ -50,10 +54,28 @@ class WarmServers:
 
         ``dies_at``: the operation at which it kills itself (`support.failpoints`); -1: none.
         """
+        module = self._modules[0]
+        return self.run(module, [module, "--config", str(config)], log, dies_at=dies_at)
+
+    @property
+    def pid(self) -> int:
+        """Of the parent."""
+        return self._process.pid
+
+    def run(
+        self, module: str, argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None,
+        *, dies_at: int = -1,
+    ) -> ServerProcess:  # fmt: skip
+        """Run the main function of a module. Its output goes to the end of ``log``. ``environment``: None: the
+        parent's."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
-        stdin.write(f"{config}\t{log}\t{dies_at}\n")
+        request = {
+            "module": module, "argv": list(argv), "log": str(log), "dies_at": dies_at, "cwd": os.getcwd(),
+            "environment": None if environment is None else dict(environment),
+        }  # fmt: skip
+        stdin.write(json.dumps(request) + "\n")
         stdin.flush()
         pid, serial = stdout.readline().split()
         return ServerProcess(int(pid), Path(self._folder.name) / serial)
@@ -86,27 +108,40 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
 
 
 def _serve(line: str) -> int:
     """In the forked process."""
     import random
 
-    module = importlib.import_module(sys.argv[2])
-    config, log, dies_at = line.rstrip("\n").split("\t")
+    request = json.loads(line)
+    module = importlib.import_module(request["module"])
     for number in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
     random.seed()
-    nothing, told = os.open(os.devnull, os.O_RDWR), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    for descriptor, to in enumerate((nothing, nothing, told)):
+    nothing = os.open(os.devnull, os.O_RDWR)
+    told = os.open(request["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for descriptor, to in enumerate((nothing, told, told)):
         os.dup2(to, descriptor)
-    sys.argv = [sys.argv[2], "--config", config]
-    if int(dies_at) >= 0:
-        die_at(int(dies_at), getattr(module, "FAILPOINTS", ()))
-    return int(module.main())
+    os.chdir(request["cwd"])
+    if request["environment"] is not None:
+        os.environ.clear()
+        os.environ.update(request["environment"])
+    sys.argv = request["argv"]
+    setproctitle.setproctitle(" ".join(sys.argv))
+    if request["dies_at"] >= 0:
+        die_at(request["dies_at"], getattr(module, "FAILPOINTS", ()))
+    return int(module.main() or 0)
 
 
 def _reap(serials: dict[int, int], folder: Path) -> None:
@@ -146,9 +181,12 @@ def _await_child(folder: Path) -> str:
 def main() -> int:
     """The parent: what to start in each line of standard input, in each of output the process's number and the name of
     the file that tells how it has ended. Ends with its standard input."""
+    # Finds the memory of the title, which it cannot once the environment has changed.
+    setproctitle.getproctitle()
     gc.disable()
     # What it imports is what the forked processes need not.
-    importlib.import_module(sys.argv[2])
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
     gc.enable()
     gc.freeze()
     return _serve(_await_child(Path(sys.argv[1])))
