@@ -91,7 +91,7 @@ def bounded(histograms: Mapping[str, Histogram]) -> tuple[dict[str, Histogram], 
             one = by_category(pairs, _added(one.withheld, beyond))
         kept[_name(name)] = one
         room -= max(1, len(one.counts))
-    text = f"the histograms have more than {MOST_BINS:,} bins: the smaller ones are kept"
+    text = f"the histograms have more than {MOST_BINS:,} bins, or names that differ in blanks alone: some are left out"
     ordered = {_name(name): kept[_name(name)] for name in histograms if _name(name) in kept}
     return ordered, text if len(ordered) < len(histograms) else ""
 
@@ -118,7 +118,7 @@ def from_messages(messages: Mapping[str, common_pb2.Histogram]) -> tuple[dict[st
 
 
 def sums_by_name(parts: Iterable[Mapping[str, Histogram]]) -> tuple[dict[str, Histogram], str]:
-    """Return the sum of all histograms of a name, and a text that names those left out, whose bin edges differ."""
+    """Return the sum of all histograms of a name, and a text that names those left out, whose bins differ."""
     sums: dict[str, Histogram] = {}
     unlike: set[str] = set()
     for part in parts:
@@ -129,7 +129,7 @@ def sums_by_name(parts: Iterable[Mapping[str, Histogram]]) -> tuple[dict[str, Hi
             else:
                 sums[name] = _sum(known, one)
     kept = {name: one for name, one in sums.items() if name not in unlike}
-    return kept, f"histograms with different bin edges are left out: {', '.join(sorted(unlike))}" if unlike else ""
+    return kept, f"histograms with different bins are left out: {', '.join(sorted(unlike))}" if unlike else ""
 
 
 def _sum(a: Histogram, b: Histogram) -> Histogram:

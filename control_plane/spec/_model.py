@@ -272,6 +272,9 @@ class JobSpec(Section):
                 (f"`train.precision: {self.train.precision}`", self.train.precision != "fp32"),
                 ("`train.accumulate`", self.train.accumulate > 1),
                 ("`train.local`", bool(self.train.local)),
+                ("`advanced.merge.ratio`", self.merge.ratio != 1.0),
+                ("`advanced.merge.step`", self.merge.step != "sum"),
+                ("`advanced.k: 0`", self.advanced.k == 0),
                 (f"`advanced.wan.policy: {self.wan.policy}`", bool(self.wan.traits.proximal)),
             )
             if used

@@ -40,6 +40,9 @@ class EvaluatedTask(TaskModule):
             # A job has a trained parameter; here none is changed.
             for one in parameters:
                 one.requires_grad_(one.is_floating_point())
+        if not any(one.requires_grad for one in parameters):
+            text = "the model has no parameter of floating-point numbers"
+            raise GeofedError("TASK_INVALID", text, hint="keep what it computes with in a parameter of any float type")
         return made
 
     def loss(self, module: torch.nn.Module, batch: Any) -> torch.Tensor:

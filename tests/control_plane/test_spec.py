@@ -385,7 +385,7 @@ def test_variables_of_a_task_have_names_and_text(job_file: Path) -> None:
 def test_a_section_is_a_mapping(job_file: Path) -> None:
     told = {
         "train.initialModel=digits-1": (
-            "`train.initialModel` must be a mapping with the keys job, round, file, digest, partial"
+            "`train.initialModel` must be a mapping with the keys job, round, file, uri, digest, partial"
         ),
         "train.end=[4]": "`train.end` must be a mapping with the keys epochs, steps, goal, patience, time",
         "task.config=3": "`task.config` must be a mapping",
@@ -702,6 +702,14 @@ def test_functions_may_come_from_anywhere(tmp_path: Path, text: str) -> None:
         (["collective=isp", "k=-1"], "must be `auto` or an integer that is not negative"),
         (["merge.step=mean"], "`merge.step` requires `collective: isp`"),
         (["collective=k-reduce", "merge.ratio=2"], "`merge.ratio` requires `merge.staleness`"),
+        (
+            ["collective=k-reduce", "merge.staleness=1", "merge.ratio=2"],
+            "`merge.ratio` requires a number as `k`: with `auto` all workers may merge a part",
+        ),
+        (
+            ["collective=isp", "merge.step=mean", "parallelism.pipeline.stages=2"],
+            "`advanced.merge.step`",
+        ),
         (["collective=k-reduce", "merge.step=mean"], "`merge.step` requires `collective: isp`"),
     ],
 )

@@ -69,7 +69,7 @@ def test_histograms_with_other_bins_are_left_out_and_named() -> None:
         ]
     )
     assert sums == {"age": Histogram(EDGES, counts=(5, 0, 3), withheld=2)}
-    assert told == "histograms with different bin edges are left out: size"
+    assert told == "histograms with different bins are left out: size"
 
 
 @given(counts=_COUNTS, least=st.integers(2, 20))
@@ -119,7 +119,8 @@ def test_histograms_are_bounded_and_small_ones_stay() -> None:
     assert (len(kept["ids"].counts) + kept["ids"].withheld, told) == (2 * MOST_BINS, "")
     assert min(kept["ids"].counts) == 7
     kept, told = bounded({"wide": _numbers([1] * 700), "wider": _numbers([1] * 701)})
-    assert (list(kept), told) == (["wide"], "the histograms have more than 1,000 bins: the smaller ones are kept")
+    assert list(kept) == ["wide"]
+    assert told.startswith("the histograms have more than 1,000 bins")
     named = {str(number): Histogram() for number in range(3 * MOST_BINS)}
     assert len(bounded(named)[0]) <= MOST_BINS
 

@@ -254,6 +254,8 @@ class Advanced(Section):
             raise ValueError(f"`merge.staleness` requires {_collectives_with(lambda one: one.takes_staleness)}")
         if self.merge.ratio != 1.0 and not self.merge.staleness:
             raise ValueError("`merge.ratio` requires `merge.staleness`: else all wait for the slowest worker")
+        if self.merge.ratio != 1.0 and self.k == "auto":
+            raise ValueError("`merge.ratio` requires a number as `k`: with `auto` all workers may merge a part")
         if self.merge.significance is not None and (method is None or method.significance is None):
             filtering = _collectives_with(lambda one: one.significance is not None)
             raise ValueError(f"`merge.significance` requires {filtering}")

@@ -215,7 +215,8 @@ def weighted_share_of(worker: int, weights: Sequence[float], region_batch: int) 
     one, and of the others a part in proportion to its weight."""
     others, total = region_batch - len(weights), sum(weights)
     before, after = (number + int(others * sum(weights[:number]) / total + 1e-9) for number in (worker, worker + 1))
-    return range(before, after)
+    # The sum of many samples is not exact.
+    return range(before, region_batch if worker == len(weights) - 1 else after)
 
 
 def parts_of(samples: int, at_once: int) -> list[int]:

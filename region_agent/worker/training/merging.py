@@ -328,7 +328,7 @@ def _weights(call: Invocation, collective: Collective) -> tuple[float, ...]:
     """Return the workers' weights by FasDL's unequal partition: those that merge no chunk, and with staleness do not
     wait for the ones that do, process more samples. Empty: all process as many."""
     ratio = call.merging.get("ratio")
-    if ratio is None or not isinstance(collective, MeanCollective):
+    if ratio is None or not call.merging.get("staleness") or not isinstance(collective, MeanCollective):
         return ()
     return tuple(1.0 if worker in collective.plan.owners else ratio for worker in range(call.workers))
 
@@ -358,7 +358,7 @@ def _chosen(workers: int, size: float, costs: ChannelCosts, patterns: Sequence[s
 def _owners(method: CollectiveMethod, workers: int, size: float, costs: ChannelCosts | None) -> int:
     """Return K where the job file leaves it open."""
     if method.shares == "changes":
-        if costs is None:
+        if costs is None or method.cost is None:
             # In shared memory bytes are work. All lists of two workers are no more bytes than their parts of two ranges
             # and the ranges' unions; with more workers they are soon more.
             return 0 if method.to_all and workers == 2 else workers

@@ -131,3 +131,12 @@ def test_a_task_that_measures_nothing_is_refused(load: Any) -> None:
     with pytest.raises(GeofedError, match="defines neither metrics nor loss") as caught:
         load("def model(config): ...\n")
     assert caught.value.code == "TASK_INVALID"
+
+
+def test_a_model_without_floating_point_numbers_is_refused(load: Any) -> None:
+    integers = "torch.nn.Parameter(torch.ones(2, dtype=torch.int64), False)"
+    text = f"import torch\ndef model(config):\n    return torch.nn.ParameterList([{integers}])\n"
+    task = load(text + "def metrics(model, batches):\n    return {}\n")
+    with pytest.raises(GeofedError, match="has no parameter of floating-point numbers") as caught:
+        task.model()
+    assert caught.value.code == "TASK_INVALID"
