@@ -23,6 +23,7 @@ from geofed_pb.files.task_folder import (
     file_digest,
     listing_of,
     parts_of,
+    read_parts,
     smallest,
 )
 
@@ -55,7 +56,7 @@ class PackedTask:
 
 
 def pack(folder: Path, module: str, weights: Path | None = None) -> PackedTask:
-    """Pack `folder`, which must contain `module`. Larger files stay where they are, and are read once.
+    """Pack `folder`, which must contain `module`. Larger files stay where they are; here they are only hashed.
 
     Hidden files, caches, virtual environments and links that leave the folder are excluded, and ``weights``, which are
     uploaded by themselves.
@@ -74,6 +75,8 @@ def pack(folder: Path, module: str, weights: Path | None = None) -> PackedTask:
     small = smallest(sizes)
     parts = tuple(Part(name, file_digest(path), sizes[name]) for name, path in files.items() if name not in small)
     packed = _archive({name: path for name, path in files.items() if name in small}, parts)
+    # What nobody would unpack is refused before it is sent.
+    read_parts(io.BytesIO(packed))
     return PackedTask(packed, f"sha256:{hashlib.sha256(packed).hexdigest()}", parts, folder)
 
 

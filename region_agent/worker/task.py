@@ -25,7 +25,8 @@ from torch.utils.data import IterableDataset
 
 from geofed_pb.bounds import TEXT_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.files.task_folder import LISTED, MAX_FILES, MAX_UNPACKED_BYTES, Part, read_parts
+from geofed_pb.files.durable import disk_full_as_error
+from geofed_pb.files.task_folder import LISTED, MAX_FILES, MAX_FOLDER_BYTES, MAX_UNPACKED_BYTES, Part, read_parts
 from geofed_pb.user_code.modules import import_task
 from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import Precision
@@ -288,23 +289,25 @@ def unpack(
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
             with tarfile.open(fileobj=io.BytesIO(bundle), mode="r:gz") as archive:
-                _extract(archive, folder)
+                _extract(archive, folder, parts)
         except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
-        if pieces is not None:
-            for part in parts:
+        if parts and pieces is None:
+            raise GeofedError("TASK_INVALID", f"{parts[0].name} of the task folder is not there")
+        for part in parts if pieces is not None else ():
+            with disk_full_as_error(folder):
                 _write(part, folder, pieces(part))
         undo.pop_all()
     return folder
 
 
-def _extract(archive: tarfile.TarFile, into: Path) -> None:
-    """Extract names and contents only, and check each entry before its content is read."""
-    total = 0
-    for number, member in enumerate(archive):
+def _extract(archive: tarfile.TarFile, into: Path, parts: Sequence[Part]) -> None:
+    """Extract names and contents only, and check each entry before its content is read. ``parts`` count as well."""
+    total, most = 0, min(MAX_UNPACKED_BYTES, MAX_FOLDER_BYTES - sum(part.bytes for part in parts))
+    for number, member in enumerate(archive, len(parts)):
         total += member.size
-        if total > MAX_UNPACKED_BYTES or number >= MAX_FILES:
-            text = f"the task folder unpacks to more than {MAX_UNPACKED_BYTES >> 20} MiB or {MAX_FILES} files"
+        if total > most or number >= MAX_FILES:
+            text = f"the task folder unpacks to more than {most >> 20} MiB or {MAX_FILES} files"
             raise GeofedError("LIMIT_EXCEEDED", text)
         if member.name == LISTED:
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,10 @@ from control_plane import blobs
 from control_plane.cli._job_file import read_job
 from control_plane.cli.commands.submit import Submission, planned
 from control_plane.server import ServeConfig
+from control_plane.spec import pack
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES, PARTS
-from geofed_pb.files.task_folder import Part, read_parts
+from geofed_pb.files.task_folder import LISTED, Part, read_parts
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent
 from tests.control_plane.scenario import run
@@ -138,7 +142,9 @@ def test_files_are_kept_while_a_job_refers_to_them(serve_config: ServeConfig, la
     run(scenario())
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "", "a/../b", "a//b", ".geofed/parts.json", "x" * 1001, "a\0b"])
+@pytest.mark.parametrize(
+    "name", ["../x", "/x", "", "a/../b", "a//b", ".geofed/parts.json", "x" * 1001, "a\0b", "é" * 200, "\ud800"]
+)
 def test_a_list_with_another_place_is_refused(name: str, tmp_path: Path) -> None:
     from control_plane.spec._pack import _archive
 
@@ -146,3 +152,30 @@ def test_a_list_with_another_place_is_refused(name: str, tmp_path: Path) -> None
     file.write_bytes(_archive({}, (Part(name, f"sha256:{'0' * 64}", 1),)))
     with file.open("rb") as archive, pytest.raises(GeofedError, match="TASK_INVALID"):
         read_parts(archive)
+
+
+def _beginning(size: int, content: bytes) -> bytes:
+    """An archive that begins with a listing whose header states a size."""
+    entry = tarfile.TarInfo(LISTED)
+    entry.size = size
+    return gzip.compress(entry.tobuf(tarfile.GNU_FORMAT) + content)
+
+
+def test_a_negative_size_unpacks_nothing() -> None:
+    with pytest.raises(GeofedError, match="TASK_INVALID"):
+        read_parts(io.BytesIO(_beginning(-1, b"{}" * 1000)))
+
+
+def test_a_listing_that_is_nested_without_end_is_refused() -> None:
+    nested = b"[" * 200_000
+    with pytest.raises(GeofedError, match="TASK_INVALID"):
+        read_parts(io.BytesIO(_beginning(len(nested), nested)))
+
+
+def test_a_folder_that_nobody_would_unpack_is_not_packed(tmp_path: Path) -> None:
+    deep = tmp_path / "/".join(["x" * 200] * 6)
+    deep.mkdir(parents=True)
+    (tmp_path / "task.py").touch()
+    (deep / "large").write_bytes(bytes(2 << 20))
+    with pytest.raises(GeofedError, match="TASK_INVALID"):
+        pack(tmp_path, "task.py")

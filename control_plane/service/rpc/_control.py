@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -149,11 +150,18 @@ class ControlService(control_pb2_grpc.ControlServicer):
             chunks, limit_bytes=most, uploader=_uploader(), daily_bytes=daily, counted=kind
         )
 
+    @contextlib.asynccontextmanager
+    async def _held(self, bundle: str) -> AsyncIterator[None]:
+        """Keep a task folder that no job has yet. Its listing is read in a thread, and then known."""
+        await asyncio.to_thread(self._federation.blobs.parts, bundle)
+        with self._federation.blobs.held(bundle):
+            yield
+
     @answering
     async def Plan(self, request: control_pb2.PlanRequest, context: Context) -> control_pb2.PlanReply:
         """Plan a job without storing it."""
         caller = caller_now()
-        with self._federation.blobs.held(request.bundle_digest):
+        async with self._held(request.bundle_digest):
             text, admissible = await answer_plan(self._federation, self._probing, request, caller.user)
         return control_pb2.PlanReply(plan_json=text, admissible=admissible)
 
@@ -161,7 +169,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Submit(self, request: control_pb2.SubmitRequest, context: Context) -> control_pb2.SubmitReply:
         """Submit a job; once for each request ID."""
         caller = caller_now()
-        with self._federation.blobs.held(request.bundle_digest):
+        async with self._held(request.bundle_digest):
             entry, created = await submit(self._federation, self._probing, request, caller.user)
         return control_pb2.SubmitReply(job=self._federation.describe(entry), created=created)
 
@@ -173,7 +181,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         spec, user = await asyncio.to_thread(parse_request, request.spec_json), caller_now().user
         signed = request.submission, user, request.spec_json, spec, request.bundle_digest
         request.submission.CopyFrom(await require_signed(self._federation, *signed))
-        with self._federation.blobs.held(request.bundle_digest):
+        async with self._held(request.bundle_digest):
             async for progress in self._profiling.run(request):
                 yield progress
 

@@ -54,6 +54,8 @@ _MAX_LISTING_BYTES = 8 << 20
 """Limit of the listing: 10,000 parts with long names."""
 _MAX_NAME = 1000
 """Limit of a name in characters, well below what systems accept as a path."""
+_MAX_COMPONENT_BYTES = 255
+"""Limit of the name of a file or folder by itself, as of Linux's file systems."""
 _BLOCK = tarfile.BLOCKSIZE
 _HEX = re.compile(r"[0-9a-f]{64}")
 
@@ -101,13 +103,13 @@ def read_parts(archive: BinaryIO) -> tuple[Part, ...]:
             if head[: len(LISTED) + 1] != f"{LISTED}\0".encode() or len(head) < _BLOCK:
                 return ()
             entry = tarfile.TarInfo.frombuf(head, "utf-8", "strict")
-            if not entry.isreg() or entry.size > _MAX_LISTING_BYTES:
+            if not entry.isreg() or not 0 <= entry.size <= _MAX_LISTING_BYTES:
                 raise _invalid(f"it has {entry.size} bytes")
             listing = json.loads(file.read(entry.size))
         return _checked([_part(one) for one in listing["files"]])
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
-    except (tarfile.TarError, ValueError, KeyError, TypeError) as error:
+    except (tarfile.TarError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise _invalid(f"{type(error).__name__}: {error}") from None
 
 
@@ -138,6 +140,9 @@ def _part(one: dict[str, Any]) -> Part:
     path = PurePosixPath(name)
     if not 0 < len(name) <= _MAX_NAME or "\0" in name or path.is_absolute() or ".." in path.parts:
         raise _invalid(f"{name[:80]!r} is outside of the folder")
+    # Raises ValueError for a lone surrogate, which no file system takes.
+    if max((len(component.encode()) for component in path.parts), default=0) > _MAX_COMPONENT_BYTES:
+        raise _invalid(f"{name[:80]!r} is longer than file systems accept")
     if path.as_posix() != name or name == LISTED or size < 0 or not _HEX.fullmatch(digest):
         raise _invalid(f"{name[:80]!r} has no valid name, size or digest")
     return Part(name, f"sha256:{digest}", size)
