@@ -292,9 +292,9 @@ def unpack(
                 _extract(archive, folder, parts)
         except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
             raise GeofedError("TASK_INVALID", f"the packed task folder cannot be read: {error}") from None
-        if parts and pieces is None:
-            raise GeofedError("TASK_INVALID", f"{parts[0].name} of the task folder is not there")
-        for part in parts if pieces is not None else ():
+        for part in parts:
+            if pieces is None:
+                raise GeofedError("TASK_INVALID", f"{part.name} of the task folder is not there")
             with disk_full_as_error(folder):
                 _write(part, folder, pieces(part))
         undo.pop_all()
