@@ -98,6 +98,28 @@ def test_what_a_start_is_billed_is_known_to_the_next_plan(job_file: Path) -> Non
         assert not snapshot_of([region], (), Learnt([run]), spec.train.batch).started
 
 
+@pytest.mark.parametrize(("unbilled", "known"), [(5.0, True), (864.0, False)])
+def test_only_the_end_of_a_long_training_is_taken_off(job_file: Path, unbilled: float, known: bool) -> None:
+    spec, region = load(job_file).spec, live("r0", 500, 2, 100.0)
+    wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
+    chosen = plan(snapshot_of([region], (), Learnt()), wanted)
+    assert isinstance(chosen, Plan)
+    (part,) = chosen.partitions
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    billed = 10_000.0 - unbilled
+    money = (
+        Charge("function-seconds", billed * part.workers * part.memory_mb / 1024, "GB-s", 0.1, "list"),
+        Charge("parameter-server", billed / 3600, "h", 0.1, "list"),
+    )
+    state = replace(ended(155.0, 158.0), finished_at=10_158.0)
+    (own,) = state.partitions
+    assert own.report is not None
+    report = replace(own.report, workers=part.workers, totals=MeterTotals(money=money))
+    (run,) = runs_of(row, replace(state, partitions=(replace(own, report=report),)), spec, chosen)
+    told = run.start_function_seconds, run.start_server_seconds
+    assert told == ((pytest.approx(-unbilled), pytest.approx(-unbilled)) if known else (None, None))
+
+
 def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Path) -> None:
     spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
     wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
