@@ -120,6 +120,22 @@ def test_only_the_end_of_a_long_training_is_taken_off(job_file: Path, unbilled: 
     assert told == ((pytest.approx(-unbilled), pytest.approx(-unbilled)) if known else (None, None))
 
 
+def test_a_run_with_unequal_parts_does_not_tell_the_speed(job_file: Path) -> None:
+    region, at = live("r0", 500, 2, 100.0), datetime.fromtimestamp(100.0, UTC)
+    unequal = ["advanced.collective=k-reduce", "advanced.merge.staleness=1", "advanced.merge.ratio=2"]
+    spec = load(job_file, unequal).spec
+    chosen = plan(snapshot_of([region], (), Learnt()), to_demand(spec, "j", at))
+    assert isinstance(chosen, Plan)
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    runs = runs_of(row, ended(155.0, 158.0), spec, chosen)
+    told = snapshot_of([region], (), Learnt(runs), spec.train.batch)
+    assert (dict(told.speeds), told.model_bytes, told.start_seconds) == ({}, 40, 3.0), "size and start it does tell"
+    equal = runs_of(replace(row, id="i"), ended(155.0, 158.0), spec, replace(chosen, merging={"staleness": 1.0}))
+    told = snapshot_of([region], (), Learnt((*runs, *equal)), spec.train.batch)
+    assert told.speeds == {"r0": 100.0}, "the newest run with equal parts counts"
+    assert not told.profiled
+
+
 def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Path) -> None:
     spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
     wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))

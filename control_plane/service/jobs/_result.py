@@ -118,7 +118,8 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
             region=part.region,
             task_key=row.task_key,
             at=at,
-            samples_per_second=part.report.speed.samples_per_second,
+            # Workers with unequal parts do not tell what equal parts take.
+            samples_per_second=0.0 if "ratio" in plan.merging else part.report.speed.samples_per_second,
             model_bytes=state.flat_bytes or state.blob_bytes,
             start_seconds=start_seconds,
             merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
