@@ -29,11 +29,12 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 def step_seconds(part: PlannedPartition) -> float:
-    """Return the seconds of one local step: compute, and the merge among the partition's workers."""
+    """Return the seconds of one local step: compute of the worker with most samples, and the merge among the
+    partition's workers."""
     if part.pipeline is not None:
         return part.pipeline.step_seconds
     usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
-    return part.batch / part.samples_per_second + (usual if part.workers > 1 else 0.0)
+    return part.batch * part.largest_share / part.samples_per_second + (usual if part.workers > 1 else 0.0)
 
 
 @dataclass(frozen=True)
