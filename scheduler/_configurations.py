@@ -133,7 +133,10 @@ def _of_count(
     if not measured:
         memory_mb = unmeasured_mb(region, snapshot, demand)
         speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
-        part = PlannedPartition(region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge)
+        part = PlannedPartition(
+            region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
+            largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
+        )  # fmt: skip
         return [Configured(part)]
     with_k = collectives(lambda method: method.takes_k)
     return [
@@ -141,11 +144,21 @@ def _of_count(
             PlannedPartition(
                 region.name, samples, count, demand.batch, one.memory_mb, 1, demand.batch / one.compute_seconds,
                 merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
+                largest_share=_largest_share(count, one.chunks, demand),
             ),
             (one.collective, one.chunks if one.collective in with_k else 0) if count > 1 else None,
         )
         for one in measured
     ]  # fmt: skip
+
+
+def _largest_share(workers: int, owners: int, demand: Demand) -> float:
+    """Return the samples of a worker that merges no chunk, as a multiple of an equal part, if ``owners`` of all workers
+    merge one; 1 where all do, or 0 are known to."""
+    ratio = demand.merging.get("ratio", 1.0)
+    if not 0 < owners < workers:
+        return 1.0
+    return ratio * workers / (owners + (workers - owners) * ratio)
 
 
 def _ran_merge(region: Region, workers: int, snapshot: Snapshot, demand: Demand) -> float | None:

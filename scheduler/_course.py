@@ -29,11 +29,12 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 def step_seconds(part: PlannedPartition) -> float:
-    """Return the seconds of one local step: compute, and the merge among the partition's workers."""
+    """Return the seconds of one local step: compute of the worker with most samples, and the merge among the
+    partition's workers."""
     if part.pipeline is not None:
         return part.pipeline.step_seconds
     usual = MERGE_SECONDS if part.merge_seconds is None else part.merge_seconds
-    return part.batch / part.samples_per_second + (usual if part.workers > 1 else 0.0)
+    return part.batch * part.largest_share / part.samples_per_second + (usual if part.workers > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -194,11 +195,10 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     result = _slowest(staffs.result) + np.zeros_like(between)
     seconds = occasion.start + occasion.copying + busy + result
     usd = busy * staffs.worker_usd.sum(-1)[:, None, None]
-    usd = usd + (seconds - occasion.start) * staffs.server_usd.sum(-1)[:, None, None]
-    start = staffs.worker_usd * occasion.started + staffs.server_usd * occasion.served
-    # What passes after the functions have ended is taken off, which a training that takes no time does not have.
-    usd = np.maximum(0.0, usd + start.sum(-1)[:, None, None])
-    usd = usd - occasion.copying * (staffs.server_usd * occasion.served_late).sum(-1)[:, None, None]
+    ahead, served = seconds - occasion.start, occasion.served - occasion.copying * occasion.served_late
+    usd = usd + ahead * staffs.server_usd.sum(-1)[:, None, None]
+    usd = usd + (staffs.worker_usd * occasion.started + staffs.server_usd * served).sum(-1)[:, None, None]
+    usd = usd + _below_zero(staffs.worker_usd, busy, occasion.started) + _below_zero(staffs.server_usd, ahead, served)
     usd = usd + ((1 + ends) * call_usd[:, None, None, :]).sum(-1)
     usd = usd + many * ((steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] + exchanges.usd)
     return Course(
@@ -216,6 +216,16 @@ def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, o
 def _room(step_seconds: Floats, slice_seconds: float, enter: Floats) -> Floats:
     """Return the seconds of work of one invocation: its begin counts in its slice, and it makes at least one step."""
     return np.asarray(np.maximum(np.maximum(slice_seconds - enter, step_seconds), _LEAST_ROOM_SECONDS))
+
+
+def _below_zero(usd: Floats, seconds: Floats, besides: Floats) -> Floats:
+    """Return by how many USD the regions are below zero whose seconds and those besides, by region, are negative: no
+    item of a bill is. ``usd``: per second, shape (staffings, regions)."""
+    found = np.zeros_like(seconds)
+    # Only what passes after the functions have ended is taken off: an axis for all regions would be mostly zeros.
+    for place in np.flatnonzero(besides < 0.0):
+        found += usd[:, place, None, None] * np.maximum(0.0, -besides[place] - seconds)
+    return found
 
 
 def _slowest(by_region: Floats) -> Floats:

@@ -317,9 +317,9 @@ def _bill(
     """Return the bill of the plan's partition at a place."""
     part, prices, busy = plan.partitions[place], _prices(region), float(took.busy[0, 0, 0])
     calls = part.workers * (1 + float(took.ends[0, 0, 0, min(place, took.ends.shape[-1] - 1)]))
-    busy += float(occasion.started[place])
+    busy = max(0.0, busy + float(occasion.started[place]))
     served = float(took.seconds[0, 0, 0]) - occasion.start - (0.0 if part.shards else occasion.copying)
-    served += float(occasion.served[place])
+    served = max(0.0, served + float(occasion.served[place]))
     costs = [
         ("function-seconds", part.workers * part.memory_mb / 1024 * busy, "GB-s", prices.function_usd_per_gb_second),
         ("function-calls", calls, "1", prices.function_usd_per_request),

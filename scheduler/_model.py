@@ -323,6 +323,9 @@ class PlannedPartition:
     clients_samples: float = 0.0
     """Samples that they are expected to process, which do not depend on the workers; `batch` is a worker's part,
     rounded up."""
+    largest_share: float = 1.0
+    """Samples of a step that the worker with most of them processes, as a multiple of `batch`: above 1 where workers
+    that merge no chunk process more than those that do (FasDL's unequal partition, `merge.ratio`)."""
 
     @property
     def replicas(self) -> int:

@@ -149,7 +149,9 @@ def _collective(plan: Data) -> str:
     if plan["collective"] == "auto":
         return "within a region by the fastest collective there"
     k = plan.get("merging", {}).get("k")
-    return f"within a region by {plan['collective']}" + (f" (K = {k:.0f})" if k else "")
+    # Without K the agent chooses it; 0 is `isp` as published.
+    owners = "" if k is None else f" (K = {k:.0f})" if k else " (each to all others)"
+    return f"within a region by {plan['collective']}{owners}"
 
 
 def _epochs(part: Data, rounds: int) -> float:

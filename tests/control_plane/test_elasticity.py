@@ -181,6 +181,15 @@ def test_a_promise_in_danger_survives_that_a_region_is_cut_off(tmp_path: Path) -
     assert workers_now(watch.entry) == workers
 
 
+def test_workers_with_unequal_parts_are_as_slow_as_the_largest(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, "1")
+    chosen = replace(watch.plan, partitions=tuple(replace(part, largest_share=1.25) for part in watch.plan.partitions))
+    equal, unequal = (
+        staffed_of(one, planned_workers(one), watch.regions, {"a": 500.0}) for one in (watch.plan, chosen)
+    )
+    assert [one.samples_per_second for one in unequal] == [one.samples_per_second / 1.25 for one in equal]
+
+
 def test_no_region_gets_more_workers_than_clients_of_a_round(tmp_path: Path) -> None:
     watch = Watch(tmp_path, "1")
     parts = [

@@ -98,6 +98,44 @@ def test_what_a_start_is_billed_is_known_to_the_next_plan(job_file: Path) -> Non
         assert not snapshot_of([region], (), Learnt([run]), spec.train.batch).started
 
 
+@pytest.mark.parametrize(("unbilled", "known"), [(5.0, True), (864.0, False)])
+def test_only_the_end_of_a_long_training_is_taken_off(job_file: Path, unbilled: float, known: bool) -> None:
+    spec, region = load(job_file).spec, live("r0", 500, 2, 100.0)
+    wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))
+    chosen = plan(snapshot_of([region], (), Learnt()), wanted)
+    assert isinstance(chosen, Plan)
+    (part,) = chosen.partitions
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    billed = 10_000.0 - unbilled
+    money = (
+        Charge("function-seconds", billed * part.workers * part.memory_mb / 1024, "GB-s", 0.1, "list"),
+        Charge("parameter-server", billed / 3600, "h", 0.1, "list"),
+    )
+    state = replace(ended(155.0, 158.0), finished_at=10_158.0)
+    (own,) = state.partitions
+    assert own.report is not None
+    report = replace(own.report, workers=part.workers, totals=MeterTotals(money=money))
+    (run,) = runs_of(row, replace(state, partitions=(replace(own, report=report),)), spec, chosen)
+    told = run.start_function_seconds, run.start_server_seconds
+    assert told == ((pytest.approx(-unbilled), pytest.approx(-unbilled)) if known else (None, None))
+
+
+def test_a_run_with_unequal_parts_does_not_tell_the_speed(job_file: Path) -> None:
+    region, at = live("r0", 500, 2, 100.0), datetime.fromtimestamp(100.0, UTC)
+    unequal = ["advanced.collective=k-reduce", "advanced.merge.staleness=1", "advanced.merge.ratio=2"]
+    spec = load(job_file, unequal).spec
+    chosen = plan(snapshot_of([region], (), Learnt()), to_demand(spec, "j", at))
+    assert isinstance(chosen, Plan)
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    runs = runs_of(row, ended(155.0, 158.0), spec, chosen)
+    told = snapshot_of([region], (), Learnt(runs), spec.train.batch)
+    assert (dict(told.speeds), told.model_bytes, told.start_seconds) == ({}, 40, 3.0), "size and start it does tell"
+    equal = runs_of(replace(row, id="i"), ended(155.0, 158.0), spec, replace(chosen, merging={"staleness": 1.0}))
+    told = snapshot_of([region], (), Learnt((*runs, *equal)), spec.train.batch)
+    assert told.speeds == {"r0": 100.0}, "the newest run with equal parts counts"
+    assert not told.profiled
+
+
 def test_the_part_that_a_filter_lets_pass_is_known_to_the_next_plan(job_file: Path) -> None:
     spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
     wanted = to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC))

@@ -83,6 +83,16 @@ def test_people_see_the_topology_its_time_and_what_else_was_evaluated(job_file: 
     assert re.search(r"mesh +a and c have no direct path", text)
 
 
+@pytest.mark.parametrize(
+    ("k", "told"), [("0", "isp (each to all others)"), ("2", "isp (K = 2)"), ("auto", "isp; between regions")]
+)
+def test_people_see_how_many_merge(job_file: Path, k: str, told: str) -> None:
+    spec = spec_of(job_file, "mesh", "advanced.collective=isp", f"advanced.k={k}")
+    answer = plan(snapshot(), to_demand(spec, "j", NOW))
+    assert isinstance(answer, Plan)
+    assert f"within a region by {told}" in plan_text(json.loads(plan_json(answer)))
+
+
 def test_a_kind_that_cannot_be_is_declined_before_anything_starts(job_file: Path) -> None:
     answer = plan(snapshot("a>c"), to_demand(spec_of(job_file, "mesh"), "j", NOW))
     assert isinstance(answer, Declined)

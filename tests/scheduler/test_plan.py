@@ -560,6 +560,55 @@ def test_what_runs_were_billed_for_their_start_is_in_the_bill() -> None:
     assert of[1] - of[0] == pytest.approx(2 * 3.0 / 3600)
 
 
+def test_workers_that_merge_nothing_take_longer_by_their_larger_part() -> None:
+    stated = Capacity(4, 2048, samples_per_second=50.0)
+    regions = tuple(replace(region(name, 60_000), capacity=stated) for name in "ab")
+    known = Snapshot(regions, model_bytes=4000, start_seconds=3.0)
+
+    def found(ratio: float | None, **settings: float) -> Plan:
+        merging = {"staleness": 1.0, **settings} | ({} if ratio is None else {"ratio": ratio})
+        return planned(known, demand(workers=4, collective="k-reduce", merging=merging))
+
+    equal, unequal = found(None, k=1.0), found(2.5, k=1.0)
+    # Parts of 1, 2.5, 2.5 and 2.5 in place of four times 2.125.
+    factor = 2.5 * 4 / (1 + 3 * 2.5)
+    for one, other in zip(equal.partitions, unequal.partitions, strict=True):
+        merge = step_seconds(one) - 32 / 50.0
+        assert step_seconds(other) == pytest.approx(factor * 32 / 50.0 + merge)
+    steps = [next(p.seconds for p in one.estimate.phases if p.name == "steps") for one in (equal, unequal)]
+    assert steps[1] / unequal.rounds > 1.15 * steps[0] / equal.rounds
+    assert unequal.estimate.usd.expected > 1.15 * equal.estimate.usd.expected, "functions are paid for it"
+    most = equal.estimate.seconds.high
+    late = declined(known, demand(
+        workers=4, collective="k-reduce", merging={"staleness": 1.0, "k": 1.0, "ratio": 2.5}, deadline_seconds=most,
+    ))  # fmt: skip
+    assert "deadline" in str(late)
+    for same in (found(2.5, k=4.0), found(2.5)):
+        assert [step_seconds(part) for part in same.partitions] == [step_seconds(part) for part in equal.partitions]
+
+
+def test_no_item_of_a_bill_is_negative() -> None:
+    """Whatever earlier runs were billed less than they trained; search and estimate agree, or budgets are wrong."""
+    known = Snapshot((region("a"), region("b")), model_bytes=4000, start_seconds=3.0)
+    for told in (StartBilled(-864.0, -864.0), StartBilled(-864.0, 2.0), StartBilled(2.0, -864.0)):
+        # The other region is billed more: what one lacks must not be taken off the other's items.
+        found = planned(replace(known, started={"a": told, "b": StartBilled(50.0, 50.0)}), demand(workers=2)).estimate
+        assert all(cost.quantity >= 0.0 and cost.usd >= 0.0 for cost in found.items)
+        assert 0.0 <= found.usd.low <= found.usd.expected <= found.usd.high
+        by_item = {(cost.region, cost.item): cost.quantity for cost in found.items}
+        assert (by_item["a", "function-seconds"] == 0.0) == (told.function < 0)
+        assert (by_item["a", "parameter-server"] == 0.0) == (told.server < 0)
+
+
+def test_the_search_bills_what_the_estimate_does() -> None:
+    told = {"a": StartBilled(-864.0, -864.0), "b": StartBilled(50.0, 50.0)}
+    known = Snapshot((region("a"), region("b")), model_bytes=4000, start_seconds=3.0, started=told)
+    cheapest = demand(workers=2, minimise="cost")
+    most = planned(known, cheapest).estimate.usd.high
+    assert planned(known, replace(cheapest, budget_usd=most * 1.001)).estimate.usd.high <= most * 1.001
+    assert f"a budget of ${most:.4f} would do" in str(declined(known, replace(cheapest, budget_usd=most * 0.999)))
+
+
 def test_merges_of_runs_count_without_a_profile() -> None:
     point = MergePoint("server-reduce", 3, 1, 4000.0, 0.05)
     known = Snapshot((region("a"), region("b")), model_bytes=4000, speeds={"a": 500.0, "b": 500.0})

@@ -112,6 +112,16 @@ def test_in_shared_memory_the_server_merges() -> None:
     assert planned(held, demand(workers=2)).collective == "server-reduce"
 
 
+def test_the_profiles_k_tells_how_unequal_parts_are() -> None:
+    wanted = demand(workers=4, collective="k-reduce", merging={"staleness": 1.0, "ratio": 2.0})
+    plan = planned(snapshot(profile("a"), profile("b")), wanted)
+    k = plan.merging["k"]
+    expected = 2.0 * 4 / (k + (4 - k) * 2.0) if k < 4 else 1.0
+    assert [part.largest_share for part in plan.partitions] == [pytest.approx(expected)] * 2
+    few = planned(snapshot(profile("a"), profile("b")), replace(wanted, merging={**wanted.merging, "k": 1.0}))
+    assert [part.largest_share for part in few.partitions] == [pytest.approx(8 / 7)] * 2
+
+
 def test_merges_of_earlier_runs_mend_what_is_predicted() -> None:
     before = snapshot(profile("a"), profile("b"))
     told = planned(before, demand(workers=4)).partitions[0].merge_seconds

@@ -28,6 +28,10 @@ from sync.histograms import Histogram, quantile
 _LEAST_BILLED = 0.9
 """Part of a training that must have been billed for what is billed besides to be known: while a region is away, as
 after a kill, nothing is. A run without meters has billed nothing."""
+_MOST_UNBILLED_SECONDS = 10.0
+"""Most seconds of a training that need not have been billed: functions end before the job does, by the few seconds in
+which the model and the last reports arrive. What is missing beyond that was not metered, and would be taken off later
+jobs' bills, however short they are. A choice, not measured."""
 _QUANTILES = (0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
 """Quantiles of a histogram that a result states."""
 _MOST_BINS_OF_REGIONS = 10_000
@@ -114,7 +118,8 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
             region=part.region,
             task_key=row.task_key,
             at=at,
-            samples_per_second=part.report.speed.samples_per_second,
+            # Workers with unequal parts do not tell what equal parts take.
+            samples_per_second=0.0 if "ratio" in plan.merging else part.report.speed.samples_per_second,
             model_bytes=state.flat_bytes or state.blob_bytes,
             start_seconds=start_seconds,
             merge_json=_merge_of(part.report, planned.get(part.region), plan, state.flat_bytes or state.blob_bytes),
@@ -144,7 +149,7 @@ def _billed_besides(
     functions = sum(charge.quantity for charge in charges if charge.unit == "GB-s") * 1024 / planned.memory_mb
     served = sum(charge.quantity for charge in charges if charge.item == "parameter-server") * 3600
     each = functions / planned.workers
-    if not min(each, served) > _LEAST_BILLED * trained:
+    if not min(each, served) > max(_LEAST_BILLED * trained, trained - _MOST_UNBILLED_SECONDS):
         return None, None
     return each - trained, served - trained
 

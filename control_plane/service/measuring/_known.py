@@ -108,9 +108,10 @@ def speeds_of(
 
     The newest run with that batch counts, or a profile where there was no run. A run with another batch is converted by
     the profile, or by two runs with different batches; without either, half of its step time is assumed fixed and half
-    proportional to the batch.
+    proportional to the batch. Runs with a speed of 0 tell none.
     """
     speeds, guessed = {}, set()
+    runs = [run for run in runs if run.samples_per_second > 0]
     for region in dict.fromkeys(run.region for run in runs):
         there = [run for run in runs if run.region == region]
         # A profile's single worker runs alone: what a run has measured counts more, however old it is.

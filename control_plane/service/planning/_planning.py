@@ -53,7 +53,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
     # A count by an agent is of this code's model; runs of other versions of the code may have another size.
     counted = weight is not None and not learnt.of_own_code(weight.task_key)
     ran_bytes = next((run.model_bytes for run in runs if run.model_bytes), None)
-    ran = {run.region for run in runs if not run.profile_json}
+    ran = {run.region for run in runs if not run.profile_json and run.samples_per_second > 0}
     # A start that a run has measured counts more than a profile's.
     started = min((run for run in runs if run.start_seconds > 0), key=lambda run: bool(run.profile_json), default=None)
     probed_start = weight.start_seconds if weight is not None and weight.start_seconds > 0 else None
