@@ -42,7 +42,14 @@ def starting_from(job: str) -> str:
         ("train.initialModel={uri: s3://bucket/x}", "`uri` requires `digest`"),
         *(
             (f"train.initialModel={{uri: {uri}, digest: sha256:{'ab' * 32}}}", "no empty, `.` or `..` part")
-            for uri in ("s3://bucket/a/../x", "s3://bucket//x", "file:///srv/./x", "file:///srv/..", "file:////x")
+            for uri in (
+                "s3://bucket/a/../x",
+                "s3://bucket//x",
+                "file:///srv/./x",
+                "file:///srv/..",
+                "file:////x",
+                "s3://../x",
+            )
         ),
         ("train.initialModel={uri: https://host/x}", "uri"),
         ("train.initialModel={uri: s3://bucket/folder/}", "uri"),
