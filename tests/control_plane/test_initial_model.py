@@ -40,6 +40,17 @@ def starting_from(job: str) -> str:
         ("train.initialModel={file: x, round: 1}", "a file holds one model"),
         ("train.initialModel={file: x, digest: y}", "digest"),
         ("train.initialModel={uri: s3://bucket/x}", "`uri` requires `digest`"),
+        *(
+            (f"train.initialModel={{uri: {uri}, digest: sha256:{'ab' * 32}}}", "no empty, `.` or `..` part")
+            for uri in (
+                "s3://bucket/a/../x",
+                "s3://bucket//x",
+                "file:///srv/./x",
+                "file:///srv/..",
+                "file:////x",
+                "s3://../x",
+            )
+        ),
         ("train.initialModel={uri: https://host/x}", "uri"),
         ("train.initialModel={uri: s3://bucket/folder/}", "uri"),
         ("train.initialModel={uri: s3://bucket/x, file: y}", "exactly one of `job`, `file` and `uri`"),

@@ -218,6 +218,10 @@ class StartsFrom(Section):
             raise ValueError("`round` is for a `job`; a file holds one model")
         if self.uri is not None and self.digest is None:
             raise ValueError("`uri` requires `digest`, so that all regions begin with the same file")
+        if self.uri is not None and not {"", ".", ".."}.isdisjoint(
+            self.uri.partition("://")[2].removeprefix("/").split("/")
+        ):
+            raise ValueError("`uri` must have no empty, `.` or `..` part")
         return self
 
 
