@@ -269,6 +269,9 @@ def _serve(link: socket.socket, owner: int, modules: Sequence[str]) -> None:
                 if pid == 0:
                     link.close()
                     selector.close()
+                    # pidfds of its siblings
+                    for descriptor in forked:
+                        os.close(descriptor)
                     _run_here(lambda: _become(request, stderr))  # noqa: B023 - called at once
                 os.close(stderr)
                 pidfd = os.pidfd_open(pid)
