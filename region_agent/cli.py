@@ -77,16 +77,11 @@ def run(
     from geofed_pb.logs import configure_logs
 
     configure_logs(log_format, log_level)
-    # numpy would start threads, which forked processes lack; the agent has no use for them.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from geofed_pb.fork_server import ForkServer
     from region_agent.config import load_config
     from region_agent.daemon import run as run_daemon
     from region_agent.link.identity import Identity, read_invitation
 
     settings = load_config(config)
-    # Before anything here starts a thread or locks a file.
-    children = ForkServer.fork(("region_agent.gateway.embedded.__main__", "sync.ps.__main__"))
     identity = Identity(state_dir, settings)
     if token_file is not None and not identity.joined:
         from region_agent.link.enrolment import join_federation
@@ -97,7 +92,7 @@ def run(
     identity.check()
     _check_name("certificate", identity.federation.region, settings.name)
     with _StateLock(state_dir):
-        asyncio.run(run_daemon(settings, state_dir, log_format, config, children))
+        asyncio.run(run_daemon(settings, state_dir, log_format, config))
 
 
 @app.command(epilog="Example: geofed agent status -o json")
