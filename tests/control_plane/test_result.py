@@ -122,7 +122,7 @@ def test_only_the_end_of_a_long_training_is_taken_off(job_file: Path, unbilled: 
 
 def test_a_run_with_unequal_parts_does_not_tell_the_speed(job_file: Path) -> None:
     region, at = live("r0", 500, 2, 100.0), datetime.fromtimestamp(100.0, UTC)
-    unequal = ["advanced.collective=k-reduce", "advanced.merge.staleness=1", "advanced.merge.ratio=2"]
+    unequal = ["advanced.collective=k-reduce", "advanced.merge.staleness=1", "advanced.merge.ratio=2", "advanced.k=1"]
     spec = load(job_file, unequal).spec
     chosen = plan(snapshot_of([region], (), Learnt()), to_demand(spec, "j", at))
     assert isinstance(chosen, Plan)

@@ -47,7 +47,7 @@ def test_a_template_is_valid_as_written(run: Run, tmp_path: Path, template: str)
     if named:
         without = run("validate", str(folder / "job.yaml"))
         assert without.status == 3
-        assert "`train.initialModel`: give exactly one of `job` and `file`" in without.err
+        assert "`train.initialModel`: give exactly one of `job`, `file` and `uri`" in without.err
     assert run("new", template, str(folder)).status == 8
 
 
