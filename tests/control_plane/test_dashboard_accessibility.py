@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
-from support.chromium import NEEDS_CHROMIUM, charts, chromium, eventually, set_scheme, set_size, sign_in, text_of
+from support.chromium import NEEDS_CHROMIUM, charts, chromium, click, eventually, set_scheme, set_size, sign_in, text_of
 
 from control_plane.dashboard import _dashboard
 from control_plane.server import ServeConfig
@@ -80,7 +80,7 @@ def walk(url: str, token: str, jobs: list[str], folder: Path, *, drawn: bool) ->
         ):
             browser.get(url + path)
             found += in_every_form(browser, name, lambda chart=chart: not (drawn and chart) or chart in charts(browser))
-        browser.find_element(By.CSS_SELECTOR, "form[action^='/submit/plan'] button").click()
+        click(browser, "form[action^='/submit/plan'] button")
         eventually(lambda: "/submit/plan" in browser.current_url, "the plan")
         return found + in_every_form(browser, "plan", lambda: True)
 

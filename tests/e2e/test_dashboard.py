@@ -18,6 +18,7 @@ from support.chromium import (
     NEEDS_CHROMIUM,
     charts,
     chromium,
+    click,
     eventually,
     set_scheme,
     set_size,
@@ -98,7 +99,7 @@ def test_a_walk_through_the_dashboard(running: Running, browser: Chrome) -> None
     # The page follows the job.
     wanted = {"loss", "test_loss", "accuracy", "seconds", "usd", "wan_bytes", " time", " links"}
     eventually(lambda: wanted <= charts(browser), "all charts")
-    before = text_of(browser, "[data-part=head] dl")
+    before = eventually(lambda: text_of(browser, "[data-part=head] dl"), "figures")
     eventually(lambda: text_of(browser, "[data-part=head] dl") != before, "another round")
     assert "the slowest region" in text_of(browser, "[data-part=time]")
     series = f"return fetch('/jobs/{job}/series').then(answer => answer.json())"
@@ -167,11 +168,11 @@ def test_a_walk_through_the_dashboard(running: Running, browser: Chrome) -> None
 
     # The job is ended here.
     browser.get(f"{url}/jobs/{job}")
-    browser.find_element(By.CSS_SELECTOR, "summary").click()
-    browser.find_element(By.CSS_SELECTOR, "form[action$=finish] button").click()
+    click(browser, "summary")
+    click(browser, "form[action$=finish] button")
     assert running.wait_end(job)["state"] == "succeeded"
     eventually(lambda: "succeeded" in text_of(browser, "h1"), "the end")
-    assert "measured" in text_of(browser, "[data-part=regions]")
+    eventually(lambda: "measured" in text_of(browser, "[data-part=regions]"), "the costs")
     severe = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
     assert all("/submit/plan" in message and "400" in message for message in severe), "but the wrong name"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import Chrome, ChromeOptions, ChromeService
 from selenium.webdriver.common.by import By
 
@@ -49,11 +49,18 @@ def chromium(folder: Path) -> Iterator[Chrome]:
 def sign_in(browser: Chrome, token: str) -> None:
     """On the page that asks for a token."""
     browser.find_element(By.ID, "token").send_keys(token)
-    browser.find_element(By.CSS_SELECTOR, "form.box button").click()
+    click(browser, "form.box button")
+
+
+def click(browser: Chrome, selector: str) -> None:
+    """An element that the page may replace between the search and the click."""
+    eventually(lambda: browser.find_element(By.CSS_SELECTOR, selector).click() or True, f"a click on {selector}")
 
 
 def text_of(browser: Chrome, selector: str) -> str:
-    return browser.find_element(By.CSS_SELECTOR, selector).text
+    """Read in one step, since a page may replace its parts between two; empty where there is no such element."""
+    script = "const found = document.querySelector(arguments[0]); return found ? found.innerText.trim() : ''"
+    return str(browser.execute_script(script, selector))
 
 
 def charts(browser: Chrome) -> set[str]:
@@ -76,12 +83,15 @@ def set_scheme(browser: Chrome, scheme: str) -> None:
 
 
 def eventually(holds: Callable[[], Any], what: str) -> Any:
+    """What holds within time. Errors of the browser are of a page that is on its way: the last one is the cause."""
     end = time.monotonic() + SOON
+    last: WebDriverException | None = None
     while time.monotonic() < end:
         try:
             if found := holds():
                 return found
-        except StaleElementReferenceException:
-            pass
+            last = None
+        except WebDriverException as error:
+            last = error
         time.sleep(0.1)
-    raise AssertionError(f"not within {SOON:.0f} s: {what}")
+    raise AssertionError(f"not within {SOON:.0f} s: {what}") from last
