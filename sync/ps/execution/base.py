@@ -37,8 +37,7 @@ class BaseFiles:
         ``holds``: what it has of the model: see `PsConfig.initial_holds`.
         ``own``: file with first values of the tensors that stay in the region, instead of ``given``; it need not exist.
         """
-        self._own = own if own is not None and own.exists() else given
-        self._folder, self._channel, self._given, self._holds = folder, channel, given, holds
+        self._folder, self._channel, self._given, self._own, self._holds = folder, channel, given, own, holds
         self._digests: dict[str, str] | None = None
         """Digests of the tensors in the file; None: not computed yet."""
 
@@ -80,7 +79,9 @@ class BaseFiles:
         return made | found
 
     def _given_to_workers(self, layout: Layout) -> dict[str, Array]:
-        local = {} if self._own is None or not layout.local else local_in(layout, self._own)
+        # The agent may still copy the region's own file while the server starts; workers connect later.
+        own = self._own if self._own is not None and self._own.exists() else self._given
+        local = {} if own is None or not layout.local else local_in(layout, own)
         return self._in_file(layout) | local
 
     def _in_file(self, layout: Layout) -> dict[str, Array]:

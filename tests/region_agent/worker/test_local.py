@@ -175,6 +175,12 @@ def test_a_model_to_start_from_may_hold_what_is_local_or_not(tmp_path: Path) -> 
             value = channel.get(key)
             assert value is not None
             assert framing.decode(value).tensors.keys() == held
+    # The agent copies the region's own file while the server starts.
+    late = tmp_path / "late.safetensors"
+    base = BaseFiles(tmp_path, FileChannel(str(tmp_path / "other")), shared, late)
+    late.write_bytes(own.read_bytes())
+    base.completed(flat.layout)
+    assert base.publish(flat.layout)
     with safetensors.safe_open(shared, "pt") as file:  # type: ignore[no-untyped-call]
         assert "head.weight" in file.metadata()[LOCAL_FACT]
 
