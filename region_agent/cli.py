@@ -77,22 +77,27 @@ def run(
     from geofed_pb.logs import configure_logs
 
     configure_logs(log_format, log_level)
+    # numpy would start threads, which forked processes lack; the agent has no use for them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from geofed_pb.fork_server import ForkServer
     from region_agent.config import load_config
     from region_agent.daemon import run as run_daemon
     from region_agent.link.identity import Identity, read_invitation
 
     settings = load_config(config)
-    identity = Identity(state_dir, settings)
-    if token_file is not None and not identity.joined:
-        from region_agent.link.enrolment import join_federation
+    # Before anything here starts a thread or locks a file.
+    with ForkServer.fork(("region_agent.gateway.embedded.__main__", "sync.ps.__main__")) as children:
+        identity = Identity(state_dir, settings)
+        if token_file is not None and not identity.joined:
+            from region_agent.link.enrolment import join_federation
 
-        text = _invitation(token_file)
-        _check_name("invitation", read_invitation(text).region, settings.name)
-        asyncio.run(join_federation(text, state_dir))
-    identity.check()
-    _check_name("certificate", identity.federation.region, settings.name)
-    with _StateLock(state_dir):
-        asyncio.run(run_daemon(settings, state_dir, log_format, config))
+            text = _invitation(token_file)
+            _check_name("invitation", read_invitation(text).region, settings.name)
+            asyncio.run(join_federation(text, state_dir))
+        identity.check()
+        _check_name("certificate", identity.federation.region, settings.name)
+        with _StateLock(state_dir):
+            asyncio.run(run_daemon(settings, state_dir, log_format, config, children))
 
 
 @app.command(epilog="Example: geofed agent status -o json")

@@ -19,6 +19,7 @@ import structlog
 
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
+from geofed_pb.fork_server import ExecStarter, Starter
 from geofed_pb.rpc import to_proto
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
@@ -77,14 +78,21 @@ class Agent:
     """The daemon of a region."""
 
     def __init__(
-        self, config: RegionConfig, state_dir: Path, log_format: str = "text", config_file: Path | None = None
+        self,
+        config: RegionConfig,
+        state_dir: Path,
+        log_format: str = "text",
+        config_file: Path | None = None,
+        starter: Starter | None = None,
     ) -> None:
         """Create the daemon.
 
         Args:
             log_format: format of the child processes' logs: "text" or "json".
             config_file: file that the configuration was read from; its datasets are followed.
+            starter: starts the child processes; None: by executing Python.
         """
+        self._starter = starter or ExecStarter()
         self._config_file = config_file
         # Child processes have other working directories, and get paths below it.
         state_dir = state_dir.resolve()
@@ -209,6 +217,7 @@ class Agent:
             record_event=self._record_event,
             log=self._logs.add,
             log_format=self._log_format,
+            starter=self._starter,
             isolation=self._isolation,
             owner=self._owner(),
             environments=Environments(self._state_dir, self._config),
@@ -253,6 +262,7 @@ class Agent:
             owner=self._owner().mark,
             worker_host=self._config.server.worker_host,
             log_format=self._log_format,
+            starter=self._starter,
         )
         return await self._gateway.start()
 
@@ -659,9 +669,9 @@ class Agent:
         closing.add_done_callback(self._closing.discard)
 
 
-async def run(config: RegionConfig, state_dir: Path, log_format: str, config_file: Path) -> None:
+async def run(config: RegionConfig, state_dir: Path, log_format: str, config_file: Path, starter: Starter) -> None:
     """Run the agent until SIGTERM or SIGINT."""
-    agent = Agent(config, state_dir, log_format, config_file)
+    agent = Agent(config, state_dir, log_format, config_file, starter)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, agent.stopped.set)

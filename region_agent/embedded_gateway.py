@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import secrets
-import sys
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.durable import write_durably
+from geofed_pb.fork_server import ExecStarter, Process, Starter
 from region_agent.config import (
     DockerGateway,
     EmbeddedGateway,
@@ -68,6 +67,7 @@ class EmbeddedGatewayProcess:
         owner: str = "",
         worker_host: str = _LOOPBACK,
         log_format: str = "text",
+        starter: Starter | None = None,
     ) -> None:
         """``isolation``: "require", "prefer" or "none". ``warm``: start workers from a process that has imported what
         they need. ``owner``: mark of the region on a platform that others use, too. ``worker_host``: address to which
@@ -76,7 +76,8 @@ class EmbeddedGatewayProcess:
         self._state_dir, self._folder = state_dir, state_dir / "gateway"
         self._isolation = isolation
         self._warm, self._log_format = warm, log_format
-        self._process: asyncio.subprocess.Process | None = None
+        self._starter = starter or ExecStarter()
+        self._process: Process | None = None
 
     async def start(self) -> GatewayClient:
         """Start the process and wait until it listens; returns a client.
@@ -118,11 +119,8 @@ class EmbeddedGatewayProcess:
         write_durably(config_file, [json.dumps(config).encode()])
         log = (self._folder / "gateway.log").open("ab")
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "region_agent.gateway.embedded",
-                "--config", str(config_file), "--die-with-parent", str(os.getpid()), "--log-format", self._log_format,
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+            arguments = ("--config", str(config_file), "--log-format", self._log_format)
+            self._process = await self._starter.start("region_agent.gateway.embedded", *arguments, stderr=log)
         finally:
             log.close()
         deadline = asyncio.get_running_loop().time() + _READY_SECONDS

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 
 from geofed_pb.errors import CATALOGUE, GeofedError, unforeseen_as_internal
+from geofed_pb.fork_server import ExecStarter, Starter
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
@@ -129,6 +130,8 @@ class PartitionContext:
     """Add a line to a job's log: job, source, line."""
     log_format: str = "text"
     """Format of the parameter servers' own logs: "text" or "json"."""
+    starter: Starter = field(default_factory=ExecStarter)
+    """Starts the parameter servers' processes."""
     isolation: Isolation = NOT_ISOLATED
     """How functions are isolated."""
     owner: Owner = field(default_factory=Owner)
@@ -303,6 +306,8 @@ class PartitionRunner:
 
     async def forget_state(self) -> None:
         """Delete the state that the parameter server and the workers have stored. The partition must be closed."""
+        # Replicas would keep the folder of a file channel that is deleted here: it is mounted when they start.
+        await self._function.delete()
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._context.channel.discard, self.job)
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
@@ -465,6 +470,7 @@ class PartitionRunner:
                 self._context.identity,
                 self._log_of_server,
                 log_format=self._context.log_format,
+                starter=self._context.starter,
             )
             await ps.start()
             self._context.store.keep_attempt(self.job, action.attempt)

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import grpc.aio
 
 from geofed_pb.errors import CATALOGUE, GeofedError
 from geofed_pb.files.durable import write_durably
+from geofed_pb.fork_server import Process, Starter
 from geofed_pb.rpc import channel, error_of, region_name
 from geofed_pb.tasks import background
 from geofed_pb.v1 import common_pb2, sync_pb2, sync_pb2_grpc
@@ -43,12 +43,20 @@ class PsProcess:
     """One run of a parameter server. It ends with the agent; the next run continues from its state on disk."""
 
     def __init__(
-        self, config: PsConfig, config_file: Path, identity: Identity, log: Callable[[str], None], *, log_format: str
+        self,
+        config: PsConfig,
+        config_file: Path,
+        identity: Identity,
+        log: Callable[[str], None],
+        *,
+        log_format: str,
+        starter: Starter,
     ) -> None:
         """``log`` takes each line of its log, in ``log_format``: "text" or "json"."""
         self._config, self._config_file, self._identity = config, config_file, identity
         self._log, self._log_format = log, log_format
-        self._process: asyncio.subprocess.Process | None = None
+        self._starter = starter
+        self._process: Process | None = None
         self._reading: asyncio.Future[None] | None = None
         self._error: GeofedError | None = None
         self.ports: dict[str, int] = {}
@@ -60,12 +68,9 @@ class PsProcess:
         """
         self._config.ready_file.unlink(missing_ok=True)
         write_durably(self._config_file, [self._config.model_dump_json().encode()], mode=0o600)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "sync.ps", "--config", str(self._config_file),
-            "--die-with-parent", str(os.getpid()), "--log-format", self._log_format,
-            stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-            env=_environment(),
-        )  # fmt: skip
+        self._process = await self._starter.start(
+            "sync.ps", "--config", str(self._config_file), "--log-format", self._log_format, environment=_environment()
+        )
         self._reading = background(self._read_stderr(), self._unread)
         async with contextlib.AsyncExitStack() as undo:
             # Also when this start is cancelled: no other code has the process yet.
@@ -90,7 +95,7 @@ class PsProcess:
             key_pem=self._identity.key_file.read_bytes(),
         )
 
-    async def _until_ready(self, process: asyncio.subprocess.Process) -> None:
+    async def _until_ready(self, process: Process) -> None:
         deadline = asyncio.get_running_loop().time() + _READY_SECONDS
         while not self._config.ready_file.exists():
             if process.returncode is not None or asyncio.get_running_loop().time() > deadline:

@@ -25,6 +25,7 @@ from control_plane.service.rpc._agents import AgentHubService
 from control_plane.serving import _web
 from geofed_pb import tasks
 from geofed_pb.errors import GeofedError
+from geofed_pb.fork_server import ExecStarter
 from geofed_pb.tasks import awaited, background
 from geofed_pb.v1 import agent_pb2
 from region_agent.daemon import Agent
@@ -255,7 +256,7 @@ def test_without_the_reader_of_its_log_a_server_is_killed(tmp_path: Path, monkey
 
     async def scenario() -> None:
         monkeypatch.setattr(asyncio, "create_subprocess_exec", started)
-        server_process = PsProcess(config, tmp_path / "ps.json", Any, print, log_format="text")  # type: ignore[arg-type]
+        server_process = PsProcess(config, tmp_path / "ps.json", Any, print, log_format="text", starter=ExecStarter())  # type: ignore[arg-type]
         with pytest.raises(GeofedError, match="INTERNAL: Injected"):
             await server_process.start()
 

@@ -73,6 +73,7 @@ def _joined(folder: Path, authority: Authority, **life: timedelta) -> Identity:
     return identity
 
 
+@pytest.mark.processes
 def test_an_agent_joins_with_no_invitation_of_another_region(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
