@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from control_plane.cli._front import front_picture
+from control_plane.cli._report import plan_text
 from control_plane.server import ServeConfig
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import load, pack
@@ -72,7 +73,18 @@ async def test_a_plan_after_a_profile_rests_on_what_was_measured(serve_config: S
         assert after["estimate"]["basis"] == "profiled"
         assert after["partitions"][0]["samples_per_second"] == pytest.approx(10 / 0.012)
     async with staged(serve_config) as stage, await stage.agent("a"):
-        assert (await plan(stage, job_file))["estimate"]["basis"] == "profiled"
+        after = await plan(stage, job_file)
+        assert after["estimate"]["basis"] == "profiled"
+        assert "based on   a profile: steps of the task by one worker in each region" in plan_text(after)
+        # What a run has measured counts more than a profile, also than a later one, and the plan says so.
+        loaded = load(job_file)
+        key, kin = task_keys(loaded.spec, loaded.code_digest)
+        with open_store(f"sqlite:///{serve_config.state_dir / 'state.db'}") as store:
+            store.commit(Change(runs=(RunRow("before", "a", key, 1.0, 391.0, 1000, 1.0, batch=10, kin_key=kin),)))
+        ran = await plan(stage, job_file)
+        assert ran["estimate"]["basis"] == "measured"
+        assert ran["partitions"][0]["samples_per_second"] == 391.0
+        assert "based on   earlier runs of this task" in plan_text(ran)
 
 
 @pytest.mark.slow
