@@ -41,7 +41,7 @@ _OWN_FEDERATIONS = tuple(
     f"tests/e2e/test_{name}.py"
     for name in (
         "approval", "audit", "clients", "containers", "extensions", "first_job", "full_disk", "platforms", "refusals",
-        "requirements", "restore", "secrets", "shards_elsewhere", "tracking", "upgrade",
+        "requirements", "restore", "secrets", "shards_elsewhere", "systemd", "tracking", "upgrade",
     )
 )  # fmt: skip
 _THREE_REGIONS = tuple(

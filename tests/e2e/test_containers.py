@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from ruamel.yaml import YAML
-from support.docker_engine import Engine, debian_with_our_packages, docker_engine
+from support.docker_engine import Engine, debian_image, docker_engine
 from support.running import UNHURRIED, Federation, Running, check_succeeded, digits_sites, eventually
 
 pytestmark = pytest.mark.timeout(900)
@@ -30,7 +30,7 @@ UNDERSTOOD = {
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     with docker_engine(tmp_path_factory.mktemp("docker")) as engine:
-        debian_with_our_packages(engine, "base", tmp_path_factory.mktemp("base"))
+        debian_image(engine, "base", tmp_path_factory)
         for target in ("control-plane", "region-agent", "worker"):
             arguments = ["--file", "deploy/container/Dockerfile", "--target", target, "--tag", f"geofed-{target}"]
             engine("build", "--network=host", "--build-arg", "BASE=base", *arguments, ".", cwd=ROOT)

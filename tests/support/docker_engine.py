@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
+from support.debian import TRUSTED, debian_root
 
-__all__ = ["Engine", "debian_with_our_packages", "docker_engine", "worker_image"]
+__all__ = ["Engine", "debian_image", "docker_engine", "worker_image"]
 
 _ROOT = Path(__file__).parents[2]
 _START_SECONDS = 30.0
-_EXTRAS = ("worker", "redis", "s3", "postgres", "kubernetes", "otlp", "mlflow")
-"""What the images have, so that their builds download next to nothing."""
-_LEFT_OUT = {"include", "test", "tests"}
-"""Folders of packages that nothing imports: half of all files, and each build step walks over all there are."""
 
 
 class Engine:
@@ -87,64 +81,18 @@ def docker_engine(folder: Path) -> Iterator[Engine]:
 def worker_image(engine: Engine, folders: pytest.TempPathFactory) -> str:
     """Build the worker's image from this tree, on a base of this environment's packages; returns its name."""
     if not engine("images", "--quiet", "geofed-base"):
-        debian_with_our_packages(engine, "geofed-base", folders.mktemp("base"))
+        debian_image(engine, "geofed-base", folders)
     arguments = ["--file", "deploy/container/Dockerfile", "--target", "worker", "--tag", "geofed-worker"]
     engine("build", "--network=host", "--build-arg", "BASE=geofed-base", *arguments, ".", cwd=_ROOT)
     return "geofed-worker"
 
 
-def debian_with_our_packages(engine: Engine, name: str, folder: Path) -> None:
+def debian_image(engine: Engine, name: str, folders: pytest.TempPathFactory) -> None:
     """Make an image with Debian, its Python, and the packages of this environment that geofed needs."""
-    root = folder / "root"
-    packages = "python3,python3-venv,ca-certificates"
-    argv = ["debootstrap", "--variant=minbase", f"--include={packages}", "stable", str(root)]
-    codename = next(
-        (line.partition("=")[2] for line in Path("/etc/os-release").read_text().splitlines() if "CODENAME" in line), ""
-    )
-    argv[3] = codename or "stable"
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:]
-    has = subprocess.run(["chroot", str(root), "python3", "-V"], capture_output=True, text=True).stdout
-    if has.split()[1].rpartition(".")[0] == f"{sys.version_info.major}.{sys.version_info.minor}":
-        _link_packages(root / "usr/lib/python3/dist-packages")
-    # The authorities that this machine trusts, which a mirror of packages may need.
-    trusted = Path("/etc/ssl/certs/ca-certificates.crt")
-    if trusted.exists():
-        shutil.copy(trusted, root / trusted.relative_to("/"))
+    root = folders.mktemp("image") / "root"
+    debian_root(folders, root)
     # The package that builds the wheel is there, too; the variable's value is pip's way to say so.
-    change = f"ENV PIP_CERT={trusted} PIP_NO_BUILD_ISOLATION=0"
+    change = f"ENV PIP_CERT={TRUSTED} PIP_NO_BUILD_ISOLATION=0"
     with subprocess.Popen(["tar", "-C", str(root), "-c", "."], stdout=subprocess.PIPE) as packing:
         engine("import", "--change", change, "-", name, stdin=packing.stdout)
     shutil.rmtree(root)
-
-
-def _link_packages(target: Path) -> None:
-    """Install the packages by hard links, where the folder is on the same disk."""
-    for (name, *_), found in (_needed("geofed", _EXTRAS, {}) | _needed("hatchling", (), {})).items():
-        for file in found.files or () if name != "geofed" else ():
-            source = Path(str(found.locate_file(file)))
-            if not _LEFT_OUT.union({".."}).isdisjoint(file.parts) or not source.is_file():
-                continue
-            (target / file).parent.mkdir(parents=True, exist_ok=True)
-            (target / file).unlink(missing_ok=True)
-            try:
-                os.link(source, target / file)
-            except OSError:
-                shutil.copy2(source, target / file)
-
-
-def _needed(
-    name: str, extras: tuple[str, ...], found: dict[tuple[str, ...], Distribution]
-) -> dict[tuple[str, ...], Distribution]:
-    key = (name.lower().replace("_", "-"), *sorted(extras))
-    if key in found:
-        return found
-    try:
-        found[key] = distribution(name)
-    except PackageNotFoundError:
-        return found
-    for text in found[key].requires or ():
-        wanted = Requirement(text)
-        if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in (*extras, "")):
-            _needed(wanted.name, tuple(wanted.extras), found)
-    return found

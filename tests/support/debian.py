@@ -1,0 +1,87 @@
+"""A Debian root with the packages of this environment, made without a registry of images."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+__all__ = ["TRUSTED", "debian_root"]
+
+_PACKAGES = "python3,python3-venv,ca-certificates,systemd"
+_EXTRAS = ("worker", "redis", "s3", "postgres", "kubernetes", "otlp", "mlflow")
+"""What images have, so that their builds download next to nothing."""
+_LEFT_OUT = {"include", "test", "tests"}
+"""Folders of packages that nothing imports: half of all files, and each build step of an image walks over all."""
+TRUSTED = Path("/etc/ssl/certs/ca-certificates.crt")
+"""The authorities that this machine trusts, which a mirror of packages may need."""
+
+
+def debian_root(folders: pytest.TempPathFactory, target: Path) -> None:
+    """Make a folder with Debian, its Python, systemd, and the packages of this environment that geofed needs.
+
+    The system itself is made once in a run of pytest, whatever the number of its processes, and copied.
+    """
+    base = folders.getbasetemp()
+    shared = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "debian"
+    shared.mkdir(exist_ok=True)
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / "done").exists():
+            shutil.rmtree(shared / "root", ignore_errors=True)
+            _debootstrap(shared / "root")
+            (shared / "done").touch()
+    subprocess.run(["cp", "-a", "--reflink=auto", str(shared / "root"), str(target)], check=True)
+    has = subprocess.run(["chroot", str(target), "python3", "-V"], capture_output=True, text=True).stdout
+    if has.split()[1].rpartition(".")[0] == f"{sys.version_info.major}.{sys.version_info.minor}":
+        _link_packages(target / "usr/lib/python3/dist-packages")
+    if TRUSTED.exists():
+        shutil.copy(TRUSTED, target / TRUSTED.relative_to("/"))
+
+
+def _debootstrap(root: Path) -> None:
+    codename = next(
+        (line.partition("=")[2] for line in Path("/etc/os-release").read_text().splitlines() if "CODENAME" in line), ""
+    )
+    argv = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", codename or "stable", str(root)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def _link_packages(target: Path) -> None:
+    """Install the packages by hard links, where the folder is on the same disk."""
+    for (name, *_), found in (_needed("geofed", _EXTRAS, {}) | _needed("hatchling", (), {})).items():
+        for file in found.files or () if name != "geofed" else ():
+            source = Path(str(found.locate_file(file)))
+            if not _LEFT_OUT.union({".."}).isdisjoint(file.parts) or not source.is_file():
+                continue
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            (target / file).unlink(missing_ok=True)
+            try:
+                os.link(source, target / file)
+            except OSError:
+                shutil.copy2(source, target / file)
+
+
+def _needed(
+    name: str, extras: tuple[str, ...], found: dict[tuple[str, ...], Distribution]
+) -> dict[tuple[str, ...], Distribution]:
+    key = (name.lower().replace("_", "-"), *sorted(extras))
+    if key in found:
+        return found
+    try:
+        found[key] = distribution(name)
+    except PackageNotFoundError:
+        return found
+    for text in found[key].requires or ():
+        wanted = Requirement(text)
+        if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in (*extras, "")):
+            _needed(wanted.name, tuple(wanted.extras), found)
+    return found
