@@ -106,10 +106,21 @@ def command_line(program: str) -> typer.Typer:
     return app
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(version("geofed"))
+        raise typer.Exit
+
+
 def _options(
     debug: Annotated[bool, typer.Option("--debug", envvar="GEOFED_DEBUG", help="Print tracebacks of errors.")] = False,
     no_input: Annotated[
         bool, typer.Option("--no-input", help="Never ask for confirmation, and draw no live display.")
+    ] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     settings.debug = debug

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
@@ -367,3 +368,7 @@ def test_help_answers_at_once() -> None:
 
     # Less than half a second on an idle machine; with torch among what it imports it would be two.
     assert min(seconds() for _ in range(4)) < 0.8
+
+
+def test_the_version_is_an_option_too(run: Run) -> None:
+    assert run("--version").out == run("version").out == f"{installed_version('geofed')}\n"
