@@ -134,6 +134,8 @@ def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.Pr
         seed=spec.train.seed,
         memories_mb=sorted(set(request.memories_mb)) or [memory_mb],
         limit_seconds=LIMIT_SECONDS,
+        # A job that hides what single regions or samples contribute does not ask for that otherwise.
+        labels=spec.privacy.differential is None and not spec.privacy.secure_aggregation,
     )
 
 
