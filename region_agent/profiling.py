@@ -322,7 +322,7 @@ class Profiler:
         await context.gateway.deploy(
             FunctionSpec(
                 service=name,
-                image=context.image,
+                image=task.image or context.image,
                 labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
                 annotations=grants.annotations() if context.config.platform.local_files else {},
                 env_vars={

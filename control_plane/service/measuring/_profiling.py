@@ -120,6 +120,7 @@ def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.Pr
             config_json=json.dumps(spec.task.config),
             env=spec.task.env,
             requirements=spec.task.requirements or "",
+            image=spec.task.image or "",
             secrets=spec.task.secrets,
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,
