@@ -18,7 +18,7 @@ from support.jobs import LINEAR_TASK, pack, write_samples
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
-from region_agent.config import RegionConfig
+from region_agent.config import DockerGateway, RegionConfig
 from region_agent.config._data import PrivacyBudget
 from region_agent.isolation import Isolation
 from region_agent.partition.channel import RegionChannel
@@ -38,6 +38,7 @@ class Gateway:
     def __init__(self) -> None:
         self.there: set[str] = set()
         self.deployed: list[tuple[str, str]] = []
+        self.images: list[str] = []
         self.calls = 0
         self.open = asyncio.Event()
         self.open.set()
@@ -45,6 +46,7 @@ class Gateway:
     async def deploy(self, spec: Any) -> None:
         self.there.add(spec.service)
         self.deployed.append((spec.service, spec.limits["memory"]))
+        self.images.append(spec.image)
 
     async def scale(self, name: str, replicas: int) -> None: ...
 
@@ -404,3 +406,19 @@ def test_a_few_samples_of_a_label_stay_whatever_the_region_file_says(tmp_path: P
     assert labels_that_leave(config, "d", {0: 500, 1: 9, 2: 9}) == [(0, 500)]
     assert labels_that_leave(config, "d", {}) == []
     assert labels_that_leave(config, "other", {0: 500}) == []
+
+
+@on_a_loop
+async def test_a_task_is_measured_in_its_own_image(scene: Scene) -> None:
+    policy = scene.config.policy.model_copy(update={"allow_images": ("r/team/",)})
+    gateway = DockerGateway(kind="docker", image="image")
+    config = scene.config.model_copy(update={"policy": policy, "gateway": gateway})
+    scene.profiler = Profiler(replace(scene.around, config=config), scene.told.append, lambda *_: None)
+    command = scene._command("probe-1", memories_mb=[512], limit_seconds=0.3)
+    command.task.image = "r/team/worker:1"
+    scene.profiler.probe(command)
+    await scene.answer()
+    assert scene.gateway.images == ["r/team/worker:1"]
+    scene.probe("probe-2")
+    await scene.answer(2)
+    assert scene.gateway.images == ["r/team/worker:1", "image"]
