@@ -132,6 +132,8 @@ def _pending(job: str, task: agent_pb2.TaskRef) -> Pending:
         facts.append(json.dumps(dict(task.env), sort_keys=True))
     if task.requirements:
         facts.append(json.dumps(["requirements", task.requirements]))
+    if task.image:
+        facts.append(json.dumps(["image", task.image]))
     secrets = tuple(sorted(clean(name, NAME_BYTES) for name in task.secrets))
     if secrets:
         facts.append(json.dumps(["secrets", *secrets]))

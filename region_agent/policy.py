@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from datetime import timedelta
 
+from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.security.signing import require_signature, statement
+from geofed_pb.user_code.images import is_allowed_image
 from geofed_pb.v1 import agent_pb2
-from region_agent.config import RegionConfig
+from region_agent.config import EmbeddedGateway, RegionConfig
 from region_agent.isolation import Isolation
 from region_agent.shards.weights import check_weights_uri
 from region_agent.tasks.environments import check_packages
@@ -54,6 +56,7 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
     check_user(config, command.task)
     check_secrets(config, command.task)
     check_packages(config, command.task.requirements)
+    check_image(config, command.task.image)
     if command.region != config.name:
         raise GeofedError("RESIDENCY_VIOLATION", f"a partition of {command.region} was sent to {config.name}")
     foreign = [ref.region for ref in plan.shards if ref.region != config.name]
@@ -100,8 +103,21 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
             "FORBIDDEN", f"user {submission.user} has signed no job that starts from {task.initial_model}"
         )
     facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
-    signed = statement(*facts, submission.initial_model, task.secrets, task.requirements)
+    signed = statement(*facts, submission.initial_model, task.secrets, task.requirements, task.image)
     require_signature(submission, allowed[submission.user], signed)
+
+
+def check_image(config: RegionConfig, image: str) -> None:
+    """Check that a task may run in the container image that it names, if any; raises ``IMAGE_REFUSED``."""
+    if not image or is_allowed_image(image, config.policy.allow_images):
+        return
+    if isinstance(config.gateway, EmbeddedGateway):
+        why = f"its functions run on {config.platform.title}, as processes without an image"
+        hint = f"leave out task.image, or avoid {config.name}"
+        raise GeofedError("IMAGE_REFUSED", f"region {config.name} runs no task in an image: {why}", hint=hint)
+    # A name from the control plane, of any content.
+    text = f"region {config.name} does not let tasks run in {clean(image, NAME_BYTES)}"
+    raise GeofedError("IMAGE_REFUSED", f"{text}: it is not in its policy.allowImages")
 
 
 def check_secure(config: RegionConfig, command: agent_pb2.StartPartition) -> None:

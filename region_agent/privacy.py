@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,12 +13,15 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
 from sync.collective import collective_named
+from sync.histograms import by_category, without_small_counts
 from sync.private import LedgerRow, PrivacyLedger, Release, affordable, epsilon_of
 from sync.wan import ExchangeSettings
 
-__all__ = ["LEDGER", "DatasetAccount", "PrivacyGuard", "accounts_of", "is_private"]
+__all__ = ["LEDGER", "DatasetAccount", "PrivacyGuard", "accounts_of", "is_private", "labels_that_leave"]
 
 _log = structlog.get_logger("geofed.privacy")
+_FEWEST_LABELS = 10
+"""Fewest samples of a label whose number leaves the region, whatever its file says: rarer ones tell of few people."""
 LEDGER = "privacy"
 """Folder of the ledger in the agent's state directory."""
 
@@ -26,6 +29,20 @@ LEDGER = "privacy"
 def is_private(plan: agent_pb2.PartitionPlan) -> bool:
     """Whether what leaves the region has noise, so that nothing else of the data may leave it."""
     return bool(plan.wan_settings.get("noise"))
+
+
+def labels_that_leave(config: RegionConfig, dataset: str, counts: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Return labels of a dataset with their number among some samples, in order, as far as they may leave the region.
+
+    None do of a dataset with a budget of differential privacy. Numbers below `_FEWEST_LABELS`, or `minimumCount` if
+    that is more, stay here.
+    """
+    held = config.datasets.get(dataset)
+    if held is None or held.privacy is not None:
+        return []
+    least = max(_FEWEST_LABELS, held.minimum_count or 0)
+    kept = without_small_counts(by_category((str(label), count) for label, count in counts.items()), least)
+    return sorted((int(label), count) for label, count in zip(kept.categories, kept.counts, strict=True))
 
 
 @dataclass(frozen=True)

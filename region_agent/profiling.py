@@ -31,6 +31,7 @@ from region_agent.partition.calls import at_once, bundle_key, client_rounds, pre
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
+from region_agent.privacy import labels_that_leave
 from region_agent.shards.indexing import INDEXES, Indexes, streams_of
 from region_agent.shards.reading import shard_files
 from region_agent.tasks.folder import TaskFolder
@@ -256,7 +257,7 @@ class Profiler:
                 evaluates_only=command.task.evaluates_only,
                 evaluation_batch=command.evaluation_batch,
                 clients=client_rounds(command.task, stated),
-                seed=command.seed, limit_seconds=command.limit_seconds,
+                seed=command.seed, limit_seconds=command.limit_seconds, labels=command.labels,
             )  # fmt: skip
         finally:
             if context.environments is not None:
@@ -321,7 +322,7 @@ class Profiler:
         await context.gateway.deploy(
             FunctionSpec(
                 service=name,
-                image=context.image,
+                image=task.image or context.image,
                 labels={**fixed_scale_labels(1), **context.owner.labels(command.id)},
                 annotations=grants.annotations() if context.config.platform.local_files else {},
                 env_vars={
@@ -411,6 +412,7 @@ class Profiler:
             "layers_note": first.layers_note,
             "message_seconds": first.message_seconds,
             "message_core_seconds": first.message_core_seconds,
+            "labels": labels_that_leave(config, command.task.dataset, first.labels),
         }
 
     def _usd(self, meters: _Meters) -> float:

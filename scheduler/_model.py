@@ -110,6 +110,8 @@ class Region:
     """Names of the secrets that it holds for tasks."""
     installs: bool = False
     """Whether it installs packages that tasks require."""
+    images: tuple[str, ...] = ()
+    """Images, and beginnings of images, that tasks may run in."""
 
 
 @dataclass(frozen=True)

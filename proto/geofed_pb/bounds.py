@@ -16,6 +16,7 @@ __all__ = [
     "LOGGED_NAME_BYTES",
     "LOG_LINE_BYTES",
     "MOST_BATCH_NORMS",
+    "MOST_LABELS",
     "MOST_LOGGED",
     "MOST_METRICS",
     "MOST_SECRETS",
@@ -44,6 +45,8 @@ MOST_METRICS = 1000
 """Most metrics of one evaluation."""
 MOST_BATCH_NORMS = 8
 """Most layers with batch statistics that a probe names: a plan's warning names fewer, `train.local` leaves some out."""
+MOST_LABELS = 100
+"""Most classes whose labels a profile counts, from 0 on: more numbers of a region's data do not leave it."""
 LOGGED_NAME_BYTES = 100
 """Longest name of a value that a task logs."""
 MOST_LOGGED = 100

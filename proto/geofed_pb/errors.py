@@ -79,6 +79,11 @@ CATALOGUE: dict[str, Entry] = {
     "PACKAGES_UNAVAILABLE": Entry(
         Exit.INADMISSIBLE, False, "correct the task's requirements file, or ask the region's operator for the packages"
     ),
+    "IMAGE_REFUSED": Entry(
+        Exit.INADMISSIBLE,
+        False,
+        "the region's operator allows it by `policy.allowImages` of the region file, or avoid the region",
+    ),
     "SECRET_MISSING": Entry(
         Exit.INADMISSIBLE, False, "the region's operator adds it to `secrets` of the region file, or avoid the region"
     ),

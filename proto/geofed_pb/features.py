@@ -9,6 +9,7 @@ __all__ = [
     "DIFFERENTIAL",
     "EVALUATION",
     "FEATURES",
+    "IMAGE",
     "INITIAL_FILE",
     "INITIAL_URI",
     "LOCAL",
@@ -33,6 +34,7 @@ SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
 DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
+IMAGE = "task.image"
 CLIENTS = "clients"
 EVALUATION = "train.end.steps: 0"
 MERGE_RATIO = "advanced.merge.ratio"
@@ -43,5 +45,6 @@ PARTS = "task folder above 1 MiB"
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
+    IMAGE,
 )  # fmt: skip
 """All features of this version."""

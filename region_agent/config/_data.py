@@ -63,8 +63,8 @@ class DatasetConfig(Section):
     `privacy.differential` that keep within it, whatever the control plane says. Default: any job."""
 
     minimum_count: Annotated[int, Field(ge=2, le=1_000_000)] | None = None
-    """Fewest test samples of which metrics leave the region, and fewest in a bin of a histogram (docs/privacy.md).
-    Default: any number."""
+    """Fewest test samples of which metrics leave the region, and fewest in a bin of a histogram, or with a label that a
+    profile counts (docs/privacy.md). Default: any number; 10 with a label."""
 
     @model_validator(mode="after")
     def _stays_here(self) -> DatasetConfig:

@@ -160,6 +160,12 @@ class RegionConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_images(self) -> RegionConfig:
+        if self.policy.allow_images and isinstance(self.gateway, EmbeddedGateway):
+            raise ValueError(f"`policy.allowImages`: functions of {self.platform.title} have no image")
+        return self
+
+    @model_validator(mode="after")
     def _check_memory(self) -> RegionConfig:
         limits = self.platform.memory_mb
         if limits is not None and not limits[0] <= self.capacity.memory_mb <= limits[1]:
@@ -253,6 +259,7 @@ class RegionConfig(Section):
             "isolation": isolation,
             "secrets": sorted(self.secrets),
             "installs": self.installs,
+            "images": list(self.policy.allow_images),
             "datasets": [
                 {
                     "name": name,

@@ -11,12 +11,19 @@ from pydantic import AfterValidator, Field, model_validator
 
 from geofed_pb.address import bracketed
 from geofed_pb.bounds import SECRET_NAME
+from geofed_pb.user_code.images import is_image_entry
 from region_agent.config._section import Section
 from region_agent.config._types import NotNegative, Port
 
 
 def _network(text: str) -> str:
     return str(ipaddress.ip_network(text))
+
+
+def _image(text: str) -> str:
+    if not is_image_entry(text):
+        raise ValueError(f"{text!r} is no image, and no beginning of images that ends with `/`, `:` or `@`")
+    return text
 
 
 class PolicyConfig(Section):
@@ -41,6 +48,10 @@ class PolicyConfig(Section):
     approve: Literal["none", "first-run", "every"] = "none"
     """What waits for `geofed agent approve JOB`. `first-run`: a user's code the first time that it runs on a dataset.
     `every`: every job, profile and probe."""
+    allow_images: Annotated[tuple[Annotated[str, AfterValidator(_image)], ...], Field(max_length=64)] = ()
+    """Container images that jobs may name in `task.image`: `REGISTRY/NAME@sha256:DIGEST`, `REGISTRY/NAME:TAG`, or the
+    beginning of images, which ends with `/`, `:` or `@`. Not for the embedded gateway. Default: none, jobs run in
+    `gateway.image`."""
     secure_regions: Annotated[int, Field(ge=3)] | None = None
     """Fewest regions over which updates of this region may be summed up: the region takes only jobs with
     `privacy.secureAggregation` and at least so many regions, whatever the control plane says. Default: any job."""

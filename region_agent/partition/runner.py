@@ -114,7 +114,7 @@ class PartitionContext:
     state_dir: Path
     channel: RegionChannel
     image: str
-    """Image of the worker function."""
+    """Image of the worker function, where a task names none."""
     fetch_task: Callable[[str], Coroutine[Any, Any, TaskFolder]]
     """Download the packed task folder with a digest from the control plane."""
     fetch_model: Callable[[str, Path], Coroutine[Any, Any, None]]
@@ -189,7 +189,7 @@ class PartitionRunner:
             context.gateway,
             context.config,
             context.channel,
-            context.image,
+            start.task.image or context.image,
             context.owner,
             CallToken.derived(row.token_key) if context.config.platform.callable_by_others else CallToken(),
         )

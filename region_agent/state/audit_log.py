@@ -96,6 +96,7 @@ class RegionAudit:
             env=sorted(task.env),
             secrets=sorted(task.secrets),
             requirements=task.requirements,
+            image=task.image,
             initial_model=task.initial_model,
             plan=_digest(command.plan.SerializeToString(deterministic=True)),
             regions=list(command.regions),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from geofed_pb.bounds import MOST_LABELS
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.spec import Stream
 from region_agent.worker.invocation import ClientRounds, Precision, ShardFile
@@ -22,6 +23,10 @@ __all__ = [
 
 _PREFIX = b'{"kind":"profile",'
 """First bytes of the body of a `ProfileCall`."""
+
+_Labels = Annotated[
+    dict[Annotated[int, Field(ge=0, lt=MOST_LABELS)], Annotated[int, Field(ge=1)]], Field(max_length=MOST_LABELS)
+]
 
 
 class _Body(BaseModel):
@@ -73,6 +78,9 @@ class ProfileCall(_Body):
     """"nothing": only load task and data, to measure what an invocation costs in a warm replica; "size": size of the
     model, without reading data; "pace": a few steps, for at most `limit_seconds` after loading."""
 
+    labels: bool = False
+    """Whether measure "all" counts labels, too."""
+
 
 class StepNumbers(_Body):
     """Forward and backward pass of one batch. Of a job with clients: of a round of them, in local steps of that batch,
@@ -112,7 +120,7 @@ class LayerNumbers(_Body):
 
 
 class Profiled(_Body):
-    """Answer to a `ProfileCall`: numbers, names of layers, or an error message, but nothing of the data."""
+    """Answer to a `ProfileCall`: numbers, names of layers, or an error message. Of the data only counts of labels."""
 
     status: Literal["done", "failed"]
     parameters: int = 0
@@ -142,6 +150,8 @@ class Profiled(_Body):
     """CPU time of such a message."""
     layers_note: str = ""
     """Reason why ``layers`` is empty."""
+    labels: _Labels = {}
+    """How often each label occurs among some samples; empty: not counted. The agent withholds small numbers."""
     channel: dict[str, int] = {}
     """Requests to the channel and bytes, by kind."""
     code: str = ""

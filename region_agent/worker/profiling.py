@@ -1,6 +1,6 @@
 """Profile mode of the worker function: measures a task's time and memory on the region's own data.
 
-No data leaves the region: the answer contains sizes, seconds and norms of gradients.
+No data leaves the region: the answer contains sizes, seconds, norms of gradients and, if asked for, counts of labels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from region_agent.worker.clients.local import LocalTraining, held_bytes
 from region_agent.worker.clients.sampling import Clients
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.invocation import ClientRounds
+from region_agent.worker.labels import label_counts
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.passes import accumulate
@@ -58,6 +59,8 @@ _FEWER_LAYER_REPEATS = 3
 """The same for a model with more than `_MANY_LAYERS` layers, so that the invocation ends in time."""
 _MANY_LAYERS = 24
 """Number of layers above which each is measured fewer times."""
+_LABEL_SECONDS = 5.0
+"""Most time for counting labels; the noise scale has the rest."""
 _COPIES = 8
 """Copies of the parameters that measuring a whole model may hold: parameters, gradients, optimiser state, vectors for
 norms."""
@@ -185,6 +188,7 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
         return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=tuple(_pace(bench)))
     steps = list(_steps(bench)) if call.measure == "all" else []
     update = _update_seconds(bench) if call.measure == "all" and call.clients is None else 0.0
+    labels = _labels(call, task, bench.data, bench.ends)
     norms = list(_norms(bench, steps[0])) if call.measure == "all" else []
     whole = call.measure != "all" or call.clients is not None
     measured, note = ((), "") if whole else _layers(bench)
@@ -200,6 +204,7 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
         evaluation_peak_mb=_evaluation_peak_mb(bench, data) if call.measure == "all" else 0.0,
         layers=measured,
         layers_note=note,
+        labels=labels,
     )
 
 
@@ -330,6 +335,7 @@ def _profile_by_layer(call: ProfileCall, task: TaskModule, layers: Layers, data:
         steps=tuple(step(size) for size in sizes),
         update_seconds=sum(one.update_seconds for one in measured),
         layers=tuple(LayerNumbers(**asdict(one)) for one in measured),
+        labels=_labels(call, task, data, begun + call.limit_seconds),
     )
 
 
@@ -360,6 +366,14 @@ def _steps(bench: _Bench) -> Iterator[StepNumbers]:
             if time.monotonic() > bench.ends and repeat:
                 break
         yield StepNumbers(batch=size, seconds=statistics.median(durations[1:] or durations), peak_mb=_peak_mb())
+
+
+def _labels(call: ProfileCall, task: TaskModule, data: Any, ends: float) -> dict[int, int]:
+    """Count labels, if asked for, until a time (monotonic seconds)."""
+    if not call.labels or call.measure != "all":
+        return {}
+    with task.calling("dataset"):
+        return label_counts(data, call.seed, call.batch, task.collate, min(ends, time.monotonic() + _LABEL_SECONDS))
 
 
 def _update_seconds(bench: _Bench) -> float:

@@ -10,6 +10,7 @@ from scheduler.tuning._fit import (
     fit_memory,
     least_squares,
 )
+from scheduler.tuning._labels import SKEW_THRESHOLD, label_skew
 from scheduler.tuning._model import (
     ChannelProfile,
     Compute,
@@ -28,6 +29,7 @@ from scheduler.tuning._progress import NormPair, noise_scale
 from scheduler.tuning._search import Step, cheapest, configurations, fastest, front, step_front
 
 __all__ = [
+    "SKEW_THRESHOLD",
     "ChannelProfile",
     "Compute",
     "Configuration",
@@ -53,6 +55,7 @@ __all__ = [
     "fit_memory",
     "front",
     "iterations",
+    "label_skew",
     "least_squares",
     "needed_mb",
     "noise_scale",

@@ -21,7 +21,7 @@ _MOST_COUNTS = 64
 
 @dataclass(frozen=True)
 class TaskProfile:
-    """Measured in one region by one worker. Numbers alone: nothing of the data is in here."""
+    """Measured in one region by one worker. Numbers alone: of the data only how often labels occur, where allowed."""
 
     region: str
     samples: int
@@ -59,6 +59,8 @@ class TaskProfile:
     """That become durable where parameter servers keep them, with their digest; 0: not measured."""
     fresh_bytes_per_second: float = 0.0
     """Of memory that a process there has not had before; 0: not measured."""
+    labels: tuple[tuple[int, int], ...] = ()
+    """Labels with their number among some samples, without those that the region's rules withhold."""
 
     @property
     def step_seconds(self) -> float:

@@ -49,6 +49,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
 @pytest.mark.parametrize(
     "setting",
     [
+        "task.image=r/team/worker:1",
         "train.precision=bf16",
         "train.accumulate=2",
         "train.local=['head.*']",
@@ -66,6 +67,7 @@ def test_what_an_agent_cannot_do_is_declined_with_its_region(
             old, new = await stage.agent("a"), await stage.agent("b")
             old.features = ()
             for agent in (old, new):
+                agent.catalogue = replace(agent.catalogue, images=("r/team/",))
                 await agent.connect()
             key = "train.initialModel.uri" if "uri" in setting else setting.partition("=")[0]
             told = await stage.client.plan(load(job_file, [setting]).json)
@@ -77,6 +79,34 @@ def test_what_an_agent_cannot_do_is_declined_with_its_region(
             assert (await stage.client.plan(load(job_file, [setting, "regions.avoid=[a]"]).json)).admissible
             assert (await stage.client.plan(load(job_file).json)).admissible
             for agent in (old, new):
+                await agent.close()
+
+    run(scenario())
+
+
+def test_a_job_whose_image_a_region_does_not_allow_is_declined_and_otherwise_sent_with_it(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    image = "task.image=r/team/worker:1"
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            agents = [await stage.agent(name) for name in "abc"]
+            for agent, images in zip(agents, (("r/team/",), ("r/other/",), ()), strict=True):
+                agent.catalogue = replace(agent.catalogue, images=images)
+                await agent.connect()
+            told = json.loads((await stage.client.plan(load(job_file, [image]).json)).plan_json)
+            assert [(one["code"], one["text"]) for one in told["reasons"]] == [
+                ("IMAGE_REFUSED", "region b does not let tasks run in r/team/worker:1"),
+                (
+                    "IMAGE_REFUSED",
+                    "region c does not let tasks run in r/team/worker:1: "
+                    "it allows no image but its own, or its functions have none",
+                ),
+            ]
+            await stage.submit(job_file, overrides=(image, "regions.use=[a]"))
+            assert (await agents[0].command("start")).task.image == "r/team/worker:1"
+            for agent in agents:
                 await agent.close()
 
     run(scenario())

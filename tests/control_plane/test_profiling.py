@@ -104,6 +104,32 @@ async def test_an_agent_that_comes_back_is_asked_again_under_the_same_id(
 
 
 @on_a_loop
+async def test_labels_are_not_asked_for_by_a_job_that_hides_what_regions_contribute(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    noise = "privacy.differential={level: region, epsilon: 5, delta: 1e-5, clipNorm: 1}"
+    async with staged(serve_config) as stage, await stage.agent("a") as agent:
+        for count, overrides in enumerate(((), (noise,), ("privacy.secureAggregation=true",)), 1):
+            asked = asyncio.create_task(profiled(stage, job_file, f"p{count}", overrides))
+            command = await agent.command("profile", count)
+            assert command.labels == (not overrides)
+            agent.tell_profile(command.id, profile_json=json.dumps(profile_of("a")))
+            await asked
+
+
+@on_a_loop
+async def test_labels_that_cannot_be_are_refused(serve_config: ServeConfig, job_file: Path) -> None:
+    bad = ([[0, 5], [0, 6]], [[100, 5]], [[-1, 5]], [[0, 0]], [[0, 2**31]], [[0, 1, 2]], [["a", 1]])
+    async with staged(serve_config) as stage, await stage.agent("a") as agent:
+        for count, labels in enumerate(bad, 1):
+            asked = asyncio.create_task(profiled(stage, job_file, f"p{count}"))
+            command = await agent.command("profile", count)
+            agent.tell_profile(command.id, profile_json=json.dumps(profile_of("a") | {"labels": labels}))
+            with pytest.raises(GeofedError, match="FRAME_INVALID: the profile of region a"):
+                await asked
+
+
+@on_a_loop
 async def test_one_region_that_fails_does_not_take_the_others_along(serve_config: ServeConfig, job_file: Path) -> None:
     async with staged(serve_config) as stage, await stage.agent("a") as one, await stage.agent("b") as two:
         asked = asyncio.create_task(profiled(stage, job_file))

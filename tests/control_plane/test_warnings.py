@@ -13,9 +13,9 @@ from control_plane.service.planning._warnings import warnings_of
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
-from control_plane.store import WeightRow
+from control_plane.store import RunRow, WeightRow
 from scheduler import Demand, Plan, Snapshot, plan
-from tests.control_plane.fake_agent import catalogue
+from tests.control_plane.fake_agent import catalogue, profile_of
 
 NOW = datetime(2026, 6, 30, tzinfo=UTC).timestamp()
 
@@ -113,3 +113,51 @@ def test_batch_statistics_that_all_regions_share_are_told(names: list[str], loca
         found = [text for text in warnings_of(chosen, spec, {}, 0.0, weight) if "normalises by batches" in text]
         assert len(found) == (told is not None and count == 2)
         assert all(told is not None and told in text for text in found)
+
+
+def labelled(region: str, *labels: tuple[int, int]) -> RunRow:
+    told = json.dumps(profile_of(region) | {"labels": labels})
+    return RunRow("p", region, "t", 1.0, 100.0, 100, 1.0, profile_json=told, batch=10)
+
+
+SKEWED = (labelled("a", (0, 90), (1, 10)), labelled("b", (0, 10), (1, 90)))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, True),
+        ({"train.local": ["head.*"]}, False),
+        ({"advanced.wan.policy": "fedprox"}, False),
+        ({"advanced.wan.policy": "bsp"}, False),
+        ({"advanced.wan.policy": "diloco"}, True),
+    ],
+)
+def test_labels_that_differ_between_regions_are_told_unless_the_job_does_something_about_it(
+    changed: dict[str, Any], told: bool
+) -> None:
+    document = json.loads(job().model_dump_json(by_alias=True, exclude_defaults=True))
+    for path, value in changed.items():
+        *outer, last = path.split(".")
+        inner = document
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    spec = JobSpec.model_validate(document)
+    chosen = plan(Snapshot((catalogue("a"), catalogue("b"))), Demand("j", "digits", 10, 5.0, None, 1, interval=5))
+    assert isinstance(chosen, Plan)
+    assert chosen.interval > 1
+    found = [text for text in warnings_of(chosen, spec, {}, 0.0, runs=SKEWED) if "labels differ" in text]
+    assert len(found) == told
+    for text in found:
+        assert "40 % of those of a would" in text
+        assert "above 20 %" in text
+        assert "`train.local`" in text
+        assert "GroupNorm" not in text
+        weight = WeightRow("t", "a", 1.0, 10, 40, batch_norms_json='["bn"]')
+        assert any("GroupNorm in place" in text for text in warnings_of(chosen, spec, {}, 0.0, weight, SKEWED))
+    often = replace(chosen, interval=1)
+    assert not [text for text in warnings_of(often, spec, {}, 0.0, runs=SKEWED) if "labels differ" in text]
+    alike = (SKEWED[0], labelled("b", (0, 80), (1, 20)))
+    for runs in ((), SKEWED[:1], alike):
+        assert not [text for text in warnings_of(chosen, spec, {}, 0.0, runs=runs) if "labels differ" in text]

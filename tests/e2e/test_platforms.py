@@ -83,6 +83,31 @@ def test_two_regions_with_two_workers_each_share_one_faasd(faasd: Embedded, tmp_
             eventually(lambda found=found: {one["name"] for one in found().json()} == {"strange"}, f"only its {kind}")
 
 
+def test_a_job_runs_in_its_own_image_where_the_region_file_allows_it(faasd: Embedded, tmp_path: Path) -> None:
+    image = "geofed/worker-of-a-team:1"
+    platform = {"kind": "openfaas", "url": faasd.url, "image": "geofed/worker"}
+    sites = digits_sites(tmp_path, (*REGIONS, "bergen"), workers=2)
+    for site in sites[:2]:
+        site.config["gateway"] = platform
+    sites[0].config["policy"] = {"isolation": "prefer", "allowImages": ["geofed/worker-of-a-team:"]}
+    with Federation(tmp_path / "federation", sites) as federation:
+        running = Running(federation, tmp_path)
+        file = str(running.job_folder(named("has an image")) / "job.yaml")
+        for command in ("explain", "submit"):
+            for region, code in (("lyon", 9), ("bergen", 9)):
+                settings = ("--set", f"task.image={image}", "--set", f"regions.use=[{region}]")
+                done = federation.control_plane(command, file, *settings, check=False)
+                assert done.returncode == code
+                assert f"IMAGE_REFUSED]: region {region} does not let tasks run in {image}" in done.stderr, done.stderr
+        settings = f"task.image={image}", "regions.use=[lille]", "train.workers=2", "train.end.epochs=12"
+        job = running.submit(*settings, "wan.interval=20")
+        running.wait_round(job, 1)
+        functions = httpx2.get(f"{faasd.url}/system/functions").json()
+        assert {one["image"] for one in functions} == {image}
+        described = running.wait_end(job)
+        assert described["state"] == "succeeded", described["error"]
+
+
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Any]:
     """A cluster of Kubernetes that has the worker's image."""

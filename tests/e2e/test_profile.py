@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from support.running import Running, check_succeeded, named
+from support.offered import counted, offered
+from support.running import Running, check_succeeded, eventually, named
 from support.stores import RedisServer
 
 from tests.e2e.conftest import PAIR
@@ -59,3 +63,49 @@ def test_a_profile_measures_the_task_and_the_first_run_is_planned_by_it(
     assert ruled["plan"]["collective"] == "k-reduce"
     assert ruled["plan"]["codec"] == "fp32"
     assert "method fasdl" in {one["decision"] for one in ruled["plan"]["alternatives"]}
+
+
+def _offer(folder: Path, region: str, classes: int, first: int, **rules: Any) -> dict[str, Any]:
+    """Pictures of noise, 20 of each class from the first on."""
+    file = folder / f"{region}-{first}-{classes}.npz"
+    y = first + np.repeat(np.arange(classes), 20)
+    x = np.random.default_rng(PAIR.index(region)).integers(0, 256, (len(y), 8, 8)).astype(np.uint8)
+    np.savez(file, x=x, y=y)
+    return {"splits": {split: {"uri": str(file), "samples": len(y)} for split in ("train", "test")}, **rules}
+
+
+def test_after_a_profile_plans_warn_of_labels_that_differ_between_regions(
+    running_pair: Running, tmp_path: Path
+) -> None:
+    first, second = PAIR
+    federation = running_pair.federation
+    datasets = {
+        "skewed": (_offer(tmp_path, first, 5, 0), _offer(tmp_path, second, 5, 5)),
+        "kept": (_offer(tmp_path, first, 5, 0, minimumCount=101), _offer(tmp_path, second, 5, 5)),
+    }
+    job = str(running_pair.job_folder(named("labels")) / "job.yaml")
+    labels: dict[str, dict[str, Any]] = {}
+
+    def warned(name: str, *settings: str) -> list[str]:
+        chosen = [part for setting in (f"data.dataset={name}", *settings) for part in ("--set", setting)]
+        plan = json.loads(federation.control_plane("explain", job, *chosen, "-o", "json").stdout)["data"]
+        return [text for text in plan["warnings"] if "labels differ between regions" in text]
+
+    for name, held in datasets.items():
+        with offered(running_pair, dict(zip(PAIR, held, strict=True)), name):
+            for region in PAIR:
+                eventually(partial(counted, running_pair, region, name), "the data are offered", 20)
+            arguments = ("--set", f"data.dataset={name}", "-o", "json")
+            told = json.loads(federation.control_plane("profile", job, *arguments, timeout=180).stdout)
+            labels[name] = {region: dict(one["labels"]) for region, one in told["data"]["regions"].items()}
+            if name != "skewed":
+                assert not warned(name)
+                continue
+            (text,) = warned(name)
+            assert f"50 % of those of {first} would have to be others" in text
+            for remedy in ("train.local=['*.bias']", "advanced.wan.policy=fedprox", "advanced.wan.interval=1"):
+                assert not warned(name, remedy), remedy
+    half = dict.fromkeys(map(int, range(5)), 20)
+    assert labels["skewed"] == {first: half, second: {label + 5: 20 for label in half}}
+    assert labels["kept"][first] == {}
+    assert labels["kept"][second] == {label + 5: 20 for label in half}

@@ -205,6 +205,8 @@ SURFACES = {
         "topology_kinds",
     },
     "scheduler.tuning": {
+        "SKEW_THRESHOLD",
+        "label_skew",
         "ChannelProfile",
         "Compute",
         "Configuration",

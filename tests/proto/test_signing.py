@@ -47,6 +47,18 @@ def test_variables_are_signed_and_none_are_what_older_versions_have_signed(tmp_p
             require_signature(signed, signer.public_key, statement(*facts, other))
 
 
+def test_the_image_of_a_task_is_signed(tmp_path: Path) -> None:
+    signer, spec = Signer.load_or_create(tmp_path / "user.key"), json.loads(SPEC)
+    spec["task"]["image"] = "r/worker:1"
+    text = json.dumps(spec)
+    signed, facts = signer.sign(text, "sha256:b"), (spec_digest_of(text), *FACTS[1:])
+    require_signature(signed, signer.public_key, statement(*facts, image="r/worker:1"))
+    assert statement(*FACTS) == statement(*FACTS, image="")
+    for other in ("", "r/worker:2"):
+        with pytest.raises(GeofedError, match="was changed"):
+            require_signature(signed, signer.public_key, statement(*facts, image=other))
+
+
 @pytest.mark.parametrize("key", ["", "ed25519:", "ed25519:AAAA", "rsa:x", "ed25519:ä"])
 def test_what_is_no_key_verifies_nothing(key: str) -> None:
     with pytest.raises(GeofedError, match="FORBIDDEN"):

@@ -26,12 +26,15 @@ from region_agent.state.store import AgentStore
 DIGEST = f"sha256:{'ab' * 32}"
 
 
-def config(folder: Path, **policy: Any) -> RegionConfig:
+DOCKER = {"kind": "docker", "image": "geofed-worker"}
+
+
+def config(folder: Path, gateway: dict[str, Any] | None = None, **policy: Any) -> RegionConfig:
     return RegionConfig.model_validate(
         {
             "apiVersion": "geofed/v1", "kind": "Region", "metadata": {"name": "east"}, "cloud": "test",
             "capacity": {"workers": 2}, "channel": {"path": str(folder / "channel")},
-            "policy": {"isolation": "none", **policy},
+            "policy": {"isolation": "none", **policy}, "gateway": gateway or {"kind": "embedded"},
             "datasets": {"digits": {"splits": {"train": {"uri": "/nowhere", "samples": 1}}}},
         }
     )  # fmt: skip
@@ -66,7 +69,7 @@ def test_without_a_list_anybodys_code_runs(tmp_path: Path) -> None:
 
 def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path, ann: Signer) -> None:
     eve = Signer.load_or_create(tmp_path / "eve.key")
-    strict = config(tmp_path, allowUsers={"ann": ann.public_key})
+    strict = config(tmp_path, allowUsers={"ann": ann.public_key}, gateway=DOCKER, allowImages=["r/"])
     check_partition(strict, start(signer=ann))
     forged = [
         (start(user="bob", signer=ann), "runs no code of user bob"),
@@ -77,6 +80,7 @@ def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path,
         (start(signer=ann, module="other.py"), "or was changed"),
         (start(signer=ann, config_json='{"width": 9}'), "or was changed"),
         (start(signer=ann, env={"LD_PRELOAD": "x"}), "or was changed"),
+        (start(signer=ann, image="r/a"), "or was changed"),
     ]
     for command, text in forged:
         with pytest.raises(GeofedError, match=text) as caught:
@@ -95,6 +99,31 @@ def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path,
         config(tmp_path, allowUsers={"ann": "no key"})
     with pytest.raises(GeofedError, match="runs no code"):
         check_partition(config(tmp_path, allowUsers={}), start(signer=ann))
+
+
+def test_a_task_runs_in_an_image_that_the_region_file_allows_alone(tmp_path: Path) -> None:
+    allows = config(tmp_path, gateway=DOCKER, allowImages=["r/team/", f"r/one@{DIGEST}"])
+    assert allows.catalogue()["images"] == ["r/team/", f"r/one@{DIGEST}"]
+    for image in ("", "r/team/worker:2", f"r/one@{DIGEST}"):
+        check_partition(allows, start(image=image))
+    refused = [
+        (allows, "r/one:1", "region east does not let tasks run in r/one:1"),
+        (allows, "r/team/\u202ex", r"r/team/\\u202ex: it is not in its policy.allowImages"),
+        (config(tmp_path, gateway=DOCKER), "r/team/worker:2", "not in its policy.allowImages"),
+        (
+            config(tmp_path),
+            "r/team/worker:2",
+            "its functions run on the embedded gateway, as processes without an image",
+        ),
+    ]
+    for region, image, text in refused:
+        with pytest.raises(GeofedError, match=text) as caught:
+            check_partition(region, start(image=image))
+        assert caught.value.code == "IMAGE_REFUSED"
+    with pytest.raises(ValueError, match="functions of the embedded gateway have no image"):
+        config(tmp_path, allowImages=["r/team/"])
+    with pytest.raises(ValueError, match="is no image, and no beginning of images"):
+        config(tmp_path, gateway=DOCKER, allowImages=["r/team*"])
 
 
 Rule = Literal["none", "first-run", "every"]
@@ -128,6 +157,7 @@ def test_an_approval_is_for_a_job_or_for_the_users_code(
     assert approvals.waits("job-2", first.task) is again
     assert approvals.waits("job-3", start(signer=ann, bundle_digest=f"sha256:{'cd' * 32}").task) is other_code
     assert approvals.waits("job-5", start(signer=ann, env={"MODE": "x"}).task) is other_code, "with other variables"
+    assert approvals.waits("job-6", start(signer=ann, image="r/a").task) is other_code, "in another image"
     assert approvals.waits("job-4", start(user="bob").task), "another user's run of the same code is another one"
     with pytest.raises(GeofedError, match="JOB_NOT_FOUND"):
         approvals.approve("job-9")

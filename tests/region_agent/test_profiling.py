@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from datetime import timedelta
@@ -17,10 +18,12 @@ from support.jobs import LINEAR_TASK, pack, write_samples
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
-from region_agent.config import RegionConfig
+from region_agent.config import DockerGateway, RegionConfig
+from region_agent.config._data import PrivacyBudget
 from region_agent.isolation import Isolation
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.runner import PartitionContext
+from region_agent.privacy import labels_that_leave
 from region_agent.profiling import Profiler
 from region_agent.tasks.folder import TaskFolder
 from region_agent.worker import handler
@@ -35,6 +38,7 @@ class Gateway:
     def __init__(self) -> None:
         self.there: set[str] = set()
         self.deployed: list[tuple[str, str]] = []
+        self.images: list[str] = []
         self.calls = 0
         self.open = asyncio.Event()
         self.open.set()
@@ -42,6 +46,7 @@ class Gateway:
     async def deploy(self, spec: Any) -> None:
         self.there.add(spec.service)
         self.deployed.append((spec.service, spec.limits["memory"]))
+        self.images.append(spec.image)
 
     async def scale(self, name: str, replicas: int) -> None: ...
 
@@ -60,6 +65,12 @@ class Gateway:
         await self.open.wait()
         answer = await asyncio.to_thread(handle, SimpleNamespace(body=body), None)
         return SimpleNamespace(status=200, body=str(answer["body"]).encode())
+
+
+LABELLED_TASK = LINEAR_TASK.replace(
+    'torch.from_numpy(held["y"]))', "(torch.arange(len(held['x'])) < 12).long())"
+).replace("mse_loss", "cross_entropy")
+"""12 of its labels are 1, and 28 are 0."""
 
 
 class Scene:
@@ -352,3 +363,62 @@ async def test_code_that_cannot_be_recorded_does_not_run(scene: Scene) -> None:
     assert (await scene.answer()).error.code == "DISK_FULL"
     assert scene.gateway.calls == 0
     assert not scene.gateway.deployed
+
+
+def test_counts_of_labels_leave_the_region_only_as_its_file_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def labels(folder: Path, asked: bool, held: dict[str, Any]) -> Any:
+        folder.mkdir()
+        scene = Scene(folder)
+        dataset = scene.config.datasets["d"].model_copy(update=held)
+        config = scene.config.model_copy(update={"datasets": {"d": dataset}})
+        scene.profiler = Profiler(
+            replace(scene.around, config=config), scene.told.append, lambda id_, _: scene.begun.append(id_)
+        )
+        scene.bundle = pack({"task.py": LABELLED_TASK})
+        scene.ask(labels=asked, memories_mb=[512])
+        try:
+            return json.loads((await scene.answer()).profile_json)["labels"]
+        finally:
+            await scene.profiler.close()
+            handler._drop_loaded()
+
+    monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
+    monkeypatch.setattr(machine_rates, "_FRESH_SECONDS", 0.01)
+    budget = PrivacyBudget.model_validate({"epsilon": 1.0, "delta": 1e-5})
+    cases: list[tuple[bool, dict[str, Any], Any]] = [
+        (True, {}, [[0, 28], [1, 12]]),
+        (False, {}, []),
+        # The smaller count alone could be subtracted from the number of all samples.
+        (True, {"minimum_count": 13}, []),
+        (True, {"minimum_count": 12}, [[0, 28], [1, 12]]),
+        (True, {"minimum_count": 41}, []),
+        (True, {"privacy": budget}, []),
+    ]
+    for number, (asked, held, expected) in enumerate(cases):
+        assert asyncio.run(labels(tmp_path / str(number), asked, held)) == expected, held
+
+
+def test_a_few_samples_of_a_label_stay_whatever_the_region_file_says(tmp_path: Path) -> None:
+    config = Scene(tmp_path).config
+    assert labels_that_leave(config, "d", {0: 500, 1: 300, 2: 9, 3: 40}) == [(0, 500), (1, 300)]
+    assert labels_that_leave(config, "d", {0: 500, 1: 9, 2: 9}) == [(0, 500)]
+    assert labels_that_leave(config, "d", {}) == []
+    assert labels_that_leave(config, "other", {0: 500}) == []
+
+
+@on_a_loop
+async def test_a_task_is_measured_in_its_own_image(scene: Scene) -> None:
+    policy = scene.config.policy.model_copy(update={"allow_images": ("r/team/",)})
+    gateway = DockerGateway(kind="docker", image="image")
+    config = scene.config.model_copy(update={"policy": policy, "gateway": gateway})
+    scene.profiler = Profiler(replace(scene.around, config=config), scene.told.append, lambda *_: None)
+    command = scene._command("probe-1", memories_mb=[512], limit_seconds=0.3)
+    command.task.image = "r/team/worker:1"
+    scene.profiler.probe(command)
+    await scene.answer()
+    assert scene.gateway.images == ["r/team/worker:1"]
+    scene.probe("probe-2")
+    await scene.answer(2)
+    assert scene.gateway.images == ["r/team/worker:1", "image"]

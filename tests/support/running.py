@@ -274,7 +274,7 @@ def check_succeeded(described: dict[str, Any], accuracy: float = 0.8) -> None:
     assert result["usd"] > 0
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 60.0, pause: float = 0.1) -> None:
+def eventually(condition: Callable[[], object], what: str, seconds: float = 60.0, pause: float = 0.1) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"

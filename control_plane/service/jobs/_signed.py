@@ -44,7 +44,7 @@ async def require_signed(
     submission.initial_model = (initial.digest or "") if initial is not None else ""
     signed = statement(
         submission.spec_digest, bundle_digest, task.module, config, spec.data.dataset, task.env,
-        submission.initial_model, task.secrets, task.requirements or "",
+        submission.initial_model, task.secrets, task.requirements or "", task.image or "",
     )  # fmt: skip
     require_signature(submission, submission.public_key, signed)
     if user and not known:

@@ -100,7 +100,7 @@ def _promise_of(decided: AdmittedJob, spec: JobSpec) -> dict[str, Any]:
 def _warnings_of(
     plan: Plan, spec: JobSpec, learnt: Learnt, regions: Mapping[str, RegionEntry], at: float
 ) -> tuple[str, ...]:
-    return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at, learnt.weight))
+    return (*([learnt.note] if learnt.note else ()), *warnings_of(plan, spec, regions, at, learnt.weight, learnt.runs))
 
 
 async def submit(

@@ -61,6 +61,8 @@ def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
         same.append("evaluates only")
     if spec.task.requirements:
         same.append({"requirements": spec.task.requirements})
+    if spec.task.image:
+        same.append({"image": spec.task.image})
     if spec.task.secrets:
         same.append({"secrets": sorted(spec.task.secrets)})
     if spec.clients is not None:

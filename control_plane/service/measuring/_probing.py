@@ -267,6 +267,7 @@ class Probing:
                 config_json=json.dumps(spec.task.config),
                 env=spec.task.env,
                 requirements=spec.task.requirements or "",
+                image=spec.task.image or "",
                 secrets=spec.task.secrets,
                 precision=spec.train.precision,
                 accumulate=spec.train.accumulate,

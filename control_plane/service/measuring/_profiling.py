@@ -120,6 +120,7 @@ def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.Pr
             config_json=json.dumps(spec.task.config),
             env=spec.task.env,
             requirements=spec.task.requirements or "",
+            image=spec.task.image or "",
             secrets=spec.task.secrets,
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,
@@ -134,6 +135,8 @@ def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.Pr
         seed=spec.train.seed,
         memories_mb=sorted(set(request.memories_mb)) or [memory_mb],
         limit_seconds=LIMIT_SECONDS,
+        # A job that hides what single regions or samples contribute does not ask for that otherwise.
+        labels=spec.privacy.differential is None and not spec.privacy.secure_aggregation,
     )
 
 

@@ -12,6 +12,7 @@ from geofed_pb.features import (
     CLIENTS,
     DIFFERENTIAL,
     EVALUATION,
+    IMAGE,
     INITIAL_FILE,
     INITIAL_URI,
     LOCAL,
@@ -24,6 +25,7 @@ from geofed_pb.features import (
     SECRETS,
     SECURE,
 )
+from geofed_pb.user_code.images import is_allowed_image
 from scheduler import Declined, Plan, Reason
 from sync.secure import hiding_regions
 
@@ -53,6 +55,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (INITIAL_URI, train.initial_model is not None and train.initial_model.uri is not None),
             (SECRETS, bool(spec.task.secrets)),
             (REQUIREMENTS, spec.task.requirements is not None),
+            (IMAGE, spec.task.image is not None),
             (CLIENTS, spec.clients is not None),
             (EVALUATION, spec.evaluates_only),
             (MERGE_STEP, spec.merge.step != "sum"),
@@ -97,6 +100,17 @@ def refused_by_lack(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry
             )
             for region, catalogue in known
             if catalogue is not None and not catalogue.installs
+        ]
+    if (image := spec.task.image) is not None:
+        reasons += [
+            Reason(
+                "IMAGE_REFUSED",
+                f"region {region} does not let tasks run in {image}"
+                + ("" if catalogue.images else ": it allows no image but its own, or its functions have none"),
+                f"its operator allows it by `policy.allowImages` of the region file, or avoid {region}",
+            )
+            for region, catalogue in known
+            if catalogue is not None and not is_allowed_image(image, catalogue.images)
         ]
     return Declined(tuple(reasons)) if reasons else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -17,13 +16,12 @@ from control_plane.service.measuring._known import (
     starts_of,
 )
 from control_plane.service.planning._features import keeps_base
-from control_plane.service.planning._tuning import profile_from_json
+from control_plane.service.planning._tuning import profiles_of
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import MOST_KEPT, JobSpec
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
-from scheduler.tuning import TaskProfile
 
 
 def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt: Learnt, batch: int = 0) -> Snapshot:
@@ -43,12 +41,7 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
             for region, workers in lasting_workers_now(job).items():
                 busy[region] = busy.get(region, 0) + workers
     runs, weight = learnt.runs, learnt.weight
-    profiles: dict[str, TaskProfile] = {}
-    for run in runs:
-        if run.profile_json and run.region not in profiles:
-            # A profile stored by another version of geofed may not be readable; its run counts without it.
-            with suppress(GeofedError):
-                profiles[run.region] = profile_from_json(run.profile_json, run.region)
+    profiles = profiles_of(runs)
     speeds, guessed = speeds_of(runs, batch, profiles)
     # A count by an agent is of this code's model; runs of other versions of the code may have another size.
     counted = weight is not None and not learnt.of_own_code(weight.task_key)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from control_plane.store import RunRow
+from geofed_pb.bounds import MOST_LABELS
 from geofed_pb.errors import GeofedError
 from scheduler import Demand, Region
 from scheduler.tuning import (
@@ -32,6 +35,8 @@ from sync.collective import collective_named
 _PROFILE = TypeAdapter(TaskProfile)
 _MERGE = TypeAdapter(MergePoint)
 _Item = TypeVar("_Item")
+_COUNTS_BELOW = 2**31
+"""Limit of a plausible number of labels."""
 _MAX_FRONT_POINTS = 60
 """Number of points returned of a longer front, evenly spaced and with both ends."""
 
@@ -47,7 +52,23 @@ def profile_from_json(text: str, region: str) -> TaskProfile:
         raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {where}: {first['msg']}") from None
     if profile.region != region or not profile.steps or profile.samples < 1:
         raise GeofedError("FRAME_INVALID", f"the profile of region {region} has no steps, or belongs to another region")
+    labels = [label for label, _ in profile.labels]
+    if len(set(labels)) < len(labels) or not all(
+        0 <= label < MOST_LABELS and 1 <= count < _COUNTS_BELOW for label, count in profile.labels
+    ):
+        raise GeofedError("FRAME_INVALID", f"the profile of region {region} counts labels that cannot be")
     return profile
+
+
+def profiles_of(runs: Iterable[RunRow]) -> dict[str, TaskProfile]:
+    """Return the newest profile of each region; ``runs``: newest first."""
+    found: dict[str, TaskProfile] = {}
+    for run in runs:
+        if run.profile_json and run.region not in found:
+            # A profile stored by another version of geofed may not be readable; its run counts without it.
+            with suppress(GeofedError):
+                found[run.region] = profile_from_json(run.profile_json, run.region)
+    return found
 
 
 @lru_cache(maxsize=1024)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from calendar import monthrange
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 
 from control_plane.pki import utc_now
+from control_plane.service.planning._tuning import profiles_of
 from control_plane.service.state._entries import RegionEntry
 from control_plane.spec import JobSpec
-from control_plane.store import WeightRow
+from control_plane.store import RunRow, WeightRow
 from scheduler import Plan
+from scheduler.tuning import SKEW_THRESHOLD, label_skew
 
 __all__ = ["warnings_of"]
 
@@ -23,12 +25,18 @@ STALE_DAYS = 90
 
 
 def warnings_of(
-    chosen: Plan, spec: JobSpec, regions: Mapping[str, RegionEntry], at: float, weight: WeightRow | None = None
+    chosen: Plan,
+    spec: JobSpec,
+    regions: Mapping[str, RegionEntry],
+    at: float,
+    weight: WeightRow | None = None,
+    runs: Sequence[RunRow] = (),
 ) -> tuple[str, ...]:
     """Return warnings about regions that are unreachable, lost, closed to new jobs or unreachable for each other, about
-    unencrypted channels, about outdated prices, and about batch statistics that regions do not share.
+    unencrypted channels, about outdated prices, about batch statistics that regions do not share, and about labels that
+    differ between regions.
 
-    ``weight``: the task's probe; None: it was not probed.
+    ``weight``: the task's probe; None: it was not probed. ``runs``: its runs and profiles, newest first.
     """
     taken = [*(part.region for part in chosen.partitions), *(copy.source for copy in chosen.copies)]
     return (
@@ -37,6 +45,7 @@ def warnings_of(
         *_stale(taken, regions, at),
         *_plaintext(chosen, regions),
         *_batch_statistics(chosen, spec, weight),
+        *_unlike_labels(chosen, spec, weight, runs),
     )
 
 
@@ -56,6 +65,27 @@ def _batch_statistics(chosen: Plan, spec: JobSpec, weight: WeightRow | None) -> 
             f"the model normalises by batches ({named}), whose statistics differ between regions with unlike data: a "
             f"model averaged over them may lose accuracy; `train.local: [{patterns}]` keeps them in their region, "
             "GroupNorm has none, a shorter `advanced.wan.interval` lets them differ less"
+        )
+
+
+def _unlike_labels(chosen: Plan, spec: JobSpec, weight: WeightRow | None, runs: Sequence[RunRow]) -> Iterator[str]:
+    """Labels that differ between the regions, as profiles have counted them, where the job does nothing about it.
+
+    Not where a shard is processed elsewhere: then the counts are not those of what a region trains on.
+    """
+    often = spec.wan.traits.every_step or (chosen.interval == 1 and spec.clients is None)
+    if often or spec.wan.traits.proximal or spec.train.local or spec.evaluates_only or chosen.copies:
+        return
+    known = profiles_of(runs)
+    skew = label_skew([known[part.region] for part in chosen.partitions if part.region in known])
+    if skew is not None and skew.distance > SKEW_THRESHOLD:
+        by_batches = weight is not None and weight.batch_norms_json != "[]"
+        yield (
+            f"labels differ between regions: {100 * skew.distance:.0f} % of those of {skew.region} would have to be "
+            f"others to occur as often as in all regions together (above {100 * SKEW_THRESHOLD:.0f} % a model averaged "
+            "over them may lose accuracy); `train.local` with the last layers keeps these in their region, "
+            "`advanced.wan.policy: fedprox` or `bsp`, or a shorter `advanced.wan.interval`, lets the regions' models "
+            f"differ less{', and so does GroupNorm in place of BatchNorm' if by_batches else ''}"
         )
 
 

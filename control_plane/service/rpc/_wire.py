@@ -303,6 +303,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             config_json=json.dumps(spec.task.config),
             env=spec.task.env,
             requirements=spec.task.requirements or "",
+            image=spec.task.image or "",
             secrets=spec.task.secrets,
             dataset=spec.data.dataset,
             learning_rate=_learning_rate(spec),

@@ -19,6 +19,7 @@ from pydantic import (
 from control_plane.spec._types import BELOW, Duration, Name, Workers
 from control_plane.spec.sections._base import Section
 from geofed_pb.bounds import MOST_SECRETS, SECRET_NAME
+from geofed_pb.user_code.images import IMAGE, LONGEST_IMAGE
 
 __all__ = [
     "MOST_KEPT",
@@ -66,6 +67,10 @@ class Task(Section):
     """Path of a requirements file in the job file's folder, such as `requirements.txt`: packages that each region
     installs for the job, if its operator allows it. One package on a line, by name; packages that the workers have stay
     at their versions. Default: what the workers have suffices."""
+    image: Annotated[str, Field(pattern=IMAGE, max_length=LONGEST_IMAGE)] | None = None
+    """Container image of the workers, such as `registry.example.org/team/worker@sha256:…`, made from geofed's own
+    (docs/containers.md). Each region of the job must allow it (`policy.allowImages` in its file), and run functions in
+    containers. Default: the image in the region's file."""
     secrets: list[Annotated[str, Field(pattern=SECRET_NAME)]] = Field(default=[], max_length=MOST_SECRETS)
     """Names of secrets that the regions hold (`secrets` in their files); `geofed.secret(NAME)` reads one. Each region
     of the job must hold them and let its user read them."""
@@ -84,6 +89,12 @@ class Task(Section):
     @classmethod
     def _is_inside(cls, value: str | None) -> str | None:
         return None if value is None else _path_inside(value, ".txt")
+
+    @model_validator(mode="after")
+    def _has_one_source_of_packages(self) -> Task:
+        if self.image is not None and self.requirements is not None:
+            raise ValueError("`image` and `requirements` exclude each other: an image has its own packages")
+        return self
 
     @field_validator("secrets")
     @classmethod

@@ -40,11 +40,13 @@ def statement(
     initial_model: str = "",
     secrets: Sequence[str] = (),
     requirements: str = "",
+    image: str = "",
 ) -> bytes:
     """Return the bytes that a user signs: the job file's digest, and all that decides which code runs on which data.
 
     ``initial_model``: digest of the user's file that the job starts from. ``secrets``: names of the regions' secrets
-    that the code may read. ``requirements``: path of its requirements file.
+    that the code may read. ``requirements``: path of its requirements file. ``image``: container image
+    that it runs in.
     """
     facts: dict[str, object] = {
         "bundle": bundle_digest, "config": json.loads(config_json or "{}"), "dataset": dataset, "module": module,
@@ -59,6 +61,8 @@ def statement(
         facts["secrets"] = sorted(secrets)
     if requirements:
         facts["requirements"] = requirements
+    if image:
+        facts["image"] = image
     return b"geofed submission 1\n" + json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -132,7 +136,7 @@ class Signer:
         config_json = json.dumps(task.get("config", {}))
         dataset, env = spec["data"]["dataset"], task.get("env", {})
         initial = ((spec.get("train") or {}).get("initialModel") or {}).get("digest") or ""
-        more = task.get("secrets", []), task.get("requirements") or ""
+        more = task.get("secrets", []), task.get("requirements") or "", task.get("image") or ""
         signed = statement(digest, bundle_digest, task["module"], config_json, dataset, env, initial, *more)
         return common_pb2.Submission(
             public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest, initial_model=initial

@@ -168,7 +168,7 @@ class StartPartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., region: _Optional[str] = ..., epoch: _Optional[int] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., plan: _Optional[_Union[PartitionPlan, _Mapping]] = ..., regions: _Optional[_Iterable[str]] = ..., resumed: bool = ...) -> None: ...
 
 class TaskRef(_message.Message):
-    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients", "initial_uri", "evaluates_only")
+    __slots__ = ("bundle_digest", "module", "config_json", "dataset", "learning_rate", "initial_model", "keeps_base", "clip_norm", "submission", "env", "precision", "accumulate", "local", "initial_job", "initial_holds", "secrets", "requirements", "clients", "initial_uri", "evaluates_only", "image")
     class EnvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +196,7 @@ class TaskRef(_message.Message):
     CLIENTS_FIELD_NUMBER: _ClassVar[int]
     INITIAL_URI_FIELD_NUMBER: _ClassVar[int]
     EVALUATES_ONLY_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
     bundle_digest: str
     module: str
     config_json: str
@@ -216,7 +217,8 @@ class TaskRef(_message.Message):
     clients: ClientRounds
     initial_uri: str
     evaluates_only: bool
-    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ..., clients: _Optional[_Union[ClientRounds, _Mapping]] = ..., initial_uri: _Optional[str] = ..., evaluates_only: bool = ...) -> None: ...
+    image: str
+    def __init__(self, bundle_digest: _Optional[str] = ..., module: _Optional[str] = ..., config_json: _Optional[str] = ..., dataset: _Optional[str] = ..., learning_rate: _Optional[_Union[LearningRate, _Mapping]] = ..., initial_model: _Optional[str] = ..., keeps_base: bool = ..., clip_norm: _Optional[float] = ..., submission: _Optional[_Union[_common_pb2.Submission, _Mapping]] = ..., env: _Optional[_Mapping[str, str]] = ..., precision: _Optional[str] = ..., accumulate: _Optional[int] = ..., local: _Optional[_Iterable[str]] = ..., initial_job: _Optional[str] = ..., initial_holds: _Optional[str] = ..., secrets: _Optional[_Iterable[str]] = ..., requirements: _Optional[str] = ..., clients: _Optional[_Union[ClientRounds, _Mapping]] = ..., initial_uri: _Optional[str] = ..., evaluates_only: bool = ..., image: _Optional[str] = ...) -> None: ...
 
 class ClientRounds(_message.Message):
     __slots__ = ("fraction", "least", "epochs", "steps", "batch")
@@ -456,7 +458,7 @@ class ScalePartition(_message.Message):
     def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., workers: _Optional[int] = ..., reason: _Optional[str] = ..., batch: _Optional[int] = ..., preemptible: bool = ..., learning_rate: _Optional[float] = ..., order: _Optional[int] = ...) -> None: ...
 
 class ProfileTask(_message.Message):
-    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds", "wait_seconds", "evaluation_batch")
+    __slots__ = ("id", "region", "task", "batch", "seed", "memories_mb", "limit_seconds", "wait_seconds", "evaluation_batch", "labels")
     ID_FIELD_NUMBER: _ClassVar[int]
     REGION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
@@ -466,6 +468,7 @@ class ProfileTask(_message.Message):
     LIMIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EVALUATION_BATCH_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     id: str
     region: str
     task: TaskRef
@@ -475,7 +478,8 @@ class ProfileTask(_message.Message):
     limit_seconds: float
     wait_seconds: float
     evaluation_batch: int
-    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., evaluation_batch: _Optional[int] = ...) -> None: ...
+    labels: bool
+    def __init__(self, id: _Optional[str] = ..., region: _Optional[str] = ..., task: _Optional[_Union[TaskRef, _Mapping]] = ..., batch: _Optional[int] = ..., seed: _Optional[int] = ..., memories_mb: _Optional[_Iterable[int]] = ..., limit_seconds: _Optional[float] = ..., wait_seconds: _Optional[float] = ..., evaluation_batch: _Optional[int] = ..., labels: bool = ...) -> None: ...
 
 class KeepModel(_message.Message):
     __slots__ = ("job", "epoch", "round")

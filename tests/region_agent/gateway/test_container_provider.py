@@ -82,7 +82,7 @@ class Engine:
     def _create(self, image: str, **settings: Any) -> Container:
         if image == "elsewhere" and not self.pulled:
             raise docker.errors.ImageNotFound("no such image")
-        self.created.append(settings)
+        self.created.append({"image": image, **settings})
         self.made.append(Container([], self.start_fails))
         return self.made[-1]
 
@@ -128,6 +128,7 @@ def test_a_container_that_does_not_start_is_removed(engine: Engine, tmp_path: Pa
 
 def test_an_image_is_pulled_and_the_engines_log_is_bounded(engine: Engine, tmp_path: Path) -> None:
     container = _ran(_provider(tmp_path), "elsewhere")
+    assert engine.created[0]["image"] == "elsewhere"
     assert (engine.pulled, engine.made, container.removed) == (["elsewhere"], [container], 0)
     assert engine.created[0]["log_config"] == {"type": "json-file", "config": {"max-size": "10m", "max-file": "1"}}
 

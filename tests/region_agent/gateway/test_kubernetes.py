@@ -110,6 +110,14 @@ async def test_a_replica_is_a_job_that_may_do_nothing_but_work(cluster: Cluster,
     until(lambda: not any(cluster.of_kind(plural) for plural in ("jobs", "secrets", "pods")))
 
 
+async def test_a_function_has_the_image_that_it_states(cluster: Cluster, opened: Any) -> None:
+    cluster.images["r/team/worker:1"] = IMAGES["probe"]
+    async with opened() as target:
+        await target.deploy(image="r/team/worker:1")
+        (pod,) = cluster.of_kind("pods")
+        assert [one["image"] for one in pod["spec"]["containers"]] == ["r/team/worker:1"]
+
+
 async def test_preemptible_functions_have_nodes_of_their_own(cluster: Cluster, opened: Any) -> None:
     taint = {"key": "spot", "value": "yes", "effect": "NoExecute"}
     cluster.nodes = [Node("own"), Node("spot", {"pool": "spot"}, [taint])]

@@ -339,6 +339,15 @@ async def test_a_replica_leaves_before_the_platform_ends_it(service: Service, op
         assert [kind for _, kind in service.ended] == ["success"]
 
 
+async def test_a_function_has_the_image_that_it_states(service: Service, opened: Any) -> None:
+    other = IMAGE.replace("worker:1", "worker-of-a-team:1")
+    service.images[other] = service.images[IMAGE]
+    async with opened() as target:
+        await target.deploy(image=other)
+        (made,) = told(service, "CreateFunction")
+        assert made["Code"]["ImageUri"] == other
+
+
 async def test_a_killed_invocation_is_replaced_and_its_call_told(service: Service, opened: Any) -> None:
     async with opened() as target:
         probe = await target.deploy()

@@ -105,6 +105,15 @@ async def test_a_replica_is_an_event_of_a_job_image(service: Service, opened: An
     assert [kind for _, kind in service.ended] == ["success", "success"]
 
 
+async def test_a_function_has_the_image_that_it_states(service: Service, opened: Any) -> None:
+    other = IMAGE.replace("worker:1", "worker-of-a-team:1")
+    service.images[other] = service.images[IMAGE]
+    async with opened() as target:
+        await target.deploy(image=other)
+        (made,) = told(service, "CreateFunction")
+        assert made["Code"]["ImageConfig"]["ImageUri"] == other
+
+
 async def test_a_killed_invocation_is_replaced_and_its_call_told(service: Service, opened: Any) -> None:
     async with opened() as target:
         probe = await target.deploy()

@@ -204,6 +204,18 @@ def _numbers(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, int | float) else []
 
 
+LABELLED_TASK = LINEAR_TASK.replace('torch.from_numpy(held["y"]))', "torch.arange(len(held['x'])) % 2)").replace(
+    "mse_loss", "cross_entropy"
+)
+
+
+def test_labels_are_counted_where_asked_for(tmp_path: Path) -> None:
+    assert profiled(tmp_path, LABELLED_TASK, labels=True)[0].labels == {0: 100, 1: 100}
+    assert not profiled(tmp_path, LABELLED_TASK)[0].labels
+    assert not profiled(tmp_path, LABELLED_TASK, labels=True, measure="pace")[0].labels
+    assert not profiled(tmp_path, labels=True)[0].labels, "numbers are no labels"
+
+
 def test_making_ready_measures_nothing(tmp_path: Path) -> None:
     told, _ = profiled(tmp_path, measure="nothing")
     assert told.status == "done"
