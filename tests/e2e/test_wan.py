@@ -15,6 +15,20 @@ from deploy.emulator import Emulator, load_profile
 pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(240)]
 
 REGIONS = ("shanghai", "frankfurt", "virginia")
+OPPOSITE = """
+
+_dataset, _loss, _signs = dataset, loss, [1]
+
+
+def dataset(uri, split, config):
+    _signs[0] = -1 if "virginia" in str(uri) else 1
+    return _dataset(uri, split, config)
+
+
+def loss(model, batch):
+    return _signs[0] * torch.clamp(_loss(model, batch), max=8)
+"""
+"""At the end of a task, it makes a region train into the opposite direction, as far as a loss of 8."""
 
 
 @contextmanager
@@ -120,3 +134,17 @@ def test_rounds_over_slow_links_are_said_to_be_spent_on_the_exchange(running: Ru
         for part in ("compute", "merge", "exchange", "wait")
     }
     assert sums["exchange"] > 0.5 * sum(sums.values()), sums
+
+
+def test_a_robust_rule_in_the_background_withstands_a_region_that_goes_the_other_way(running: Running) -> None:
+    task = (running.job_folder() / "task.py").read_text() + OPPOSITE
+    settings = ("train.workers=1", "train.end.epochs=30", "wan.interval=10", "train.evaluateEvery=0")
+    accuracy = {}
+    for rule in ("none", "median"):
+        job = running.submit(*settings, "wan.exchange=background", f"wan.robust={rule}", task=task)
+        ended = running.wait_end(job)
+        check_succeeded(ended, accuracy=0.0)
+        assert ended["plan"]["wan_settings"]["background"]
+        accuracy[rule] = ended["result"]["metrics"]["accuracy"]
+    assert accuracy["median"] > accuracy["none"] + 0.2, accuracy
+    assert accuracy["median"] > 0.8, accuracy
