@@ -1,4 +1,4 @@
-"""Robust merges with background exchange: each region goes on from its own model, and all make the same merges."""
+"""Robust merges with background exchange: each region continues from its own model, and all make the same merges."""
 
 from __future__ import annotations
 
