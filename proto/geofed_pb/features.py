@@ -19,6 +19,7 @@ __all__ = [
     "PARTS",
     "PRECISION",
     "REQUIREMENTS",
+    "ROBUST_BACKGROUND",
     "SECRETS",
     "SECURE",
 ]
@@ -40,11 +41,13 @@ EVALUATION = "train.end.steps: 0"
 MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
 MERGE_TO_ALL = "advanced.k: 0"
+ROBUST_BACKGROUND = "advanced.wan.robust with advanced.wan.exchange: background"
 PARTS = "task folder above 1 MiB"
 """Files of a task folder are sent each by itself."""
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE,
+    ROBUST_BACKGROUND,
 )  # fmt: skip
 """All features of this version."""

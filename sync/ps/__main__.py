@@ -145,9 +145,10 @@ def _setup(config: PsConfig, settings: ExchangeSettings) -> Setup:
         quorum=int(settings.quorum),
         max_rounds_ahead=int(settings.lead),
         grace_seconds=settings.grace_seconds,
+        same_round=background and bool(settings.robust),
         waiting=WaitingSettings.of(config.waiting),
         rerouted=bool(settings.choose_topology),
-        sums=background and not (settings.damping or settings.compensation),
+        sums=background and not (settings.damping or settings.compensation or settings.robust),
         masked=_masked(config, settings),
     )
 

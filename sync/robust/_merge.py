@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,15 +26,18 @@ _QUARANTINE_ROUNDS = 20
 _PREFIX = "robust/"
 _RULE = f"{_PREFIX}rule/"
 _REGION = f"{_PREFIX}region/"
+_STATE = f"{_PREFIX}state/"
+"""Prefix of how far a region's own untrained state is from the model's; with background exchange."""
 
 
 class RobustMerge:
     """Turns the updates of a round into one. All its state is in the memory that is stored with the model, so that all
     regions judge alike."""
 
-    def __init__(self, rule: RobustRule, wrong: int) -> None:
-        """``wrong``: number of regions that may be wrong; 0: as many as the rule withstands."""
-        self._rule, self._wrong = rule, wrong
+    def __init__(self, rule: RobustRule, wrong: int, *, background: bool = False) -> None:
+        """``wrong``: number of regions that may be wrong; 0: as many as the rule withstands. ``background``: regions do
+        not begin their rounds from the merged model, but from their own."""
+        self._rule, self._wrong, self._background = rule, wrong, background
 
     @staticmethod
     def owns(name: str) -> bool:
@@ -47,20 +51,42 @@ class RobustMerge:
 
         ``contributions`` are finite, and in the order of the regions' names. ``trained``: number of leading coordinates
         that gradients train. Those behind (running means, counters) say nothing about a region's honesty, and are
-        merged by their median.
+        merged by their median. In the background a region's changes of them add up to its own values, which nothing
+        leads to the model's: there the model gets the median of these values. The sum of the medians of the changes
+        would not stay among them, and could make a variance negative.
         """
         kept = {name: vector for name, vector in memory.items() if self.owns(name)}
+        contributions = self._from_model(contributions, kept, trained)
         merged, refused = self._split(contributions, kept)
+        if not merged:
+            return [], kept, refused
+        tails = [c.delta[trained:] for c in merged]
+        state = median(tails)
+        kept |= {name: vector - state for name, vector in kept.items() if name.startswith(_STATE)}
         if len(merged) < 2:
             return merged, kept, refused
-        heads, tails = [c.delta[:trained] for c in merged], [c.delta[trained:] for c in merged]
+        heads = [c.delta[:trained] for c in merged]
         wrong = self._may_be_wrong(len(merged))
         combined = self._combined(heads, wrong, kept)
         kept = {name: vector for name, vector in kept.items() if not name.startswith(_RULE)}
         kept |= {f"{_RULE}{name}": vector for name, vector in combined.memory.items()}
         kept |= self._judged(merged, heads, combined.delta, kept, wrong)
-        delta = np.concatenate([combined.delta, median(tails)]) if tails[0].size else combined.delta
+        delta = np.concatenate([combined.delta, state]) if state.size else combined.delta
         return [Contribution("", sum(c.weight for c in merged), delta)], kept, refused
+
+    def _from_model(
+        self, contributions: Sequence[Contribution], memory: dict[str, Vector], trained: int
+    ) -> list[Contribution]:
+        """Return the updates with untrained state that counts from the model's, and keep that in the memory."""
+        made: list[Contribution] = []
+        for one in contributions:
+            tail = one.delta[trained:]
+            if self._background and tail.size:
+                name = f"{_STATE}{one.region}"
+                memory[name] = tail + memory[name] if name in memory else tail.copy()
+                one = replace(one, delta=np.concatenate([one.delta[:trained], memory[name]]))
+            made.append(one)
+        return made
 
     def _may_be_wrong(self, updates: int) -> int:
         most = self._rule.most(updates)

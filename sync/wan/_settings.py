@@ -46,7 +46,7 @@ class ExchangeSettings:
     """Updates are refused whose norm exceeds this multiple of the usual norm of their region; 0: none are."""
     robust: str = ""
     """Robust rule that replaces the mean of the updates; empty: none. In a plan its name is part of the number's name:
-    ``robust/NAME``, with the number of regions that may be wrong. Synchronous exchange only."""
+    ``robust/NAME``, with the number of regions that may be wrong."""
     secure: float = 0.0
     """Secure aggregation: fewest regions of which a sum may be readable, a whole number; 0: updates are not masked.
     Synchronous exchange only."""
@@ -82,8 +82,9 @@ class ExchangeSettings:
                 )
         if found.fragments < 1 or found.fragments > 1024:
             raise GeofedError("CONFIG_INVALID", "wan fragments must be 1 to 1024")
-        if found.robust and found.background:
-            raise GeofedError("CONFIG_INVALID", "a robust rule requires synchronous exchange")
+        late = ("quorum", "grace_seconds", "lead", "damping", "compensation")
+        if found.robust and any(getattr(found, name) for name in late):
+            raise GeofedError("CONFIG_INVALID", "a robust rule merges the same round of all regions")
         if found.secure and (found.secure < FEWEST_REGIONS or not found.secure.is_integer()):
             text = f"wan setting secure is {found.secure:g}; it must be 0, or a whole number from {FEWEST_REGIONS}"
             raise GeofedError("CONFIG_INVALID", text)

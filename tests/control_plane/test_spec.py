@@ -139,17 +139,20 @@ function: {slice: 11m}
         (("interval: 2", "byzantine: 1"), "F:7:17: `advanced.wan`: `byzantine` requires `robust`"),
         (("interval: 2", "robust: average"), "F:7:26: `advanced.wan.robust` must be 'none', 'centered-clipping'"),
         (
-            ("interval: 2", "robust: median, exchange: background"),
-            "F:7:17: `advanced.wan`: `robust` requires synchronous",
+            ("interval: 2", "robust: median, policy: asgd-ga"),
+            "F:7:17: `advanced.wan`: `robust` requires a policy that averages; `policy: asgd-ga` adds the updates that",
         ),
-        (("interval: 2", "robust: median, policy: asgd-ga"), "F:7:17: `advanced.wan`: `robust` requires synchronous"),
         (
             ("interval: 2", "robust: median, policy: fednova"),
             "F:7:17: `advanced.wan`: `robust` cannot be used with `policy: fednova`",
         ),
         (
             ("interval: 2", "robust: median, quorum: 2"),
-            "F:7:17: `advanced.wan`: `quorum` requires `exchange: background`",
+            "F:7:17: `advanced.wan`: `quorum` cannot be used with `robust: median`, which merges the same round of all",
+        ),
+        (
+            ("interval: 2", "robust: krum, exchange: background, staleness: damping"),
+            "F:7:17: `advanced.wan`: `staleness` cannot be used with `robust: krum`, which merges the same round of",
         ),
         (
             ("interval: 2", "policy: fedprox, outer: {mu: 0}"),

@@ -15,6 +15,20 @@ from deploy.emulator import Emulator, load_profile
 pytestmark = [pytest.mark.e2e, pytest.mark.netns, pytest.mark.timeout(240)]
 
 REGIONS = ("shanghai", "frankfurt", "virginia")
+OPPOSITE = """
+
+_dataset, _loss, _signs = dataset, loss, [1]
+
+
+def dataset(uri, split, config):
+    _signs[0] = -1 if "virginia" in str(uri) else 1
+    return _dataset(uri, split, config)
+
+
+def loss(model, batch):
+    return _signs[0] * torch.clamp(_loss(model, batch), max=8)
+"""
+"""At the end of a task, it makes a region train into the opposite direction, as far as a loss of 8."""
 
 
 @contextmanager
@@ -120,3 +134,16 @@ def test_rounds_over_slow_links_are_said_to_be_spent_on_the_exchange(running: Ru
         for part in ("compute", "merge", "exchange", "wait")
     }
     assert sums["exchange"] > 0.5 * sum(sums.values()), sums
+
+
+def test_a_job_with_a_robust_rule_trains_in_the_background_beside_a_region_that_goes_the_other_way(
+    running: Running,
+) -> None:
+    """It ends with every update merged once, and has learnt. It is no comparison of the rule with the mean, which this
+    region does not lead away either: its loss is bounded, and the regions' data are unlike, which costs the median."""
+    task = (running.job_folder() / "task.py").read_text() + OPPOSITE
+    settings = ("train.workers=1", "train.end.epochs=30", "wan.interval=10", "train.evaluateEvery=0")
+    job = running.submit(*settings, "wan.exchange=background", "wan.robust=median", task=task)
+    ended = running.wait_end(job)
+    check_succeeded(ended, accuracy=0.5)
+    assert ended["plan"]["wan_settings"]["background"]

@@ -372,12 +372,17 @@ class Site:
         if not self.setup.quorum and not self.gave_up:
             # Where the job ends before its plan, a region may be done when others begin their last round.
             behind = min(told[region] for region in self.setup.regions if region not in action.lasts)
-            together = action.sequence <= SETTINGS.first_rounds_together
+            together = self.setup.same_round or action.sequence <= SETTINGS.first_rounds_together
             least = action.sequence if together else action.sequence - 1 - self._slack(action.sequence - 1)
             assert behind >= least, "a merge without a region's round, which all waited for"
+        digest = ""
+        if self.setup.same_round:
+            assert len({manifest.sequence for manifest in action.manifests}) == 1, "a merge of several rounds"
+            assert all(manifest.sequence == action.version for manifest in action.manifests)
+            digest = f"({base.digest}+{'+'.join(manifest.digest for manifest in action.manifests)})"
         merged = (*base.merged, *action.manifests)
         made = Checkpoint(
-            action.sequence, action.step, action.samples, action.applied, "", action.version, action.watermarks,
+            action.sequence, action.step, action.samples, action.applied, digest, action.version, action.watermarks,
             action.lasts, action.ends, merged,
         )  # fmt: skip
         self.disk.checkpoints = [made]
@@ -386,7 +391,7 @@ class Site:
 
     def _slack(self, sequence: int) -> int:
         """Rounds that a region may lack when the one after this is ended."""
-        if sequence <= SETTINGS.first_rounds_together:
+        if self.setup.same_round or sequence <= SETTINGS.first_rounds_together:
             return 0
         return SETTINGS.max_lag_rounds if self.grace_over_round >= sequence else 1
 
@@ -584,6 +589,7 @@ class Miniature:
         neighbours: Pairs = (),
         rerouted: bool = False,
         sums: bool = False,
+        same_round: bool = False,
     ) -> None:
         """``quorum`` None: synchronous exchange."""
         names = tuple(f"r{index}" for index in range(regions))
@@ -591,6 +597,7 @@ class Miniature:
             "background": quorum is not None and regions > 1,
             "quorum": quorum or 0,
             "max_rounds_ahead": max_rounds_ahead,
+            "same_round": same_round and regions > 1,
         }
         more |= {"rerouted": rerouted, "sums": sums and more["background"]}
         self.sites = {n: Site(Setup(n, names, workers, rounds, steps, evaluate_every, **more)) for n in names}
@@ -729,6 +736,9 @@ class Miniature:
         """What must hold at every moment."""
         for site in self.sites.values():
             for made in site.disk.checkpoints:
+                if made.sequence >= 0 and site.setup.same_round:
+                    digest = self.rounds.setdefault(made.version, made.digest)
+                    assert made.digest == digest, f"{site.name} has another model after merge {made.version}"
                 if made.sequence < 0 or site.setup.background:
                     continue
                 digest = self.rounds.setdefault(made.sequence, made.digest)

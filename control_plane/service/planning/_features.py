@@ -22,6 +22,7 @@ from geofed_pb.features import (
     PARTS,
     PRECISION,
     REQUIREMENTS,
+    ROBUST_BACKGROUND,
     SECRETS,
     SECURE,
 )
@@ -62,6 +63,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (MERGE_RATIO, spec.merge.ratio != 1.0),
             (MERGE_TO_ALL, spec.advanced.k == 0),
             (PARTS, parted),
+            (ROBUST_BACKGROUND, spec.wan.robust != "none" and spec.wan.exchange == "background"),
         )
         if used
     ]

@@ -88,7 +88,8 @@ class Wan(Section):
     """An update is refused if its norm exceeds its region's usual norm by more than this factor; 0: never."""
     robust: Annotated[str, OneOf("none", *robust_rules())] = "none"
     """Rule that replaces the mean of the regions' changes, so that a minority of wrong updates cannot lead the model
-    (docs/wan.md#robust-aggregation-advancedwanrobust). With synchronous exchange and a policy that averages."""
+    (docs/wan.md#robust-aggregation-advancedwanrobust). With a policy that averages. `exchange: auto` is then
+    synchronous; in the background each merge holds the same round of all regions."""
     byzantine: AutoOrCount = "auto"
     """For `robust`: number of regions whose updates may be arbitrarily wrong. `auto`: as many as the rule withstands
     with the job's regions."""
@@ -103,25 +104,30 @@ class Wan(Section):
             raise ValueError(f"`policy: {self.policy}` is synchronous")
         if self.significance is not None and not self.traits.significance:
             raise ValueError(f"`significance` requires {_policies_with(lambda policy: policy.significance)}")
-        if self.waits:
-            late = {"quorum": self.quorum, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
-            if odd := [name for name, value in late.items() if value not in (None, "none")]:
-                raise ValueError(f"`{odd[0]}` requires `exchange: background`")
+        late = {"quorum": self.quorum, "grace": self.grace, "lead": self.lead, "staleness": self.staleness}
+        odd = [name for name, value in late.items() if value not in (None, "none")]
         if self.robust != "none":
-            if self.exchange == "background" or self.traits.on_arrival:
-                raise ValueError("`robust` requires synchronous exchange, and a policy that averages")
+            if self.traits.on_arrival:
+                text = "adds the updates that have arrived: a rule compares those of the same round"
+                raise ValueError(f"`robust` requires a policy that averages; `policy: {self.policy}` {text}")
+            if odd:
+                text = "which merges the same round of all regions"
+                raise ValueError(f"`{odd[0]}` cannot be used with `robust: {self.robust}`, {text}")
             if self.traits.normalises:
                 raise ValueError(f"`robust` cannot be used with `policy: {self.policy}`, which needs each change")
         elif self.byzantine != "auto":
             raise ValueError("`byzantine` requires `robust`")
+        if self.waits and odd:
+            raise ValueError(f"`{odd[0]}` requires `exchange: background`")
         if self.lead is not None and self.quorum is None and not self.traits.on_arrival:
             raise ValueError("`lead` requires `quorum`: without one a region is never more than a round ahead")
         return self
 
     @property
     def waits(self) -> bool:
-        """Whether the job file demands synchronous exchange."""
-        return self.exchange == "synchronous" or self.traits.synchronous or self.robust != "none"
+        """Whether exchange is synchronous whatever the objective says."""
+        robust = self.robust != "none" and self.exchange != "background"
+        return self.exchange == "synchronous" or self.traits.synchronous or robust
 
     @property
     def traits(self) -> WanPolicy:

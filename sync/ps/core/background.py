@@ -8,6 +8,10 @@ wait for other regions, and for how long, is decided by `WaitingPolicy`. A regio
 for until it does; its updates are merged when they come, and until then the others' count for more in the model that
 the workers continue from (`Replica`).
 
+With ``Setup.same_round`` all regions make the same merges, as with synchronous exchange, one round later: each merge
+holds one round of every region that makes it, and the workers end no round before the last one is merged. Who makes no
+round any more is known from the updates that are merged, so all regions know it before the same merge.
+
 After its last round a region merges the others' updates until all have made their last: then every region's model
 holds every update. Where the job is to end before its plan, a region's last round is the one that it is told in, by the
 control plane or by another region's last update.
@@ -291,6 +295,8 @@ class Background(Machine):
         does what comes from one that is far ahead, as others are where this region was cut off and waited for them in
         vain: it would be old by the time that the same round ends here.
         """
+        if self.setup.same_round:
+            return self._of_next_round()
         takes_all = self.setup.quorum or (self._own_last and self._pending is None)
         ended = self._ended_sequence
         found: list[Manifest] = []
@@ -299,6 +305,15 @@ class Background(Machine):
             far_ahead = bool(run) and run[-1].sequence > ended + self.setup.waiting.far_ahead_rounds
             found += (manifest for manifest in run if takes_all or far_ahead or manifest.begins <= ended)
         return found
+
+    def _of_next_round(self) -> list[Manifest]:
+        """The others' updates of the next round to merge; none as long as one is missing, or our own round is open."""
+        if self._pending is None and not self._own_last:
+            return []
+        making = [region for region in self.setup.others if region not in self._lasts]
+        found = [self.ledger.kept.get((region, self.ledger.marks[region] + 1)) for region in making]
+        here = [manifest for manifest in found if manifest is not None]
+        return here if len(here) == len(found) else []
 
     # Waiting
 

@@ -96,6 +96,9 @@ class Setup:
     number."""
     grace_seconds: float = 0.0
     """With a quorum: longest time that a merge waits for it."""
+    same_round: bool = False
+    """With background exchange: whether a merge holds the same round of all regions that make one, so that all regions
+    make the same merges, as a robust rule needs it. No region is continued without."""
     waiting: WaitingSettings = field(default_factory=WaitingSettings)
     """With background exchange: when it waits for other regions, and for how long."""
     rerouted: bool = False

@@ -6,6 +6,8 @@ nothing as long as it is done before they end the next round. The *workers* wait
 
 Which round of each other region must be here:
 
+0. With ``Setup.same_round``: merge and workers wait for the same round of every region, without a limit; of the other
+   rules only 12 applies.
 1. First rounds (``first_rounds_together``): merge and workers wait for the same round. Regions receive the initial
    model one after the other, and who is ahead from the start merges old updates throughout.
 2. Merge (``merge_waits``, ``merge_follows_lag``): the same round, or one as much older as the region lacked at the
@@ -223,7 +225,7 @@ class WaitingPolicy:
         """Return the regions that lack the round that the merge waits for, or the workers if they have ended theirs."""
         if self.setup.quorum and (not self.setup.max_rounds_ahead or view.own_last):
             return ()
-        away = view.last_merged | view.last_here
+        away = view.last_merged | (frozenset() if self.setup.same_round else view.last_here)
         if not self._near_end(view):
             away |= {*self.membership.absent}
         present = (region for region in self.setup.others if region not in away)
@@ -234,7 +236,7 @@ class WaitingPolicy:
         settings = self.setup.waiting
         if self.setup.quorum:
             return view.ended - self.setup.max_rounds_ahead
-        if view.ended <= settings.first_rounds_together:
+        if self.setup.same_round or view.ended <= settings.first_rounds_together:
             return view.ended
         if not view.workers_done:
             if not settings.merge_waits:
@@ -299,7 +301,7 @@ class WaitingPolicy:
     def _wait_for(self, view: WaitView, late: tuple[str, ...], now: float) -> WaitUntil:
         """Wait for late regions. If the returned time has come, fewer regions are late than before."""
         making = view.pending and not view.update_made
-        if not view.workers_done or making or self._near_end(view):
+        if not view.workers_done or making or self.setup.same_round or self._near_end(view):
             return WaitUntil(math.inf, WaitReason.ROUND)
         if not self.setup.quorum and view.ended != self.grace_over_round:
             if self._grace is None or self._grace[0] != view.ended:

@@ -101,7 +101,11 @@ class Replica:
         """``owned``: nothing else uses the model of the state, so its memory may take the next one."""
         self._policy, self._exchange, self._guard = policy, exchange, Guard(exchange.guard)
         self._robust = (
-            RobustMerge(robust_rule_named(exchange.robust), int(exchange.byzantine)) if exchange.robust else None
+            RobustMerge(
+                robust_rule_named(exchange.robust), int(exchange.byzantine), background=bool(exchange.background)
+            )
+            if exchange.robust
+            else None
         )
         self._feedback = ErrorFeedback(codec, state.residual)
         self._model, self._memory = state.model, dict(state.memory)
@@ -284,9 +288,11 @@ class Replica:
         the weight of the updates that are missing from its rounds merged so far, in units of one round's weight.
 
         ``total`` is the weight of a whole round with background exchange, else None. With background exchange the guard
-        does not judge this region's own update, because its workers have continued from it in any case.
+        does not judge this region's own update, because its workers have continued from it in any case. With a robust
+        rule it does: all regions make the same merges, and corrections lead the workers back.
         """
         before, in_place = self._model, total is None and lacking <= 0.0
+        total = None if self._robust is not None else total
         if contributions and contributions[-1].whole:
             self._model = self._model_buffer(in_place)
             self._model[...] = contributions[-1].delta

@@ -148,3 +148,32 @@ def test_a_server_that_comes_back_elsewhere_gets_all_that_it_missed(servers: Ser
         for server in (east, north):
             server.configure(*(other for other in made if other is not server))
     _end(made, worker_group, _mean())
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_robust_rule_merges_the_same_everywhere_while_servers_die(
+    servers: Servers, workers: Workers, codec: str
+) -> None:
+    """Each round's change of a region is its push times the round: the median, round by round, is north's."""
+    settings = _settings(**{"robust/median": 1.0})
+    made = servers("east", "north", "west", codec=codec, **settings)
+    pushes = {**PUSHES, "west": -50.0}
+    worker_group = [workers(server, pushes[server.region], pause=0.15) for server in made]
+    for turn in range(4):
+        time.sleep(0.15)
+        victim = made[turn % 3]
+        victim.kill()
+        victim.launch()
+        victim.await_ready()
+        for server in made:
+            server.configure(*(other for other in made if other is not server))
+    for worker in worker_group:
+        worker.join(60)
+        assert not worker.is_alive(), f"{worker.server.region} hangs: {worker.server.status().condition}"
+        assert worker.failure is None, worker.failure
+    finals = [worker.finals[0] for worker in worker_group]
+    assert len({final.tobytes() for final in finals}) == 1, "the same model, bit for bit"
+    change = finals[0] - 1.0
+    assert (change <= SUM * 4.0).all(), "west moves no coordinate beyond what east and north do"
+    assert (change >= SUM * 0.9).all()
+    assert all(server.status().phase == "finished" for server in made)

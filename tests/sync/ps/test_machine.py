@@ -46,7 +46,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
         rounds=st.integers(1, 3),
         steps=st.integers(1, 2),
         every=st.integers(0, 2),
-        quorum=st.sampled_from([None, None, 0, 0, 1, 2, 3]),
+        quorum=st.sampled_from([None, None, 0, 0, 1, 2, 3, "same round", "same round"]),
         max_rounds_ahead=st.integers(0, 2),
         ways=st.sampled_from(["mesh", "star", "chain"]),
     )
@@ -57,7 +57,7 @@ class AnythingMayHappen(RuleBasedStateMachine):
         rounds: int,
         steps: int,
         every: int,
-        quorum: int | None,
+        quorum: int | str | None,
         max_rounds_ahead: int,
         ways: str,
     ) -> None:
@@ -69,9 +69,10 @@ class AnythingMayHappen(RuleBasedStateMachine):
             rounds,
             steps,
             every,
-            quorum=quorum,
+            quorum=0 if isinstance(quorum, str) else quorum,
             max_rounds_ahead=max_rounds_ahead,
             neighbours=neighbours,
+            same_round=isinstance(quorum, str),
         )
 
     def _site(self, number: int) -> Site:
