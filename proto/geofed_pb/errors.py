@@ -157,7 +157,8 @@ CATALOGUE: dict[str, Entry] = {
     "FUNCTION_OUT_OF_MEMORY": Entry(
         Exit.JOB_ENDED_BADLY,
         False,
-        "give the workers more memory or a smaller batch, or profile the task: plans then cut the model into stages",
+        "raise `function.memoryMb`, or let a step need less: `train.accumulate: 2` (the batch stays the same),"
+        " `train.precision: bf16`, a smaller `train.batch`; after `geofed profile` plans cut a large model into stages",
     ),
     "FENCED": Entry(Exit.CONFLICT, False, "a newer attempt has taken over; this one must stop"),
     "PORT_IN_USE": Entry(Exit.UNAVAILABLE, False, "stop what listens there, or choose another address"),

@@ -54,10 +54,6 @@ __all__ = ["handle"]
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-_TOO_SMALL = "raise function.memoryMb, or run `geofed profile`: plans then cut the model into stages that fit"
-"""Hint of an error about the worker's memory."""
-
-
 class Event(Protocol):
     """A request, as the OpenFaaS python3-http template passes it."""
 
@@ -83,7 +79,7 @@ def handle(event: Event, context: object) -> dict[str, object]:
         outcome = answer(status="failed", code=error.code, message=error.message, hint=error.hint)
     except MemoryError:
         text = "the worker ran out of memory"
-        outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text, hint=_TOO_SMALL)
+        outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text)
     except Exception as error:  # noqa: BLE001 - every failure must be answered with its code
         fault = _fault_of(error)
         outcome = answer(status="failed", code=fault.code, message=fault.message)

@@ -57,7 +57,10 @@ _PACKAGE_MISSING = (
     "list it in a file of task.requirements, or put it into the task folder"
 )
 """Hint of an error about a module that cannot be imported."""
-_GPU_TOO_SMALL = "a smaller batch, fewer workers on each GPU, or a plan that cuts the model into stages needs less"
+_GPU_TOO_SMALL = (
+    "let a step need less: `train.accumulate: 2` (the batch stays the same), `train.precision: bf16`, a smaller"
+    " `train.batch`; or have fewer workers on each GPU"
+)
 """Hint of an error about the GPU's memory."""
 
 
