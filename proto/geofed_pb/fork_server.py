@@ -7,6 +7,7 @@ packet of a SOCK_SEQPACKET socket, as JSON:
     owner -> server   {"id": n, "module": ..., "arguments": [...], "environment": {...} or null,
                       "own_output": whether it takes standard output, too} with a descriptor for standard error
     server -> owner   {"id": n, "pid": ...} with a pidfd
+                      {"id": n, "errno": ...}, where it cannot fork
                       {"id": n, "status": <exit status, below 0 for a signal>}
 
 The server ends with its owner, and what it has forked ends with the server, if it sets its parent-death signal
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import importlib
 import json
@@ -101,6 +103,8 @@ class ForkServer:
         if not self._ended:
             self._ended = True
             self._link.close()
+            # It may be importing, and would see the end of the socket later.
+            os.kill(self.pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
 
@@ -135,6 +139,7 @@ class ForkServer:
             "id": self._next, "module": module, "arguments": _with_parent(self.pid, arguments),
             "environment": None if environment is None else dict(environment), "own_output": stderr is not None,
         }  # fmt: skip
+        packet = json.dumps(request).encode()
         with contextlib.ExitStack() as given:
             if stderr is None:
                 reading, writing = os.pipe()
@@ -143,13 +148,22 @@ class ForkServer:
                 protocol = asyncio.StreamReaderProtocol(process.stderr)
                 await loop.connect_read_pipe(lambda: protocol, os.fdopen(reading, "rb", 0))
             try:
+                if len(packet) > _PACKET_BYTES:
+                    raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
                 descriptor = writing if stderr is None else stderr.fileno()
-                socket.send_fds(self._link, [json.dumps(request).encode()], [descriptor])
+                socket.send_fds(self._link, [packet], [descriptor])
             except OSError:
                 # The server has ended, or has not taken the requests before this one: none waits for the other.
                 del self._processes[self._next]
                 return await ExecStarter().start(module, *arguments, environment=environment, stderr=stderr)
-        await process.started
+        try:
+            forked = await process.started
+        except asyncio.CancelledError:
+            # Nobody has it. One that is not forked yet is killed when it is.
+            process.abandon()
+            raise
+        if not forked:
+            return await ExecStarter().start(module, *arguments, environment=environment, stderr=stderr)
         return process
 
     def _receive(self) -> None:
@@ -166,6 +180,8 @@ class ForkServer:
             told = json.loads(packet)
             if "pid" in told:
                 self._processes[told["id"]].begin(told["pid"], descriptors[0])
+            elif "errno" in told:
+                self._processes.pop(told["id"]).fail(told["errno"])
             else:
                 self._processes.pop(told["id"]).end(told["status"])
 
@@ -188,7 +204,8 @@ class _Forked:
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.started: asyncio.Future[None] = loop.create_future()
+        self.started: asyncio.Future[bool] = loop.create_future()
+        """False: the server ended before it forked it."""
         self._status: asyncio.Future[int] = loop.create_future()
         self._pidfd, self.pid = -1, 0
         self.stderr: asyncio.StreamReader | None = None
@@ -196,17 +213,27 @@ class _Forked:
     def begin(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
         if not self.started.done():
-            self.started.set_result(None)
+            self.started.set_result(True)
         else:
             # Whoever asked for it was cancelled.
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Kill it, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
             self.kill()
+
+    def fail(self, number: int) -> None:
+        """The server could not fork it."""
+        if not self.started.done():
+            self.started.set_exception(OSError(number, os.strerror(number)))
 
     def end(self, status: int) -> None:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
         if not self.started.done():
-            self.started.set_result(None)
+            self.started.set_result(False)
         self._status.set_result(status)
 
     @property
@@ -277,7 +304,13 @@ def _serve(link: socket.socket, owner: int, modules: Sequence[str]) -> None:
                 if not packet:
                     return
                 request, (stderr,) = json.loads(packet), descriptors
-                pid = os.fork()
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    # No room for more processes, which ends none of those that there are.
+                    os.close(stderr)
+                    link.send(json.dumps({"id": request["id"], "errno": error.errno}).encode())
+                    continue
                 if pid == 0:
                     link.close()
                     selector.close()

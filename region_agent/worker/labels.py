@@ -55,6 +55,8 @@ def labels_of(batch: Any) -> list[int] | None:
         found = batch[1]
     if not isinstance(found, torch.Tensor) or found.ndim != 1 or not found.numel():
         return None
-    if found.is_floating_point() or found.is_complex() or int(found.min()) < 0 or int(found.max()) >= MOST_LABELS:
+    if found.is_floating_point() or found.is_complex():
         return None
-    return [int(one) for one in found.tolist()]
+    # As numbers of Python: torch has no minimum of unsigned ones.
+    labels = [int(one) for one in found.tolist()]
+    return labels if all(0 <= one < MOST_LABELS for one in labels) else None

@@ -15,6 +15,9 @@ five regions reach 0.03, and those drawn by Dirichlet(0.3), which cost accuracy,
 _LABELS, _LABELS_OF_CLASS = 100, 10
 """Fewest labels counted in a region, in all and for each class. With fewer, equal regions seem to differ: two classes
 and 20 labels by up to 0.23. So many reach 0.14."""
+_SAMPLES, _COUNTED = 2000, 0.9
+"""Samples whose labels a profile counts at most, and the least part of them that a region must have reported. Where
+rules withhold more, equal regions differ by up to 0.3."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ def label_skew(profiles: Sequence[TaskProfile]) -> LabelSkew | None:
     classes = {label for one in profiles for label, _ in one.labels}
     for one in profiles:
         total = sum(count for _, count in one.labels)
-        if total >= max(_LABELS, _LABELS_OF_CLASS * len(classes)):
+        counted = min(_SAMPLES, one.samples)
+        if total >= max(_LABELS, _LABELS_OF_CLASS * len(classes), _COUNTED * counted):
             shares[one.region] = one.samples, {label: count / total for label, count in one.labels}
     if len(shares) < 2:
         return None

@@ -43,7 +43,8 @@ def test_a_cancelled_job_is_resumed_from_its_last_evaluated_round(
     assert begun["spec"]["train"]["end"]["epochs"] == pytest.approx(left)
     running.wait_round(after, 2)
     running.federation.control_plane("finish", after)
-    check_succeeded(running.wait_end(after))
+    # How far it came depends on how soon it was told to finish.
+    check_succeeded(running.wait_end(after), accuracy=0.5)
     final = exported(running, after, tmp_path)
     assert set(final) == set(kept)
     assert any((final[name] != kept[name]).any() for name in kept), "it was trained on"

@@ -20,6 +20,16 @@ PROGRAM = """
 import json, os, signal, sys, time
 from geofed_pb.linux import die_with_parent
 
+_fork, _forks = os.fork, []
+
+def fork():
+    _forks.append(1)
+    if len(_forks) == 2 and "FULL" in os.environ:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return _fork()
+
+os.fork = fork  # in the server, which imports this
+
 def main():
     parent = int(sys.argv[sys.argv.index("--die-with-parent") + 1])
     die_with_parent(parent)
@@ -40,6 +50,7 @@ def main():
 OWNER = """
 import asyncio, json, os, signal, sys, time
 from pathlib import Path
+from geofed_pb import fork_server
 from geofed_pb.fork_server import ExecStarter, ForkServer
 forking = sys.argv[1] == "fork"
 starter = ForkServer.fork(("program.__main__",)) if forking else ExecStarter()
@@ -155,6 +166,55 @@ print(json.dumps([first, is_alive(process.pid), (await run())["status"], (await 
 """,
     )
     assert told == [-9, False, 7, 7]
+
+
+def test_where_no_process_can_be_forked_the_others_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULL", "1")
+    scenario = """
+process = await starter.start("program", "wait")
+await process.stderr.readline()
+try:
+    await starter.start("program")
+except OSError as error:
+    told = [error.errno]
+print(json.dumps([*told, process.returncode, is_alive(process.pid), (await run())["status"]]))
+"""
+    assert _told(tmp_path, "fork", scenario) == [11, None, True, 7]
+
+
+def test_a_start_that_is_cancelled_leaves_no_process(tmp_path: Path) -> None:
+    scenario = """
+made, begin = [], fork_server._Forked.begin
+def cancelled(forked, pid, pidfd):
+    made.append(pid)
+    begin(forked, pid, pidfd)
+    if len(made) == 1:
+        starting.cancel()
+fork_server._Forked.begin = cancelled
+for turns in (None, 1):
+    starting = asyncio.ensure_future(starter.start("program", "wait"))
+    if turns:
+        while not starter._processes:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        starting.cancel()
+    await asyncio.wait([starting])
+    assert starting.cancelled()
+await run()  # later than what was asked for before
+deadline = time.monotonic() + 10
+while any(map(is_alive, made[:-1])) and time.monotonic() < deadline:
+    await asyncio.sleep(0.01)
+print(json.dumps([len(made) > 1, any(map(is_alive, made))]))
+"""
+    assert _told(tmp_path, "fork", scenario) == [True, False]
+
+
+def test_a_request_that_is_too_large_is_executed(tmp_path: Path) -> None:
+    scenario = """
+environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH")} | {"LONG": "x" * 100_000, "TOO": "x" * 60_000}
+print(json.dumps([(await run(environment=environment))["status"], (await run())["status"]]))
+"""
+    assert _told(tmp_path, "fork", scenario) == [7, 7]
 
 
 def test_all_end_with_the_owner(tmp_path: Path) -> None:

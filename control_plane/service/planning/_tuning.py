@@ -37,6 +37,8 @@ _MERGE = TypeAdapter(MergePoint)
 _Item = TypeVar("_Item")
 _COUNTS_BELOW = 2**31
 """Limit of a plausible number of labels."""
+_SAMPLES_BELOW = 2**53
+"""Limit of a plausible number of samples, up to which a float has all whole numbers."""
 _MAX_FRONT_POINTS = 60
 """Number of points returned of a longer front, evenly spaced and with both ends."""
 
@@ -50,7 +52,7 @@ def profile_from_json(text: str, region: str) -> TaskProfile:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise GeofedError("FRAME_INVALID", f"the profile of region {region}: {where}: {first['msg']}") from None
-    if profile.region != region or not profile.steps or profile.samples < 1:
+    if profile.region != region or not profile.steps or not 1 <= profile.samples < _SAMPLES_BELOW:
         raise GeofedError("FRAME_INVALID", f"the profile of region {region} has no steps, or belongs to another region")
     labels = [label for label, _ in profile.labels]
     if len(set(labels)) < len(labels) or not all(

@@ -28,9 +28,18 @@ def test_the_distance_is_the_part_that_would_have_to_be_others() -> None:
 
 
 def test_regions_count_by_their_samples_however_many_labels_were_counted() -> None:
-    skew = label_skew([told("large", 900, 100, 0), told("small", 100, 0, 100)])
+    skew = label_skew([told("large", 18_000, 2000, 0), told("small", 2000, 0, 2000)])
     assert skew is not None
     assert (skew.region, skew.distance) == ("small", pytest.approx(0.9))
+
+
+def test_a_region_that_withholds_many_labels_says_nothing() -> None:
+    """What it reports would look unlike the same labels elsewhere."""
+    every = told("b", 2000, *[100] * 20)
+    assert label_skew([told("a", 2000, *[100] * 17), every]) is None
+    skew = label_skew([told("a", 2000, *[100] * 19), every])
+    assert skew is not None
+    assert skew.distance < SKEW_THRESHOLD
 
 
 def test_too_few_labels_or_regions_say_nothing() -> None:
