@@ -38,6 +38,8 @@ class Pending:
     """Unix seconds."""
     secrets: tuple[str, ...] = ()
     """Names of the region's secrets that the code may read."""
+    image: str = ""
+    """Container image that the code runs in; empty: the region's own."""
 
 
 class Approvals:
@@ -138,7 +140,10 @@ def _pending(job: str, task: agent_pb2.TaskRef) -> Pending:
     if secrets:
         facts.append(json.dumps(["secrets", *secrets]))
     mark = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    return Pending(job, clean(submission.user), task.bundle_digest, clean(task.dataset), mark, time.time(), secrets)
+    return Pending(
+        job, clean(submission.user), task.bundle_digest, clean(task.dataset), mark, time.time(), secrets,
+        clean(task.image, NAME_BYTES),
+    )  # fmt: skip
 
 
 def _name(text: str) -> str:

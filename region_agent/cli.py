@@ -153,7 +153,8 @@ def pending(
     for one in found:
         since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(one.since))
         secrets = f", secrets {' '.join(one.secrets)}" if one.secrets else ""
-        print(f"{one.job}  user {one.user}, code {one.code[:19]}, dataset {one.dataset}{secrets}, since {since}")
+        image = f", image {one.image}" if one.image else ""
+        print(f"{one.job}  user {one.user}, code {one.code[:19]}, dataset {one.dataset}{secrets}{image}, since {since}")
     if not found:
         _say("nothing waits for approval")
 

@@ -109,8 +109,14 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
 
 def check_image(config: RegionConfig, image: str) -> None:
     """Check that a task may run in the container image that it names, if any; raises ``IMAGE_REFUSED``."""
-    if not image or is_allowed_image(image, config.policy.allow_images):
+    if not image:
         return
+    if is_allowed_image(image, config.policy.allow_images):
+        if config.policy.approve == "none" or "@" in image:
+            return
+        # Whoever can push to a tag would change what was approved.
+        text = f"region {config.name} approves code, and the image {clean(image, NAME_BYTES)} may change"
+        raise GeofedError("IMAGE_REFUSED", text, hint="name it by digest: task.image: NAME@sha256:DIGEST")
     if isinstance(config.gateway, EmbeddedGateway):
         why = f"its functions run on {config.platform.title}, as processes without an image"
         hint = f"leave out task.image, or avoid {config.name}"

@@ -306,8 +306,9 @@ class PartitionRunner:
 
     async def forget_state(self) -> None:
         """Delete the state that the parameter server and the workers have stored. The partition must be closed."""
-        # Replicas would keep the folder of a file channel that is deleted here: it is mounted when they start.
-        await self._function.delete()
+        if self._context.config.platform.local_files:
+            # Replicas would keep the folder of a file channel that is deleted here: it is mounted when they start.
+            await self._function.delete()
         with contextlib.suppress(GeofedError):
             await asyncio.to_thread(self._context.channel.discard, self.job)
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

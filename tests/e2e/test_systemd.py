@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.debian import debian_root
-from support.systemd import Machine, booted
+from support.systemd import Machine, booted, need_systemd
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
@@ -35,10 +35,10 @@ def commands(before: str) -> list[list[str]]:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Debian with a clone in /root/clone and a wheel of it, since nothing can be downloaded in the machine."""
-    if shutil.which("debootstrap") is None:
-        pytest.skip("debootstrap is not installed: apt-get install debootstrap")
+    need_systemd()
     root = tmp_path_factory.mktemp("systemd") / "root"
-    debian_root(tmp_path_factory, root)
+    if not debian_root(tmp_path_factory, root):
+        pytest.skip("Debian's Python is not that of this environment, whose packages are installed in the machine")
     wanted = "apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap libseccomp2"
     subprocess.run(["chroot", str(root), "sh", "-c", wanted], check=True, capture_output=True)
     made = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(root / "root")]

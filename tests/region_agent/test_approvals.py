@@ -106,7 +106,10 @@ def test_a_task_runs_in_an_image_that_the_region_file_allows_alone(tmp_path: Pat
     assert allows.catalogue()["images"] == ["r/team/", f"r/one@{DIGEST}"]
     for image in ("", "r/team/worker:2", f"r/one@{DIGEST}"):
         check_partition(allows, start(image=image))
+    approves = config(tmp_path, gateway=DOCKER, allowImages=["r/team/"], approve="first-run")
+    check_partition(approves, start(image=f"r/team/worker@{DIGEST}"))
     refused = [
+        (approves, "r/team/worker:2", "approves code, and the image r/team/worker:2 may change"),
         (allows, "r/one:1", "region east does not let tasks run in r/one:1"),
         (allows, "r/team/\u202ex", r"r/team/\\u202ex: it is not in its policy.allowImages"),
         (config(tmp_path, gateway=DOCKER), "r/team/worker:2", "not in its policy.allowImages"),

@@ -24,8 +24,9 @@ TRUSTED = Path("/etc/ssl/certs/ca-certificates.crt")
 """The authorities that this machine trusts, which a mirror of packages may need."""
 
 
-def debian_root(folders: pytest.TempPathFactory, target: Path) -> None:
-    """Make a folder with Debian, its Python, systemd, and the packages of this environment that geofed needs.
+def debian_root(folders: pytest.TempPathFactory, target: Path) -> bool:
+    """Make a folder with Debian, its Python, systemd, and the packages of this environment that geofed needs. False:
+    without these packages, which are of another version of Python.
 
     The system itself is made once in a run of pytest, whatever the number of its processes, and copied.
     """
@@ -40,10 +41,12 @@ def debian_root(folders: pytest.TempPathFactory, target: Path) -> None:
             (shared / "done").touch()
     subprocess.run(["cp", "-a", "--reflink=auto", str(shared / "root"), str(target)], check=True)
     has = subprocess.run(["chroot", str(target), "python3", "-V"], capture_output=True, text=True).stdout
-    if has.split()[1].rpartition(".")[0] == f"{sys.version_info.major}.{sys.version_info.minor}":
+    same = has.split()[1].rpartition(".")[0] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    if same:
         _link_packages(target / "usr/lib/python3/dist-packages")
     if TRUSTED.exists():
         shutil.copy(TRUSTED, target / TRUSTED.relative_to("/"))
+    return same
 
 
 def _debootstrap(root: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-__all__ = ["Machine", "booted"]
+__all__ = ["Machine", "booted", "need_systemd"]
 
 _START_SECONDS = 30.0
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -75,16 +75,25 @@ class Machine:
         return self("systemctl", "show", unit, "--value", f"--property={name}").strip()
 
 
-@contextmanager
-def booted(root: Path) -> Iterator[Machine]:
-    """Boot a Debian root; skip the test where no systemd can run."""
+def need_systemd() -> None:
+    """Skip the test where no systemd can be made to run."""
     if os.geteuid() != 0:
         pytest.skip("a systemd of the tests' own needs root")
     for program in _PROGRAMS:
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed: apt-get install debootstrap util-linux iproute2")
+    if not any((_CGROUPS / name).exists() for name in ("cgroup.controllers", "systemd/cgroup.procs")):
+        pytest.skip("this machine has no control groups for a systemd")
+
+
+@contextmanager
+def booted(root: Path) -> Iterator[Machine]:
+    """Boot a Debian root; skip the test where no systemd comes up."""
     name = f"geofed-test-{uuid.uuid4().hex[:8]}"
-    ours = [folder / name for folder in (_CGROUPS, *_CGROUPS.iterdir()) if (folder / "cgroup.procs").exists()]
+    # Version 2 has one hierarchy, version 1 several.
+    whole = (_CGROUPS / "cgroup.controllers").exists()
+    tops = [_CGROUPS] if whole else [one for one in _CGROUPS.iterdir() if (one / "cgroup.procs").exists()]
+    ours = [top / name for top in tops]
     lines = [f"mkdir {cgroup} && echo $$ > {cgroup}/cgroup.procs || true" for cgroup in ours]
     flags = ["--pid", "--mount", "--uts", "--ipc", "--net", "--cgroup", "--fork", "--kill-child"]
     lines.append(f"exec unshare {' '.join(flags)} sh -c '{_BOOT}'")
@@ -107,8 +116,10 @@ def _pid_of_systemd(process: subprocess.Popen[str]) -> int:
         for child in psutil.Process(process.pid).children():
             with suppress(psutil.Error):
                 if child.exe().endswith("/systemd"):
-                    machine = Machine(child.pid)
-                    if machine.start("systemctl", "is-system-running", "--wait").stdout.strip() == "running":
+                    state = Machine(child.pid).start("systemctl", "is-system-running").stdout.strip()
+                    if state == "degraded":
+                        pytest.fail(Machine(child.pid).start("systemctl", "--failed", "--no-pager").stdout)
+                    if state == "running":
                         return child.pid
         time.sleep(0.1)
     process.kill()

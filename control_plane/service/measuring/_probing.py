@@ -27,7 +27,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import EVALUATION, PARTS
+from geofed_pb.features import EVALUATION, IMAGE, PARTS
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -243,6 +243,9 @@ class Probing:
                 continue
             if parted and not self._measurements.knows(region, PARTS):
                 # It would run the task without these files.
+                continue
+            if spec.task.image is not None and not self._measurements.knows(region, IMAGE):
+                # It would run the task in its own image.
                 continue
             samples = self._measurements.train_samples(region, spec.data.dataset)
             free.append((self._measurements.running(region), -samples, region))

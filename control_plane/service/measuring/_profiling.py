@@ -19,7 +19,7 @@ from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec, parse_request, to_demand
 from control_plane.store import RunRow, Store
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import PARTS
+from geofed_pb.features import IMAGE, PARTS
 from geofed_pb.v1 import agent_pb2, control_pb2
 from scheduler.tuning import TaskProfile
 
@@ -75,8 +75,11 @@ class Profiling:
     ) -> AsyncIterator[agent_pb2.ProfileReport]:
         """Yield an agent's reports up to the last one."""
         self._measurements.require_free(region)
-        if self._federation.blobs.parts(request.bundle_digest) and not self._measurements.knows(region, PARTS):
-            raise GeofedError("INADMISSIBLE", f"the agent of region {region} does not know `{PARTS}`", hint="update it")
+        parted = bool(self._federation.blobs.parts(request.bundle_digest))
+        for feature, used in ((PARTS, parted), (IMAGE, spec.task.image is not None)):
+            if used and not self._measurements.knows(region, feature):
+                text = f"the agent of region {region} does not know `{feature}`"
+                raise GeofedError("INADMISSIBLE", text, hint="update it")
         weight = await self._federation.read(partial(Store.weight, task_key=key))
         command = _command(region, self._measurements.memory_mb(region, spec, weight), spec, request)
         async with aclosing(self._measurements.run(agent_pb2.ToAgent(profile=command))) as reports:

@@ -19,8 +19,11 @@ Y = torch.tensor([1, 0, 1])
 
 @pytest.mark.parametrize(
     "batch",
-    [(X, Y), [X, Y], {"x": X, "label": Y}, {"labels": Y}, {"target": Y}, {"targets": Y}, {"y": Y.to(torch.uint8)}, (X, Y.to(torch.uint16))],
-)
+    [
+        (X, Y), [X, Y], (X, Y.to(torch.uint16)), {"x": X, "label": Y}, {"labels": Y}, {"target": Y}, {"targets": Y},
+        {"y": Y.to(torch.uint8)},
+    ],
+)  # fmt: skip
 def test_usual_layouts_are_known(batch: Any) -> None:
     assert labels_of(batch) == [1, 0, 1]
 
