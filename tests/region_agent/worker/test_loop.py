@@ -221,7 +221,7 @@ def test_a_gpu_without_memory_is_told_as_such(place: Server, script: Script) -> 
         "FUNCTION_OUT_OF_MEMORY", "the GPU ran out of memory in loss at "
         f"task.py:{_line_of(task, 'OutOfMemoryError')} (raise torch.OutOfMemoryError('CUDA out of memory'))",
     )  # fmt: skip
-    assert "smaller batch" in outcome.hint
+    assert "train.accumulate" in outcome.hint
 
 
 def _line_of(text: str, word: str) -> int:
