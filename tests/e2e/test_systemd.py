@@ -34,16 +34,26 @@ def commands(before: str) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Debian with a clone in /root/clone and a wheel of it, since nothing can be downloaded in the machine."""
+    """Debian with a clone in /srv/clone and a wheel of it, since nothing can be downloaded in the machine."""
     need_systemd()
     root = tmp_path_factory.mktemp("systemd") / "root"
     if not debian_root(tmp_path_factory, root):
         pytest.skip("Debian's Python is not that of this environment, whose packages are installed in the machine")
     wanted = "apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap libseccomp2"
     subprocess.run(["chroot", str(root), "sh", "-c", wanted], check=True, capture_output=True)
-    made = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(root / "root")]
+    made = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(root / "srv" / "wheels"),
+    ]
     subprocess.run([*made, str(ROOT)], check=True, capture_output=True)
-    shutil.copytree(ROOT / "deploy" / "systemd", root / "root" / "clone" / "deploy" / "systemd")
+    shutil.copytree(ROOT / "deploy" / "systemd", root / "srv" / "clone" / "deploy" / "systemd")
     yield root
     shutil.rmtree(root)
 
@@ -71,11 +81,11 @@ def _install(machine: Machine) -> None:
             assert words[1:] == ["install", ".[worker]"]
             words[1:] = ["install", "-q", "--no-index", "--no-deps", *_wheels(machine)]
         line = " ".join(word if "*" in word else shlex.quote(word) for word in words)
-        machine("sh", "-c", f"cd /root/clone && {line}")
+        machine("sh", "-c", f"cd /srv/clone && {line}")
 
 
 def _wheels(machine: Machine) -> list[str]:
-    return machine("sh", "-c", "ls /root/*.whl").split()
+    return machine("sh", "-c", "ls /srv/wheels/*.whl").split()
 
 
 def test_the_units_run_a_job_come_back_after_a_kill_and_stop(machine: Machine) -> None:

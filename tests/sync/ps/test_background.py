@@ -85,18 +85,23 @@ def test_a_region_that_is_away_is_waited_for_in_the_last_quarter_only(servers: S
     _end([east, north, west], [*worker_group, workers(west, PUSHES["west"])], _mean())
 
 
-@pytest.mark.parametrize("codec", ["fp32", "topk"])
-def test_killed_again_and_again(servers: Servers, workers: Workers, codec: str) -> None:
-    made = servers(*PUSHES, codec=codec, **_settings())
-    worker_group = [workers(server, PUSHES[server.region], pause=0.15) for server in made]
-    for turn in range(6):
-        time.sleep(0.1)
+def _kill_in_turn(made: list[Server], times: int, pause_seconds: float) -> None:
+    """Kill one of three servers after the other, each after a pause, and start it again."""
+    for turn in range(times):
+        time.sleep(pause_seconds)
         victim = made[turn % 3]
         victim.kill()
         victim.launch()
         victim.await_ready()
         for server in made:
             server.configure(*(other for other in made if other is not server))
+
+
+@pytest.mark.parametrize("codec", ["fp32", "topk"])
+def test_killed_again_and_again(servers: Servers, workers: Workers, codec: str) -> None:
+    made = servers(*PUSHES, codec=codec, **_settings())
+    worker_group = [workers(server, PUSHES[server.region], pause=0.15) for server in made]
+    _kill_in_turn(made, 6, 0.1)
     _end(made, worker_group, _mean())
 
 
@@ -159,14 +164,7 @@ def test_a_robust_rule_merges_the_same_everywhere_while_servers_die(
     made = servers("east", "north", "west", codec=codec, **settings)
     pushes = {**PUSHES, "west": -50.0}
     worker_group = [workers(server, pushes[server.region], pause=0.15) for server in made]
-    for turn in range(4):
-        time.sleep(0.15)
-        victim = made[turn % 3]
-        victim.kill()
-        victim.launch()
-        victim.await_ready()
-        for server in made:
-            server.configure(*(other for other in made if other is not server))
+    _kill_in_turn(made, 4, 0.15)
     for worker in worker_group:
         worker.join(60)
         assert not worker.is_alive(), f"{worker.server.region} hangs: {worker.server.status().condition}"
