@@ -63,7 +63,8 @@ def test_every_line_is_json(running_north: Running) -> None:
             assert line["logger"], name
     agents = [line for name in ("agent-bergen", "agent-oslo") for line in logs[name][before[name] :]]
     assert {"partition", "session with the control plane"} <= {line["event"] for line in agents}
-    assert {line["job"] for line in agents if line["event"] == "partition"} == {job}
+    # An agent that starts again also logs the partitions of earlier jobs that it has yet to clean up.
+    assert job in {line["job"] for line in agents if line["event"] == "partition"}
 
 
 def _read(name: str, line: str) -> dict[str, Any]:
