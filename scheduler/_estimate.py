@@ -126,6 +126,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
         # Plans of a thousand regions have a million of them.
         begin = source + ">"
         link_bytes.update(zip([begin + to for to in own], [plan.rounds * sent for sent in own.values()], strict=True))
+    sent_bytes = float(sum(link_bytes.values()))
     items = tuple(
         cost
         for place, part in enumerate(plan.partitions)
@@ -136,7 +137,9 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
     copied, paid = _copies(plan.copies, regions)
     # A region whose first model differs from the first region's, as with another version of torch, is sent that one.
     doubtful = float(max(0, len(plan.partitions) - 1) * update_bytes(model_bytes, "fp32"))
-    sent_bytes, copied_bytes = float(sum(link_bytes.values())), float(sum(copied.values()))
+    copied_bytes = float(sum(copied.values()))
+    for link, sent in copied.items():
+        link_bytes[link] = link_bytes.get(link, 0) + sent
     usd, copied_usd = sum(cost.usd for cost in items), sum(cost.usd for cost in paid)
     seconds = float(took.seconds[0, 0, 0])
     return Estimate(
@@ -144,7 +147,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
         wan_bytes=_with(sent_bytes, size_low, size_high, copied_bytes, doubtful),
         usd=_with(usd, min(low, size_low), high, copied_usd),
         items=(*items, *paid),
-        link_bytes=link_bytes | {link: link_bytes.get(link, 0) + sent for link, sent in copied.items()},
+        link_bytes=link_bytes,
         basis=basis,
         model_bytes=model_bytes,
         model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",

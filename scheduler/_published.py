@@ -36,7 +36,7 @@ def _passes(staffs: Staffs, evaluation: Evaluation) -> Floats:
 
 def _greedy(evaluation: Evaluation) -> Ints:
     """All workers that are free in each region, at the memory with which they are fastest."""
-    staffs = Staffs.of(evaluation.table)
+    staffs = evaluation.configured
     most = staffs.step_samples >= staffs.step_samples.max(axis=1, keepdims=True)
     return np.asarray(np.where(most, _passes(staffs, evaluation), np.inf).argmin(axis=1))
 
@@ -44,7 +44,7 @@ def _greedy(evaluation: Evaluation) -> Ints:
 def _load_power(evaluation: Evaluation) -> Ints:
     """Load-power matching (Cloudless-Training, arXiv 2303.05330): the region that is slowest with all its
     workers sets the pace, and each takes what costs least of what keeps it."""
-    staffs = Staffs.of(evaluation.table)
+    staffs = evaluation.configured
     passes = _passes(staffs, evaluation)
     pace = passes.min(axis=1).max()
     return np.asarray(np.where(passes <= pace * (1 + 1e-9), staffs.worker_usd, np.inf).argmin(axis=1))

@@ -97,12 +97,15 @@ class Evaluation:
         self.ways, self.demand = ways, demand
         self._occasion, self._noise = occasion, noise or PRIOR_NOISE_SAMPLES
         self.sizes = np.array([len(own) for own in figures])
-        # Regions with fewer configurations repeat their last one.
-        most = int(self.sizes.max())
-        self.table = np.array([[*own, *[own[-1]] * (most - len(own))] for own in figures])
-        self._by_figure = np.ascontiguousarray(self.table.transpose(2, 0, 1))
+        self._table = np.empty((len(figures[0][0]), len(figures), int(self.sizes.max())))
+        for place, own in enumerate(figures):
+            # Regions with fewer configurations repeat their last one.
+            self._table[:, place, : len(own)] = np.array(own).T
+            self._table[:, place, len(own) :] = self._table[:, place, len(own) - 1, None]
+        self.configured = Staffs(*self._table)
+        """Every configuration of every region, shape (regions, configurations)."""
         self.samples = np.array(samples, float)
-        self.least_samples = float(self.table[:, :, 0].min(axis=1).sum())
+        self.least_samples = float(self.configured.step_samples.min(axis=1).sum())
         self.useful_ways = _undominated(ways)
         wanted = policy_of(demand).interval_steps
         self._usual = demand.interval or wanted or USUAL_INTERVAL
@@ -158,10 +161,10 @@ class Evaluation:
 
     def staffs(self, choice: Ints) -> Staffs:
         """Return the figures of staffings."""
-        regions, most, figures = self.table.shape
+        figures, regions, most = self._table.shape
         at = np.arange(regions)[:, None] * most + choice.T
         # Each region's figures lie together, as in `Staffs.of`.
-        return Staffs(*(figure.T for figure in self._by_figure.reshape(figures, -1).take(at, axis=1)))
+        return Staffs(*(figure.T for figure in self._table.reshape(figures, -1).take(at, axis=1)))
 
     def _batch_points(self, factor: Floats) -> Floats:
         """Return what larger batches give up where the number of samples is fixed."""
@@ -227,8 +230,8 @@ class Evaluation:
         return np.where(stays, interval, shorter), np.where(stays, whole, rounds)
 
     def _tried_intervals(self) -> tuple[int, ...]:
-        table = Staffs.of(self.table.swapaxes(0, 1))
-        fewest = float(self.loads(table)[0].min()) if self.demand.steps is None else float(self.demand.steps)
+        every = Staffs(*(figure.T for figure in self._table))
+        fewest = float(self.loads(every)[0].min()) if self.demand.steps is None else float(self.demand.steps)
         return (*_SHORT_INTERVALS, *_INTERVALS) if fewest < FEWEST_ROUNDS * USUAL_INTERVAL else _INTERVALS
 
 

@@ -99,7 +99,7 @@ class Search:
     @cached_property
     def paces(self) -> Evaluated:
         """Every pace that was tried; all staffings if they are few."""
-        return self.evaluation.evaluate(self._staffings.by_pace())
+        return self.evaluation.evaluate(self._staffings.by_pace)
 
     def best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
@@ -148,7 +148,7 @@ class Search:
 
     def neighbours(self, evaluated: Evaluated, place: Place) -> Evaluated:
         """Return a plan's exchange with other staffings: every pace, and one region changed."""
-        others = np.concatenate([self._staffings.changed(evaluated.choice[place.staff]), self._staffings.by_pace()])
+        others = np.concatenate([self._staffings.changed(evaluated.choice[place.staff]), self._staffings.by_pace])
         return self.evaluation.evaluate(others, int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],))
 
     def score(self, evaluated: Evaluated, limits: Limits) -> Floats:

@@ -48,15 +48,16 @@ class Staffings:
         count = math.prod(int(size) for size in self._of.sizes)
         return count * len(self._of.intervals) * len(self._of.useful_ways) * len(self._of.sizes) <= MOST_ENUMERATED
 
+    @cached_property
     def by_pace(self) -> Ints:
-        """Return all staffings if they are few; else for every pace the cheapest configurations that keep it, and the
+        """All staffings if they are few; else for every pace the cheapest configurations that keep it, and the
         fastest of every region."""
         if self._only is not None:
             return self._only[None, :]
         if self.all_tried:
             numbers = np.meshgrid(*(np.arange(size) for size in self._of.sizes), indexing="ij")
             return np.stack(numbers, -1).reshape(-1, len(numbers))
-        staffs = Staffs.of(self._of.table)
+        staffs = self._of.configured
         loads = self._of.samples[:, None] / staffs.step_samples
         passes = loads * staffs.step_seconds
         slowest = passes.min(axis=1).max()
@@ -85,7 +86,7 @@ class Staffings:
     def fitted(self, choice: Ints) -> Ints:
         """Return a staffing changed so that rounds of whole steps fit the shards, for every interval; none if they are
         many: each region takes the cheapest configuration that keeps the pace, where other passes than asked count."""
-        staffs, (total, _) = Staffs.of(self._of.table), self._of.loads(self._of.staffs(choice[None, :]))
+        staffs, (total, _) = self._of.configured, self._of.loads(self._of.staffs(choice[None, :]))
         regions = np.arange(len(choice))
         seconds = self._of.samples[:, None] / staffs.step_samples * staffs.step_seconds
         pace = float(seconds[regions, choice].max())
@@ -99,7 +100,7 @@ class Staffings:
         counts = np.unique(each[first])
         if len(counts) * len(self._of.intervals) * each.size > MOST_FIGURES:
             return np.empty((0, len(choice)), np.int64)
-        found, prices = [choice], self._priced(staffs, pace)
+        found, prices = [choice], [logarithm(usd) for usd in self._priced(staffs, pace)]
         for most in counts:
             keeps = (seconds <= pace * (1 + 1e-9)) & (each <= most * (1 + 1e-9))
             keeps[first] &= each[first] == most
@@ -111,7 +112,7 @@ class Staffings:
                 steps = np.maximum(1.0, np.round(interval * each / most))
                 off = off_share(count, steps, of_most * each / most)
                 worse = np.where(keeps, BEYOND_WORTH * OFF_POINTS * np.maximum(0.0, off - MOST_OFF), np.inf)
-                found += [(logarithm(usd) + worse).argmin(axis=1) for usd in prices]
+                found += [(price + worse).argmin(axis=1) for price in prices]
         return np.unique(np.array(found), axis=0)
 
     def changed(self, choice: Ints) -> Ints:
