@@ -158,12 +158,28 @@ def test_a_worker_answers_on_its_port(engine: Engine) -> None:
         engine.start("rm", "--force", name)
 
 
+def _image_of_the_page(engine: Engine, folder: Path) -> str:
+    """Build the page's image of a job, with a small package in the place of its large one."""
+    block = re.search(r"(?m)(?:^    .+\n)+", PAGE.read_text().partition("Jobs with `task.image`")[2])
+    assert block is not None
+    recipe = "".join(line.removeprefix("    ") for line in block[0].splitlines(keepends=True))
+    for stated, own in (("registry.example.org/geofed-worker:0.1", "geofed-worker"), ("xgboost", "pyfiglet")):
+        assert recipe.count(stated) == 1
+        recipe = recipe.replace(stated, own)
+    (folder / "Dockerfile").write_text(recipe)
+    engine("build", "--network=host", "--tag=team/worker:1", str(folder))
+    return "team/worker:1"
+
+
 def test_workers_are_containers_that_see_their_shard_and_their_channel(engine: Engine, tmp_path: Path) -> None:
     pytest.importorskip("docker")
     from docker import DockerClient
 
     gateway = {"kind": "docker", "engine": engine.host, "image": "geofed-worker"}
-    sites = digits_sites(tmp_path, ["lille"], workers=2, gateway=gateway)
+    policy = {"isolation": "prefer", "allowImages": ["team/"]}
+    sites = digits_sites(tmp_path, ["lille"], workers=2, gateway=gateway, policy=policy)
+    (tmp_path / "image").mkdir()
+    image = _image_of_the_page(engine, tmp_path / "image")
     client = DockerClient(engine.host)
     with contextlib.closing(client), Federation(tmp_path / "federation", sites) as federation:
         running = Running(federation, tmp_path)
@@ -180,7 +196,8 @@ def test_workers_are_containers_that_see_their_shard_and_their_channel(engine: E
             assert container.exec_run(["cat", str(tmp_path / "federation")]).exit_code != 0
         check_succeeded(running.wait_end(job), accuracy=0.5)
         eventually(lambda: not client.containers.list(all=True, filters=OWN, ignore_removed=True), "they are removed")
-        again = running.submit("train.workers=2", "train.end.epochs=5000", "train.evaluateEvery=0", task=UNHURRIED)
+        settings = ("train.workers=2", "train.end.epochs=5000", "train.evaluateEvery=0", f"task.image={image}")
+        again = running.submit(*settings, task=f"{UNHURRIED}\nimport pyfiglet\n")
         running.wait_round(again, 1)
         containers = client.containers.list(filters=OWN)
         # This machine reaches a container, which does not serve it without the job's token; another container does not.
