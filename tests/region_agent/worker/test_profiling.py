@@ -113,19 +113,19 @@ ROUNDS = ClientRounds(fraction=0.5, epochs=2, batch=4)
 
 def test_rounds_of_clients_are_measured_with_what_a_client_costs(tmp_path: Path) -> None:
     """A client has 5 samples, and processes them twice, in steps of at most 4 or 1."""
-    config = {"seconds": 0.1}
+    config, per_sample = {"seconds": 0.1}, 0.1 / 10
     told, _ = profiled(
         tmp_path, CLIENTS_TASK, batch=4, clients=ROUNDS, config=config, measure="pace", limit_seconds=1.0
     )
     assert told.status == "done", told.message
     assert [step.batch for step in told.steps] == [4, 1]
     for step in told.steps:
-        assert step.seconds == pytest.approx(0.1 * step.batch / 10, rel=0.3)
+        assert 0.9 * per_sample * step.batch < step.seconds < 2.5 * per_sample * step.batch
     told, _ = profiled(tmp_path, CLIENTS_TASK, batch=4, clients=ROUNDS, config=config, limit_seconds=4.0)
     assert told.status == "done", told.message
     assert [step.batch for step in told.steps] == [1, 2, 4, 8]
     for step in told.steps:
-        assert step.seconds == pytest.approx(0.1 * step.batch / 10, rel=0.3)
+        assert 0.9 * per_sample * step.batch < step.seconds < 2.5 * per_sample * step.batch
         assert step.peak_mb > 1
     assert (told.update_seconds, told.layers) == (0.0, ())
 
@@ -139,7 +139,7 @@ def test_a_client_that_takes_longer_than_the_time_is_measured_in_part(tmp_path: 
     assert told.status == "done", told.message
     # Half of the local steps of 4 samples have one, as a client has 5.
     assert told.steps[0].batch == 4
-    assert 0.1 < told.steps[0].seconds < 0.25
+    assert 0.1 < told.steps[0].seconds < 0.5
     assert told.seconds - told.loaded_seconds < 8.0, "a whole client takes 10 s"
 
 
