@@ -43,6 +43,10 @@ def _lose(victim: Server, servers: list[Server], *, channel: bool = False) -> No
     _introduce(servers)
 
 
+def _has_state(server: Server) -> bool:
+    return "its state is lost" not in server.status().condition
+
+
 def _end(servers: list[Server], worker_group: list[NumpyWorker]) -> None:
     for worker in worker_group:
         worker.join(60)
@@ -87,7 +91,10 @@ def test_at_any_moment_again_and_again(servers: Servers, workers: Workers) -> No
     worker_group = [workers(server, PUSHES[server.region], pause=0.15, begins_anew=True) for server in made]
     for turn in range(6):
         time.sleep(0.07 * turn)
-        _lose(made[turn % 3], made)
+        victim = made[turn % 3]
+        # Somebody has to have the state; two may lack it at a time.
+        wait_until(lambda victim=victim: any(_has_state(one) for one in made if one is not victim), "a state to be left")
+        _lose(victim, made)
     for worker in worker_group:
         worker.join(60)
         assert worker.failure is None, worker.failure
