@@ -93,7 +93,8 @@ def test_at_any_moment_again_and_again(servers: Servers, workers: Workers) -> No
         time.sleep(0.07 * turn)
         victim = made[turn % 3]
         # Somebody has to have the state; two may lack it at a time.
-        wait_until(lambda victim=victim: any(_has_state(one) for one in made if one is not victim), "a state to be left")
+        others = [server for server in made if server is not victim]
+        wait_until(lambda others=others: any(map(_has_state, others)), "a state to be left")
         _lose(victim, made)
     for worker in worker_group:
         worker.join(60)
