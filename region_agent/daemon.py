@@ -28,8 +28,9 @@ from region_agent.capacity import preemptible_workers
 from region_agent.config import EmbeddedGateway, FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, openfaas_client, reachable
 from region_agent.gateway import GatewayClient
+from region_agent.gateway.functions import Isolation
 from region_agent.gateway.owner import Owner
-from region_agent.isolation import Isolation, isolation_of
+from region_agent.isolation import isolation_of
 from region_agent.link.blobs import Blobs
 from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity

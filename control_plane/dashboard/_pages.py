@@ -31,7 +31,7 @@ from control_plane._view import (
 from control_plane.core import TERMINAL, wan_links
 from control_plane.dashboard._chart import line_chart
 from control_plane.dashboard._series import federation_network
-from control_plane.dashboard._submission import Draft, templates
+from control_plane.dashboard._submission import SubmissionForm, templates
 from control_plane.dashboard._timeline import PARTS, means_of, reason_of, timeline_of, took_text
 from control_plane.service import Caller, Federation, JobEntry, event_message, log_message
 from control_plane.store import EventRow, Store
@@ -218,7 +218,7 @@ class Pages:
     def submit(
         self,
         caller: Caller,
-        draft: Draft | None,
+        draft: SubmissionForm | None,
         *,
         error: GeofedError | None = None,
         plan: Data | None = None,

@@ -23,8 +23,9 @@ from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.call_token import CallToken
+from region_agent.gateway.functions import Isolation
 from region_agent.gateway.owner import Owner
-from region_agent.isolation import NOT_ISOLATED, Isolation
+from region_agent.isolation import NOT_ISOLATED
 from region_agent.link.identity import Identity
 from region_agent.link.networks import resolved
 from region_agent.own_model import copy_own_model, remove_all_but_own_model

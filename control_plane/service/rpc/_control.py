@@ -54,7 +54,7 @@ from control_plane.service.storage._deletion import delete_job
 from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
 from control_plane.spec import parse_request
-from control_plane.store import AuditRow, EventRow, Invitation, Store
+from control_plane.store import AuditRow, EventRow, InvitationRow, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES, MAX_FOLDER_BYTES
 from geofed_pb.rpc import answering, streaming
@@ -337,7 +337,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             expires = draft.at + (request.ttl_seconds or INVITATION_SECONDS)
             if draft.region(name) is None:
                 draft.put_region(unseen_region(name))
-            draft.invitations.append(Invitation(hash_secret(secret), name, expires))
+            draft.invitations.append(InvitationRow(hash_secret(secret), name, expires))
             draft.record("region.invited", f"region {name} was invited", region=name)
         token = InvitationToken(self.access.address, self.access.authority.ca_pem, name, secret)
         return control_pb2.InviteReply(token=str(token), expires=expires)

@@ -24,10 +24,11 @@ from control_plane.core import (
     Logged,
     MeterTotals,
     Partition,
-    Privacy,
+    PrivacySpent,
     Record,
     RegionState,
     Report,
+    ResourceUsage,
     RoundTime,
     SendKeep,
     SendPeers,
@@ -37,7 +38,6 @@ from control_plane.core import (
     SendStart,
     Speed,
     Uploaded,
-    Usage,
     WanExchange,
     best_model,
     condition_of,
@@ -107,10 +107,10 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
     )
 
 
-def _privacy_of(message: agent_pb2.Privacy) -> Privacy:
+def _privacy_of(message: agent_pb2.Privacy) -> PrivacySpent:
     numbers = (message.epsilon, message.delta)
     epsilon, delta = (number if math.isfinite(number) else 0.0 for number in numbers)
-    return Privacy(epsilon, delta, message.releases)
+    return PrivacySpent(epsilon, delta, message.releases)
 
 
 def _logged_of(message: common_pb2.Logged) -> Logged:
@@ -122,9 +122,9 @@ def _logged_of(message: common_pb2.Logged) -> Logged:
     return Logged(message.round, values)
 
 
-def _usage_of(message: common_pb2.Usage) -> Usage:
+def _usage_of(message: common_pb2.Usage) -> ResourceUsage:
     cores = message.cpu_cores if math.isfinite(message.cpu_cores) else 0.0
-    return Usage(cores, message.memory_bytes, message.gpu_memory_bytes)
+    return ResourceUsage(cores, message.memory_bytes, message.gpu_memory_bytes)
 
 
 def _time_of(message: common_pb2.RoundTime) -> RoundTime | None:

@@ -31,7 +31,7 @@ _RETRY_SECONDS = 0.5
 """Pause between two attempts."""
 
 
-class Part(StrEnum):
+class ExportKind(StrEnum):
     """What `export` writes."""
 
     WHOLE = "whole"
@@ -45,12 +45,12 @@ class Part(StrEnum):
     @property
     def is_folder(self) -> bool:
         """Whether it is several files."""
-        return self in (Part.PEFT, Part.HUB)
+        return self in (ExportKind.PEFT, ExportKind.HUB)
 
     @property
     def is_program(self) -> bool:
         """Whether it is made of the task's model, and runs without its class."""
-        return self in (Part.TORCH_EXPORT, Part.ONNX)
+        return self in (ExportKind.TORCH_EXPORT, ExportKind.ONNX)
 
     @property
     def ending(self) -> str:
@@ -58,7 +58,7 @@ class Part(StrEnum):
         return _ENDINGS.get(self, ".safetensors")
 
 
-_ENDINGS = {Part.STATE_DICT: ".pt", Part.TORCH_EXPORT: ".pt2", Part.ONNX: ".onnx"}
+_ENDINGS = {ExportKind.STATE_DICT: ".pt", ExportKind.TORCH_EXPORT: ".pt2", ExportKind.ONNX: ".onnx"}
 
 
 def export(
@@ -91,14 +91,14 @@ def export(
         ),
     ] = None,
     part: Annotated[
-        Part,
+        ExportKind,
         typer.Option(
             "--as",
             help="`whole` model; what was `trained`, such as an adapter; a LoRA adapter in the layout of `peft`, into "
             "a folder; a `state-dict` for `torch.load`; a folder for a model `hub`, with a model card; or a program "
             "that runs without the task module: `torch-export` or `onnx`.",
         ),
-    ] = Part.WHOLE,
+    ] = ExportKind.WHOLE,
     task: Annotated[
         Path | None,
         typer.Option(
@@ -135,9 +135,9 @@ def export(
         name = view["id"] if region is None else f"{view['id']}-{region}"
         target = output_file or Path(name if part.is_folder else f"{name}{part.ending}")
         check_places(target, is_folder=part.is_folder)
-        if part is Part.HUB:
+        if part is ExportKind.HUB:
             return await _written_for_hub(client, view, target, yes=yes)
-        if part is not Part.WHOLE:
+        if part is not ExportKind.WHOLE:
             return await _written_part(client, view, target, part, program, yes=yes)
         changed = target.is_file() and not _holds(target, view["model"]["digest"])
         confirm_overwrite({target: None} if changed else {}, target, yes=yes)
@@ -148,9 +148,9 @@ def export(
     emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
 
 
-def _own_model(region: str, round_: str | None, part: Part) -> Data:
+def _own_model(region: str, round_: str | None, part: ExportKind) -> Data:
     """Return a region's own model as it is known before it is here."""
-    if round_ is not None or not (part is Part.WHOLE or part.is_program):
+    if round_ is not None or not (part is ExportKind.WHOLE or part.is_program):
         text = "--region writes the whole model of a region's last evaluation, or a program of it"
         raise GeofedError("USAGE", text)
     return {"round": 0, "region": region, "metrics": {}, "digest": "", "bytes": 0}
@@ -169,14 +169,14 @@ def _facts_in(file: Path) -> Data:
     return found
 
 
-def _ready(part: Part, task: Path | None, inputs: list[str]) -> tuple[Path, list[Input]] | None:
+def _ready(part: ExportKind, task: Path | None, inputs: list[str]) -> tuple[Path, list[Input]] | None:
     """Check, before anything is fetched, what is needed to write a part: packages and options."""
     from control_plane.cli.commands.export._program import Input, find_packages
 
     if not part.is_program:
         if task is not None or inputs:
             raise GeofedError("USAGE", "--task and --input are for `--as torch-export` and `--as onnx`")
-        if part is Part.STATE_DICT:
+        if part is ExportKind.STATE_DICT:
             find_packages("torch", option=part, extra="worker")
         return None
     if task is None:
@@ -184,22 +184,28 @@ def _ready(part: Part, task: Path | None, inputs: list[str]) -> tuple[Path, list
         raise GeofedError("USAGE", f"--as {part} needs --task, for the model's class", hint=hint)
     found = [Input.parse(text) for text in inputs]
     find_packages("torch", option=part, extra="worker")
-    if part is Part.ONNX:
+    if part is ExportKind.ONNX:
         find_packages("onnx", "onnxscript", option=part, extra="onnx")
     return task, found
 
 
 async def _written_part(
-    client: ControlClient, view: Data, target: Path, part: Part, program: tuple[Path, list[Input]] | None, *, yes: bool
+    client: ControlClient,
+    view: Data,
+    target: Path,
+    part: ExportKind,
+    program: tuple[Path, list[Input]] | None,
+    *,
+    yes: bool,
 ) -> Data:
     """Write the model as something else than its own file."""
     import tempfile
 
     from control_plane.cli.commands.export._adapter import write_peft, write_trained
-    from control_plane.cli.commands.export._program import Task, write_program, write_state_dict
+    from control_plane.cli.commands.export._program import TaskCopy, write_program, write_state_dict
 
     asked = view["spec"]["task"]
-    found = Task.find(program[0], asked["module"], asked["config"]) if program is not None else None
+    found = TaskCopy.find(program[0], asked["module"], asked["config"]) if program is not None else None
 
     file = target / "adapter_model.safetensors" if part.is_folder else target
     files = [file, target / "adapter_config.json"] if part.is_folder else [file]
@@ -210,10 +216,10 @@ async def _written_part(
         _take_round(view, whole)
         try:
             if program is not None and found is not None:
-                told = write_program(whole, target, found, program[1], as_onnx=part is Part.ONNX)
-            elif part is Part.STATE_DICT:
+                told = write_program(whole, target, found, program[1], as_onnx=part is ExportKind.ONNX)
+            elif part is ExportKind.STATE_DICT:
                 told = write_state_dict(whole, target)
-            elif part is Part.PEFT:
+            elif part is ExportKind.PEFT:
                 told = write_peft(whole, target, view["spec"]["task"]["config"])
             else:
                 told = write_trained(whole, target)

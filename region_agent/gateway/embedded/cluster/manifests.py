@@ -34,7 +34,7 @@ from lightkube.resources.core_v1 import Secret
 from region_agent.config import KubernetesGateway
 from region_agent.gateway.functions import FunctionSpec
 
-__all__ = ["CONTAINER", "INSTANCE_LABEL", "MOST_SECRET_BYTES", "RUN_LABEL", "Identity", "job_of", "secret_of"]
+__all__ = ["CONTAINER", "INSTANCE_LABEL", "MOST_SECRET_BYTES", "RUN_LABEL", "ObjectOwner", "job_of", "secret_of"]
 
 CONTAINER = "worker"
 """Name of the container in a pod."""
@@ -51,7 +51,7 @@ _KEPT_SECONDS = 600
 
 
 @dataclass(frozen=True)
-class Identity:
+class ObjectOwner:
     """Whose an object is."""
 
     mark: str
@@ -69,7 +69,7 @@ class Identity:
         return f"geofed-{self.mark}-{self.run}-{number}"
 
 
-def _metadata(name: str, spec: FunctionSpec, identity: Identity) -> ObjectMeta:
+def _metadata(name: str, spec: FunctionSpec, identity: ObjectOwner) -> ObjectMeta:
     own = {key: value for key, value in spec.labels.items() if key.startswith("geofed.") and value}
     fixed = {
         "app.kubernetes.io/name": "geofed-worker", "app.kubernetes.io/managed-by": "geofed", INSTANCE_LABEL: name,
@@ -80,7 +80,7 @@ def _metadata(name: str, spec: FunctionSpec, identity: Identity) -> ObjectMeta:
 def secret_of(
     name: str,
     spec: FunctionSpec,
-    identity: Identity,
+    identity: ObjectOwner,
     env: Mapping[str, str],
     files: Mapping[str, bytes],
     job: Job | None = None,
@@ -101,7 +101,7 @@ def secret_of(
 
 
 def job_of(
-    name: str, spec: FunctionSpec, identity: Identity, settings: KubernetesGateway, env: Mapping[str, str]
+    name: str, spec: FunctionSpec, identity: ObjectOwner, settings: KubernetesGateway, env: Mapping[str, str]
 ) -> Job:
     """Return the Job of a replica, which runs once: the gateway decides whether there is another."""
     metadata = _metadata(name, spec, identity)
