@@ -105,15 +105,7 @@ class Agent:
         self._hub = Hub(
             self._identity,
             self._store,
-            lambda: json.dumps(
-                config.catalogue(
-                    self._preemptible,
-                    self._offered_datasets.sizes,
-                    self._offered_datasets.withheld,
-                    self._isolation.kind,
-                    self._offered_datasets.schemas,
-                )
-            ),
+            self._catalogue_json,
             version("geofed"),
         )
         self._offered_datasets = OfferedDatasets(config, self._hub.open_new_session, Indexes(state_dir / INDEXES))
@@ -138,6 +130,14 @@ class Agent:
         self._isolation = Isolation("none", "the function gateway has not started")
         self._status_file = StatusFile(state_dir, self._store)
         self.stopped = asyncio.Event()
+
+    def _catalogue_json(self) -> str:
+        """Return what the region offers, for the control plane."""
+        datasets = self._offered_datasets
+        catalogue = self._config.catalogue(
+            self._preemptible, datasets.sizes, datasets.withheld, self._isolation.kind, datasets.schemas
+        )
+        return json.dumps(catalogue)
 
     async def run(self) -> None:
         """Run until `stopped` is set."""

@@ -120,12 +120,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
             links=topology.seconds if topology.links else 0.0,
         ),
     )
-    # The model that all begin with is made, or fetched, by each region.
-    link_bytes = dict[str, int]()
-    for source, own in topology.sent.items():
-        # Plans of a thousand regions have a million of them.
-        begin = source + ">"
-        link_bytes.update(zip([begin + to for to in own], [plan.rounds * sent for sent in own.values()], strict=True))
+    link_bytes = _link_bytes(topology, plan.rounds)
     items = tuple(
         cost
         for place, part in enumerate(plan.partitions)
@@ -151,6 +146,16 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
         start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
         phases=_phases(plan, occasion, took),
     )
+
+
+def _link_bytes(topology: Topology, rounds: int) -> dict[str, int]:
+    """Return the bytes of all rounds by link. The model that all begin with is made, or fetched, by each region."""
+    found = dict[str, int]()
+    for source, own in topology.sent.items():
+        # Plans of a thousand regions have a million of them.
+        begin = source + ">"
+        found.update(zip([begin + to for to in own], [rounds * sent for sent in own.values()], strict=True))
+    return found
 
 
 def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snapshot) -> list[tuple[float, ...]]:

@@ -15,6 +15,7 @@ watermarks become durable in one step.
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from sync.ps.core.actions import (
@@ -439,9 +440,7 @@ class Machine(abc.ABC):
             case Restarted():
                 return self._was_restarted(event)
             case UpdatesMerged():
-                for region, reason in event.refused:
-                    self._refused[region] = self._refused.get(region, 0) + 1
-                    self._refusal_reasons[region] = reason
+                self._count_refused(event.refused)
                 return self._was_applied(event)
             case Evaluated():
                 return self._was_evaluated(event)
@@ -452,6 +451,11 @@ class Machine(abc.ABC):
                 return []
             case CallGone():
                 return self._call_gone(event.call)
+
+    def _count_refused(self, refused: Iterable[tuple[str, str]]) -> None:
+        for region, reason in refused:
+            self._refused[region] = self._refused.get(region, 0) + 1
+            self._refusal_reasons[region] = reason
 
     def _configured(self, event: Configured) -> list[Action]:
         self.epoch = max(self.epoch, event.epoch)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from control_plane._redaction import redacted
 from control_plane._view import ENDED, Data, job_view, model_text, standing_text
@@ -17,6 +14,15 @@ from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import emit, fields, unwritable
 from control_plane.cli._settings import Format
+from control_plane.cli.commands.export._options import (
+    As,
+    ChosenRound,
+    ExportKind,
+    Inputs,
+    OfRegion,
+    OutputFile,
+    TaskFolder,
+)
 from control_plane.cli.commands.export._targets import MANIFEST, check_places, confirm_overwrite, manifest_of
 from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import OUTAGE, GeofedError
@@ -31,93 +37,14 @@ _RETRY_SECONDS = 0.5
 """Pause between two attempts."""
 
 
-class ExportKind(StrEnum):
-    """What `export` writes."""
-
-    WHOLE = "whole"
-    TRAINED = "trained"
-    PEFT = "peft"
-    STATE_DICT = "state-dict"
-    HUB = "hub"
-    TORCH_EXPORT = "torch-export"
-    ONNX = "onnx"
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether it is several files."""
-        return self in (ExportKind.PEFT, ExportKind.HUB)
-
-    @property
-    def is_program(self) -> bool:
-        """Whether it is made of the task's model, and runs without its class."""
-        return self in (ExportKind.TORCH_EXPORT, ExportKind.ONNX)
-
-    @property
-    def ending(self) -> str:
-        """Of the file's name, if none is given."""
-        return _ENDINGS.get(self, ".safetensors")
-
-
-_ENDINGS = {ExportKind.STATE_DICT: ".pt", ExportKind.TORCH_EXPORT: ".pt2", ExportKind.ONNX: ".onnx"}
-
-
 def export(
     job: JobArgument,
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-file",
-            metavar="FILE",
-            help="File to write; default: JOB.safetensors. With `--as peft` and `hub` a folder; default: JOB.",
-            show_default=False,
-        ),
-    ] = None,
-    round_: Annotated[
-        str | None,
-        typer.Option(
-            "--round",
-            metavar="N|best",
-            help="The model of a kept round, or the best one by `train.best`; default: the last one.",
-            show_default=False,
-        ),
-    ] = None,
-    region: Annotated[
-        str | None,
-        typer.Option(
-            "--region",
-            metavar="NAME",
-            help="A region's own model, of a job with `train.local`: that of its last evaluation. Also as a program.",
-            show_default=False,
-        ),
-    ] = None,
-    part: Annotated[
-        ExportKind,
-        typer.Option(
-            "--as",
-            help="`whole` model; what was `trained`, such as an adapter; a LoRA adapter in the layout of `peft`, into "
-            "a folder; a `state-dict` for `torch.load`; a folder for a model `hub`, with a model card; or a program "
-            "that runs without the task module: `torch-export` or `onnx`.",
-        ),
-    ] = ExportKind.WHOLE,
-    task: Annotated[
-        Path | None,
-        typer.Option(
-            "--task",
-            metavar="FOLDER|FILE",
-            help="For `torch-export` and `onnx`: your folder of the job file, or the task module. It is run here.",
-            show_default=False,
-        ),
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="SHAPE[:DTYPE]",
-            help="For `torch-export` and `onnx`: an input of the model, batch first, as 1x1x28x28 or 1x128:int64; "
-            "repeatable. Default: `example_input(config)` of the task module.",
-            show_default=False,
-        ),
-    ] = None,
+    output_file: OutputFile = None,
+    round_: ChosenRound = None,
+    region: OfRegion = None,
+    part: As = ExportKind.WHOLE,
+    task: TaskFolder = None,
+    inputs: Inputs = None,
     yes: Yes = False,
     no_input: NoInput = False,
     context: ContextFile = None,

@@ -213,19 +213,8 @@ class ServerlessProvider(RemoteProvider):
             self._give_up(placed.function)
             self._fail(name, error)
             return
-        try:
-            event = self._event(placed, running)
-            invoked = time.monotonic()
-            if self._placed.get(name) is placed:
-                await self._ask(self._cloud.start, placed.function.name, event)
-        except Refused as refused:
-            self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
-            return
-        except GeofedError as error:
-            # But for a function that is not there, the next replica is an invocation of the same one: it has others.
-            if isinstance(error, NoFunction):
-                self._give_up(placed.function)
-            self._fail(name, error)
+        invoked = await self._invoked(name, running, placed)
+        if invoked is None:
             return
         limit = self._settings.start_seconds
 
@@ -255,6 +244,24 @@ class ServerlessProvider(RemoteProvider):
         )
         self.apply(ReplicaReady(name))
         self._replace_in_time(running, serving)
+
+    async def _invoked(self, name: str, running: Running, placed: _Placed) -> float | None:
+        """Invoke a replica's function; return when, in seconds of the monotonic clock, or None if that has failed."""
+        try:
+            event = self._event(placed, running)
+            invoked = time.monotonic()
+            if self._placed.get(name) is placed:
+                await self._ask(self._cloud.start, placed.function.name, event)
+        except Refused as refused:
+            self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
+            return None
+        except GeofedError as error:
+            # But for a function that is not there, the next replica is an invocation of the same one: it has others.
+            if isinstance(error, NoFunction):
+                self._give_up(placed.function)
+            self._fail(name, error)
+            return None
+        return invoked
 
     def _replace_in_time(self, running: Running, serving: float) -> None:
         """Start another replica, and end this one, before a call in it could exceed the platform's limit.
