@@ -31,12 +31,12 @@ from region_agent.worker.training.optimizer_state import State
 from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
 from region_agent.worker.training.trainer import Trainer
 from region_agent.worker.training.usage import UsageMeter
+from region_agent.worker.tree import dump_tree, load_tree
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.histograms import Histogram, bounded, to_messages
 from sync.layout import Vector
-from sync.tree import dump_tree, load_tree
 from sync.wan import overlapped_steps
 
 __all__ = ["WorkerLoop"]
