@@ -160,10 +160,10 @@ def test_without_a_token_the_control_plane_that_leads_is_found(
 
 
 def test_forged_tokens_are_refused(serve_config: ServeConfig, provider: IdentityProvider) -> None:
-    stranger = OpenIdProvider(provider.url)
+    stranger = IdentityProvider(provider.url)
     unsigned = jwt.encode({"iss": provider.url, "aud": CLIENT, **provider.claims}, "", algorithm="none")
     secret = jwt.encode({"iss": provider.url, "aud": CLIENT}, "s" * 32, algorithm="HS256", headers={"kid": "first"})
-    other = OpenIdProvider(provider.url)
+    other = IdentityProvider(provider.url)
     other.new_key("other")
 
     async def scenario() -> None:
