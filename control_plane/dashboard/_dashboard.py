@@ -226,7 +226,7 @@ class Dashboard:
     # What is shown
 
     async def _find(self, name: str, caller: Caller, right: str = "read") -> JobEntry:
-        entry = await self._federation.find_job(name, caller.may_read)
+        entry = await self._federation.lookup.find_job(name, caller.may_read)
         caller.require(right, entry.row)
         return entry
 

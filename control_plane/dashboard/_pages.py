@@ -106,7 +106,7 @@ class Pages:
         """Return the page of all jobs that the caller may read, and of all regions."""
         # In a thread, since many jobs and regions take long; what is read is replaced, not changed.
         before, after = request.query_params.get("before", ""), request.query_params.get("regions-after", "")
-        latest = await self._federation.list_jobs(TERMINAL, _ENDED_JOBS + 1, before, caller.reads_of)
+        latest = await self._federation.lookup.list_jobs(TERMINAL, _ENDED_JOBS + 1, before, caller.reads_of)
         return await asyncio.to_thread(self._overview, caller, latest, after, "authorization" not in request.headers)
 
     def _overview(self, caller: Caller, latest: list[JobEntry], after: str, session: bool) -> str:

@@ -48,7 +48,8 @@ from control_plane.service.state._callers import Caller, caller_named
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry
-from control_plane.service.state._federation import ACTIVE, Federation
+from control_plane.service.state._federation import Federation
+from control_plane.service.state._job_lookup import ACTIVE
 from control_plane.service.state._notifier import Notifier
 from control_plane.service.storage._deletion import delete_job
 from control_plane.service.storage._report import storage_report
@@ -196,7 +197,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         caller = caller_now()
         limit = min(request.limit or 100, _PAGE_ITEMS)
         phases = ACTIVE | TERMINAL if request.all else ACTIVE
-        entries = await self._federation.list_jobs(phases, limit + 1, request.after, caller.reads_of)
+        entries = await self._federation.lookup.list_jobs(phases, limit + 1, request.after, caller.reads_of)
         return await asyncio.to_thread(self._listed, entries, limit, caller)
 
     def _listed(self, entries: Sequence[JobEntry], limit: int, caller: Caller) -> control_pb2.ListJobsReply:
@@ -267,7 +268,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if entry.state.terminal:
             raise _ended(entry)
         await self._succession.replan(entry.row.id, request.reason, _who())
-        return self._federation.describe(await self._federation.find_job(entry.row.id))
+        return self._federation.describe(await self._federation.lookup.find_job(entry.row.id))
 
     @answering
     async def Resume(self, request: control_pb2.ResumeRequest, context: Context) -> control_pb2.SubmitReply:
@@ -465,7 +466,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _find(self, name: str) -> JobEntry:
         """Return a job that the caller may know by the name."""
-        return await self._federation.find_job(name, caller_now().may_read)
+        return await self._federation.lookup.find_job(name, caller_now().may_read)
 
 
 async def _with_first(
