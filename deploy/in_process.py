@@ -22,7 +22,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.user_code.modules import drop_task_modules
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.clients.model import ClientsModel
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.invocation import ClientRounds, Invocation, Schedule
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.task import TaskModule, load_task
@@ -129,7 +129,7 @@ def _train(spec: JobSpec, task: TaskModule, data: dict[str, Any], channel: FileC
         fraction=wanted.fraction, least=wanted.min, epochs=0 if wanted.steps else wanted.epochs or 1,
         steps=wanted.steps or 0, batch=train.batch,
     )  # fmt: skip
-    known = Clients(data["train"], train.seed, _REGION, rounds)
+    known = ClientSampler(data["train"], train.seed, _REGION, rounds)
     each = spec.wan.interval if isinstance(spec.wan.interval, int) else 1
     exchanges = max(1, math.ceil(_steps(spec, known, len(data["train"])) / each))
     call = _invocation(spec, rounds, exchanges, each)
@@ -141,7 +141,7 @@ def _train(spec: JobSpec, task: TaskModule, data: dict[str, Any], channel: FileC
     return server.finished()
 
 
-def _steps(spec: JobSpec, known: Clients, samples: int) -> float:
+def _steps(spec: JobSpec, known: ClientSampler, samples: int) -> float:
     """Return the rounds of clients that a job makes."""
     end = spec.train.end
     if end.steps is not None:

@@ -24,7 +24,15 @@ import numpy.typing as npt
 from geofed_pb.errors import Exit, GeofedError
 from geofed_pb.files.output import written_out
 
-__all__ = ["Labelled", "Source", "partition_by_label", "partition_evenly", "read_digits", "read_idx", "write_shards"]
+__all__ = [
+    "Labelled",
+    "SourceDataset",
+    "partition_by_label",
+    "partition_evenly",
+    "read_digits",
+    "read_idx",
+    "write_shards",
+]
 
 Indices = npt.NDArray[np.int64]
 MIN_SAMPLES = 32
@@ -50,7 +58,7 @@ class Labelled:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceDataset:
     """A dataset before it is partitioned."""
 
     train: Labelled
@@ -90,7 +98,7 @@ def partition_evenly(count: int, regions: Sequence[str], *, seed: int) -> dict[s
     return {region: np.sort(part) for region, part in zip(regions, np.array_split(order, len(regions)), strict=True)}
 
 
-def read_digits(seed: int) -> Source:
+def read_digits(seed: int) -> SourceDataset:
     """Load scikit-learn's handwritten digits: 1797 images of 8×8; a fifth of each class is the test set."""
     try:
         from sklearn.datasets import load_digits
@@ -106,12 +114,12 @@ def read_digits(seed: int) -> Source:
         places = random.permutation(np.flatnonzero(whole.y == label))
         kept.append(places[: round(len(places) * _DIGITS_TEST_PART)])
     test = np.sort(np.concatenate(kept))
-    return Source(whole.take(np.setdiff1d(np.arange(len(whole.y)), test)), whole.take(test))
+    return SourceDataset(whole.take(np.setdiff1d(np.arange(len(whole.y)), test)), whole.take(test))
 
 
-def read_idx(folder: Path) -> Source:
+def read_idx(folder: Path) -> SourceDataset:
     """Load a folder in MNIST's format. Raises ``GeofedError("SHARD_UNREADABLE")`` with the file and the problem."""
-    return Source(_idx_pair(folder, "train"), _idx_pair(folder, "t10k"))
+    return SourceDataset(_idx_pair(folder, "train"), _idx_pair(folder, "t10k"))
 
 
 def _idx_pair(folder: Path, prefix: str) -> Labelled:
@@ -142,7 +150,9 @@ def _idx_file(folder: Path, name: str, *, dimensions: int) -> npt.NDArray[np.uin
     return body.reshape(shape)
 
 
-def write_shards(source: Source, regions: Sequence[str], out: Path, *, alpha: float, seed: int) -> dict[str, Any]:
+def write_shards(
+    source: SourceDataset, regions: Sequence[str], out: Path, *, alpha: float, seed: int
+) -> dict[str, Any]:
     """Write `out/REGION/train.npz` and `out/REGION/test.npz`; returns paths, samples and samples of each class."""
     places = {
         "train": partition_by_label(source.train.y, regions, alpha=alpha, seed=seed),

@@ -28,8 +28,9 @@ from region_agent.capacity import preemptible_workers
 from region_agent.config import EmbeddedGateway, FileChannelConfig, OpenFaasGateway, RegionConfig
 from region_agent.embedded_gateway import WORKER_IMAGE, EmbeddedGatewayProcess, openfaas_client, reachable
 from region_agent.gateway import GatewayClient
+from region_agent.gateway.functions import Isolation
 from region_agent.gateway.owner import Owner
-from region_agent.isolation import Isolation, isolation_of
+from region_agent.isolation import isolation_of
 from region_agent.link.blobs import Blobs
 from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity
@@ -104,15 +105,7 @@ class Agent:
         self._hub = Hub(
             self._identity,
             self._store,
-            lambda: json.dumps(
-                config.catalogue(
-                    self._preemptible,
-                    self._offered_datasets.sizes,
-                    self._offered_datasets.withheld,
-                    self._isolation.kind,
-                    self._offered_datasets.schemas,
-                )
-            ),
+            self._catalogue_json,
             version("geofed"),
         )
         self._offered_datasets = OfferedDatasets(config, self._hub.open_new_session, Indexes(state_dir / INDEXES))
@@ -137,6 +130,14 @@ class Agent:
         self._isolation = Isolation("none", "the function gateway has not started")
         self._status_file = StatusFile(state_dir, self._store)
         self.stopped = asyncio.Event()
+
+    def _catalogue_json(self) -> str:
+        """Return what the region offers, for the control plane."""
+        datasets = self._offered_datasets
+        catalogue = self._config.catalogue(
+            self._preemptible, datasets.sizes, datasets.withheld, self._isolation.kind, datasets.schemas
+        )
+        return json.dumps(catalogue)
 
     async def run(self) -> None:
         """Run until `stopped` is set."""

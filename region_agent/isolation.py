@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from geofed_pb import address
 from region_agent.config import DatasetConfig, RegionConfig
 from region_agent.gateway import GatewayClient
-from region_agent.gateway.functions import Grants
+from region_agent.gateway.functions import Grants, Isolation
 from region_agent.partition.channel import RegionChannel
 from region_agent.worker.invocation import ShardFile
 
@@ -20,7 +20,6 @@ __all__ = [
     "CONTAINER",
     "NOT_ISOLATED",
     "SERVER_ADDRESS",
-    "Isolation",
     "egress_of",
     "grants_of",
     "isolation_of",
@@ -30,38 +29,6 @@ __all__ = [
 SERVER_ADDRESS = "127.0.0.100:7000"
 """Address of the job's parameter server in the sandbox of a worker. The server's own may change while the job runs."""
 _PORTS = {"http": 80, "https": 443}
-
-
-@dataclass(frozen=True)
-class Isolation:
-    """How functions are isolated, from what was tried."""
-
-    kind: str
-    """``bubblewrap``; ``container`` for functions in containers, which the platform isolates; or ``none``."""
-    reason: str = ""
-    """Reason why they are not isolated."""
-    limits_processes: bool = True
-    """Whether the number of a function's processes is limited."""
-
-    @property
-    def text(self) -> str:
-        """Description for operators."""
-        if self.kind == "bubblewrap":
-            limits = "" if self.limits_processes else ", no limit of processes"
-            return f"bubblewrap: namespaces of users, mounts, processes, IPC and network, system calls filtered{limits}"
-        if self.kind == "container":
-            return "container, as the function platform is set up"
-        return f"none: {self.reason}" if self.reason else "none"
-
-    @property
-    def hint(self) -> str:
-        """What the operator of a machine without isolation can do."""
-        if "bubblewrap is not installed" in self.reason or "libseccomp is not installed" in self.reason:
-            return "install it (Debian: apt install bubblewrap libseccomp2), or set policy.isolation in the region file"
-        return (
-            "allow this user to create user namespaces (docs/production.md, on isolation), or set policy.isolation in "
-            "the region file"
-        )
 
 
 CONTAINER = Isolation("container")

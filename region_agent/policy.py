@@ -11,7 +11,7 @@ from geofed_pb.security.signing import require_signature, statement
 from geofed_pb.user_code.images import is_allowed_image
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import EmbeddedGateway, RegionConfig
-from region_agent.isolation import Isolation
+from region_agent.gateway.functions import Isolation
 from region_agent.shards.weights import check_weights_uri
 from region_agent.tasks.environments import check_packages
 from region_agent.tasks.secrets import check_secrets

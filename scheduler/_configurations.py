@@ -27,7 +27,7 @@ from sync.policy import clients_of_round
 if TYPE_CHECKING:
     from scheduler.tuning import MergePoint, Step, TaskProfile
 
-__all__ = ["Configured", "configurations", "merging_of", "needed_mb", "unmeasured_mb"]
+__all__ = ["ConfiguredPartition", "configurations", "merging_of", "needed_mb", "unmeasured_mb"]
 
 DEFAULT_MEMORY_MB = 1024
 """Memory of one worker in MiB where the job file says `auto` and the region's capacity allows it: torch with a small
@@ -42,7 +42,7 @@ gradient vector for a merge; 38 in a step made while all vectors of the exchange
 
 
 @dataclass(frozen=True)
-class Configured:
+class ConfiguredPartition:
     """One configuration."""
 
     part: PlannedPartition
@@ -51,7 +51,7 @@ class Configured:
     """Collective, and K where it takes one (else 0); None: nothing merges, or no measurements say how."""
 
 
-def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[Configured, ...]:
+def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[ConfiguredPartition, ...]:
     """Return the configurations of a region, those with the fewest workers first; never none.
 
     What a published rule chooses for the region alone is before all others. A number of workers that the demand states
@@ -63,7 +63,7 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
     if cut is not None:
         most = min(free // cut.stages, cut.most_replicas, max(1, samples // demand.batch))
         counts = worker_counts(most) if stated is None else (min(stated // cut.stages, cut.most_replicas),)
-        return tuple(Configured(_in_stages(region, samples, cut, count, demand)) for count in counts)
+        return tuple(ConfiguredPartition(_in_stages(region, samples, cut, count, demand)) for count in counts)
     rounds = _client_rounds(region, samples, demand)
     most = rounds.clients if rounds else samples // demand.batch
     counts = worker_counts(max(1, min(free, most)))
@@ -71,7 +71,7 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
         counts = (min(stated, rounds.clients) if rounds else stated,)
     known = _profiled(region, snapshot, demand)
     measured = _measured(region, known, counts, snapshot, demand) if known is not None else {}
-    found: list[Configured] = []
+    found: list[ConfiguredPartition] = []
     if known is not None and demand.method is not None and METHODS[demand.method].by_region:
         workers, step = _alone(known, region, counts, snapshot, demand)
         found += _of_count(region, samples, workers, [step], snapshot, demand)
@@ -103,7 +103,7 @@ def _client_rounds(region: Region, samples: int, demand: Demand) -> _ClientRound
     return _ClientRounds(total, drawn, drawn * trained)
 
 
-def _in_rounds(one: Configured, rounds: _ClientRounds) -> Configured:
+def _in_rounds(one: ConfiguredPartition, rounds: _ClientRounds) -> ConfiguredPartition:
     """Return a configuration whose step is a round of clients, which its workers divide among themselves."""
     batch = max(1, math.ceil(rounds.samples / one.part.workers - 1e-9))
     part = replace(
@@ -112,7 +112,7 @@ def _in_rounds(one: Configured, rounds: _ClientRounds) -> Configured:
     return replace(one, part=part)
 
 
-def merging_of(chosen: Sequence[Configured]) -> tuple[str, int] | None:
+def merging_of(chosen: Sequence[ConfiguredPartition]) -> tuple[str, int] | None:
     """Return how all partitions with several workers merge, where their profiles choose the same for all."""
     ways = {one.merging for one in chosen if one.part.workers > 1 and one.part.pipeline is None}
     return ways.pop() if len(ways) == 1 else None
@@ -128,7 +128,7 @@ def _profiled(region: Region, snapshot: Snapshot, demand: Demand) -> TaskProfile
 
 def _of_count(
     region: Region, samples: int, count: int, measured: Sequence[Step], snapshot: Snapshot, demand: Demand
-) -> list[Configured]:
+) -> list[ConfiguredPartition]:
     """Return the configurations with one number of workers."""
     if not measured:
         memory_mb = unmeasured_mb(region, snapshot, demand)
@@ -137,10 +137,10 @@ def _of_count(
             region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
             largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
         )  # fmt: skip
-        return [Configured(part)]
+        return [ConfiguredPartition(part)]
     with_k = collectives(lambda method: method.takes_k)
     return [
-        Configured(
+        ConfiguredPartition(
             PlannedPartition(
                 region.name, samples, count, demand.batch, one.memory_mb, 1, demand.batch / one.compute_seconds,
                 merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
@@ -230,11 +230,11 @@ def _alone(
     profile: TaskProfile, region: Region, counts: tuple[int, ...], snapshot: Snapshot, demand: Demand
 ) -> tuple[int, Step]:
     """Return the workers, and their step, that FasDL's search chooses for one region: within the deadline if it can."""
-    from scheduler.tuning import Platform, Step, TuningLimits, fasdl_heuristic, space_of, task_of
+    from scheduler.tuning import PlatformCosts, Step, TuningLimits, fasdl_heuristic, space_of, task_of
 
     prices = region.prices
     assert prices is not None, "a region without prices takes no part"
-    platform = Platform(
+    platform = PlatformCosts(
         usd_per_gb_second=prices.function_usd_per_gb_second, usd_per_call=prices.function_usd_per_request,
         server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.slice_seconds,
     )  # fmt: skip
@@ -276,10 +276,10 @@ def _steps(
     merges: tuple[MergePoint, ...],
 ) -> dict[int, tuple[Step, ...]]:
     """Return the steps that nothing beats, by number of workers; cached, since jobs that wait are replanned often."""
-    from scheduler.tuning import Platform, space_of, step_front, task_of
+    from scheduler.tuning import PlatformCosts, space_of, step_front, task_of
 
     task = task_of(
-        profile, Platform(0.0), epochs=None, steps=1, staleness=staleness, samples_per_second=samples_per_second,
+        profile, PlatformCosts(0.0), epochs=None, steps=1, staleness=staleness, samples_per_second=samples_per_second,
         merges=merges,
     )  # fmt: skip
     space = space_of(

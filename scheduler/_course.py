@@ -16,7 +16,7 @@ import numpy.typing as npt
 from scheduler._model import PlannedPartition, Prices
 from scheduler._overheads import Overheads
 
-__all__ = ["Bools", "Course", "Exchanges", "Floats", "Occasion", "Staffs", "course", "slice_ends", "step_seconds"]
+__all__ = ["Bools", "Exchanges", "Floats", "JobTimeline", "Occasion", "Staffs", "course", "slice_ends", "step_seconds"]
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -131,7 +131,7 @@ class Occasion:
 
 
 @dataclass(frozen=True)
-class Course:
+class JobTimeline:
     """The seconds of a job's phases, and what it costs."""
 
     first_model: Floats
@@ -155,7 +155,7 @@ class Course:
     """USD of the whole job, without copies of shards."""
 
 
-def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, exchanges: Exchanges) -> Course:
+def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, exchanges: Exchanges) -> JobTimeline:
     """Predict jobs.
 
     A round takes as long as its slowest region: compute, then the exchange. In the background it takes the longer of
@@ -201,7 +201,7 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     usd = usd + _below_zero(staffs.worker_usd, busy, occasion.started) + _below_zero(staffs.server_usd, ahead, served)
     usd = usd + ((1 + ends) * call_usd[:, None, None, :]).sum(-1)
     usd = usd + many * ((steps * staffs.merge_usd[:, None, :]).sum(-1)[..., None] + exchanges.usd)
-    return Course(
+    return JobTimeline(
         first_model, first_step, training + np.zeros_like(between), round_ends, round_work, between, ends, lost, busy,
         result, seconds, usd,
     )  # fmt: skip

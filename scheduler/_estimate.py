@@ -9,18 +9,18 @@ from itertools import combinations
 
 import numpy as np
 
-from scheduler._course import Course, Exchanges, Occasion, Staffs, course, step_seconds
+from scheduler._course import Exchanges, JobTimeline, Occasion, Staffs, course, step_seconds
 from scheduler._link import (
     HANDLED_BYTES_PER_SECOND,
     ROUND_END_BYTES_PER_SECOND,
     update_bytes,
 )
 from scheduler._model import (
-    Copy,
     Cost,
-    Estimate,
     Phase,
     Plan,
+    PlanEstimate,
+    PlannedCopy,
     PlannedPartition,
     Prices,
     Range,
@@ -91,7 +91,7 @@ def contact_seconds(topology: Topology) -> float:
     return 3 * topology.longest_rtt_seconds
 
 
-def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Estimate:
+def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> PlanEstimate:
     """Predict a plan by the cost model (`course`), with bounds by what its figures rest on.
 
     ``links``: those of the snapshot between the plan's regions, if they are known.
@@ -120,12 +120,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
             links=topology.seconds if topology.links else 0.0,
         ),
     )
-    # The model that all begin with is made, or fetched, by each region.
-    link_bytes = dict[str, int]()
-    for source, own in topology.sent.items():
-        # Plans of a thousand regions have a million of them.
-        begin = source + ">"
-        link_bytes.update(zip([begin + to for to in own], [plan.rounds * sent for sent in own.values()], strict=True))
+    link_bytes = _link_bytes(topology, plan.rounds)
     sent_bytes = float(sum(link_bytes.values()))
     items = tuple(
         cost
@@ -142,7 +137,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
         link_bytes[link] = link_bytes.get(link, 0) + sent
     usd, copied_usd = sum(cost.usd for cost in items), sum(cost.usd for cost in paid)
     seconds = float(took.seconds[0, 0, 0])
-    return Estimate(
+    return PlanEstimate(
         seconds=Range(seconds * low, seconds, seconds * high),
         wan_bytes=_with(sent_bytes, size_low, size_high, copied_bytes, doubtful),
         usd=_with(usd, min(low, size_low), high, copied_usd),
@@ -154,6 +149,16 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Esti
         start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
         phases=_phases(plan, occasion, took),
     )
+
+
+def _link_bytes(topology: Topology, rounds: int) -> dict[str, int]:
+    """Return the bytes of all rounds by link. The model that all begin with is made, or fetched, by each region."""
+    found = dict[str, int]()
+    for source, own in topology.sent.items():
+        # Plans of a thousand regions have a million of them.
+        begin = source + ">"
+        found.update(zip([begin + to for to in own], [rounds * sent for sent in own.values()], strict=True))
+    return found
 
 
 def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snapshot) -> list[tuple[float, ...]]:
@@ -176,7 +181,7 @@ def _of_whole_models(besides: Overheads, snapshot: Snapshot) -> Overheads:
 
 
 def occasion_of(
-    parts: Sequence[PlannedPartition], copies: Sequence[Copy], slice_seconds: float, snapshot: Snapshot
+    parts: Sequence[PlannedPartition], copies: Sequence[PlannedCopy], slice_seconds: float, snapshot: Snapshot
 ) -> Occasion:
     """Return what all plans over the same shards have in common."""
     start = snapshot.start_seconds if snapshot.start_seconds is not None else PRIOR_START_SECONDS
@@ -199,7 +204,7 @@ def spread_of(basis: str) -> tuple[float, float]:
     return _SPREAD[basis]
 
 
-def _phases(plan: Plan, occasion: Occasion, took: Course) -> tuple[Phase, ...]:
+def _phases(plan: Plan, occasion: Occasion, took: JobTimeline) -> tuple[Phase, ...]:
     """Return all phases of a job that take time, in their order."""
     steps = plan.rounds * max(part.steps_per_round for part in plan.partitions)
     ends = 0 if plan.background else plan.rounds
@@ -291,7 +296,7 @@ def _with(amount: float, low: float, high: float, copied: float, doubtful: float
     return Range(amount * low + copied * sure_low, amount + copied, most)
 
 
-def _copies(copies: Sequence[Copy], regions: Mapping[str, Region]) -> tuple[dict[str, int], list[Cost]]:
+def _copies(copies: Sequence[PlannedCopy], regions: Mapping[str, Region]) -> tuple[dict[str, int], list[Cost]]:
     """Bytes by link, and what they cost their sources."""
     sent, paid = dict[str, int](), list[Cost]()
     for copy in copies:
@@ -303,7 +308,7 @@ def _copies(copies: Sequence[Copy], regions: Mapping[str, Region]) -> tuple[dict
     return sent, paid
 
 
-def copied_of(copies: Sequence[Copy], regions: Iterable[Region]) -> tuple[float, float]:
+def copied_of(copies: Sequence[PlannedCopy], regions: Iterable[Region]) -> tuple[float, float]:
     """Return the USD of copies, and the factor of their upper bound."""
     return sum(cost.usd for cost in _copies(copies, {r.name: r for r in regions})[1]), _SIZES_KNOWN[1]
 
@@ -315,7 +320,7 @@ def _prices(region: Region) -> Prices:
 
 
 def _bill(
-    place: int, plan: Plan, region: Region, occasion: Occasion, took: Course, sent_to: Mapping[str, int]
+    place: int, plan: Plan, region: Region, occasion: Occasion, took: JobTimeline, sent_to: Mapping[str, int]
 ) -> list[Cost]:
     """Return the bill of the plan's partition at a place."""
     part, prices, busy = plan.partitions[place], _prices(region), float(took.busy[0, 0, 0])

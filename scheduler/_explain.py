@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler._configurations import Configured
+from scheduler._configurations import ConfiguredPartition
 from scheduler._exchange import Way, Ways
 from scheduler._model import Alternative, Demand, Reason
-from scheduler.search import Evaluated, Ints, Limits, Place, Search
+from scheduler.search import EvaluatedPlans, Ints, PlanCriteria, PlanIndex, PlanSearch
 
 __all__ = ["alternatives", "beyond_limits"]
 
@@ -26,11 +26,11 @@ _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 class _Decided:
     """What plans decide in one respect."""
 
-    codes: Callable[[Evaluated], Ints]
+    codes: Callable[[EvaluatedPlans], Ints]
     """Numbers of the values, with the three axes of plans and one more."""
-    name: Callable[[Evaluated, Place], str]
+    name: Callable[[EvaluatedPlans, PlanIndex], str]
 
-    def code(self, evaluated: Evaluated, place: Place) -> Ints:
+    def code(self, evaluated: EvaluatedPlans, place: PlanIndex) -> Ints:
         """Return one plan's."""
         codes = self.codes(evaluated)
         rows = np.broadcast_to(codes, (*evaluated.seconds.shape, codes.shape[-1]))
@@ -44,18 +44,18 @@ _INTERVAL = _Decided(
 
 
 def alternatives(
-    search: Search,
-    fronts: Sequence[Sequence[Configured]],
+    search: PlanSearch,
+    fronts: Sequence[Sequence[ConfiguredPartition]],
     ways: Ways,
-    evaluated: Evaluated,
-    place: Place,
+    evaluated: EvaluatedPlans,
+    place: PlanIndex,
     demand: Demand,
-    limits: Limits,
+    limits: PlanCriteria,
 ) -> tuple[Alternative, ...]:
     """Return for each decision that was open the two best others, with time and money, and what decided."""
     chosen, exchanges, staffs = (evaluated, place), search.around(evaluated, place), search.neighbours(evaluated, place)
 
-    def of_regions(name: Callable[[Configured], object]) -> _Decided:
+    def of_regions(name: Callable[[ConfiguredPartition], object]) -> _Decided:
         numbers: dict[object, int] = {}
         most = max(len(front) for front in fronts)
         table = np.zeros((len(fronts), most), np.int64)
@@ -78,7 +78,7 @@ def alternatives(
         )
 
     told: list[Alternative] = []
-    decisions: list[tuple[str, object, Evaluated, _Decided]] = [
+    decisions: list[tuple[str, object, EvaluatedPlans, _Decided]] = [
         ("workers", demand.workers, staffs, of_regions(lambda one: one.part.workers)),
         ("memory", demand.memory_mb, staffs, of_regions(lambda one: one.part.memory_mb)),
         ("merge", demand.collective, staffs, of_regions(_merge)),
@@ -96,7 +96,7 @@ def alternatives(
     return tuple(told)
 
 
-def _merge(one: Configured) -> str:
+def _merge(one: ConfiguredPartition) -> str:
     if one.merging is None:
         return "-"
     return one.merging[0] + (f" with K = {one.merging[1]}" if one.merging[1] else "")
@@ -107,13 +107,13 @@ def _listed(names: Sequence[object]) -> str:
 
 
 def _others(
-    search: Search,
+    search: PlanSearch,
     decision: str,
-    among: Evaluated,
+    among: EvaluatedPlans,
     decided: _Decided,
-    chosen: tuple[Evaluated, Place],
+    chosen: tuple[EvaluatedPlans, PlanIndex],
     demand: Demand,
-    limits: Limits,
+    limits: PlanCriteria,
 ) -> Iterator[Alternative]:
     """Return the best plan that decides otherwise, and the best that would save more but is not allowed; in place of
     either another one."""
@@ -128,7 +128,7 @@ def _others(
         if told == _MOST_ALTERNATIVES or not (wanted & open_).any():
             continue
         flat = np.where(wanted & open_, score, np.inf).argmin()
-        at = Place(*(int(n) for n in np.unravel_index(flat, score.shape)))
+        at = PlanIndex(*(int(n) for n in np.unravel_index(flat, score.shape)))
         seconds, usd = (float(figures[at.staff, at.interval, at.way]) for figures in (among.seconds, among.usd))
         why = _why_not(search, among, at, chosen, demand, limits)
         text = f"{decided.name(among, at)}: {seconds:.0f} s and ${_usd(usd)}"
@@ -137,7 +137,12 @@ def _others(
 
 
 def _why_not(
-    search: Search, among: Evaluated, at: Place, chosen: tuple[Evaluated, Place], demand: Demand, limits: Limits
+    search: PlanSearch,
+    among: EvaluatedPlans,
+    at: PlanIndex,
+    chosen: tuple[EvaluatedPlans, PlanIndex],
+    demand: Demand,
+    limits: PlanCriteria,
 ) -> str:
     """Return the mechanism that decided against a plan."""
     best, own = chosen
@@ -164,9 +169,9 @@ def _why_not(
     return " and ".join(words) or "saves nothing that counts"
 
 
-def beyond_limits(search: Search, demand: Demand) -> tuple[Reason, ...]:
+def beyond_limits(search: PlanSearch, demand: Demand) -> tuple[Reason, ...]:
     """Return which limits no plan keeps, with what could be promised."""
-    soonest = search.least(Limits("time", possible=True))[0]
+    soonest = search.least(PlanCriteria("time", possible=True))[0]
     deadline, budget = demand.deadline_seconds, demand.budget_usd
     late = deadline is not None and soonest > deadline
     reasons = []
@@ -180,7 +185,7 @@ def beyond_limits(search: Search, demand: Demand) -> tuple[Reason, ...]:
             )
         )
     left = math.inf if late or deadline is None else deadline
-    least = search.least(Limits("cost", left, possible=True))[1]
+    least = search.least(PlanCriteria("cost", left, possible=True))[1]
     if budget is not None and least > budget:
         reasons.append(
             Reason(

@@ -378,7 +378,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class PlanEstimate:
     """The predicted time, bytes and cost of a plan."""
 
     seconds: Range
@@ -402,7 +402,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Copy:
+class PlannedCopy:
     """A region's shard that another one processes; it is transferred once, as a whole, before training begins."""
 
     source: str
@@ -459,7 +459,7 @@ class Plan:
     slice_seconds: float
     seed: int
     evaluate_every: int
-    estimate: Estimate
+    estimate: PlanEstimate
     residency: dict[str, str]
     """The verdict for each shard, by region."""
     alternatives: tuple[Alternative, ...] = ()
@@ -496,7 +496,7 @@ class Plan:
     """Expected seconds of one round's exchange: from the end of its compute until every region has every update, coding
     included."""
 
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[PlannedCopy, ...] = ()
     """Shards that are processed elsewhere, sorted by source; their regions have no partition."""
     isolation: dict[str, str] = field(default_factory=dict)
     """How each region isolates job code; empty for one that has not told."""

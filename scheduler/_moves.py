@@ -17,11 +17,11 @@ from scheduler._link import link_table, pace
 from scheduler._model import (
     Alternative,
     Capacity,
-    Copy,
     Dataset,
     Declined,
     Demand,
     Plan,
+    PlannedCopy,
     Reason,
     Region,
     Snapshot,
@@ -56,7 +56,7 @@ class PlacedShards:
     """A federation in which every shard lies where it is processed."""
 
     snapshot: Snapshot
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[PlannedCopy, ...] = ()
     shards: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By region that processes shards of others: the regions whose shards it processes, its own included."""
 
@@ -305,12 +305,12 @@ def _promising(home: Region, able: Sequence[Region], snapshot: Snapshot, demand:
     return tuple(dict.fromkeys([*first, *then]))
 
 
-def _copy(home: Region, other: Region, demand: Demand) -> Copy:
+def _copy(home: Region, other: Region, demand: Demand) -> PlannedCopy:
     held = _held(home, demand.dataset)
     size = (_shard_bytes(held) if held is not None else None) or 0
     path = link_table((home, other))[home.name, other.name]
     seconds = pace(path, size).total_seconds + CONVERSATION_ROUND_TRIPS * path.rtt_seconds
-    return Copy(home.name, other.name, size, seconds, size / 1e9 * path.usd_per_gb)
+    return PlannedCopy(home.name, other.name, size, seconds, size / 1e9 * path.usd_per_gb)
 
 
 # Shards where they are processed

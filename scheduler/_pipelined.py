@@ -237,7 +237,7 @@ def _problem(
     degree: int,
     cores: float,
 ) -> PipelineProblem:
-    from scheduler.pipeline import FunctionSize, Layer, LinearCost, PipelineProblem, Place, StageChannel
+    from scheduler.pipeline import FunctionSize, Layer, LinearCost, PipelineProblem, StageChannel, StageRegion
     from scheduler.pipeline import LayerProfile as Chain
 
     numbers = [{name: value for name, value in layer.items() if not isinstance(value, str)} for layer in profile.layers]
@@ -269,6 +269,6 @@ def _problem(
     # Workers that have to ask for values save requests, and merge all in one.
     announced = its.name in channel_kinds(lambda kind: kind.announces)
     return PipelineProblem(
-        chain, batch * degree, (Place(profile.region, (size,), channel, cores),), degrees=(degree,), stages=stages,
-        most_workers=workers, merges_early=True, merges_apart=announced,
+        chain, batch * degree, (StageRegion(profile.region, (size,), channel, cores),), degrees=(degree,),
+        stages=stages, most_workers=workers, merges_early=True, merges_apart=announced,
     )  # fmt: skip

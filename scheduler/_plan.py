@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler._configurations import TORCH_MB, Configured, configurations, merging_of, needed_mb
+from scheduler._configurations import TORCH_MB, ConfiguredPartition, configurations, merging_of, needed_mb
 from scheduler._course import step_seconds
 from scheduler._estimate import basis_of, copied_of, estimate, figures_of, occasion_of, spread_of
 from scheduler._exchange import Ways, policy_of, share_of, ways_of
@@ -15,9 +15,9 @@ from scheduler._model import (
     Alternative,
     Declined,
     Demand,
-    Estimate,
     Learning,
     Plan,
+    PlanEstimate,
     PlannedPartition,
     Range,
     Reason,
@@ -27,7 +27,7 @@ from scheduler._model import (
 from scheduler._moves import IMPOSSIBLE, PlacedShards, best_moves, train_clients, train_samples
 from scheduler._pipelined import unstaged
 from scheduler._published import METHODS
-from scheduler.search import MOST_OFF, Evaluated, Evaluation, Limits, Place, Search, Spread
+from scheduler.search import MOST_OFF, EvaluatedPlans, PlanCriteria, PlanEvaluation, PlanIndex, PlanSearch, Spread
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, noise_samples
 from sync.channel import channel_kinds
 from sync.codec import MaskedIntegers, codec_named
@@ -114,10 +114,10 @@ class _Problem:
     """A demand over shards that lie where they are processed, independent of deadline and budget."""
 
     placed: PlacedShards
-    fronts: tuple[tuple[Configured, ...], ...]
+    fronts: tuple[tuple[ConfiguredPartition, ...], ...]
     """Configurations by region, in the order of their names."""
     ways: Ways
-    search: Search
+    search: PlanSearch
 
     def best(self, demand: Demand) -> Plan | Declined:
         """Return the best plan within deadline and budget."""
@@ -128,7 +128,7 @@ class _Problem:
         evaluated, place = found
         return self._plan(evaluated, place, demand, limits)
 
-    def _plan(self, evaluated: Evaluated, place: Place, demand: Demand, limits: Limits) -> Plan:
+    def _plan(self, evaluated: EvaluatedPlans, place: PlanIndex, demand: Demand, limits: PlanCriteria) -> Plan:
         snapshot, way = self.placed.snapshot, self.ways.each[evaluated.ways[place.way]]
         chosen = [front[n] for front, n in zip(self.fronts, evaluated.choice[place.staff], strict=True)]
         merging = merging_of(chosen)
@@ -179,12 +179,12 @@ class _Problem:
         )
 
 
-def limits_of(demand: Demand) -> Limits:
+def limits_of(demand: Demand) -> PlanCriteria:
     """Return what a demand's plan is chosen by."""
     deadline = math.inf if demand.deadline_seconds is None else demand.deadline_seconds
     budget = math.inf if demand.budget_usd is None else demand.budget_usd
     # Who wants a number of samples soon gets them soon; money is saved only where the same progress costs less.
-    return Limits(demand.minimise, deadline, budget, progress=demand.to_goal or demand.minimise == "cost")
+    return PlanCriteria(demand.minimise, deadline, budget, progress=demand.to_goal or demand.minimise == "cost")
 
 
 _KnownWays = dict[tuple[tuple[str, ...], bool], Ways | Declined]
@@ -222,7 +222,7 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
     if isinstance(ways, Declined):
         return ways
     shards = [replace(part, shards=placed.shards.get(part.region, ())) for part in parts]
-    evaluation = Evaluation(
+    evaluation = PlanEvaluation(
         [figures_of([one.part for one in own], r, snapshot) for r, own in zip(regions, fronts, strict=True)],
         [part.samples for part in parts],
         ways,
@@ -232,10 +232,10 @@ def _problem(placed: PlacedShards, demand: Demand, known: _KnownWays | None = No
     )
     spread = Spread(spread_of(basis_of(regions, snapshot))[1], *copied_of(placed.copies, snapshot.regions))
     only = None if method is None else method.staffing(evaluation)
-    return _Problem(placed, fronts, ways, Search(evaluation, spread, only))
+    return _Problem(placed, fronts, ways, PlanSearch(evaluation, spread, only))
 
 
-def _fastest_merging(chosen: Configured, front: Sequence[Configured]) -> Configured:
+def _fastest_merging(chosen: ConfiguredPartition, front: Sequence[ConfiguredPartition]) -> ConfiguredPartition:
     """Return the same workers and memory as they will merge where each region chooses by itself."""
     like = [
         one for one in front if (one.part.workers, one.part.memory_mb) == (chosen.part.workers, chosen.part.memory_mb)
@@ -584,4 +584,4 @@ _LONG_ROUND_SECONDS = 60.0
 _COPIES = 2
 """Copies of the model in a worker's memory, at least: parameters and gradients."""
 _ONLY_HOLDS_DATA = "it only holds data: keep it out with regions.avoid"
-_NOTHING = Estimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")
+_NOTHING = PlanEstimate(Range(0, 0, 0), Range(0, 0, 0), Range(0, 0, 0), (), {}, "prior")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler._course import Floats, Staffs
-from scheduler.search import Evaluation, Ints
+from scheduler.search import Ints, PlanEvaluation
 
 __all__ = ["METHODS", "PublishedMethod"]
 
@@ -21,7 +21,7 @@ __all__ = ["METHODS", "PublishedMethod"]
 class PublishedMethod:
     """One rule."""
 
-    staffing: Callable[[Evaluation], Ints]
+    staffing: Callable[[PlanEvaluation], Ints]
     """Chooses a configuration for each region of those that there are; shape (regions,)."""
     collective: str | None = None
     """What its workers merge by; None: as the plan chooses."""
@@ -29,19 +29,19 @@ class PublishedMethod:
     """Whether it chooses the configuration of each region alone, from its profile (`fasdl_heuristic`)."""
 
 
-def _passes(staffs: Staffs, evaluation: Evaluation) -> Floats:
+def _passes(staffs: Staffs, evaluation: PlanEvaluation) -> Floats:
     """Return the seconds of a pass over each shard; shape (regions, configurations)."""
     return np.asarray(evaluation.samples[:, None] / staffs.step_samples * staffs.step_seconds)
 
 
-def _greedy(evaluation: Evaluation) -> Ints:
+def _greedy(evaluation: PlanEvaluation) -> Ints:
     """All workers that are free in each region, at the memory with which they are fastest."""
     staffs = evaluation.configured
     most = staffs.step_samples >= staffs.step_samples.max(axis=1, keepdims=True)
     return np.asarray(np.where(most, _passes(staffs, evaluation), np.inf).argmin(axis=1))
 
 
-def _load_power(evaluation: Evaluation) -> Ints:
+def _load_power(evaluation: PlanEvaluation) -> Ints:
     """Load-power matching (Cloudless-Training, arXiv 2303.05330): the region that is slowest with all its
     workers sets the pace, and each takes what costs least of what keeps it."""
     staffs = evaluation.configured
@@ -50,7 +50,7 @@ def _load_power(evaluation: Evaluation) -> Ints:
     return np.asarray(np.where(passes <= pace * (1 + 1e-9), staffs.worker_usd, np.inf).argmin(axis=1))
 
 
-def _only(evaluation: Evaluation) -> Ints:
+def _only(evaluation: PlanEvaluation) -> Ints:
     """What each region has chosen by itself, the first of its configurations."""
     return np.zeros(len(evaluation.sizes), np.int64)
 

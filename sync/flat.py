@@ -1,5 +1,5 @@
 """Conversion between a torch module and its flat vector. Besides this module, only `sync.base`, `sync.device`,
-`sync.merging.gradients`, `sync.places`, `sync.tree` and `sync.pipeline` need torch in this package."""
+`sync.merging.gradients`, `sync.places` and `sync.pipeline` need torch in this package."""
 
 from __future__ import annotations
 

@@ -185,7 +185,21 @@ def plan_text(plan: Data) -> str:
             ("isolation", _isolation(plan)),
         ]
     )
-    regions = columns(
+    stages = [
+        f"{part['region']}:\n" + "\n".join(f"  {text}" for text in part["pipeline"]["why"])
+        for part in plan["partitions"]
+        if part.get("pipeline")
+    ]
+    data = columns(["DATA OF", "PROCESSED"], [[region, where] for region, where in plan["residency"].items()])
+    parts = [head, _phases_table(estimate), _regions_table(plan), *stages, data, _copies_table(plan.get("copies", []))]
+    parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
+    if plan.get("alternatives"):
+        parts.append(_alternatives_table(plan["alternatives"]))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _regions_table(plan: Data) -> str:
+    return columns(
         ["REGION", "SAMPLES", "WORKERS", "BATCH", "STEPS/ROUND", "EPOCHS", "MEMORY MB", "SAMPLES/S"],
         [
             [
@@ -202,17 +216,6 @@ def plan_text(plan: Data) -> str:
         ],
         leave_out=("MEMORY MB", "STEPS/ROUND", "SAMPLES/S", "BATCH"),
     )
-    stages = [
-        f"{part['region']}:\n" + "\n".join(f"  {text}" for text in part["pipeline"]["why"])
-        for part in plan["partitions"]
-        if part.get("pipeline")
-    ]
-    data = columns(["DATA OF", "PROCESSED"], [[region, where] for region, where in plan["residency"].items()])
-    parts = [head, _phases_table(estimate), regions, *stages, data, _copies_table(plan.get("copies", []))]
-    parts += [link_table(estimate["link_bytes"], {}), money_table(estimate["items"])]
-    if plan.get("alternatives"):
-        parts.append(_alternatives_table(plan["alternatives"]))
-    return "\n\n".join(part for part in parts if part)
 
 
 def _isolation(plan: Data) -> str:

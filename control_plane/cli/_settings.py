@@ -19,7 +19,7 @@ class Format(StrEnum):
 
 
 @dataclass
-class Settings:
+class ProcessSettings:
     """The settings of this process."""
 
     debug: bool = False
@@ -30,7 +30,7 @@ class Settings:
     """Format of the data on stdout."""
 
 
-settings = Settings()
+settings = ProcessSettings()
 
 
 def can_ask() -> bool:

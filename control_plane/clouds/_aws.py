@@ -14,7 +14,7 @@ from control_plane.clouds._contract import (
     Confidence,
     FunctionPrices,
     Price,
-    Provenance,
+    PriceSource,
     Purchase,
     ShardList,
     StorePrices,
@@ -139,7 +139,7 @@ class AwsCloud:
             raise self._nothing_for(what, region, destination)
         usd, published = max(found)
         source = f"AWS price list, {what}, {region}"
-        return Price(usd, unit, Provenance(source, published or _today(), Confidence.LIST))
+        return Price(usd, unit, PriceSource(source, published or _today(), Confidence.LIST))
 
     def _spot_price(self, region: str, machine_type: str) -> Price:
         self._check(region)
@@ -169,7 +169,7 @@ class AwsCloud:
             raise self._nothing_for(f"a spot price of {machine_type}", region)
         usd = median(usd for _, usd in newest.values())
         source = f"AWS spot market, {machine_type}, median of the zones of {region}"
-        return Price(usd, Unit.HOUR, Provenance(source, _today(), Confidence.OBSERVED))
+        return Price(usd, Unit.HOUR, PriceSource(source, _today(), Confidence.OBSERVED))
 
     def _nothing_for(self, what: str, *regions: str | None) -> GeofedError:
         """Return the error for a missing price: the region does not exist, or AWS does not list the price."""

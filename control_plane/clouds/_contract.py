@@ -40,7 +40,7 @@ class Unit(StrEnum):
 
 
 @dataclass(frozen=True)
-class Provenance:
+class PriceSource:
     """Source of a price."""
 
     source: str
@@ -56,7 +56,7 @@ class Price:
 
     usd: float
     unit: Unit
-    provenance: Provenance
+    provenance: PriceSource
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.usd) and self.usd > 0):

@@ -12,7 +12,7 @@ from control_plane.clouds._contract import (
     CloudRegion,
     Confidence,
     Price,
-    Provenance,
+    PriceSource,
     Purchase,
     Unit,
     region_unknown,
@@ -86,7 +86,7 @@ class PriceFile(MachinesOnly):
             text = f"{self.source} has no price for {machine_type} ({purchase}) in {region}"
             raise GeofedError("PRICE_UNKNOWN", text, hint="check the type's name in the file")
         source = f"{self.source}, {self.name}, {machine_type} ({purchase}), {region}"
-        return Price(usd, Unit.HOUR, Provenance(source, self.as_of, Confidence.LIST))
+        return Price(usd, Unit.HOUR, PriceSource(source, self.as_of, Confidence.LIST))
 
     def _no_region(self, region: str) -> GeofedError:
         hint = f"it has {', '.join(held.name for held in self.regions())}"

@@ -29,7 +29,7 @@ from control_plane.clouds._contract import (
     CloudRegion,
     Confidence,
     Price,
-    Provenance,
+    PriceSource,
     Purchase,
     Unit,
     price_unknown,
@@ -178,7 +178,7 @@ class DigitalOcean(_ThroughLibcloud):
         for size in self._ask(lambda: self._driver.list_sizes(place)):
             if size.id == machine_type:
                 source, today = f"DigitalOcean, {machine_type}, {region}", datetime.now(UTC).date().isoformat()
-                return Price(float(size.price), Unit.HOUR, Provenance(source, today, Confidence.LIST))
+                return Price(float(size.price), Unit.HOUR, PriceSource(source, today, Confidence.LIST))
         raise price_unknown(self.asked, f"what {machine_type} costs in {region}")
 
     def _locations(self) -> list[Any]:
@@ -187,7 +187,7 @@ class DigitalOcean(_ThroughLibcloud):
 
 def _list_price(usd: float, what: str, as_of: str) -> Price:
     source = f"price list of apache-libcloud {libcloud.__version__}, {what}"
-    return Price(usd, Unit.HOUR, Provenance(source, as_of, Confidence.LIST))
+    return Price(usd, Unit.HOUR, PriceSource(source, as_of, Confidence.LIST))
 
 
 def _price_list(name: str) -> tuple[Mapping[str, Any], str]:

@@ -22,7 +22,7 @@ from control_plane.clouds._contract import (
     Confidence,
     FunctionPrices,
     Price,
-    Provenance,
+    PriceSource,
     Purchase,
     ShardList,
     StorePrices,
@@ -175,7 +175,7 @@ class TencentCloud:
         source, usd = f"Tencent Cloud, {what}", float(amount)
         if self._usd_per_cny is not None:
             source, usd = f"{source}, {amount:g} CNY at {self._usd_per_cny:g} USD", usd * self._usd_per_cny
-        return Price(usd, unit, Provenance(source, datetime.now(UTC).date().isoformat(), confidence))
+        return Price(usd, unit, PriceSource(source, datetime.now(UTC).date().isoformat(), confidence))
 
     def _ask(self, region: str, action: str, wanted: dict[str, Any]) -> Any:
         """Send one request to CVM in a region, with retries after temporary errors."""

@@ -136,7 +136,7 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ResourceUsage:
     """What a region's workers have used of their machines in the last reported round."""
 
     cpu_cores: float = 0.0
@@ -162,7 +162,7 @@ class RoundTime:
 
 
 @dataclass(frozen=True)
-class Privacy:
+class PrivacySpent:
     """What a job with differential privacy has spent of a region's dataset, by the region's ledger."""
 
     epsilon: float = 0.0
@@ -214,10 +214,10 @@ class Report:
     kept: Uploaded = Uploaded()
     """Answer to the last command to upload one."""
     logged: Logged = Logged()
-    usage: Usage = Usage()
+    usage: ResourceUsage = ResourceUsage()
     time: RoundTime | None = None
     """Of all rounds up to `round`; None: not reported."""
-    privacy: Privacy | None = None
+    privacy: PrivacySpent | None = None
     """None: the job has no differential privacy. Otherwise its loss is not told."""
 
 

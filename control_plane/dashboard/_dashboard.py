@@ -28,7 +28,7 @@ from control_plane.dashboard._provider_sign_in import LIFE_SECONDS as PROVIDER_S
 from control_plane.dashboard._provider_sign_in import ProviderSignIn
 from control_plane.dashboard._series import series_of
 from control_plane.dashboard._sessions import LIFE_SECONDS, Sessions
-from control_plane.dashboard._submission import MAX_SENT_BYTES, Draft, Submissions, draft_of
+from control_plane.dashboard._submission import MAX_SENT_BYTES, SubmissionForm, Submissions, draft_of
 from control_plane.pki import new_secret
 from control_plane.service import (
     OPERATOR,
@@ -226,7 +226,7 @@ class Dashboard:
     # What is shown
 
     async def _find(self, name: str, caller: Caller, right: str = "read") -> JobEntry:
-        entry = await self._federation.find_job(name, caller.may_read)
+        entry = await self._federation.lookup.find_job(name, caller.may_read)
         caller.require(right, entry.row)
         return entry
 
@@ -361,7 +361,7 @@ class Dashboard:
             return self._unplanned(caller, draft, error)
         return RedirectResponse(f"/jobs/{quote(entry.row.id)}", 303, headers=HEADERS)
 
-    def _unplanned(self, caller: Caller, draft: Draft, error: GeofedError) -> Response:
+    def _unplanned(self, caller: Caller, draft: SubmissionForm, error: GeofedError) -> Response:
         page = self._pages.submit(caller, draft, error=error)
         return HTMLResponse(page, status_code=STATUS.get(error.code, 409), headers=HEADERS)
 

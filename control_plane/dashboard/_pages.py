@@ -31,7 +31,7 @@ from control_plane._view import (
 from control_plane.core import TERMINAL, wan_links
 from control_plane.dashboard._chart import line_chart
 from control_plane.dashboard._series import federation_network
-from control_plane.dashboard._submission import Draft, templates
+from control_plane.dashboard._submission import SubmissionForm, templates
 from control_plane.dashboard._timeline import PARTS, means_of, reason_of, timeline_of, took_text
 from control_plane.service import Caller, Federation, JobEntry, event_message, log_message
 from control_plane.store import EventRow, Store
@@ -106,7 +106,7 @@ class Pages:
         """Return the page of all jobs that the caller may read, and of all regions."""
         # In a thread, since many jobs and regions take long; what is read is replaced, not changed.
         before, after = request.query_params.get("before", ""), request.query_params.get("regions-after", "")
-        latest = await self._federation.list_jobs(TERMINAL, _ENDED_JOBS + 1, before, caller.reads_of)
+        latest = await self._federation.lookup.list_jobs(TERMINAL, _ENDED_JOBS + 1, before, caller.reads_of)
         return await asyncio.to_thread(self._overview, caller, latest, after, "authorization" not in request.headers)
 
     def _overview(self, caller: Caller, latest: list[JobEntry], after: str, session: bool) -> str:
@@ -218,7 +218,7 @@ class Pages:
     def submit(
         self,
         caller: Caller,
-        draft: Draft | None,
+        draft: SubmissionForm | None,
         *,
         error: GeofedError | None = None,
         plan: Data | None = None,

@@ -18,7 +18,7 @@ from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.v1 import common_pb2, control_pb2
 
-__all__ = ["MAX_SENT_BYTES", "Draft", "Submissions", "draft_of", "templates"]
+__all__ = ["MAX_SENT_BYTES", "SubmissionForm", "Submissions", "draft_of", "templates"]
 
 MAX_SENT_BYTES = 1 << 20
 """Limit of a draft as a browser sends it: three bytes for one that is no letter."""
@@ -30,7 +30,7 @@ _SET = {"name": "metadata.name", "dataset": "data.dataset", "minimise": "objecti
 
 
 @dataclass(frozen=True)
-class Draft:
+class SubmissionForm:
     """What a user has entered."""
 
     template: str
@@ -67,7 +67,7 @@ def templates() -> list[Data]:
         return []
 
 
-def draft_of(form: dict[str, str]) -> Draft:
+def draft_of(form: dict[str, str]) -> SubmissionForm:
     """Return what a form states; without a job file that of its template.
 
     Raises ``GeofedError("TEMPLATE_NOT_FOUND")`` if that is needed.
@@ -75,7 +75,7 @@ def draft_of(form: dict[str, str]) -> Draft:
     template, fields = form.get("template", ""), {name: form.get(name, "").strip() for name in _SET}
     # Browsers end the lines of a text area as in MS-DOS.
     text = form.get("text", "").replace("\r\n", "\n")
-    return Draft(template, text or (find_template(template) / _FILE).read_text(encoding="utf-8"), **fields)
+    return SubmissionForm(template, text or (find_template(template) / _FILE).read_text(encoding="utf-8"), **fields)
 
 
 class Submissions:
@@ -95,7 +95,7 @@ class Submissions:
             text = f"the jobs of {caller.user} are signed with a key that only {caller.user} has"
             raise GeofedError("FORBIDDEN", text, hint="submit them by command, which signs them")
 
-    async def plan(self, draft: Draft, caller: Caller) -> tuple[Data, bool]:
+    async def plan(self, draft: SubmissionForm, caller: Caller) -> tuple[Data, bool]:
         """Return the plan of a draft, and whether it is admissible; store its code, in case a region probes the task.
 
         Raises ``GeofedError``: what is wrong with the job file; what `answer_plan` raises.
@@ -110,7 +110,7 @@ class Submissions:
         plan["warnings"] = [*checked.warnings, *plan.get("warnings", [])]
         return plan, admissible
 
-    async def submit(self, draft: Draft, request_id: str, caller: Caller) -> JobEntry:
+    async def submit(self, draft: SubmissionForm, request_id: str, caller: Caller) -> JobEntry:
         """Submit a draft, once for each request ID; return the job. Raises ``GeofedError``, as `submit`."""
         checked = await self._checked(draft)
         digest = checked.code.digest
@@ -120,7 +120,7 @@ class Submissions:
             entry, _ = await submit(self._federation, self._probing, request, caller.user)
         return entry
 
-    async def _checked(self, draft: Draft) -> _Checked:
+    async def _checked(self, draft: SubmissionForm) -> _Checked:
         if len(draft.text.encode(errors="replace")) > _MAX_DRAFT_BYTES:
             raise GeofedError(
                 "LIMIT_EXCEEDED",
@@ -145,7 +145,7 @@ class Submissions:
         )  # fmt: skip
 
 
-def _read(draft: Draft) -> _Checked:
+def _read(draft: SubmissionForm) -> _Checked:
     spec, warnings = parse_text(draft.text, _FILE, draft.overrides)
     if spec.train.initial_model is not None and spec.train.initial_model.file is not None:
         # It would be a file of the control plane's machine.

@@ -11,7 +11,7 @@ from datetime import datetime
 
 from control_plane._view import Data, seconds_text
 
-__all__ = ["PARTS", "Span", "grouped", "means_of", "reason_of", "timeline_of", "took_text"]
+__all__ = ["PARTS", "RoundSpan", "grouped", "means_of", "reason_of", "timeline_of", "took_text"]
 
 PARTS = ("compute", "merge", "exchange", "wait", "evaluate", "other")
 """Parts of a round. "other" is what no part counts: starting workers, storing models, stages of a pipeline waiting for
@@ -33,7 +33,7 @@ _PAUSE = 5.0
 
 
 @dataclass(frozen=True)
-class Span:
+class RoundSpan:
     """One round of a region, or several of which no report came in between."""
 
     first: int
@@ -50,9 +50,9 @@ class Span:
         return self.last - self.first + 1
 
 
-def timeline_of(events: Iterable[Data]) -> dict[str, list[Span]]:
+def timeline_of(events: Iterable[Data]) -> dict[str, list[RoundSpan]]:
     """Return each region's rounds in their order, of those that have reported what they took."""
-    found: dict[str, list[Span]] = {}
+    found: dict[str, list[RoundSpan]] = {}
     last: dict[str, tuple[int, float]] = {}
     for event in sorted((one for one in events if one["kind"] == "partition.round"), key=lambda one: one["cursor"]):
         region, data, end = event["region"], event["data"], datetime.fromisoformat(event["at"]).timestamp()
@@ -67,18 +67,18 @@ def timeline_of(events: Iterable[Data]) -> dict[str, list[Span]]:
         # What is counted in the region can exceed what passes between two of its reports here.
         scale = min(1.0, seconds / (sum(counted) or 1.0))
         parts = [part * scale for part in counted]
-        span = Span(first, data["round"], begin, seconds, (*parts, max(0.0, seconds - sum(parts))))
+        span = RoundSpan(first, data["round"], begin, seconds, (*parts, max(0.0, seconds - sum(parts))))
         found.setdefault(region, []).append(span)
     return dict(sorted(found.items()))
 
 
-def grouped(spans: Sequence[Span], most: int) -> list[Span]:
+def grouped(spans: Sequence[RoundSpan], most: int) -> list[RoundSpan]:
     """Return at most ``most`` spans, each the sum of neighbours."""
     size = -(-len(spans) // most) or 1
     return [_sum(spans[start : start + size]) for start in range(0, len(spans), size)]
 
 
-def means_of(timeline: dict[str, list[Span]], rounds: int) -> dict[str, tuple[float, ...]]:
+def means_of(timeline: dict[str, list[RoundSpan]], rounds: int) -> dict[str, tuple[float, ...]]:
     """Return the mean seconds of a round by part, of about the last ``rounds`` rounds of each region.
 
     Left out are its first rounds, in which all starts and whose begin may not be known, and pauses; unless there are no
@@ -89,7 +89,7 @@ def means_of(timeline: dict[str, list[Span]], rounds: int) -> dict[str, tuple[fl
         usual = statistics.median_low([span.seconds / span.rounds for span in spans])
         rounds_only = [span for span in spans if span.seconds <= _PAUSE * usual * span.rounds]
         kept = [span for span in rounds_only if span is not spans[0]] or rounds_only
-        counted, number = list[Span](), 0
+        counted, number = list[RoundSpan](), 0
         for span in reversed(kept):
             if number >= rounds:
                 break
@@ -132,9 +132,9 @@ def took_text(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 1 else seconds_text(seconds)
 
 
-def _sum(spans: Sequence[Span]) -> Span:
+def _sum(spans: Sequence[RoundSpan]) -> RoundSpan:
     end = spans[-1].begin + spans[-1].seconds
     parts = tuple(math.fsum(one) for one in zip(*(span.parts for span in spans), strict=True))
     gaps = max(0.0, end - spans[0].begin - sum(parts))
     parts = (*parts[:-1], parts[-1] + gaps)
-    return Span(spans[0].first, spans[-1].last, spans[0].begin, sum(parts), parts)
+    return RoundSpan(spans[0].first, spans[-1].last, spans[0].begin, sum(parts), parts)

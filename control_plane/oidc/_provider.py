@@ -20,7 +20,7 @@ from control_plane.oidc._verifying import Key, key_id, verified
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 
-__all__ = ["SCOPE", "OidcConfig", "Provider", "require_secure"]
+__all__ = ["SCOPE", "OidcConfig", "OpenIdProvider", "require_secure"]
 
 SCOPE = "openid email profile"
 """Scopes that a sign-in asks for."""
@@ -94,7 +94,7 @@ class _Kept:
         return self._value
 
 
-class Provider:
+class OpenIdProvider:
     """Reads endpoints and keys when they are first needed, and keeps them for a while."""
 
     def __init__(self, issuer: str, client_id: str) -> None:

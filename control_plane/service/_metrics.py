@@ -17,7 +17,8 @@ from prometheus_client.registry import Collector
 
 from control_plane.core import TERMINAL, Report, WanLink, wan_links
 from control_plane.service.state._entries import JobEntry
-from control_plane.service.state._federation import ACTIVE, Federation
+from control_plane.service.state._federation import Federation
+from control_plane.service.state._job_lookup import ACTIVE
 from geofed_pb.errors import GeofedError
 from geofed_pb.security.access import wrapped
 

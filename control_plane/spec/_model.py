@@ -20,10 +20,10 @@ from control_plane.spec.sections import (
     GUARD,
     Advanced,
     Clients,
+    CollectiveSettings,
     Data,
     Function,
     Limits,
-    Merge,
     Metadata,
     Objective,
     Parallelism,
@@ -79,7 +79,7 @@ class JobSpec(Section):
         return self.advanced.wan
 
     @property
-    def merge(self) -> Merge:
+    def merge(self) -> CollectiveSettings:
         """Settings of the collective."""
         return self.advanced.merge
 

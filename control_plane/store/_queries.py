@@ -29,7 +29,7 @@ from control_plane.store._records import (
     Cursors,
     Deletion,
     EventRow,
-    Invitation,
+    InvitationRow,
     JobRow,
     JobUse,
     LogRow,
@@ -274,18 +274,18 @@ class Queries(Database):
             found = connection.execute(wanted.offset(lines).limit(1)).scalar()
             return int(found) if found is not None else 0
 
-    def invitation(self, secret_hash: str) -> Invitation | None:
+    def invitation(self, secret_hash: str) -> InvitationRow | None:
         """Return an invitation by the hash of its secret, or None."""
         with self._reading() as connection:
             wanted = select(t.invitations).where(t.invitations.c.secret_hash == secret_hash)
             row = connection.execute(wanted).mappings().first()
-            return Invitation(**row) if row else None
+            return InvitationRow(**row) if row else None
 
-    def open_invitations(self, region: str) -> list[Invitation]:
+    def open_invitations(self, region: str) -> list[InvitationRow]:
         """Return the invitations of a region that are not used."""
         with self._reading() as connection:
             unused = and_(t.invitations.c.region == region, t.invitations.c.used_at == 0)
-            return [Invitation(**row) for row in connection.execute(select(t.invitations).where(unused)).mappings()]
+            return [InvitationRow(**row) for row in connection.execute(select(t.invitations).where(unused)).mappings()]
 
     def users(self) -> list[UserRow]:
         """Return all users, sorted by name."""

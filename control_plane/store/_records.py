@@ -141,7 +141,7 @@ class CommandRow:
 
 
 @dataclass(frozen=True)
-class Invitation:
+class InvitationRow:
     """A one-time token for a region."""
 
     secret_hash: str
@@ -277,7 +277,7 @@ class Change:
     logs: tuple[LogRow, ...] = ()
     runs: tuple[RunRow, ...] = ()
     weights: tuple[WeightRow, ...] = ()
-    invitations: tuple[Invitation, ...] = ()
+    invitations: tuple[InvitationRow, ...] = ()
     """New or just used invitations."""
     users: tuple[UserRow, ...] = ()
     """New or changed users."""

@@ -45,7 +45,7 @@ class _Held:
     lost: int = 0
 
 
-class Relay:
+class PacketRelay:
     """Receives the ids of packets, draws loss and delay of each, and releases it when it is due.
 
     It runs in a process of its own, so that work of the core (starting ``tc``, answering requests) delays no packet.
@@ -198,7 +198,7 @@ class RelayProcess:
 def _relay_until_closed(orders: socket.socket) -> NoReturn:
     status = 1
     try:
-        Relay(orders).run()
+        PacketRelay(orders).run()
         status = 0
     except BaseException:  # noqa: BLE001 - a fork must never return into the core's code
         traceback.print_exc()

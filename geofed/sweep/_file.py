@@ -26,7 +26,7 @@ _MAX_PARAMETERS = 32
 _HINT = "correct the sweep file; docs/sweeps.md describes it"
 
 
-class Range(Section):
+class ParameterRange(Section):
     """Numbers from `min` to `max`, of which trials draw one."""
 
     min: float | int
@@ -37,7 +37,7 @@ class Range(Section):
     """Only whole numbers."""
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> Range:
+    def _is_a_range(self) -> ParameterRange:
         if not self.min < self.max:
             raise ValueError("`min` must be less than `max`")
         if self.scale == "log" and self.min <= 0:
@@ -62,7 +62,7 @@ class SweepFile(Section):
     metadata: SweepMetadata
     job: str
     """Path of the job file, relative to the sweep file."""
-    parameters: dict[str, list[Any] | Range] = Field(min_length=1, max_length=_MAX_PARAMETERS)
+    parameters: dict[str, list[Any] | ParameterRange] = Field(min_length=1, max_length=_MAX_PARAMETERS)
     """By the key of the job file, such as `task.config.lr`: a list of values, or a range."""
     search: Literal["grid", "random", "optuna"] = "grid"
     """`grid`: every combination of the values. `random`: independent draws. `optuna`: the next values by what earlier
@@ -87,7 +87,7 @@ class SweepFile(Section):
         for key, values in self.parameters.items():
             if (other := places.setdefault(key_path(key), key)) != key:
                 raise ValueError(f"`{key}` and `{other}` are the same key of the job file; keep one")
-            if isinstance(values, Range):
+            if isinstance(values, ParameterRange):
                 if self.search == "grid":
                     raise ValueError(f"`{key}`: a grid requires a list of values; or use `search: random`")
             elif not values:

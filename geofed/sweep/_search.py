@@ -8,7 +8,7 @@ import math
 import random
 from typing import TYPE_CHECKING, Any, Protocol
 
-from geofed.sweep._file import Range, SweepFile
+from geofed.sweep._file import ParameterRange, SweepFile
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Random:
         """Nothing is learned."""
 
 
-def _drawn(values: list[Any] | Range, source: random.Random) -> Any:
+def _drawn(values: list[Any] | ParameterRange, source: random.Random) -> Any:
     if isinstance(values, list):
         return source.choice(values)
     if values.integer and values.scale == "linear":
@@ -158,7 +158,7 @@ class Optuna:
             self._study.tell(asked, outcome, state=TrialState.FAIL if outcome is None else TrialState.COMPLETE)
 
 
-def _distribution(values: list[Any] | Range) -> optuna.distributions.BaseDistribution:
+def _distribution(values: list[Any] | ParameterRange) -> optuna.distributions.BaseDistribution:
     from optuna import distributions
 
     if isinstance(values, list):
@@ -170,7 +170,7 @@ def _distribution(values: list[Any] | Range) -> optuna.distributions.BaseDistrib
     return distributions.FloatDistribution(values.min, values.max, log=log)
 
 
-def _may_be(values: list[Any] | Range, given: object) -> bool:
+def _may_be(values: list[Any] | ParameterRange, given: object) -> bool:
     """Whether a number is one that Optuna draws: a place in a list, or a value of a range."""
     if type(given) is not int and (type(given) is not float or isinstance(values, list) or values.integer):
         return False

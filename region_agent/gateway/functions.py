@@ -18,11 +18,12 @@ from region_agent.gateway.quantities import format_duration
 
 __all__ = [
     "BasicAuth",
-    "Failure",
     "FunctionSpec",
     "FunctionStatus",
     "Grants",
+    "Isolation",
     "LogLine",
+    "ReplicaFailure",
     "Response",
     "fixed_scale_labels",
     "timeout_env",
@@ -216,7 +217,39 @@ class FunctionSpec:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Isolation:
+    """How functions are isolated, from what was tried."""
+
+    kind: str
+    """``bubblewrap``; ``container`` for functions in containers, which the platform isolates; or ``none``."""
+    reason: str = ""
+    """Reason why they are not isolated."""
+    limits_processes: bool = True
+    """Whether the number of a function's processes is limited."""
+
+    @property
+    def text(self) -> str:
+        """Description for operators."""
+        if self.kind == "bubblewrap":
+            limits = "" if self.limits_processes else ", no limit of processes"
+            return f"bubblewrap: namespaces of users, mounts, processes, IPC and network, system calls filtered{limits}"
+        if self.kind == "container":
+            return "container, as the function platform is set up"
+        return f"none: {self.reason}" if self.reason else "none"
+
+    @property
+    def hint(self) -> str:
+        """What the operator of a machine without isolation can do."""
+        if "bubblewrap is not installed" in self.reason or "libseccomp is not installed" in self.reason:
+            return "install it (Debian: apt install bubblewrap libseccomp2), or set policy.isolation in the region file"
+        return (
+            "allow this user to create user namespaces (docs/production.md, on isolation), or set policy.isolation in "
+            "the region file"
+        )
+
+
+@dataclass(frozen=True)
+class ReplicaFailure:
     """How a replica has ended last, or why it could not start; only the agent's own gateway tells."""
 
     count: int
@@ -235,7 +268,7 @@ class Failure:
         return GeofedError(code, self.message, hint=self.hint or None)
 
     @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Failure:
+    def from_json(cls, body: Mapping[str, Any]) -> ReplicaFailure:
         """The failure in an answer; raises ``ValueError`` or ``TypeError``."""
         texts = (clean(str(body.get(key) or "")) for key in ("code", "message", "hint"))
         return cls(int(body.get("count") or 0), *texts)
@@ -255,7 +288,7 @@ class FunctionStatus:
     """Calls since the deployment."""
     created_at: datetime | None
     """Time of the deployment, if the gateway reports it."""
-    failure: Failure | None = None
+    failure: ReplicaFailure | None = None
     """The last failure of a replica, if the gateway reports it."""
 
     @property
@@ -286,7 +319,7 @@ class FunctionStatus:
             available_replicas=int(body.get("availableReplicas") or 0),
             invocation_count=int(body.get("invocationCount") or 0),
             created_at=parse_timestamp(created) if isinstance(created, str) and created else None,
-            failure=Failure.from_json(failure) if isinstance(failure, dict) else None,
+            failure=ReplicaFailure.from_json(failure) if isinstance(failure, dict) else None,
         )
 
 

@@ -29,7 +29,7 @@ from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from region_agent.link.identity import Identity
 from region_agent.link.outgoing import ReportQueue, fitted, is_transient, too_large
-from region_agent.link.witness import AUDIT_HEADS, Witness
+from region_agent.link.witness import AUDIT_HEADS, WitnessFile
 from region_agent.state.store import AgentStore
 from sync.framing import digest_of
 
@@ -117,7 +117,7 @@ class Hub:
         self._session_changed = asyncio.Event()
         """A session has begun or ended since the last `session_changed`."""
         self._reports = ReportQueue(store)
-        self._witness = Witness(identity.folder / AUDIT_HEADS)
+        self._witness = WitnessFile(identity.folder / AUDIT_HEADS)
         if self._witness.damage:
             _log.error(self._witness.damage)
         self.last_heard = 0.0

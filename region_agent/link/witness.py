@@ -13,7 +13,7 @@ from pathlib import Path
 from geofed_pb.files.durable import write_durably
 from geofed_pb.security.audit import AuditBroken, Head
 
-__all__ = ["AUDIT_HEADS", "Witness"]
+__all__ = ["AUDIT_HEADS", "WitnessFile"]
 
 AUDIT_HEADS = "audit-heads.jsonl"
 """Name of the file, in the folder of the region's identity."""
@@ -39,7 +39,7 @@ class _Kept:
         return (json.dumps({"received": self.received, **asdict(self.head)}) + "\n").encode()
 
 
-class Witness:
+class WitnessFile:
     """The heads in a file, one on each line, oldest first."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:

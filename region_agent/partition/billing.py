@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from geofed_pb.v1 import common_pb2
 from region_agent.config import ChannelPricesConfig, PricesConfig
 
-__all__ = ["Item", "bill", "egress", "invocation_amounts", "money_of"]
+__all__ = ["LineItem", "bill", "egress", "invocation_amounts", "money_of"]
 
 _MS_PER_S = 1000
 """Milliseconds of a second; function time is billed in started milliseconds."""
 
 
 @dataclass(frozen=True)
-class Item:
+class LineItem:
     """One line of the account."""
 
     item: str
@@ -32,7 +32,7 @@ def invocation_amounts(seconds: float, memory_mb: int, *, preemptible: bool = Fa
     return {kind: billed * memory_mb / 1024, "calls": 1.0}
 
 
-def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesConfig | None = None) -> list[Item]:
+def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesConfig | None = None) -> list[LineItem]:
     """Return the account of a partition, by item; egress by receiving region. ``channel``: None for one that is
     free."""
     lines = [
@@ -46,11 +46,11 @@ def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesC
         # If the region file has no preemptible price any more, the normal price holds: never zero.
         price = prices.function_usd_per_gb_second if price is None else price
         lines.insert(1, ("preemptible-function-seconds", preemptible, "GB-s", price))
-    items = [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
+    items = [LineItem(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
     return items + egress(meters, prices) + (_bill_channel(meters, channel) if channel is not None else [])
 
 
-def money_of(items: list[Item]) -> list[common_pb2.Money]:
+def money_of(items: list[LineItem]) -> list[common_pb2.Money]:
     """Return an account as messages."""
     return [
         common_pb2.Money(item=one.item, quantity=one.quantity, unit=one.unit, usd=one.usd, source=one.source)
@@ -58,11 +58,11 @@ def money_of(items: list[Item]) -> list[common_pb2.Money]:
     ]
 
 
-def egress(meters: dict[str, float], prices: PricesConfig) -> list[Item]:
+def egress(meters: dict[str, float], prices: PricesConfig) -> list[LineItem]:
     """Return the items for bytes sent to other regions, by region."""
     sent = {name.removeprefix("sent_bytes:"): n for name, n in sorted(meters.items()) if name.startswith("sent_bytes:")}
     return [
-        Item(
+        LineItem(
             f"egress to {to}",
             count / 1e9,
             "GB",
@@ -73,7 +73,7 @@ def egress(meters: dict[str, float], prices: PricesConfig) -> list[Item]:
     ]
 
 
-def _bill_channel(meters: dict[str, float], prices: ChannelPricesConfig) -> list[Item]:
+def _bill_channel(meters: dict[str, float], prices: ChannelPricesConfig) -> list[LineItem]:
     def requests(*kinds: str) -> float:
         return sum(meters.get(f"channel_{kind}", 0.0) for kind in kinds)
 
@@ -83,4 +83,4 @@ def _bill_channel(meters: dict[str, float], prices: ChannelPricesConfig) -> list
         ("channel-gets", requests("gets", "misses", "looks", "waits"), "1", prices.usd_per_get),
         ("channel-deletes", requests("deletes"), "1", prices.usd_per_delete),
     ]
-    return [Item(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
+    return [LineItem(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]

@@ -99,9 +99,13 @@ def initial_model_file(start: agent_pb2.StartPartition, folder: Path) -> Path | 
 
 def batches_of(plan: agent_pb2.PartitionPlan, row: PartitionRow) -> BatchPlan:
     """Restore the batch sizes of the steps, and the last request for another one, from the store."""
-    replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
     wanted = None if row.batch is None else (row.batch, row.rate or 1.0)
-    return BatchPlan(plan.steps_per_round, plan.batch * replicas, _STRETCHES.validate_json(row.stretches), wanted)
+    return BatchPlan(plan.steps_per_round, _region_batch(plan), _STRETCHES.validate_json(row.stretches), wanted)
+
+
+def _region_batch(plan: agent_pb2.PartitionPlan) -> int:
+    """Return the planned samples of a step of all workers: a pipeline's stages compute on the same ones."""
+    return plan.batch * (plan.pipeline.degree if plan.HasField("pipeline") else plan.workers)
 
 
 def stretches_json(stretches: tuple[Stretch, ...]) -> str:
@@ -149,8 +153,6 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
     plan, task = start.plan, start.task
     identity = WorkerIdentity(start.job, start.region, action.worker, action.attempt, action.workers)
     life = timedelta(seconds=plan.slice_seconds) + _TOKEN_GRACE
-    pipeline = plan.pipeline
-    replicas = pipeline.degree if plan.HasField("pipeline") else plan.workers
     return Invocation(
         job=start.job,
         region=start.region,
@@ -171,7 +173,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         splits=dict(inputs.splits),
         streams=dict(inputs.streams),
         declared_samples=inputs.samples,
-        region_batch=plan.batch * replicas,
+        region_batch=_region_batch(plan),
         stretches=action.stretches,
         batch=at_once(task.clients.batch or plan.batch, task),
         evaluation_batch=plan.evaluation_batch,
@@ -190,17 +192,24 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         merging=dict(plan.merging),
         merging_codec=plan.merging_codec or "fp32",
         channel_costs=dict(inputs.channel_costs),
-        stages=tuple((stage.first_layer, stage.last_layer) for stage in pipeline.stages),
-        degree=action.workers // len(pipeline.stages) if pipeline.stages else 1,
-        micro_batch=pipeline.micro_batch or 1,
-        order="gpipe" if pipeline.order == "gpipe" else "1f1b",
-        rematerialise=tuple(stage.rematerialise for stage in pipeline.stages),
-        activation_codec="bf16" if pipeline.activation_codec == "bf16" else "fp32",
+        **_pipeline_fields(plan.pipeline, action.workers),
         private=_private_steps(start, inputs),
         clients=client_rounds(task, inputs.clients),
         keeps_base=task.keeps_base,
         base_given=bool(task.initial_model) and _holds(task) != "some",
     )
+
+
+def _pipeline_fields(pipeline: agent_pb2.Pipeline, workers: int) -> dict[str, Any]:
+    """Return what an invocation says of the pipeline; without one, all workers have the whole model."""
+    return {
+        "stages": tuple((stage.first_layer, stage.last_layer) for stage in pipeline.stages),
+        "degree": workers // len(pipeline.stages) if pipeline.stages else 1,
+        "micro_batch": pipeline.micro_batch or 1,
+        "order": "gpipe" if pipeline.order == "gpipe" else "1f1b",
+        "rematerialise": tuple(stage.rematerialise for stage in pipeline.stages),
+        "activation_codec": "bf16" if pipeline.activation_codec == "bf16" else "fp32",
+    }
 
 
 def _private_steps(start: agent_pb2.StartPartition, inputs: WorkerInputs) -> PrivateSteps | None:
@@ -251,6 +260,11 @@ def _round_samples(plan: agent_pb2.PartitionPlan, region: str, *, clients: bool)
     return {name: share * total for name, share in plan.shares.items()}
 
 
+def _ports_of(server: ServerConfig, row: PartitionRow) -> tuple[int, int, int | None]:
+    last = (row.worker_port, row.exchange_port, row.bulk_port)
+    return free_ports(server.exchange_host, server.ports, last, worker_host=server.worker_host)
+
+
 def server_config_of(
     start: agent_pb2.StartPartition,
     action: StartPs,
@@ -266,12 +280,7 @@ def server_config_of(
     ``begun``: a parameter server of this partition has run here before. ``ledger``: folder of the ledger of releases.
     """
     plan, identity, server, row = start.plan, inputs.identity, inputs.server, inputs.row
-    worker_port, exchange_port, bulk_port = free_ports(
-        server.exchange_host,
-        server.ports,
-        (row.worker_port, row.exchange_port, row.bulk_port),
-        worker_host=server.worker_host,
-    )
+    worker_port, exchange_port, bulk_port = _ports_of(server, row)
     return PsConfig(
         job=start.job,
         region=start.region,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import RegionConfig
-from region_agent.gateway.functions import Grants
-from region_agent.isolation import SERVER_ADDRESS, Isolation, grants_of
+from region_agent.gateway.functions import Grants, Isolation
+from region_agent.isolation import SERVER_ADDRESS, grants_of
 from region_agent.link.identity import Identity
 from region_agent.partition.calls import WorkerInputs, bundle_key, invocation_of
 from region_agent.partition.channel import RegionChannel

@@ -177,16 +177,20 @@ def report_of(
             histograms=status.histograms,
         ),
         speed=_speed(meters, status.samples_per_second),
-        exchange=agent_pb2.WanExchange(
-            applied_updates=status.applied_updates,
-            staleness=status.staleness,
-            refused=_by_region(meters, "refused:"),
-            interval=status.interval,
-            codec=status.codec,
-            update_bytes=status.update_bytes,
-            routes=status.routes,
-        ),
+        exchange=_exchange(meters, status),
         links=_links(status),
+    )
+
+
+def _exchange(meters: dict[str, float], status: sync_pb2.PsStatus) -> agent_pb2.WanExchange:
+    return agent_pb2.WanExchange(
+        applied_updates=status.applied_updates,
+        staleness=status.staleness,
+        refused=_by_region(meters, "refused:"),
+        interval=status.interval,
+        codec=status.codec,
+        update_bytes=status.update_bytes,
+        routes=status.routes,
     )
 
 

@@ -23,8 +23,9 @@ from geofed_pb.v1 import agent_pb2, sync_pb2
 from region_agent.config import RegionConfig
 from region_agent.gateway import GatewayClient
 from region_agent.gateway.call_token import CallToken
+from region_agent.gateway.functions import Isolation
 from region_agent.gateway.owner import Owner
-from region_agent.isolation import NOT_ISOLATED, Isolation
+from region_agent.isolation import NOT_ISOLATED
 from region_agent.link.identity import Identity
 from region_agent.link.networks import resolved
 from region_agent.own_model import copy_own_model, remove_all_but_own_model
@@ -140,6 +141,35 @@ class PartitionContext:
     """Packages for tasks; None: none are installed."""
 
 
+def _stored_row(store: AgentStore, job: str) -> PartitionRow:
+    row = store.partition(job)
+    if row is None:
+        raise GeofedError("INTERNAL", f"partition {job} was not stored")
+    return row
+
+
+def _task_config_of(start: agent_pb2.StartPartition) -> object:
+    """Return the task's configuration; None if it is not JSON."""
+    with contextlib.suppress(ValueError):
+        return json.loads(start.task.config_json or "{}")
+    return None
+
+
+def _worker_function_of(
+    context: PartitionContext, start: agent_pb2.StartPartition, row: PartitionRow, machine: PartitionMachine
+) -> WorkerFunction:
+    return WorkerFunction(
+        start,
+        machine,
+        context.gateway,
+        context.config,
+        context.channel,
+        start.task.image or context.image,
+        context.owner,
+        CallToken.derived(row.token_key) if context.config.platform.callable_by_others else CallToken(),
+    )
+
+
 def _machine_of(start: agent_pb2.StartPartition, row: PartitionRow) -> PartitionMachine:
     """Return the state machine of a partition as the agent's last run has left it."""
     workers = start.plan.workers if row.workers is None else whole_pipelines(start.plan, row.workers)
@@ -169,13 +199,8 @@ class PartitionRunner:
     def __init__(self, context: PartitionContext, start: agent_pb2.StartPartition) -> None:
         self._context, self.start = context, start
         self.job = start.job
-        self._task_config: object = None
-        with contextlib.suppress(ValueError):
-            self._task_config = json.loads(start.task.config_json or "{}")
-        row = context.store.partition(start.job)
-        if row is None:
-            raise GeofedError("INTERNAL", f"partition {start.job} was not stored")
-        self._row = row
+        self._task_config = _task_config_of(start)
+        self._row = row = _stored_row(context.store, start.job)
         self.machine = _machine_of(start, row)
         self._folder = _private_folder(context.state_dir / "jobs", start.job)
         self._privacy = PrivacyGuard(context.config, context.state_dir)
@@ -183,16 +208,7 @@ class PartitionRunner:
         """Collective that the workers have reported."""
         self._kept = agent_pb2.UploadedModel()
         """Answer to the control plane's last command to keep the model of a round."""
-        self._function = WorkerFunction(
-            start,
-            self.machine,
-            context.gateway,
-            context.config,
-            context.channel,
-            start.task.image or context.image,
-            context.owner,
-            CallToken.derived(row.token_key) if context.config.platform.callable_by_others else CallToken(),
-        )
+        self._function = _worker_function_of(context, start, row, self.machine)
         self._logs = FunctionLogs(context.gateway, lambda: self._function.names, self._log_of_worker)
         self._ps: PsProcess | None = None
         self._began = row.attempt > 0

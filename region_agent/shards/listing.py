@@ -28,7 +28,7 @@ __all__ = [
     "FileContent",
     "Listed",
     "ListedFile",
-    "ShardList",
+    "ShardManifest",
     "list_bytes",
     "listed",
     "read_list",
@@ -77,7 +77,7 @@ class ListedFile(BaseModel):
         return value
 
 
-class ShardList(BaseModel):
+class ShardManifest(BaseModel):
     """All files of a shard, in the order of the transfer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -88,7 +88,7 @@ class ShardList(BaseModel):
     files: tuple[ListedFile, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _check_unique(self) -> ShardList:
+    def _check_unique(self) -> ShardManifest:
         if len({(file.split, file.name) for file in self.files}) < len(self.files):
             raise ValueError("a file is listed twice")
         alone = [file.split for file in self.files if not file.folder]
@@ -114,10 +114,10 @@ class ShardList(BaseModel):
         return digest_of([self.to_bytes()])
 
 
-def read_list(data: bytes) -> ShardList:
+def read_list(data: bytes) -> ShardManifest:
     """Parse a list; raises ``GeofedError("FRAME_INVALID")``."""
     try:
-        return ShardList.model_validate_json(data)
+        return ShardManifest.model_validate_json(data)
     except ValidationError as error:
         reason = error.errors(include_url=False)[0]["msg"]
         raise GeofedError("FRAME_INVALID", f"not a valid list of a shard's files: {reason}") from None
@@ -127,7 +127,7 @@ def read_list(data: bytes) -> ShardList:
 class Listed:
     """A shard of this region with the paths of its files."""
 
-    shard: ShardList
+    shard: ShardManifest
     paths: tuple[Path, ...]
     """Paths in the order of the list."""
     marks: tuple[tuple[int, int], ...]
@@ -197,7 +197,7 @@ def listed(name: str, dataset: DatasetConfig, stores: Mapping[str, StoreConfig],
                 files.append(entry)
                 paths.append(path)
                 marks.append(mark)
-    return Listed(ShardList(dataset=name, format=dataset.format, files=tuple(files)), tuple(paths), tuple(marks))
+    return Listed(ShardManifest(dataset=name, format=dataset.format, files=tuple(files)), tuple(paths), tuple(marks))
 
 
 def list_bytes(splits: Mapping[str, tuple[ShardFile, ...]]) -> int:

@@ -22,7 +22,7 @@ from geofed_pb.tasks import background
 from geofed_pb.v1 import sync_pb2, sync_pb2_grpc
 from region_agent.config import RegionConfig
 from region_agent.partition.server_process import free_ports
-from region_agent.shards.listing import MAX_LIST_BYTES, ShardList, read_list
+from region_agent.shards.listing import MAX_LIST_BYTES, ShardManifest, read_list
 from region_agent.worker.invocation import ShardFile
 from sync.transfer.access import EXCHANGE_RULES, PeerCheck, end_revoked
 from sync.transfer.arrival import Tickets
@@ -54,14 +54,14 @@ class ShardStore:
         self._folder = folder
         self._blobs, self._splits, self._list_file = folder / "blobs", folder / "splits", folder / "list"
         self._blobs.mkdir(parents=True, exist_ok=True)
-        self.list: ShardList | None = None
+        self.list: ShardManifest | None = None
         self._through = LIST_SEQUENCE
         self.failed: GeofedError | None = None
         """Error of a list that cannot be used, also if it is sent again."""
         with contextlib.suppress(FileNotFoundError, GeofedError):
             self._set_list(read_list(self._list_file.read_bytes()))
 
-    def _set_list(self, shard: ShardList) -> None:
+    def _set_list(self, shard: ShardManifest) -> None:
         if shard.dataset != self._dataset:
             raise GeofedError("FRAME_INVALID", f"received a shard of {shard.dataset} instead of {self._dataset}")
         if shard.total_bytes > self._max_bytes:

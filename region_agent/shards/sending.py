@@ -24,7 +24,7 @@ from region_agent.link.networks import resolved
 from region_agent.partition.billing import egress, money_of
 from region_agent.partition.events import RecordEvent
 from region_agent.policy import check_sending
-from region_agent.shards.listing import FileContent, Listed, ShardList, listed
+from region_agent.shards.listing import FileContent, Listed, ShardManifest, listed
 from region_agent.shards.receiving import LIST_SEQUENCE
 from region_agent.state.store import AgentStore
 from sync.transfer.intake import MAX_UPDATE_BYTES
@@ -257,7 +257,7 @@ class Sending:
             await self._peer_sender.close()
             self._count(self._peer_sender)
 
-    def _manifests(self, shard: ShardList, receiver: sync_pb2.Introduction) -> tuple[Manifest, ...]:
+    def _manifests(self, shard: ShardManifest, receiver: sync_pb2.Introduction) -> tuple[Manifest, ...]:
         """Return manifests of the files that the other region lacks, in order."""
         known = receiver.have_through if receiver.list_digest == shard.digest else 0
         data = shard.to_bytes()
@@ -270,7 +270,7 @@ class Sending:
 
     # Reports
 
-    def _report_progress(self, peer_sender: PeerSender, shard: ShardList) -> None:
+    def _report_progress(self, peer_sender: PeerSender, shard: ShardManifest) -> None:
         self._count(peer_sender)
         meter = peer_sender.meter
         self.condition = f"sent {meter.sent_bytes:,} of {shard.total_bytes:,} bytes"
@@ -286,7 +286,7 @@ class Sending:
             self._counted, self._sent = self._counted + grown, self._sent + grown
             self._context.store.add_to_meters(self.job, {f"sent_bytes:{self.order.to}": float(grown)})
 
-    def _record_event(self, kind: str, text: str, shard: ShardList, **more: float) -> None:
+    def _record_event(self, kind: str, text: str, shard: ShardManifest, **more: float) -> None:
         data: dict[str, object] = {
             "to": self.order.to, "digest": shard.digest, "files": len(shard.files), "bytes": shard.total_bytes, **more
         }  # fmt: skip

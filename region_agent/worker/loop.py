@@ -31,12 +31,12 @@ from region_agent.worker.training.optimizer_state import State
 from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
 from region_agent.worker.training.trainer import Trainer
 from region_agent.worker.training.usage import UsageMeter
+from region_agent.worker.tree import dump_tree, load_tree
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
 from sync.histograms import Histogram, bounded, to_messages
 from sync.layout import Vector
-from sync.tree import dump_tree, load_tree
 from sync.wan import overlapped_steps
 
 __all__ = ["WorkerLoop"]
@@ -544,11 +544,7 @@ class WorkerLoop:
         self._flat.load_named(load_tree(frame.tensors, "x/"))
         self._trainer.load_state((_without_prefix("o/", frame.tensors), _without_prefix("o/", facts)))
         if not other_attempt:
-            self._settled = int(facts["settled"])
-            self._trainer.restore_facts(facts)
-            held = CollectiveState(_without_prefix("c/", frame.tensors), _without_prefix("c/", facts))
-            if held.tensors or held.facts:
-                self._trainer.restore_merging(held)
+            self._restore_own(frame)
         if missed:
             if "ended_step" not in facts:
                 self._round = RoundSums()
@@ -556,6 +552,14 @@ class WorkerLoop:
         elif "ended_step" in facts:
             self._resume_unanswered(server, facts)
         return True
+
+    def _restore_own(self, frame: framing.Frame) -> None:
+        """Restore what only the next slice of the same attempt has: which steps are settled, and the collective."""
+        self._settled = int(frame.facts["settled"])
+        self._trainer.restore_facts(frame.facts)
+        held = CollectiveState(_without_prefix("c/", frame.tensors), _without_prefix("c/", frame.facts))
+        if held.tensors or held.facts:
+            self._trainer.restore_merging(held)
 
     def _resume_answered(self, start: worker_pb2.AttachReply) -> None:
         """Resume while the answer to the last slice's boundary is known but not due yet."""

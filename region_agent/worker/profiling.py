@@ -19,7 +19,7 @@ import torch
 from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from region_agent.worker.clients.local import LocalTraining, held_bytes
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.invocation import ClientRounds
 from region_agent.worker.labels import label_counts
@@ -263,7 +263,9 @@ def _client_seconds(bench: _Bench, rounds: ClientRounds, size: int, until: float
     """
     call, task = bench.call, bench.task
     with task.calling("dataset"):
-        clients = Clients(bench.data, call.seed, call.region, rounds.model_copy(update={"batch": size}), task.collate)
+        clients = ClientSampler(
+            bench.data, call.seed, call.region, rounds.model_copy(update={"batch": size}), task.collate
+        )
     drawn = clients.drawn(1)
     # In any order, as those whose samples come first may be larger than others. The first client is trained twice, as
     # its first time is not counted: what a process has not done before takes longer.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from scheduler.deadline._course import Course, Ground
 from scheduler.deadline._gang_courses import as_before, followed, levels_held, on_course
-from scheduler.deadline._ledger import Gang, Held, WorkerLedger
+from scheduler.deadline._ledger import Gang, Reservation, WorkerLedger
 from scheduler.deadline._model import DeviceCapacity, Overhead, Rules
 
 __all__ = ["LIVE", "Allotment", "Offer", "allot", "offer", "promised_at_once"]
@@ -45,7 +45,7 @@ class Allotment:
 
     paces: Mapping[str, int]
     """By gang: index of its pace; -1: no workers."""
-    held: Mapping[str, Held]
+    held: Mapping[str, Reservation]
     """What gangs with a promise are sure to get, late ones included."""
 
     @property
@@ -66,7 +66,7 @@ class Offer:
     capacity."""
     over_quota: bool = False
     """Whether only the user's quota prevents the promise."""
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, Reservation] = field(default_factory=dict)
     """What all gangs with a promise then hold, this one included: the ``before`` of the next question."""
 
 
@@ -75,7 +75,7 @@ def allot(
     capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules = LIVE,
-    before: Mapping[str, Held] | None = None,
+    before: Mapping[str, Reservation] | None = None,
     ground: Ground | None = None,
 ) -> Allotment:
     """Assign the workers of all regions.
@@ -100,14 +100,14 @@ def _shared_out(
     capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules,
-    before: Mapping[str, Held] | None,
+    before: Mapping[str, Reservation] | None,
     ground: Ground | None,
-) -> tuple[dict[str, int], Mapping[str, Held], Course]:
+) -> tuple[dict[str, int], Mapping[str, Reservation], Course]:
     """Return the present paces, what is held, and the course with the fewest late gangs."""
     gangs = [gang.lasting() for gang in gangs]
-    best: tuple[dict[str, int], Mapping[str, Held], Course] | None = None
+    best: tuple[dict[str, int], Mapping[str, Reservation], Course] | None = None
     tight: dict[str, float] = {}
-    held: Mapping[str, Held] = {}
+    held: Mapping[str, Reservation] = {}
     for _ in range(1 + (_ROUNDS if len(gangs) <= _REPAIRED else 0)):
         waiting = [_sooner(gang.waiting(now), tight) for gang in gangs]
         ledger, held = _promises(now, capacities, waiting, rules, before)
@@ -130,12 +130,12 @@ def _shared_out(
 
 
 def _better(
-    best: tuple[dict[str, int], Mapping[str, Held], Course] | None,
-    held: Mapping[str, Held],
+    best: tuple[dict[str, int], Mapping[str, Reservation], Course] | None,
+    held: Mapping[str, Reservation],
     course: Course,
     gangs: Sequence[Gang],
     now: float,
-) -> tuple[dict[str, int], Mapping[str, Held], Course]:
+) -> tuple[dict[str, int], Mapping[str, Reservation], Course]:
     """Return the course on which fewer jobs are late, with the paces that it begins with."""
     if best is not None and (course.fits, -len(course.late)) <= (best[2].fits, -len(best[2].late)):
         return best
@@ -152,7 +152,7 @@ def offer(
     gangs: Sequence[Gang],
     new: Gang,
     rules: Rules = LIVE,
-    before: Mapping[str, Held] | None = None,
+    before: Mapping[str, Reservation] | None = None,
     ground: Ground | None = None,
 ) -> Offer:
     """Return whether a deadline can be promised to one more gang; the promises of the others stay.
@@ -187,8 +187,8 @@ def _with(
     new: Gang,
     rules: Rules,
     left: WorkerLedger,
-    held: Mapping[str, Held],
-) -> Mapping[str, Held] | None:
+    held: Mapping[str, Reservation],
+) -> Mapping[str, Reservation] | None:
     """Return what all hold with the new gang; None if it does not fit, or another would be late for it."""
     margin, reserve_s = _care(rules, is_new=True)
     found = left.copy().least(new, new.deadline_s - reserve_s, rules, margin)
@@ -203,16 +203,16 @@ def _care(rules: Rules, *, is_new: bool) -> tuple[float, float]:
     return (rules.margin, rules.reserve_s) if is_new else (rules.kept_margin, rules.kept_reserve_s)
 
 
-def _broken(held: Mapping[str, Held]) -> frozenset[str]:
+def _broken(held: Mapping[str, Reservation]) -> frozenset[str]:
     return frozenset(name for name, holding in held.items() if holding.late)
 
 
-def _over_quota(gangs: Sequence[Gang], held: Mapping[str, Held], user: str, rules: Rules) -> bool:
+def _over_quota(gangs: Sequence[Gang], held: Mapping[str, Reservation], user: str, rules: Rules) -> bool:
     limit = rules.quotas.get(user)
     return limit is not None and promised_at_once(gangs, held, user) > limit
 
 
-def promised_at_once(gangs: Sequence[Gang], held: Mapping[str, Held], user: str) -> int:
+def promised_at_once(gangs: Sequence[Gang], held: Mapping[str, Reservation], user: str) -> int:
     """Return the most workers, over all regions, that the promises to a user hold at any instant; quotas limit them.
 
     A promise holds the least that keeps it. What a job has besides, because it is free, does not count, and neither
@@ -238,16 +238,16 @@ def _promises(
     capacities: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules,
-    before: Mapping[str, Held] | None,
+    before: Mapping[str, Reservation] | None,
     new: str = "",
-) -> tuple[WorkerLedger, dict[str, Held]]:
+) -> tuple[WorkerLedger, dict[str, Reservation]]:
     """Return what all jobs with a deadline hold, and what is then free; ``new`` needs the margin of a new promise."""
     empty = WorkerLedger(now, capacities)
     kept = {gang.name: empty.keep(gang) for gang in gangs if gang.fixed and gang.held >= 0}
     asking = [gang for gang in gangs if not gang.best_effort and gang.name not in kept]
     asking.sort(key=lambda gang: (gang.deadline_s, -gang.value, gang.since_s, gang.name))
     first: list[Gang] = []
-    best: tuple[int, WorkerLedger, dict[str, Held]] | None = None
+    best: tuple[int, WorkerLedger, dict[str, Reservation]] | None = None
     for lean, careful in _TRIES:
         order = [*first, *(gang for gang in asking if gang not in first)]
         ledger, held, missing = empty.copy(), dict(kept), []
@@ -278,7 +278,11 @@ def _promises(
 
 
 def _again(
-    ledger: WorkerLedger, gangs: Sequence[Gang], held: dict[str, Held], before: Mapping[str, Held], rules: Rules
+    ledger: WorkerLedger,
+    gangs: Sequence[Gang],
+    held: dict[str, Reservation],
+    before: Mapping[str, Reservation],
+    rules: Rules,
 ) -> list[Gang]:
     """Hold what was held before, where that is still possible; returns those for which it is not."""
     others = []
@@ -355,7 +359,7 @@ def _begins_now(gang: Gang, ledger: WorkerLedger, rules: Rules) -> bool:
 
 
 def _grow(
-    gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], held: Mapping[str, Held], rules: Rules
+    gangs: Sequence[Gang], paces: dict[str, int], free: dict[str, int], held: Mapping[str, Reservation], rules: Rules
 ) -> None:
     """Raise gangs by one pace at a time, up to what their owners wish, until nothing fits or helps.
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from scheduler.deadline._course import Course, Going, Ground, Plan, follow
-from scheduler.deadline._ledger import Gang, Held
+from scheduler.deadline._ledger import Gang, Reservation
 from scheduler.deadline._model import DeviceCapacity, Rules
 
 __all__ = ["as_before", "followed", "levels_held", "on_course"]
 
 
 def as_before(
-    now: float, gangs: Sequence[Gang], before: Mapping[str, Held] | None
+    now: float, gangs: Sequence[Gang], before: Mapping[str, Reservation] | None
 ) -> tuple[dict[str, int], dict[str, Plan]]:
     """Return paces now and later as in the last course; best effort keeps what it has as long as there is room.
 
@@ -67,7 +67,7 @@ def _devices_at(capacity: DeviceCapacity, at: float) -> int:
     return [capacity.devices, *(devices for since_s, devices in capacity.changes if since_s <= at)][-1]
 
 
-def levels_held(held: Held) -> Plan:
+def levels_held(held: Reservation) -> Plan:
     """Return the held paces as levels; the last one other than none lasts to the end, for jobs that are paused
     meanwhile."""
     steps = [(at, pace + 1) for at, pace in zip(held.times, held.pace_indices, strict=False)]
@@ -76,7 +76,7 @@ def levels_held(held: Held) -> Plan:
     return tuple(steps)
 
 
-def on_course(held: Mapping[str, Held], course: Course, gangs: Sequence[Gang]) -> dict[str, Held]:
+def on_course(held: Mapping[str, Reservation], course: Course, gangs: Sequence[Gang]) -> dict[str, Reservation]:
     """Return what is held, each with its part of the course; a gang that is late on it is in danger."""
     promised = {gang.name: gang.paces for gang in gangs if not gang.best_effort}
     found = dict(held)

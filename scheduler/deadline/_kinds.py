@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from scheduler.deadline._allot import LIVE, _fits, _grow, _more, _take, allot
 from scheduler.deadline._curve import SpeedCurve
-from scheduler.deadline._ledger import Gang, Held
+from scheduler.deadline._ledger import Gang, Reservation
 from scheduler.deadline._model import DeadlineJob, DeviceCapacity, Overhead, Rules
 
 
@@ -77,7 +77,7 @@ class Kinds:
     """By gang: index of its pace on lasting workers; -1: none of them."""
     preemptible: Mapping[str, int]
     """Index of its paces on preemptible workers; gangs that are not here have none."""
-    held: Mapping[str, Held]
+    held: Mapping[str, Reservation]
     """What gangs with a promise are sure to get of lasting workers, late ones included."""
 
     @property
@@ -96,7 +96,7 @@ def allot_kinds(
     preemptible: Mapping[str, DeviceCapacity],
     gangs: Sequence[Gang],
     rules: Rules = LIVE,
-    before: Mapping[str, Held] | None = None,
+    before: Mapping[str, Reservation] | None = None,
     rests: Collection[str] = (),
 ) -> Kinds:
     """Assign the workers of both kinds; only the present number of preemptible ones counts, since they may go any time.
@@ -189,7 +189,7 @@ def _lean_pace(gang: Gang, now: float, rules: Rules) -> int:
     return curve.levels.index(spot_share(_job(gang), curve, now, rules.kept_margin))
 
 
-def _begins_s(held: Held) -> float:
+def _begins_s(held: Reservation) -> float:
     """The first instant at which workers are held; infinite: never."""
     return next((at for at, pace in zip(held.times, held.pace_indices, strict=False) if pace >= 0), math.inf)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scheduler.deadline._curve import SpeedCurve
 from scheduler.deadline._model import DeviceCapacity, Rules
 
-__all__ = ["Gang", "Held", "StaffingPace", "WorkerLedger"]
+__all__ = ["Gang", "Reservation", "StaffingPace", "WorkerLedger"]
 
 _AS_CHEAP = 1.1
 """A running job keeps its pace to its end where that takes at most this factor of the least device time."""
@@ -109,7 +109,7 @@ class Gang:
 
 
 @dataclass(frozen=True)
-class Held:
+class Reservation:
     """Reservation of a gang: one of its paces, or none, in each interval of time."""
 
     times: tuple[float, ...]
@@ -125,7 +125,7 @@ class Held:
     """Paces that `pace_indices` and `course` refer to: the gang's at the time of the answer. They may have changed
     since."""
 
-    def on(self, gang: Gang) -> Held | None:
+    def on(self, gang: Gang) -> Reservation | None:
         """Return the holding in terms of a gang's present paces; None where that is impossible.
 
         Each pace becomes the fastest with no more workers anywhere, so that it fits wherever the old one did.
@@ -206,7 +206,9 @@ class WorkerLedger:
         fits: NDArray[np.int64] = (need[:, rows, None] <= self.free[None, rows, :]).all(axis=1).sum(axis=0)
         return fits
 
-    def least(self, gang: Gang, deadline_s: float, rules: Rules, margin: float, *, lean: bool = False) -> Held | None:
+    def least(
+        self, gang: Gang, deadline_s: float, rules: Rules, margin: float, *, lean: bool = False
+    ) -> Reservation | None:
         """Hold the least worker time that is done by the deadline, less a margin; None if nothing is enough.
 
         Progressive filling (ElasticFlow, ASPLOS'23, section 4.1) with two neighbouring paces of the lower hull
@@ -238,7 +240,7 @@ class WorkerLedger:
                 return self._stay(gang, stay_s)
         return self._hold(gang, chosen, self.now + window)
 
-    def again(self, gang: Gang, before: Held, rules: Rules) -> Held | None:
+    def again(self, gang: Gang, before: Reservation, rules: Rules) -> Reservation | None:
         """Hold from now on what was held before, if that is free and still does the work; else None."""
         if before.late or before.end_s <= self.now:
             return None
@@ -256,11 +258,11 @@ class WorkerLedger:
             return None
         return self._hold(gang, chosen, before.end_s)
 
-    def all_there_is(self, gang: Gang, rules: Rules) -> Held:
+    def all_there_is(self, gang: Gang, rules: Rules) -> Reservation:
         """Hold everything that fits until the work is done, however late that is."""
         if gang.fixed:
             found = self.stretch(gang, rules)
-            return found if found is not None else Held((self.now, math.inf), (-1,), late=True)
+            return found if found is not None else Reservation((self.now, math.inf), (-1,), late=True)
         held = self.soonest(gang, rules)
         if not math.isfinite(held.end_s):
             return held
@@ -268,7 +270,7 @@ class WorkerLedger:
         chosen = np.minimum(self.fitting(gang)[:end], len(gang.paces))
         return self._hold(gang, chosen, held.end_s, late=True)
 
-    def stretch(self, gang: Gang, rules: Rules, until_s: float = math.inf) -> Held | None:
+    def stretch(self, gang: Gang, rules: Rules, until_s: float = math.inf) -> Reservation | None:
         """Hold the earliest stretch in which a gang can run to its end without a change; None: there is none."""
         takes_s = rules.overhead.seconds(sum(gang.workers(0).values())) + gang.work / gang.paces[0].rate
         fits = self.fitting(gang) > 0
@@ -283,11 +285,11 @@ class WorkerLedger:
                 return self._hold(gang, chosen, begin_s + takes_s, late=begin_s + takes_s > gang.deadline_s)
         return None
 
-    def soonest(self, gang: Gang, rules: Rules) -> Held:
+    def soonest(self, gang: Gang, rules: Rules) -> Reservation:
         """Return when the work would be done with everything that fits; holds nothing. Infinite: never."""
         if gang.fixed:
             found = self.copy().stretch(gang, rules)
-            return found if found is not None else Held((self.now, math.inf), (-1,), late=True)
+            return found if found is not None else Reservation((self.now, math.inf), (-1,), late=True)
         rates = np.array([0.0, *(pace.rate for pace in gang.paces)])
         fit = self.fitting(gang)
         speeds = rates[fit]
@@ -298,12 +300,12 @@ class WorkerLedger:
             done = np.cumsum(np.where(speeds > 0, spans * speeds, 0.0))
         last = int(done.searchsorted(need))
         if last == len(done):
-            return Held((self.now, math.inf), (int(fit[0]) - 1,), late=True)
+            return Reservation((self.now, math.inf), (int(fit[0]) - 1,), late=True)
         before = float(done[last - 1]) if last else 0.0
         end_s = float(self.times[last]) + (need - before) / float(speeds[last])
-        return Held((self.now, end_s), (int(fit[0]) - 1,), late=end_s > gang.deadline_s)
+        return Reservation((self.now, end_s), (int(fit[0]) - 1,), late=end_s > gang.deadline_s)
 
-    def keep(self, gang: Gang) -> Held:
+    def keep(self, gang: Gang) -> Reservation:
         """Hold the workers that a gang has until its work is done, free or not, since it has them already."""
         return self._stay(gang, self.now + gang.work / gang.paces[gang.held].rate)
 
@@ -320,7 +322,7 @@ class WorkerLedger:
             return 0.0
         return end_s
 
-    def _stay(self, gang: Gang, end_s: float) -> Held:
+    def _stay(self, gang: Gang, end_s: float) -> Reservation:
         return self._hold(gang, np.full(self.point(end_s), gang.held + 1), end_s, late=end_s > gang.deadline_s)
 
     def _needs(self, gang: Gang) -> NDArray[np.int64]:
@@ -332,7 +334,7 @@ class WorkerLedger:
                     need[index, self.rows[region]] = count
         return need
 
-    def _hold(self, gang: Gang, chosen: NDArray[np.int64], end_s: float, *, late: bool = False) -> Held:
+    def _hold(self, gang: Gang, chosen: NDArray[np.int64], end_s: float, *, late: bool = False) -> Reservation:
         """Hold the chosen paces of each step up to ``end_s``; steps added meanwhile repeat the one before."""
         end = self.point(end_s)
         if len(chosen) != end:
@@ -340,7 +342,7 @@ class WorkerLedger:
         self.free[:, :end] -= self._needs(gang)[chosen].T
         kept = np.flatnonzero(np.diff(chosen, prepend=-2))
         times = (*(float(self.times[index]) for index in kept), end_s)
-        return Held(times, tuple(int(chosen[index]) - 1 for index in kept), late)
+        return Reservation(times, tuple(int(chosen[index]) - 1 for index in kept), late)
 
 
 def _switch_in_time(gang: Gang, times: NDArray[np.float64], fit: NDArray[np.int64], rules: Rules) -> _Switch | None:

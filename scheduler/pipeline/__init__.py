@@ -14,10 +14,10 @@ from scheduler.pipeline._model import (
     Order,
     PipelineOptions,
     PipelineProblem,
-    Place,
     PlannedPipeline,
     PlannedStage,
     StageChannel,
+    StageRegion,
 )
 from scheduler.pipeline._play import played
 
@@ -32,10 +32,10 @@ __all__ = [
     "Order",
     "PipelineOptions",
     "PipelineProblem",
-    "Place",
     "PlannedPipeline",
     "PlannedStage",
     "StageChannel",
+    "StageRegion",
     "cheapest",
     "cuts_of",
     "evaluate",

@@ -41,9 +41,9 @@ from scheduler.pipeline._model import (
     Hop,
     PipelineOptions,
     PipelineProblem,
-    Place,
     PlannedPipeline,
     PlannedStage,
+    StageRegion,
 )
 
 __all__ = [
@@ -149,7 +149,7 @@ def hop_between(problem: PipelineProblem, source: int, destination: int) -> Hop 
     return _HERE if a == b else problem.hops.get((a, b))
 
 
-def merge_seconds(size_bytes: float, degree: int, place: Place, bandwidth: float = 1.0) -> float:
+def merge_seconds(size_bytes: float, degree: int, place: StageRegion, bandwidth: float = 1.0) -> float:
     """Return the seconds of a pipelined scatter-reduce of one vector by replicas (FuncPipe, section 3.2), requests in
     parallel.
 
@@ -170,7 +170,7 @@ def merge_seconds(size_bytes: float, degree: int, place: Place, bandwidth: float
 
 
 def exposed_seconds(
-    size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float
+    size_bytes: float, first_bytes: float, degree: int, place: StageRegion, bandwidth: float, backward_s: float
 ) -> float:
     """Return a lower bound of what follows the last backward pass, of a merge that overlaps with it.
 
@@ -193,7 +193,13 @@ def exposed_seconds(
 
 
 def exposed_apart_seconds(
-    size_bytes: float, first_bytes: float, degree: int, place: Place, bandwidth: float, backward_s: float, late_s: float
+    size_bytes: float,
+    first_bytes: float,
+    degree: int,
+    place: StageRegion,
+    bandwidth: float,
+    backward_s: float,
+    late_s: float,
 ) -> float:
     """Return the same where the first layers' gradients are merged as a vector of their own
     (``PipelineProblem.merges_apart``).

@@ -117,7 +117,7 @@ class StageChannel:
 
 
 @dataclass(frozen=True)
-class Place:
+class StageRegion:
     """A region that stages may run in."""
 
     name: str
@@ -144,7 +144,7 @@ class PipelineProblem:
     profile: LayerProfile
     batch: int
     """Samples of one iteration, over all replicas."""
-    places: tuple[Place, ...]
+    places: tuple[StageRegion, ...]
     """Places in the order of the data flow: a stage never runs in an earlier place than the one before it. The first
     stage is in the first place, where the data are. A region may occur twice, so that a model can begin and end in
     it."""

@@ -1,6 +1,6 @@
 """The search for the best plan of one job."""
 
-from scheduler.search._evaluation import MOST_OFF, Evaluated, Evaluation, Ints, Place
-from scheduler.search._search import Limits, Search, Spread
+from scheduler.search._evaluation import MOST_OFF, EvaluatedPlans, Ints, PlanEvaluation, PlanIndex
+from scheduler.search._search import PlanCriteria, PlanSearch, Spread
 
-__all__ = ["MOST_OFF", "Evaluated", "Evaluation", "Ints", "Limits", "Place", "Search", "Spread"]
+__all__ = ["MOST_OFF", "EvaluatedPlans", "Ints", "PlanCriteria", "PlanEvaluation", "PlanIndex", "PlanSearch", "Spread"]

@@ -18,7 +18,16 @@ from scheduler._exchange import Ways, policy_of
 from scheduler._model import Demand
 from scheduler.tuning._learning import PRIOR_NOISE_SAMPLES, batch_points, exchange_points, samples_factor
 
-__all__ = ["MOST_OFF", "Evaluated", "Evaluation", "Ints", "Place", "off_points", "off_share", "whole_steps"]
+__all__ = [
+    "MOST_OFF",
+    "EvaluatedPlans",
+    "Ints",
+    "PlanEvaluation",
+    "PlanIndex",
+    "off_points",
+    "off_share",
+    "whole_steps",
+]
 
 Ints = npt.NDArray[np.int64]
 
@@ -42,7 +51,7 @@ _SHORT_INTERVALS = range(1, 13)
 
 
 @dataclass(frozen=True)
-class Place:
+class PlanIndex:
     """One evaluated plan, by its place on the axes."""
 
     staff: int
@@ -51,7 +60,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluatedPlans:
     """Staffings with all intervals and ways to exchange that were tried: arrays with these three axes."""
 
     choice: Ints
@@ -77,10 +86,10 @@ class Evaluated:
     """Points that the global batch gives up, by staffing."""
 
 
-_BY_STAFFING = tuple(field.name for field in fields(Evaluated) if field.name not in ("ways", "intervals"))
+_BY_STAFFING = tuple(field.name for field in fields(EvaluatedPlans) if field.name not in ("ways", "intervals"))
 
 
-class Evaluation:
+class PlanEvaluation:
     """The plans of one demand over given regions."""
 
     def __init__(
@@ -114,7 +123,7 @@ class Evaluation:
 
     def evaluate(
         self, choice: Ints, interval: int | None = None, ways: tuple[int, ...] = (), *, roughly: bool = False
-    ) -> Evaluated:
+    ) -> EvaluatedPlans:
         """Evaluate staffings with all intervals, or with one, and with the given ways or all that may be best.
 
         Roughly: whether another interval would fit the shards better does not count.
@@ -133,7 +142,7 @@ class Evaluation:
         }
         return replace(parts[0], **joined)
 
-    def _evaluated(self, choice: Ints, interval: int | None, ways: tuple[int, ...], *, roughly: bool) -> Evaluated:
+    def _evaluated(self, choice: Ints, interval: int | None, ways: tuple[int, ...], *, roughly: bool) -> EvaluatedPlans:
         staffs = self.staffs(choice)
         total, shares = self.loads(staffs)
         numbers = np.arange(len(self.intervals)) if interval is None or not roughly else np.array([interval])
@@ -149,12 +158,12 @@ class Evaluation:
             points, tolerated = points[:, only], tolerated[:, only]
         took = course(staffs, self._occasion, rounds, steps, self.ways.figures.at(ways))
         factor = samples_factor(staffs.step_samples.sum(axis=1), self.least_samples, self._noise)
-        return Evaluated(
+        return EvaluatedPlans(
             choice, ways, numbers, steps_of, rounds, took.seconds, took.usd, points, off, tolerated, factor,
             self._batch_points(factor),
         )  # fmt: skip
 
-    def steps(self, evaluated: Evaluated, place: Place) -> Floats:
+    def steps(self, evaluated: EvaluatedPlans, place: PlanIndex) -> Floats:
         """Return the steps of a plan's rounds, by region."""
         shares = self.loads(self.staffs(evaluated.choice[place.staff][None, :]))[1]
         return np.asarray(whole_steps(evaluated.interval[place.staff][None, [place.interval]], shares)[0, 0])

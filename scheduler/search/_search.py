@@ -33,10 +33,10 @@ from functools import cached_property
 import numpy as np
 
 from scheduler._course import Bools, Floats
-from scheduler.search._evaluation import Evaluated, Evaluation, Ints, Place
+from scheduler.search._evaluation import EvaluatedPlans, Ints, PlanEvaluation, PlanIndex
 from scheduler.search._staffings import BEYOND_WORTH, MOST_TRIED, Staffings, joined, logarithm
 
-__all__ = ["Limits", "Search", "Spread"]
+__all__ = ["PlanCriteria", "PlanSearch", "Spread"]
 
 POINT_WORTH = 0.1
 """Share of the objective that a point of the metric is worth: within the tolerance a plan gives up 0.1 points only to
@@ -62,7 +62,7 @@ _MOST_CHANGES = 30
 
 
 @dataclass(frozen=True)
-class Limits:
+class PlanCriteria:
     """What a plan is chosen by."""
 
     minimise: str
@@ -87,26 +87,26 @@ class Spread:
     """Factor of the USD of copies."""
 
 
-class Search:
+class PlanSearch:
     """The best of all plans of one demand over given regions."""
 
-    def __init__(self, evaluation: Evaluation, spread: Spread, only: Ints | None = None) -> None:
+    def __init__(self, evaluation: PlanEvaluation, spread: Spread, only: Ints | None = None) -> None:
         """``spread``: the upper bounds of what plans are expected to take. ``only``: the one staffing that is tried."""
         self.evaluation, self._staffings, self._spread = evaluation, Staffings(evaluation, only), spread
 
     # What can be asked
 
     @cached_property
-    def paces(self) -> Evaluated:
+    def paces(self) -> EvaluatedPlans:
         """Every pace that was tried; all staffings if they are few."""
         return self.evaluation.evaluate(self._staffings.by_pace)
 
-    def best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
+    def best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best plan within the limits; None: no plan keeps them."""
         careful = limits.progress and not limits.possible
         return (careful and self._best(replace(limits, careful=True))) or self._best(limits)
 
-    def roughly(self, limits: Limits) -> tuple[float, ...]:
+    def roughly(self, limits: PlanCriteria) -> tuple[float, ...]:
         """Return 0, the objective's measure and the other one, with copies, of the best pace that was tried; or 1 and
         the least factor by which all of them exceed the limits. A search finds a plan as good as that, or better."""
         careful = [replace(limits, careful=True)] if limits.progress and not limits.possible else []
@@ -119,7 +119,7 @@ class Search:
         measures = float(self.paces.seconds[own]), float(self.paces.usd[own]) + self._spread.copied_usd
         return (0.0, *(measures if limits.minimise == "time" else measures[::-1]))
 
-    def _best(self, limits: Limits) -> tuple[Evaluated, Place] | None:
+    def _best(self, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         if self._staffings.all_tried:
             place = self._picked(self.paces, limits)
             return None if place is None else (self.paces, place)
@@ -130,7 +130,7 @@ class Search:
             starts = [(found, at) for found in self._limited(limits) if (at := self._picked(found, limits))]
         return self._best_climbed(starts, limits)
 
-    def least(self, limits: Limits) -> tuple[float, float]:
+    def least(self, limits: PlanCriteria) -> tuple[float, float]:
         """Return the upper bounds of seconds and USD of the plan that needs least, by what the limits minimise."""
         found = self.best(limits)
         if found is None:
@@ -140,18 +140,18 @@ class Search:
         seconds, usd = self.highest(evaluated)
         return float(seconds[at]), float(usd[at])
 
-    def around(self, evaluated: Evaluated, place: Place) -> Evaluated:
+    def around(self, evaluated: EvaluatedPlans, place: PlanIndex) -> EvaluatedPlans:
         """Return a plan with all intervals and ways of its staffing."""
         return self.evaluation.evaluate(
             evaluated.choice[place.staff][None, :], ways=tuple(range(len(self.evaluation.ways.each)))
         )
 
-    def neighbours(self, evaluated: Evaluated, place: Place) -> Evaluated:
+    def neighbours(self, evaluated: EvaluatedPlans, place: PlanIndex) -> EvaluatedPlans:
         """Return a plan's exchange with other staffings: every pace, and one region changed."""
         others = np.concatenate([self._staffings.changed(evaluated.choice[place.staff]), self._staffings.by_pace])
         return self.evaluation.evaluate(others, int(evaluated.intervals[place.interval]), (evaluated.ways[place.way],))
 
-    def score(self, evaluated: Evaluated, limits: Limits) -> Floats:
+    def score(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Floats:
         """Return the objective of every plan, as a logarithm; the smallest is best."""
         usd, seconds = evaluated.usd + self._spread.copied_usd, evaluated.seconds
         main, other = (seconds, usd) if limits.minimise == "time" else (usd, seconds)
@@ -171,18 +171,18 @@ class Search:
             + LOSSY_WORTH * self.evaluation.ways.lossy[list(evaluated.ways)]
         )
 
-    def kept(self, evaluated: Evaluated, limits: Limits) -> Bools:
+    def kept(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Bools:
         """Return whether plans keep deadline and budget."""
         seconds, usd = self.highest(evaluated)
         return np.asarray((seconds <= limits.deadline_seconds) & (usd <= limits.budget_usd))
 
-    def given_up(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
+    def given_up(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
         """Return the points that a plan may give up, by its exchange and, where progress counts, its global batch."""
         exchange = max(0.0, float(evaluated.points[place.staff, place.interval, place.way]))
         batch = float(evaluated.batch_points[place.staff]) if limits.progress else 0.0
         return min(100.0, exchange + batch)
 
-    def highest(self, evaluated: Evaluated) -> tuple[Floats, Floats]:
+    def highest(self, evaluated: EvaluatedPlans) -> tuple[Floats, Floats]:
         """Return the upper bounds of seconds and USD."""
         spread = self._spread
         copied = spread.copied_usd * spread.copied_high
@@ -191,43 +191,43 @@ class Search:
     # The search
 
     @cached_property
-    def _soonest(self) -> tuple[Evaluated, Place]:
+    def _soonest(self) -> tuple[EvaluatedPlans, PlanIndex]:
         return self._unlimited("time")
 
     @cached_property
-    def _least(self) -> tuple[Evaluated, Place]:
+    def _least(self) -> tuple[EvaluatedPlans, PlanIndex]:
         return self._unlimited("cost")
 
-    def _unlimited(self, minimise: str) -> tuple[Evaluated, Place]:
-        limits = Limits(minimise, possible=True)
+    def _unlimited(self, minimise: str) -> tuple[EvaluatedPlans, PlanIndex]:
+        limits = PlanCriteria(minimise, possible=True)
         best = self._best_climbed(self._starts(limits), limits)
         assert best is not None
         return best
 
-    def _starts(self, limits: Limits) -> list[tuple[Evaluated, Place]]:
+    def _starts(self, limits: PlanCriteria) -> list[tuple[EvaluatedPlans, PlanIndex]]:
         """Return the best plans of the paces that were tried, each with another staffing."""
         score = np.where(self.allowed(self.paces, limits), self.score(self.paces, limits), np.inf)
         by_staff = score.reshape(len(score), -1)
         order = by_staff.min(axis=1).argsort(kind="stable")[:_MOST_STARTS]
         return [
-            (self.paces, Place(int(n), *(int(k) for k in np.unravel_index(by_staff[n].argmin(), score.shape[1:]))))
+            (self.paces, PlanIndex(int(n), *(int(k) for k in np.unravel_index(by_staff[n].argmin(), score.shape[1:]))))
             for n in order
             if np.isfinite(by_staff[n].min())
         ]
 
-    def _limited(self, limits: Limits) -> list[Evaluated]:
+    def _limited(self, limits: PlanCriteria) -> list[EvaluatedPlans]:
         """Return the plans by which limits can be kept if any plan keeps them: the fastest and, of those within the
         deadline, the cheapest."""
         if limits.possible and math.isinf(limits.deadline_seconds):
             return []
-        tried = [Limits("time", possible=True)]
+        tried = [PlanCriteria("time", possible=True)]
         if not (limits.possible and limits.minimise == "cost"):
-            tried.append(Limits("cost", limits.deadline_seconds, possible=True))
+            tried.append(PlanCriteria("cost", limits.deadline_seconds, possible=True))
         return [found[0] for other in tried if (found := self.best(other)) is not None]
 
     def _best_climbed(
-        self, starts: Sequence[tuple[Evaluated, Place]], limits: Limits
-    ) -> tuple[Evaluated, Place] | None:
+        self, starts: Sequence[tuple[EvaluatedPlans, PlanIndex]], limits: PlanCriteria
+    ) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best plan that is reached from the starts; None: there are none."""
         seen: set[tuple[bytes, int, int]] = set()
         found = [self._climbed(evaluated, place, limits, seen) for evaluated, place in starts]
@@ -237,8 +237,8 @@ class Search:
         return best
 
     def _climbed(
-        self, evaluated: Evaluated, place: Place, limits: Limits, seen: set[tuple[bytes, int, int]]
-    ) -> tuple[Evaluated, Place]:
+        self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria, seen: set[tuple[bytes, int, int]]
+    ) -> tuple[EvaluatedPlans, PlanIndex]:
         """Change one region at a time while that helps, then two; until a plan that was seen from another start."""
         for _ in range(_MOST_CHANGES):
             choice = evaluated.choice[place.staff]
@@ -256,8 +256,8 @@ class Search:
         return evaluated, place
 
     def _improved(
-        self, others: Ints, evaluated: Evaluated, place: Place, limits: Limits
-    ) -> tuple[Evaluated, Place] | None:
+        self, others: Ints, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria
+    ) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return a staffing that is better, with the best of all intervals and ways for it; None: none was found.
 
         Those are looked at that are best with the present interval and way, and those that help there together.
@@ -273,7 +273,9 @@ class Search:
         together = joined(evaluated.choice[place.staff], helps)
         return self._better(np.concatenate([others[order[:_MOST_LOOKED_AT]], *together]), best, limits)
 
-    def _improved_wholly(self, evaluated: Evaluated, place: Place, limits: Limits) -> tuple[Evaluated, Place] | None:
+    def _improved_wholly(
+        self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria
+    ) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best of the changes that suit an interval, of one region or of two, each with all intervals and
         ways; None: none is better. Where they are too many to be evaluated so, they are not."""
         choice, best = evaluated.choice[place.staff], self._score(evaluated, place, limits)
@@ -284,24 +286,24 @@ class Search:
                 return better
         return None
 
-    def _better(self, others: Ints, than: float, limits: Limits) -> tuple[Evaluated, Place] | None:
+    def _better(self, others: Ints, than: float, limits: PlanCriteria) -> tuple[EvaluatedPlans, PlanIndex] | None:
         """Return the best of some staffings, each with all intervals and ways; None: none has a better score."""
         whole = self.evaluation.evaluate(others)
         found = self._picked(whole, limits)
         return (whole, found) if found is not None and self._score(whole, found, limits) < than - _LEAST_GAIN else None
 
-    def _score(self, evaluated: Evaluated, place: Place, limits: Limits) -> float:
+    def _score(self, evaluated: EvaluatedPlans, place: PlanIndex, limits: PlanCriteria) -> float:
         return float(self.score(evaluated, limits)[place.staff, place.interval, place.way])
 
-    def _picked(self, evaluated: Evaluated, limits: Limits) -> Place | None:
+    def _picked(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> PlanIndex | None:
         """Return the best of some plans; None: none keeps the limits."""
         allowed = self.allowed(evaluated, limits)
         if not allowed.any():
             return None
         score = np.where(allowed, self.score(evaluated, limits), np.inf)
-        return Place(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
+        return PlanIndex(*(int(n) for n in np.unravel_index(score.argmin(), score.shape)))
 
-    def allowed(self, evaluated: Evaluated, limits: Limits) -> Bools:
+    def allowed(self, evaluated: EvaluatedPlans, limits: PlanCriteria) -> Bools:
         """Return whether plans keep the limits and the tolerance."""
         allowed = evaluated.tolerated & self.kept(evaluated, limits)
         if limits.careful:

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from scheduler._course import Floats, Staffs
-from scheduler.search._evaluation import MOST_OFF, OFF_POINTS, Evaluation, Ints, off_share
+from scheduler.search._evaluation import MOST_OFF, OFF_POINTS, Ints, PlanEvaluation, off_share
 
 __all__ = ["BEYOND_WORTH", "MOST_ENUMERATED", "MOST_TRIED", "Staffings", "joined", "logarithm"]
 
@@ -33,7 +33,7 @@ count, the smaller the batch."""
 class Staffings:
     """Arrays of shape (staffings, regions)."""
 
-    def __init__(self, evaluation: Evaluation, only: Ints | None = None) -> None:
+    def __init__(self, evaluation: PlanEvaluation, only: Ints | None = None) -> None:
         """``evaluation``: of the plans that are searched. ``only``: the one staffing that is tried."""
         self._of, self._only = evaluation, only
         # All configurations of all regions: whose, and its number there.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from scheduler.deadline import DeviceCapacity, Gang, Held, Rules, StaffingPace, allot, offer
+from scheduler.deadline import DeviceCapacity, Gang, Reservation, Rules, StaffingPace, allot, offer
 from scheduler.simulate._engine import PolicyDecision, RunningJob
 from scheduler.simulate._floor import Floor
 
@@ -25,7 +25,7 @@ class Live:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self._held: Mapping[str, Held] = {}
+        self._held: Mapping[str, Reservation] = {}
         self._most = 0
         """Largest number of devices so far."""
 

@@ -64,7 +64,7 @@ class Convergence:
 
 
 @dataclass(frozen=True)
-class Platform:
+class PlatformCosts:
     """Prices and limits of the platform that runs the functions."""
 
     usd_per_gb_second: float
@@ -88,7 +88,7 @@ class TaskModel:
     compute: Compute
     memory: Memory
     progress: Convergence
-    platform: Platform
+    platform: PlatformCosts
     channels: tuple[ChannelProfile, ...]
     corrections: dict[str, Correction] = field(default_factory=dict)
     """Measured corrections of the cost formula, by channel; absent: the formula is used unchanged."""

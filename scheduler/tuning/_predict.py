@@ -47,7 +47,7 @@ def iterations(progress: Convergence, global_batch: Floats | float) -> Floats:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ConfigurationGrid:
     """Many configurations of one channel, each at one place of arrays of one length."""
 
     channel: str
@@ -98,7 +98,7 @@ def costs_over(
     return MergeCosts(told.seconds(correction), told.usd(channel))
 
 
-def outcomes(task: TaskModel, grid: Grid, costs: MergeCosts | None = None) -> Outcomes:
+def outcomes(task: TaskModel, grid: ConfigurationGrid, costs: MergeCosts | None = None) -> Outcomes:
     """Predict all configurations of a grid; ``costs``: their merges', where they are known already."""
     merges, platform = grid.merges, task.platform
     if costs is None:
@@ -137,7 +137,9 @@ def predict(task: TaskModel, configurations: Sequence[Configuration]) -> list[Pr
 def _predict(task: TaskModel, one: Configuration) -> Prediction | None:
     channel = next(known for known in task.channels if known.name == one.channel)
     row = (one.collective, one.workers, one.chunks, share_of(one.memory_mb, channel.full_rate_mb))
-    grid = Grid(one.channel, np.array([float(one.memory_mb)]), np.array([float(one.batch)]), Merges.of([row]))
+    grid = ConfigurationGrid(
+        one.channel, np.array([float(one.memory_mb)]), np.array([float(one.batch)]), Merges.of([row])
+    )
     told = outcomes(task, grid)
     return prediction(one, told, 0) if told.fits[0] else None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.tuning._fit import MergePoint, StepPoint, fit_compute, fit_correction, fit_memory
-from scheduler.tuning._model import ChannelProfile, Convergence, Memory, Platform, Space, TaskModel
+from scheduler.tuning._model import ChannelProfile, Convergence, Memory, PlatformCosts, Space, TaskModel
 from scheduler.tuning._progress import NormPair, noise_scale
 from sync.collective import Correction, collectives
 
@@ -86,7 +86,7 @@ class TaskProfile:
 
 def task_of(
     profile: TaskProfile,
-    platform: Platform,
+    platform: PlatformCosts,
     *,
     epochs: float | None,
     steps: int | None,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from scheduler.tuning._model import ChannelProfile, Configuration, Prediction, Space, TaskModel, TuningLimits
 from scheduler.tuning._predict import (
-    Grid,
+    ConfigurationGrid,
     MergeCosts,
     Outcomes,
     costs_over,
@@ -38,7 +38,7 @@ _MUCH = 1e-9
 class _Evaluated:
     """All configurations of one channel with what they take; only those that fit."""
 
-    grid: Grid
+    grid: ConfigurationGrid
     told: Outcomes
     at: npt.NDArray[np.int64]
     """Places of the grid that fit."""
@@ -183,7 +183,7 @@ def _grid(task: TaskModel, space: Space, name: str) -> tuple[_Combined, MergeCos
 class _Combined:
     """Every combination of a space over one channel."""
 
-    grid: Grid
+    grid: ConfigurationGrid
     once: Merges
     """Merges that differ; they depend on memory only through the share of the bandwidth."""
     at: npt.NDArray[np.int64]
@@ -226,7 +226,9 @@ def _combined(space: Space, name: str, shares: tuple[float, ...]) -> _Combined:
     )
     at = np.array([kinds.index(share) for share in shares])[memory] * len(ways) + way
     merges = Merges(once.collective[at], once.workers[at], once.chunks[at], once.share[at])
-    grid = Grid(name, np.array(space.memories_mb, float)[memory], np.array(space.batches, float)[batch], merges)
+    grid = ConfigurationGrid(
+        name, np.array(space.memories_mb, float)[memory], np.array(space.batches, float)[batch], merges
+    )
     rows = [np.flatnonzero(merges.workers == workers) for workers in np.unique(merges.workers)]
     by_workers, there = np.zeros((2, len(rows), max(map(len, rows), default=0)), np.int64)
     for number, places in enumerate(rows):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from geofed_pb.errors import GeofedError
 from sync.channel import file, redis, s3
-from sync.channel._contract import Buffer, Channel, ChannelKind, Limits
+from sync.channel._contract import Buffer, Channel, ChannelKind, ChannelLimits
 from sync.channel._usage import Usage
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "Buffer",
     "Channel",
     "ChannelKind",
-    "Limits",
+    "ChannelLimits",
     "Usage",
     "channel_kind",
     "channel_kinds",

@@ -8,13 +8,13 @@ from typing import Protocol
 
 from sync.channel._usage import Usage
 
-__all__ = ["Buffer", "Channel", "ChannelKind", "Limits"]
+__all__ = ["Buffer", "Channel", "ChannelKind", "ChannelLimits"]
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
-class Limits:
+class ChannelLimits:
     """What a channel can hold."""
 
     value_bytes: int
@@ -43,7 +43,7 @@ class Channel(Protocol):
         """The requests made through this object so far."""
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ChannelLimits:
         """The limits of the store; may ask the store for them."""
 
     @property

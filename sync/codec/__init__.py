@@ -5,11 +5,10 @@ from functools import cache
 
 from geofed_pb.errors import GeofedError
 from sync.codec._contract import Automatic, Codec, Tensors
-from sync.codec._decoding import Decoding
 from sync.codec._feedback import ErrorFeedback
 from sync.codec._list_values import VALUE_FORMATS
 from sync.codec._mixed import MIXED, Mixed
-from sync.codec._slabs import decoded
+from sync.codec._slabs import Decoding, decoded
 from sync.codec.bf16 import BFloat16
 from sync.codec.exact import Exact
 from sync.codec.fp32 import Float32

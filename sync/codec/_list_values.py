@@ -15,13 +15,13 @@ from sync.codec._arrays import require
 from sync.codec.bf16 import BFloat16
 from sync.layout import Vector
 
-__all__ = ["VALUE_FORMATS", "Bytes", "Float8", "Int4", "Values"]
+__all__ = ["VALUE_FORMATS", "Bytes", "Float8", "Int4", "ValueFormat"]
 
 Bytes = npt.NDArray[np.uint8]
 _LARGEST = np.finfo(np.float32).max
 
 
-class Values(Protocol):
+class ValueFormat(Protocol):
     """Converts float32 values, shape (n,), to bytes and back."""
 
     lossy: bool
@@ -139,5 +139,5 @@ class Int4:
         return -(-count // self._BLOCK) + -(-count // 2)
 
 
-VALUE_FORMATS: dict[str, Values] = {"fp32": _Float32(), "bf16": _BFloat16(), "fp8": Float8(), "int4": Int4()}
+VALUE_FORMATS: dict[str, ValueFormat] = {"fp32": _Float32(), "bf16": _BFloat16(), "fp8": Float8(), "int4": Int4()}
 """The formats, by their names in job files."""

@@ -1,4 +1,5 @@
-"""Encoding of vectors slab by slab, so that intermediate results stay in the CPU's cache."""
+"""Encoding of vectors slab by slab, so that intermediate results stay in the CPU's cache, and decoding range by
+range."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from sync.codec._contract import Codec, Tensors
+from sync.codec._contract import RANGE, Codec, Tensors
 from sync.layout import Vector
+from sync.mapped import release
 
-__all__ = ["SLAB", "Slab", "Slabwise", "concatenated", "decoded", "equal_slabs", "join_slabs", "slabs_of"]
+__all__ = ["SLAB", "Decoding", "Slab", "Slabwise", "concatenated", "decoded", "equal_slabs", "join_slabs", "slabs_of"]
 
 SLAB = 1 << 15
 """Coordinates that are encoded together: a multiple of the usual block sizes."""
@@ -109,3 +111,23 @@ def concatenated(parts: Iterable[Tensors]) -> Tensors:
         if array.size > used[name]:
             array.resize(used[name], refcheck=False)
     return whole
+
+
+class Decoding:
+    """A vector of ``size`` elements that is never in memory as a whole."""
+
+    def __init__(self, codec: Codec, tensors: Tensors, size: int) -> None:
+        """Raises ``GeofedError("FRAME_INVALID")`` if the arrays don't fit."""
+        codec.check(tensors, size)
+        self._codec, self._tensors, self.size = codec, tensors, size
+
+    def __getitem__(self, part: slice) -> Vector:
+        begin, stop, _ = part.indices(self.size)
+        if begin >= stop:
+            return np.empty(0, np.float32)
+        first = begin // RANGE * RANGE
+        return self._codec.decode_range(self._tensors, slice(first, stop), self.size)[begin - first :]
+
+    def release(self) -> None:
+        """Give back the pages of the file that the arrays are views of."""
+        release(*self._tensors.values())

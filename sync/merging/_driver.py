@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 
 from geofed_pb.errors import GeofedError
 from sync.channel import Channel
-from sync.merging._exchange import Arrived, Event, Fetch, Part, Pieces, Put, Request, Stored
+from sync.merging._exchange import Arrived, Event, ExchangePart, Fetch, Pieces, Put, Request, ValuesStored
 
-__all__ = ["Driver", "Events", "Failed", "InPlace", "OneByOne", "Patience", "Threads"]
+__all__ = ["Driver", "Events", "InPlace", "OneByOne", "Patience", "RequestFailed", "Threads"]
 
 _UPLOADS = 2
 """Concurrent uploads; more than one, so that a merged chunk needn't wait for the parts before it."""
@@ -38,13 +38,13 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Failed:
+class RequestFailed:
     """A request has failed; the thread that runs the part raises the error."""
 
     error: Exception
 
 
-Events = queue.SimpleQueue[Event | Failed]
+Events = queue.SimpleQueue[Event | RequestFailed]
 Patience = Callable[[], float]
 """Returns the timeout in seconds of an exchange that begins now."""
 
@@ -52,7 +52,7 @@ Patience = Callable[[], float]
 class Driver(Protocol):
     """Executes one part at a time."""
 
-    def run(self, part: Part[Result], events: Events | None = None) -> Result:
+    def run(self, part: ExchangePart[Result], events: Events | None = None) -> Result:
         """Execute a part and return its result. ``events``: a queue for events from outside, put by any thread.
 
         Raises the channel's errors, and ``GeofedError("CHANNEL_TIMEOUT")``.
@@ -88,7 +88,7 @@ class Threads:
         self._uploads: list[Future[None]] = []
         self._closed = threading.Event()
 
-    def run(self, part: Part[Result], events: Events | None = None) -> Result:
+    def run(self, part: ExchangePart[Result], events: Events | None = None) -> Result:
         self.drain()
         inbox: Events = queue.SimpleQueue() if events is None else events
         over, patience = threading.Event(), self._patience()
@@ -99,7 +99,7 @@ class Threads:
                 event = _next(inbox, deadline)
                 if event is None:
                     raise _late(part.awaited, patience)
-                if isinstance(event, Failed):
+                if isinstance(event, RequestFailed):
                     raise event.error
                 self._ask(part.handle(event), inbox, over, deadline)
         finally:
@@ -140,9 +140,9 @@ class Threads:
         try:
             self._channel.put_many(values)
         except Exception as error:  # outermost frame of the thread: the part's thread must be notified
-            inbox.put(Failed(error))
+            inbox.put(RequestFailed(error))
             raise
-        inbox.put(Stored(tuple(values)))
+        inbox.put(ValuesStored(tuple(values)))
 
     def _download(self, request: Fetch, inbox: Events, over: threading.Event, deadline: float) -> None:
         left = dict.fromkeys(request.keys)
@@ -157,7 +157,7 @@ class Threads:
                     del left[key]
                     inbox.put(Arrived(key, value))
         except Exception as error:  # noqa: BLE001 - outermost frame of the thread
-            inbox.put(Failed(error))
+            inbox.put(RequestFailed(error))
 
     def _asked(
         self, request: Fetch, after_seconds: float, over: threading.Event, deadline: float
@@ -211,7 +211,7 @@ class InPlace(Threads):
     awaited, so then threads are used.
     """
 
-    def run(self, part: Part[Result], events: Events | None = None) -> Result:
+    def run(self, part: ExchangePart[Result], events: Events | None = None) -> Result:
         if events is not None:
             return super().run(part, events)
         self.drain()
@@ -236,13 +236,13 @@ class InPlace(Threads):
         self._take(requests, wanted, part)
         return part.result
 
-    def _take(self, requests: deque[Request], wanted: dict[str, None], part: Part[Result]) -> None:
+    def _take(self, requests: deque[Request], wanted: dict[str, None], part: ExchangePart[Result]) -> None:
         while requests:
             request = requests.popleft()
             if isinstance(request, Put):
                 for key, pieces in request.values.items():
                     self._channel.put(key, pieces)
-                    requests.extend(part.handle(Stored((key,))))
+                    requests.extend(part.handle(ValuesStored((key,))))
             elif isinstance(request, Fetch):
                 wanted.update(dict.fromkeys(request.keys))
             else:
@@ -257,7 +257,7 @@ def _arrivals(channel: Channel, keys: Sequence[str], until: float) -> Iterator[t
             raise
 
 
-def _next(inbox: Events, deadline: float) -> Event | Failed | None:
+def _next(inbox: Events, deadline: float) -> Event | RequestFailed | None:
     """Return the next event, or None after the deadline."""
     try:
         return inbox.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -279,7 +279,7 @@ class OneByOne:
     def __init__(self, channel: Channel, patience: Patience, poll_seconds: float) -> None:
         self._channel, self._patience, self._poll_seconds = channel, patience, poll_seconds
 
-    def run(self, part: Part[Result], events: Events | None = None) -> Result:
+    def run(self, part: ExchangePart[Result], events: Events | None = None) -> Result:
         deadline = time.monotonic() + self._patience()
         requests = deque(part.start())
         while requests:
@@ -287,7 +287,7 @@ class OneByOne:
             if isinstance(request, Put):
                 for key, pieces in request.values.items():
                     self._channel.put(key, pieces)
-                    requests += part.handle(Stored((key,)))
+                    requests += part.handle(ValuesStored((key,)))
             elif isinstance(request, Fetch):
                 for key, value in self._polled(request.keys, deadline):
                     requests += part.handle(Arrived(key, value))

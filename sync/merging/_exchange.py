@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-__all__ = ["Arrived", "Delete", "Event", "Fetch", "Given", "Part", "Pieces", "Put", "Request", "Stored"]
+__all__ = ["Arrived", "Delete", "Event", "ExchangePart", "Fetch", "Given", "Pieces", "Put", "Request", "ValuesStored"]
 
 Pieces = Sequence[memoryview]
 
 
 @dataclass(frozen=True)
 class Put:
-    """Store these values, in this order if sequentially; `Stored` reports each."""
+    """Store these values, in this order if sequentially; `ValuesStored` reports each."""
 
     values: Mapping[str, Pieces]
 
@@ -47,7 +47,7 @@ Request = Put | Fetch | Delete
 
 
 @dataclass(frozen=True)
-class Stored:
+class ValuesStored:
     """Values have been stored."""
 
     keys: tuple[str, ...]
@@ -68,12 +68,12 @@ class Given:
     chunk: int
 
 
-Event = Stored | Arrived | Given
+Event = ValuesStored | Arrived | Given
 
 Result = TypeVar("Result", covariant=True)
 
 
-class Part(Protocol[Result]):
+class ExchangePart(Protocol[Result]):
     """One worker's part in one exchange."""
 
     def start(self) -> list[Request]:

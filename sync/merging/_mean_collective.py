@@ -18,7 +18,7 @@ from sync.codec import merged_size_factor
 from sync.collective import Merged, Settings, Settled, State, collective_named
 from sync.layout import Vector
 from sync.merging._arithmetic import MeanOf
-from sync.merging._driver import Driver, Events, Failed, InPlace, OneByOne, Patience, Threads
+from sync.merging._driver import Driver, Events, InPlace, OneByOne, Patience, RequestFailed, Threads
 from sync.merging._exchange import Event, Given
 from sync.merging._members import Member, chunk_bounds, owners
 from sync.merging._plan import Call, ReductionPlan
@@ -166,7 +166,7 @@ class MeanCollective:
         """Begin a merge whose vector is passed in parts. No other method may be called before the result is
         complete."""
         self._driver.drain()
-        vector, events = self._buffer(), queue.SimpleQueue[Event | Failed]()
+        vector, events = self._buffer(), queue.SimpleQueue[Event | RequestFailed]()
         if self._size == 0:
             events.put(Given(0))
         self._open = events
@@ -221,7 +221,7 @@ class MeanCollective:
 
     def close(self) -> None:
         if self._open is not None:
-            self._open.put(Failed(GeofedError("INTERNAL", "the collective was closed during a merge")))
+            self._open.put(RequestFailed(GeofedError("INTERNAL", "the collective was closed during a merge")))
         self._beside.shutdown(wait=True)
         self._driver.close()
 
@@ -256,7 +256,7 @@ class MeanCollective:
 def _await_all(events: Events, chunks: int) -> None:
     for _ in range(chunks):
         event = events.get()
-        if isinstance(event, Failed):
+        if isinstance(event, RequestFailed):
             raise event.error
 
 

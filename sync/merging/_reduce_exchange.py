@@ -25,7 +25,7 @@ from sync.codec import Tensors
 from sync.collective import Merged
 from sync.layout import Vector
 from sync.merging._arithmetic import Arithmetic
-from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, Stored
+from sync.merging._exchange import Arrived, Delete, Event, Fetch, Given, Put, Request, ValuesStored
 from sync.merging._ordered_sum import OrderedSum
 from sync.merging._plan import Call, ReductionPlan
 
@@ -181,7 +181,7 @@ class ReduceExchange:
     def handle(self, event: Event) -> list[Request]:
         if isinstance(event, Given):
             return self._given(event.chunk)
-        if isinstance(event, Stored):
+        if isinstance(event, ValuesStored):
             return self._stored(event.keys)
         if isinstance(event, Arrived) and event.key in (self._parts.keys() | self._joint.keys()):
             frame = framing.decode(event.value)

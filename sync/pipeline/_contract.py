@@ -16,13 +16,13 @@ from geofed_pb.errors import GeofedError
 from sync.pipeline._carried import Carried
 from sync.pipeline._shape import StagePosition
 
-__all__ = ["Answering", "Coding", "Loss", "Taken", "model_input"]
+__all__ = ["ActivationCodec", "Answering", "Loss", "Taken", "model_input"]
 
 Loss = Callable[[nn.Module, Any], Any]
 """Computes the mean loss over the batch's samples, a tensor of one element, from ``(model, batch)``."""
 
 
-class Coding(Protocol):
+class ActivationCodec(Protocol):
     """A worker's place in the pipeline, and the form in which it sends and receives activations."""
 
     position: StagePosition

@@ -11,7 +11,7 @@ from torch import nn
 
 from geofed_pb.errors import GeofedError
 from sync.pipeline._carried import Carried
-from sync.pipeline._contract import Answering, Coding, model_input
+from sync.pipeline._contract import ActivationCodec, Answering, model_input
 from sync.pipeline._lanes import Lanes
 from sync.pipeline._stage import Stage
 
@@ -29,7 +29,7 @@ _COUNT = "count"
 class _Hop:
     """Receives from the previous stage, and sends to the next one."""
 
-    def __init__(self, runner: Coding, lanes: Lanes, place: str) -> None:
+    def __init__(self, runner: ActivationCodec, lanes: Lanes, place: str) -> None:
         self._runner, self._lanes, self._place = runner, lanes, place
 
     def receive(self, number: int) -> tuple[Carried | None, int]:
@@ -57,7 +57,7 @@ class _Hop:
 
 
 def evaluate(
-    runner: Coding,
+    runner: ActivationCodec,
     stage: Stage,
     lanes: Lanes,
     place: str,

@@ -17,7 +17,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from sync.pipeline._carried import as_tuple
-from sync.pipeline._contract import Coding
+from sync.pipeline._contract import ActivationCodec
 from sync.pipeline._lanes import Lanes
 from sync.pipeline._order import Operation, operations
 from sync.pipeline._shape import Pipeline
@@ -54,7 +54,7 @@ def logged_keys(logged: ReplayLog, stage: int, step: int) -> list[str]:
 
 
 def replay(
-    runner: Coding,
+    runner: ActivationCodec,
     stage: Stage,
     lanes: Lanes,
     logged: ReplayLog,

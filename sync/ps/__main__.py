@@ -33,7 +33,7 @@ from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Setup
 from sync.ps.core.waiting_settings import WaitingSettings
 from sync.ps.engine import Engine
-from sync.ps.exchange import ExchangeService, Links
+from sync.ps.exchange import ExchangeService, PeerLinks
 from sync.ps.execution.executor import ActionExecutor
 from sync.ps.execution.releases import Releases
 from sync.ps.execution.storage import Storage
@@ -58,7 +58,7 @@ async def serve(config: PsConfig) -> None:
     identity = functools.partial(_identity, config, revoked)
     identity()
     engine = _engine(config)
-    links = Links(engine, config, identity)
+    links = PeerLinks(engine, config, identity)
     admin = AdminService(engine, config, links)
     engine.feed(Configured(config.epoch, config.attempt, ()))
     peers = frozenset(config.regions) - {config.region}

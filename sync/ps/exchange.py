@@ -24,7 +24,7 @@ from sync.mapped import locked
 from sync.ps.admission import MAX_WITNESSES, Admission
 from sync.ps.config import PsConfig
 from sync.ps.core.actions import SendUpdates
-from sync.ps.core.events import PeerHas, StateLost, Stored, SumGone, Tried, Unreached
+from sync.ps.core.events import PeerHas, StateLost, SumGone, Tried, Unreached, UpdateStored
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.engine import Engine
 from sync.ps.execution.executor import FramedUpdate
@@ -40,7 +40,7 @@ from sync.transport.receiver import BulkPort
 from sync.transport.sockets import Tls
 from sync.wan import LinkSample
 
-__all__ = ["ExchangeService", "Links"]
+__all__ = ["ExchangeService", "PeerLinks"]
 
 _log = logging.getLogger("geofed.ps")
 _MAX_WAITING_UPDATES = 64
@@ -49,7 +49,7 @@ long, and then the other sends sums."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Links:
+class PeerLinks:
     """The senders to all peers, and the counters of what has been received."""
 
     def __init__(self, engine: Engine, config: PsConfig, identity: Callable[[], Tls]) -> None:
@@ -191,7 +191,7 @@ def _peers_of(engine: Engine) -> list[PeerAddress]:
 class ExchangeService(Intake):
     """Serves the parameter servers of the other regions."""
 
-    def __init__(self, engine: Engine, config: PsConfig, links: Links, keys: MaskKeys | None = None) -> None:
+    def __init__(self, engine: Engine, config: PsConfig, links: PeerLinks, keys: MaskKeys | None = None) -> None:
         """``keys``: with secure aggregation: the mask keys of all regions."""
         super().__init__(config.job, links.tickets)
         self._keys = keys
@@ -290,7 +290,7 @@ class ExchangeService(Intake):
     def stored(self, manifest: Manifest) -> None:
         if manifest.sequence == 0:
             self._first, self._first_is_stored = None, True
-        self._engine.feed(Stored(manifest))
+        self._engine.feed(UpdateStored(manifest))
 
     def count_received(self, caller: str, count: int) -> None:
         self._links.count_received(caller, count)

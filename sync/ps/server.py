@@ -31,11 +31,11 @@ from sync.ps.core.events import (
     Event,
     LoggedSums,
     ReduceArrived,
+    ResourceUsage,
     Stepped,
-    Usage,
 )
 from sync.ps.engine import Engine, merged_key
-from sync.ps.exchange import Links
+from sync.ps.exchange import PeerLinks
 from sync.ps.execution.export import to_safetensors
 from sync.ps.tokens import WorkerIdentity, verify
 from sync.transfer.manifest import PeerAddress
@@ -165,7 +165,9 @@ class WorkerService(worker_pb2_grpc.WorkerPortServicer):
                 evaluate_seconds=request.evaluate_seconds,
                 group=request.group,
                 logged=_logged(request.logged),
-                usage=Usage(request.usage.cpu_cores, request.usage.memory_bytes, request.usage.gpu_memory_bytes),
+                usage=ResourceUsage(
+                    request.usage.cpu_cores, request.usage.memory_bytes, request.usage.gpu_memory_bytes
+                ),
             )
 
         answer = await self._engine.ask(arrived, CALL_TIMEOUT_SECONDS)
@@ -208,7 +210,7 @@ def _logged(rounds: Iterable[worker_pb2.LoggedRound]) -> LoggedSums:
 class AdminService(sync_pb2_grpc.PsAdminServicer):
     """Serves the region's agent."""
 
-    def __init__(self, engine: Engine, config: PsConfig, links: Links) -> None:
+    def __init__(self, engine: Engine, config: PsConfig, links: PeerLinks) -> None:
         self._engine, self._config, self._links = engine, config, links
         self.stopped = asyncio.Event()
 

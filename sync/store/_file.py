@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Buffer, Limits, Usage
+from sync.channel import Buffer, ChannelLimits, Usage
 from sync.store._arrivals import Arrivals
 from sync.store._buffer_pool import MIN_BYTES, SPARE_FOLDER, BufferPool, locked
 from sync.store._inotify import WatchPool
@@ -52,9 +52,9 @@ class FileChannel:
         return self._meter.usage
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ChannelLimits:
         system = os.statvfs(self._folder)
-        return Limits(value_bytes=_MAX_VALUE_BYTES, total_bytes=system.f_blocks * system.f_frsize)
+        return ChannelLimits(value_bytes=_MAX_VALUE_BYTES, total_bytes=system.f_blocks * system.f_frsize)
 
     @property
     def in_memory(self) -> bool:

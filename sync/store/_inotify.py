@@ -12,7 +12,7 @@ from pathlib import Path
 
 from geofed_pb import linux
 
-__all__ = ["Arrival", "Inotify", "WatchPool"]
+__all__ = ["FolderArrival", "Inotify", "WatchPool"]
 
 _CREATE, _MOVED_TO = 0x100, 0x80
 _DELETE_SELF, _MOVE_SELF = 0x400, 0x800
@@ -26,7 +26,7 @@ _READ_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Arrival:
+class FolderArrival:
     """A name that has appeared in a watched folder."""
 
     folder: Path | None
@@ -52,7 +52,7 @@ class Inotify:
         watch = linux.call("inotify_add_watch", self._descriptor, os.fsencode(folder), _MASK)
         self._folders[watch] = folder
 
-    def wait(self, seconds: float) -> list[Arrival]:
+    def wait(self, seconds: float) -> list[FolderArrival]:
         """Return what has appeared since the last call; waits for at most so long."""
         poll = select.poll()
         poll.register(self._descriptor, select.POLLIN)
@@ -63,18 +63,18 @@ class Inotify:
         except BlockingIOError:
             return []
 
-    def _arrivals(self, data: bytes) -> Iterator[Arrival]:
+    def _arrivals(self, data: bytes) -> Iterator[FolderArrival]:
         at = 0
         while at < len(data):
             watch, mask, _, length = _HEAD.unpack_from(data, at)
             name = data[at + _HEAD.size : at + _HEAD.size + length].rstrip(b"\0")
             at += _HEAD.size + length
             if mask & (_CREATE | _MOVED_TO):
-                yield Arrival(self._folders.get(watch), os.fsdecode(name))
+                yield FolderArrival(self._folders.get(watch), os.fsdecode(name))
             elif mask & (_DELETE_SELF | _MOVE_SELF | _IGNORED | _OVERFLOW | _UNMOUNT):
                 if mask & _IGNORED:
                     self._folders.pop(watch, None)
-                yield Arrival(None, "")
+                yield FolderArrival(None, "")
 
     def forget(self) -> None:
         """Remove all watches, and discard pending events."""

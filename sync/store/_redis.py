@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 
-from sync.channel import Buffer, Limits, Usage
+from sync.channel import Buffer, ChannelLimits, Usage
 from sync.store._address import parsed, whole
 from sync.store._keys import checked_key, late
 from sync.store._meter import Meter
@@ -53,20 +53,20 @@ class RedisChannel:
         self._part_bytes, self._parts, self._shown = part_bytes, parts, url.shown
         self._meter = Meter()
         self._server = Server(url, self._meter, timeout_seconds)
-        self._limits: Limits | None = None
+        self._limits: ChannelLimits | None = None
 
     @property
     def usage(self) -> Usage:
         return self._meter.usage
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ChannelLimits:
         if self._limits is None:
             (reply,) = self._server.ask([("INFO", "memory")])
             self._meter.count(looks=1)
             facts = dict(line.partition(":")[::2] for line in bytes(reply).decode().splitlines())
             most = int(facts.get("maxmemory", "0"))
-            self._limits = Limits(value_bytes=self._part_bytes * self._parts, total_bytes=most or None)
+            self._limits = ChannelLimits(value_bytes=self._part_bytes * self._parts, total_bytes=most or None)
         return self._limits
 
     @property

@@ -19,7 +19,7 @@ from typing import Any
 import botocore.exceptions
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Buffer, Limits, Usage
+from sync.channel import Buffer, ChannelLimits, Usage
 from sync.store._address import parsed, whole
 from sync.store._keys import checked_key, late
 from sync.store._meter import Meter
@@ -90,8 +90,8 @@ class S3Channel:
         return self._meter.usage
 
     @property
-    def limits(self) -> Limits:
-        return Limits(value_bytes=_VALUE_BYTES, total_bytes=None)
+    def limits(self) -> ChannelLimits:
+        return ChannelLimits(value_bytes=_VALUE_BYTES, total_bytes=None)
 
     @property
     def in_memory(self) -> bool:

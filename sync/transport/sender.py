@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import sync_pb2
 from sync.transport.outgoing import Content, Transfer
 from sync.transport.sockets import buffer_bytes, serial_of, tcp_info, tune, unacknowledged_bytes
-from sync.transport.stream import Stream, StreamEnded
+from sync.transport.stream import FrameStream, StreamEnded
 from sync.transport.stream_count import KernelStatistics, StreamCount
 
 __all__ = ["OutboundStreams", "OutgoingUpdate", "TransferResult"]
@@ -65,7 +65,7 @@ class OutboundStreams:
 
     def __init__(self, count_sent: Callable[[int], None]) -> None:
         self._count_sent = count_sent
-        self._warm: list[Stream] = []
+        self._warm: list[FrameStream] = []
         self._coming: queue.SimpleQueue[ssl.SSLSocket | OSError] = queue.SimpleQueue()
         self._dialling = 0
         self._tag = 0
@@ -220,13 +220,13 @@ class OutboundStreams:
             transfer.cold = self._top_up(count.count - transfer.streams, dial)
             transfer.streams = count.count
 
-    def _serve(self, stream: Stream, transfer: Transfer, events: int) -> None:
+    def _serve(self, stream: FrameStream, transfer: Transfer, events: int) -> None:
         if events & selectors.EVENT_READ:
             stream.receive(transfer)
         if events & selectors.EVENT_WRITE and transfer.reply is None:
             stream.push(transfer, self._count_sent)
 
-    def _ask_again(self, transfer: Transfer, dead: Stream) -> None:
+    def _ask_again(self, transfer: Transfer, dead: FrameStream) -> None:
         """Ask the peer, over another stream, which of the bytes have arrived that were in flight on a broken one."""
         transfer.lose(dead)
         if self._warm:
@@ -274,10 +274,10 @@ class OutboundStreams:
             if isinstance(coming, OSError):
                 error = coming
             else:
-                self._warm.append(Stream(coming))
+                self._warm.append(FrameStream(coming))
             self._dialling = max(0, self._dialling - 1)
 
-    def _attach(self, stream: Stream, transfer: Transfer, selector: selectors.BaseSelector) -> None:
+    def _attach(self, stream: FrameStream, transfer: Transfer, selector: selectors.BaseSelector) -> None:
         stream.seen = tcp_info(stream.connection)
         self._note_rtt()
         with contextlib.suppress(OSError):
@@ -295,7 +295,7 @@ class OutboundStreams:
             default=self.rtt_seconds,
         )
 
-    def _discard(self, stream: Stream) -> None:
+    def _discard(self, stream: FrameStream) -> None:
         self._warm.remove(stream)
         stream.close()
 

@@ -16,7 +16,7 @@ from sync.transport.outgoing import Transfer
 from sync.transport.sockets import TcpInfo
 from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, decoded, frame, parse
 
-__all__ = ["Stream", "StreamEnded", "hello"]
+__all__ = ["FrameStream", "StreamEnded", "hello"]
 
 _RECORDS_A_TURN = 32
 """TLS records of 16 KiB that one stream sends before it is the next stream's turn."""
@@ -26,7 +26,7 @@ class StreamEnded(Exception):
     """Raised when the peer has closed the connection."""
 
 
-class Stream:
+class FrameStream:
     """Queues frames, sends as much as the connection accepts, and reads the replies."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:

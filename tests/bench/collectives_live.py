@@ -47,7 +47,7 @@ from sync.collective import ChannelCosts, Settings
 from sync.means import weighted_mean
 from sync.merging import MeanCollective, Member, _driver, probe
 from sync.merging._driver import OneByOne
-from sync.merging._exchange import Arrived, Delete, Fetch, Part, Put, Stored
+from sync.merging._exchange import Arrived, Delete, ExchangePart, Fetch, Put, ValuesStored
 from sync.store import _s3, open_channel
 
 S3_LATENCY = {"put_seconds": 0.1, "get_seconds": 0.02, "list_seconds": 0.03}
@@ -92,7 +92,7 @@ class AsPublished(OneByOne):
         super().__init__(channel, lambda: settings.timeout_seconds, settings.poll_seconds)
         self._kind, self._prefix, self.over = kind, prefix, 0.0
 
-    def run(self, part: Part[Any], events: Any = None) -> Any:
+    def run(self, part: ExchangePart[Any], events: Any = None) -> Any:
         deadline = time.monotonic() + self._patience()
         requests, deletes = list(part.start()), list[str]()
         while requests:
@@ -100,7 +100,7 @@ class AsPublished(OneByOne):
             if isinstance(request, Put):
                 for key, pieces in request.values.items():
                     self._channel.put(key, pieces)
-                    requests += part.handle(Stored((key,)))
+                    requests += part.handle(ValuesStored((key,)))
             elif isinstance(request, Fetch):
                 for key, value in self._polled(request.keys, deadline):
                     requests += part.handle(Arrived(key, value))

@@ -39,9 +39,9 @@ from scheduler.pipeline import (
     LinearCost,
     NothingFitsError,
     PipelineProblem,
-    Place,
     PlannedPipeline,
     StageChannel,
+    StageRegion,
     cheapest,
     fastest,
     front,
@@ -111,7 +111,7 @@ def chain(layers: int, seed: int, *, most_workers: int = 64) -> PipelineProblem:
     return PipelineProblem(
         LayerProfile(tuple(made), 600_000, 1.0),
         64,
-        (Place("a", sizes, store),),
+        (StageRegion("a", sizes, store),),
         degrees=tuple(range(1, 9)),
         most_workers=most_workers,
     )

@@ -239,7 +239,7 @@ def problem(
     return pipeline.PipelineProblem(
         profile,
         batch,
-        (pipeline.Place("here", sizes, channel),),
+        (pipeline.StageRegion("here", sizes, channel),),
         degrees=degrees,
         micro_batches=(2, 4, 8),
         most_workers=12,

@@ -41,7 +41,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from deploy.shards import Labelled, Source, read_digits, read_idx
+from deploy.shards import Labelled, SourceDataset, read_digits, read_idx
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.invocation import PrivateSteps
 from region_agent.worker.task import TaskModule
@@ -199,7 +199,7 @@ def measure_attack(report: Report, train: tuple[torch.Tensor, torch.Tensor]) -> 
     report.bars.append(Bar.at_most("attack's advantage at epsilon 1", found[1.0], "", 0.15))
 
 
-def measure_accuracy(report: Report, source: Source, name: str) -> None:
+def measure_accuracy(report: Report, source: SourceDataset, name: str) -> None:
     train, test = tensors(source.train), tensors(source.test)
     size, mnist = train[0].shape[-1], name == "mnist"
     if mnist and report.quick:

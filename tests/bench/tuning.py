@@ -39,7 +39,7 @@ from scheduler.tuning import (
     Convergence,
     Memory,
     MergePoint,
-    Platform,
+    PlatformCosts,
     Prediction,
     Space,
     StepPoint,
@@ -162,7 +162,7 @@ def learn(rows: Sequence[tuple[Setting, Measured, ChannelCosts]], quick: bool = 
         kind: fit_correction([_point(one, took) for one, took in mine if one.kind == kind], channel)
         for kind, channel in channels.items()
     }
-    platform = Platform(USD_PER_GB_SECOND, 2e-7, 0.0, 30.0, 1.0, 0.05)
+    platform = PlatformCosts(USD_PER_GB_SECOND, 2e-7, 0.0, 30.0, 1.0, 0.05)
     progress = Convergence(least_steps=LEAST_STEPS, noise_samples=NOISE_SAMPLES)
     task = TaskModel(
         4 * MB, fit_compute(steps), Memory(300.0, 1.0), progress, platform, tuple(channels.values()), corrections

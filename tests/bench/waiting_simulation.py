@@ -39,12 +39,12 @@ from sync.ps.core.events import (
     PeerHas,
     Restarted,
     RoundEndLogged,
-    Stored,
     Summed,
     TimerFired,
     Tried,
     Unreached,
     UpdatesMerged,
+    UpdateStored,
 )  # fmt: skip
 from sync.ps.core.machine import Setup
 from sync.ps.core.waiting_settings import WaitingSettings
@@ -213,7 +213,7 @@ class _Site:
             return
         verdict = there.machine.verdict(manifest, self.name)
         if verdict is Verdict.WANT:
-            there.feed(Stored(manifest))
+            there.feed(UpdateStored(manifest))
         known = manifest.sequence if verdict is not Verdict.LATER else there.machine.ledger.newest(manifest.region)
         if manifest in self.queues.get(to, ()) and verdict is not Verdict.LATER:
             self.queues[to] = tuple(one for one in self.queues[to] if one is not manifest)

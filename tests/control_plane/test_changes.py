@@ -183,12 +183,12 @@ def test_a_job_whose_end_is_being_stored_is_known_all_the_time(tmp_path: Path, j
         renaming, ending = await place.begin(put(replace(entry, row=replace(entry.row, name="other"))), put(ended))
         turns.release()
         await renaming
-        known = await federation.ended_job(entry.row.id)
+        known = await federation.lookup.ended_job(entry.row.id)
         assert known is not None, "the change before its end is stored, the end is not yet"
         assert known.state.phase == "cancelled"
         turns.release()
         await ending
-        known = await federation.ended_job(entry.row.id)
+        known = await federation.lookup.ended_job(entry.row.id)
         assert known is not None
         assert not federation.changes.ended
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from control_plane.core import Logged, Partition, Report, Usage
+from control_plane.core import Logged, Partition, Report, ResourceUsage
 from control_plane.core._report_events import never_backwards, records_of
 from control_plane.service.rpc._wire import report_of
 from geofed_pb.bounds import LOGGED_NAME_BYTES, MOST_LOGGED
@@ -19,14 +19,14 @@ def test_what_an_agent_reports_is_bounded() -> None:
     report = report_of(agent_pb2.PartitionReport(logged=logged, usage=usage))
     assert set(report.logged.values.values()) == {2.0, 3.0}
     assert all(len(name.encode()) <= LOGGED_NAME_BYTES and name.isprintable() for name in report.logged.values)
-    assert report.usage == Usage(0.0, 5, 0)
+    assert report.usage == ResourceUsage(0.0, 5, 0)
     many = common_pb2.Logged(round=1, values={f"n{number}": 1.0 for number in range(MOST_LOGGED + 50)})
     assert len(report_of(agent_pb2.PartitionReport(logged=many)).logged.values) == MOST_LOGGED
 
 
 def test_a_round_is_told_once_whatever_comes_after_it() -> None:
     part = Partition("oslo", 1)
-    report = Report(1, "training", round=4, logged=Logged(3, {"norm": 1.5}), usage=Usage(0.5, 7))
+    report = Report(1, "training", round=4, logged=Logged(3, {"norm": 1.5}), usage=ResourceUsage(0.5, 7))
     part = replace(part, state="training")
     told = records_of(part, report)
     assert [(one.kind, one.data) for one in told] == [

@@ -22,7 +22,7 @@ from support.commands import run_here
 from support.identity_provider import CLIENT, IdentityProvider, identity_provider, rsa_key
 
 from control_plane.client import Context, ControlClient
-from control_plane.oidc import Key, OidcConfig, Provider, identity_of, require_secure, same_identity, verified
+from control_plane.oidc import Key, OidcConfig, OpenIdProvider, identity_of, require_secure, same_identity, verified
 from control_plane.oidc import _provider as provider_module
 from control_plane.oidc._verifying import key_id
 from control_plane.server import ServeConfig
@@ -183,7 +183,7 @@ def test_a_new_key_of_the_provider_is_found(provider: IdentityProvider, monkeypa
     monkeypatch.setattr(provider_module, "_AGAIN_SECONDS", 0.0)
 
     async def scenario() -> None:
-        known = Provider(provider.url, CLIENT)
+        known = OpenIdProvider(provider.url, CLIENT)
         await known.verify(provider.id_token(), time.time())
         provider.new_key("second")
         await known.verify(provider.id_token(), time.time())
@@ -290,13 +290,13 @@ def test_an_address_that_somebody_else_has_got_is_another_account(
 
 def test_a_provider_that_fails_is_asked_once_in_a_while(provider: IdentityProvider) -> None:
     async def scenario() -> None:
-        known, at = Provider(provider.url, CLIENT), time.time()
+        known, at = OpenIdProvider(provider.url, CLIENT), time.time()
         provider.broken = True
         for _ in range(20):
             await refused(known.verify(provider.id_token(), at), "UNAVAILABLE", "no usable key")
         assert provider.keys_read == 1
         with pytest.raises(GeofedError, match="not one of https"):
-            Provider("http://login.example.org", CLIENT)
+            OpenIdProvider("http://login.example.org", CLIENT)
 
     run(scenario())
 

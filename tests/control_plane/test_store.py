@@ -31,7 +31,7 @@ from control_plane.store import (
     Cursors,
     Deletion,
     EventRow,
-    Invitation,
+    InvitationRow,
     JobRow,
     LogRow,
     RegionRow,
@@ -88,13 +88,13 @@ class Contract:
         assert [row.text for row in store.newest_of_regions(job="j1", kind="round", each=2)] == ["b3", "a38", "a39"]
 
     def test_rows_come_back(self, store: Store) -> None:
-        store.commit(Change(jobs=(JOB,), regions=(REGION,), invitations=(Invitation("h", "a", 5.0),)))
+        store.commit(Change(jobs=(JOB,), regions=(REGION,), invitations=(InvitationRow("h", "a", 5.0),)))
         store.commit(Change(runs=(RunRow("j1", "a", "t", 1.0, 50.0, 7, 0.5),)))
         assert store.job("j1") == JOB
         assert store.job_of_request("r1") == JOB
         assert store.jobs_named("digits") == [JOB]
         assert store.regions() == [REGION]
-        assert store.invitation("h") == Invitation("h", "a", 5.0)
+        assert store.invitation("h") == InvitationRow("h", "a", 5.0)
         assert [run.model_bytes for run in store.runs("t")] == [7]
         assert (store.job("no"), store.invitation("no"), store.runs("no"), store.meta("no")) == (None, None, [], None)
 

@@ -15,7 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from deploy.shards import Labelled, Source, partition_by_label, partition_evenly, read_digits, read_idx, write_shards
+from deploy.shards import (
+    Labelled,
+    SourceDataset,
+    partition_by_label,
+    partition_evenly,
+    read_digits,
+    read_idx,
+    write_shards,
+)
 from geofed_pb.errors import GeofedError
 
 REGIONS = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=6, unique=True)
@@ -122,4 +130,4 @@ def test_the_command_prints_what_it_wrote(idx_folder: Path) -> None:
 
 def test_a_source_is_plain_arrays() -> None:
     part = Labelled(np.zeros((3, 2, 2), np.uint8), np.array([0, 1, 2]))
-    assert Source(part, part).train.take(np.array([2])).y.tolist() == [2]
+    assert SourceDataset(part, part).train.take(np.array([2])).y.tolist() == [2]

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from support.running import Federation, Running, digits_sites, eventually
 
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.invocation import ClientRounds
 from sync.seeding import seed_all
 from tests.e2e.conftest import PAIR
@@ -87,7 +87,7 @@ def _plain() -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     held = {name: _samples(name) for name in PAIR}
     total = sum(len(ids) for _, _, ids in held.values())
     processed = dict.fromkeys(PAIR, 0)
-    drawing = {name: Clients(_Ids(held[name][2]), 0, name, HOW) for name in PAIR}
+    drawing = {name: ClientSampler(_Ids(held[name][2]), 0, name, HOW) for name in PAIR}
     for number in range(1, ROUNDS + 1):
         start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         mean = {name: torch.zeros_like(tensor, dtype=torch.float64) for name, tensor in start.items()}

@@ -31,7 +31,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import load_config
 from region_agent.link.identity import read_invitation
-from region_agent.shards.listing import ListedFile, ShardList, read_list
+from region_agent.shards.listing import ListedFile, ShardManifest, read_list
 from region_agent.worker.invocation import Invocation, ShardFile, read_invocation
 from region_agent.worker.task import unpack
 from sync.codec import codec_by_mark, codec_named, codecs
@@ -161,7 +161,7 @@ _LAYOUT = b'{"slots":[{"name":"w","shape":[2,3],"dtype":"float32"}],"trainable":
 _REPORT = agent_pb2.FromAgent(
     partition=agent_pb2.PartitionReport(job="j", state="training", evaluation={"metrics": {"accuracy": 0.5}})
 )
-_SHARD_LIST = ShardList(
+_SHARD_LIST = ShardManifest(
     dataset="digits", files=(ListedFile(split="train", name="a/b", folder=True, size=1, digest=digest_of([b"x"])),)
 )
 _INVOCATION = Invocation(

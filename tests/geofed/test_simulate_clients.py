@@ -12,7 +12,7 @@ import torch
 
 import geofed
 from geofed_pb.errors import GeofedError
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.invocation import ClientRounds
 from sync.seeding import seed_all
 
@@ -72,7 +72,7 @@ def _plain(x: np.ndarray, y: np.ndarray, owners: list[int], rounds: int) -> torc
         def __len__(self) -> int:
             return len(owners)
 
-    drawing = Clients(Ids(), 1, "here", ClientRounds(fraction=0.05, least=1, epochs=2, batch=2))
+    drawing = ClientSampler(Ids(), 1, "here", ClientRounds(fraction=0.05, least=1, epochs=2, batch=2))
     seed_all(1)
     module = torch.nn.Linear(4, 3)
     inputs, labels = torch.from_numpy(x), torch.from_numpy(y)

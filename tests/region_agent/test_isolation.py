@@ -12,8 +12,8 @@ from geofed_pb import address
 from geofed_pb.errors import GeofedError
 from region_agent import doctor
 from region_agent.config import RegionConfig
-from region_agent.gateway.functions import FunctionSpec, Grants
-from region_agent.isolation import CONTAINER, SERVER_ADDRESS, Isolation, grants_of, with_server
+from region_agent.gateway.functions import FunctionSpec, Grants, Isolation
+from region_agent.isolation import CONTAINER, SERVER_ADDRESS, grants_of, with_server
 from region_agent.partition.channel import RegionChannel
 from region_agent.policy import check_isolation
 from region_agent.worker.invocation import ShardFile

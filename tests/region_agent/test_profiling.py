@@ -20,7 +20,7 @@ from geofed_pb.v1 import agent_pb2
 from region_agent import machine_rates
 from region_agent.config import DockerGateway, RegionConfig
 from region_agent.config._data import PrivacyBudget
-from region_agent.isolation import Isolation
+from region_agent.gateway.functions import Isolation
 from region_agent.partition.channel import RegionChannel
 from region_agent.partition.runner import PartitionContext
 from region_agent.privacy import labels_that_leave

@@ -25,7 +25,7 @@ from geofed_pb.v1 import agent_pb2, sync_pb2, sync_pb2_grpc
 from region_agent.config import DatasetConfig, RegionConfig, SplitConfig, StoreConfig, load_config
 from region_agent.partition.events import RecordEvent
 from region_agent.shards import listing, receiving
-from region_agent.shards.listing import FileContent, Listed, ListedFile, ShardList, read_list, shard_bytes
+from region_agent.shards.listing import FileContent, Listed, ListedFile, ShardManifest, read_list, shard_bytes
 from region_agent.shards.reading import shard_files
 from region_agent.shards.receiving import ShardPort, ShardStore, open_port
 from region_agent.shards.sending import Sending, SendingContext
@@ -429,7 +429,7 @@ def test_a_list_that_is_too_long_is_told_and_not_sent_for_ever(
 def test_a_list_is_not_longer_than_was_counted_on(names: list[tuple[str]]) -> None:
     files = tuple(ListedFile(**_file(name=name, size=MAX_UPDATE_BYTES)) for (name,) in names if name not in (".", ".."))
     if files:
-        told = ShardList(dataset="d", files=files)
+        told = ShardManifest(dataset="d", files=files)
         counted = listing.list_bytes({"train": tuple(ShardFile(name=file.name) for file in files)})
         assert len(told.to_bytes()) <= counted + 100
 
@@ -516,6 +516,6 @@ def test_keys_that_no_folder_can_hold_are_told_where_they_lie(monkeypatch: pytes
 
 def test_a_list_is_what_it_was() -> None:
     more = [ListedFile(**_file(split="test")), *(ListedFile(**_file(name=name)) for name in ("b/c", "b/d", "b-"))]
-    told = ShardList(dataset="digits", files=(ListedFile(**_file()), *more))
+    told = ShardManifest(dataset="digits", files=(ListedFile(**_file()), *more))
     assert read_list(told.to_bytes()) == told
     assert read_list(told.to_bytes()).digest == told.digest

@@ -9,7 +9,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from geofed_pb.security.audit import Head, hash_of
-from region_agent.link.witness import Witness
+from region_agent.link.witness import WitnessFile
 
 KEY = Ed25519PrivateKey.generate()
 
@@ -25,7 +25,7 @@ def kept(path: Path) -> list[int]:
 def test_a_flood_of_heads_displaces_no_earlier_one(tmp_path: Path) -> None:
     now = [0.0]
     path = tmp_path / "identity" / "heads"
-    witness = Witness(path, lambda: now[0])
+    witness = WitnessFile(path, lambda: now[0])
     for hour, seq in enumerate((10, 50, 100)):
         now[0] = 3600.0 * hour
         assert witness.add(head(seq)) == ""
@@ -35,13 +35,13 @@ def test_a_flood_of_heads_displaces_no_earlier_one(tmp_path: Path) -> None:
     assert kept(path) == [10, 50, 100, 400]
     now[0] += 3600.0
     witness.add(head(401))
-    assert Witness(path, lambda: now[0]).add(head(401)) == "", "the last one again"
+    assert WitnessFile(path, lambda: now[0]).add(head(401)) == "", "the last one again"
     assert kept(path) == [10, 50, 100, 400, 401]
 
 
 def test_a_head_that_contradicts_earlier_ones_is_told_and_kept(tmp_path: Path) -> None:
     path = tmp_path / "heads"
-    witness = Witness(path, lambda: 5.0)
+    witness = WitnessFile(path, lambda: 5.0)
     for seq in (1, 2, 3):
         assert witness.add(head(seq)) == ""
     assert kept(path) == [1, 3]
@@ -55,16 +55,16 @@ def test_a_head_that_contradicts_earlier_ones_is_told_and_kept(tmp_path: Path) -
 
 def test_an_interrupted_write_takes_one_head_and_damage_is_kept_aside(tmp_path: Path) -> None:
     path, now = tmp_path / "heads", [0.0]
-    witness = Witness(path, lambda: now[0])
+    witness = WitnessFile(path, lambda: now[0])
     for seq in (1, 2, 3):
         now[0] += 3600.0
         witness.add(head(seq))
     path.write_bytes(path.read_bytes()[:-20])
-    witness = Witness(path, lambda: now[0])
+    witness = WitnessFile(path, lambda: now[0])
     assert (witness.damage, kept(path)) == ("", [1, 2])
     lines = path.read_text().splitlines()
     path.write_text(f"{lines[0][:40]}\n{lines[1]}\n")
-    witness = Witness(path, lambda: now[0])
+    witness = WitnessFile(path, lambda: now[0])
     assert "1 heads of the audit log" in witness.damage
     assert kept(path) == [2]
     assert (tmp_path / f"heads.damaged-{int(now[0])}").exists()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler import Capacity, Declined, Link, Plan, Prices, Region, Snapshot, plan
-from scheduler.tuning import NormPair, Platform, StepPoint, space_of, task_of
+from scheduler.tuning import NormPair, PlatformCosts, StepPoint, space_of, task_of
 from scheduler.tuning import cheapest as cheapest_alone
 from tests.scheduler.test_plan import demand, planned, region
 from tests.scheduler.test_tuned import profile, there
@@ -107,7 +107,7 @@ def test_the_requests_of_a_channel_are_counted_as_tuning_and_meter_count_them() 
     assert requests.usd > 0.1 * chosen.estimate.usd.expected
     part = chosen.partitions[0]
     assert requests.usd == pytest.approx(part.merge_usd * chosen.rounds * part.steps_per_round)
-    platform = Platform(DEAR_EGRESS.function_usd_per_gb_second, DEAR_EGRESS.function_usd_per_request)
+    platform = PlatformCosts(DEAR_EGRESS.function_usd_per_gb_second, DEAR_EGRESS.function_usd_per_request)
     task = task_of(of_s3, platform, epochs=64.0, steps=None)
     told = cheapest_alone(task, space_of(of_s3, workers=(8,), most_memory_mb=2048, batch=25))
     assert told is not None

@@ -19,8 +19,8 @@ from geofed_pb.rpc import server_options
 from geofed_pb.v1 import sync_pb2_grpc
 from sync import framing
 from sync.ps.core.actions import SendUpdates
-from sync.ps.core.events import Event, PeerHas, Stored
-from sync.ps.exchange import ExchangeService, Links
+from sync.ps.core.events import Event, PeerHas, UpdateStored
+from sync.ps.exchange import ExchangeService, PeerLinks
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
 from sync.transport.sockets import Tls
 
@@ -59,7 +59,7 @@ class Site:
             wan_settings={}, rounds=1 << 20, round_samples={}, state_dir=self.folder,
         )  # fmt: skip
         engine: Any = self
-        self.links = Links(engine, config, lambda: self.identity)
+        self.links = PeerLinks(engine, config, lambda: self.identity)
         self.links.on_relayed = self._relayed
         # What is passed on here is made up by the test.
         self.links.admission.unsigned = frozenset(self.regions)
@@ -83,7 +83,7 @@ class Site:
             return Verdict.WANT
 
     def feed(self, event: Event) -> None:
-        if isinstance(event, Stored):
+        if isinstance(event, UpdateStored):
             self.stored.append(event.manifest)
         elif isinstance(event, PeerHas):
             origin = getattr(event, "origin", "") or self.region

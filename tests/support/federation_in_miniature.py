@@ -44,13 +44,13 @@ from sync.ps.core.events import (
     Restarted,
     RoundEndLogged,
     StateLost,
-    Stored,
     SumGone,
     Summed,
     TimerFired,
     Tried,
     Unreached,
     UpdatesMerged,
+    UpdateStored,
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
@@ -721,7 +721,7 @@ class Miniature:
             if then_crash:
                 site.crash()
                 return
-            site.feed(Stored(message.what))
+            site.feed(UpdateStored(message.what))
         if verdict in (Verdict.WANT, Verdict.HAVE):
             self.wan.append(Message(message.to, message.source, (message.what.region, message.what.sequence)))
         elif verdict is Verdict.LATER and message.source in self.sites and site.machine is not None:

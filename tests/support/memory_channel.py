@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from geofed_pb.errors import GeofedError
-from sync.channel import Buffer, Limits, Usage
+from sync.channel import Buffer, ChannelLimits, Usage
 
 __all__ = ["MemoryChannel"]
 
@@ -27,7 +27,7 @@ class MemoryChannel:
         self.changed = threading.Condition() if changed is None else changed
         self.before = before
         self.usage = Usage()
-        self.limits = Limits(1 << 40, None)
+        self.limits = ChannelLimits(1 << 40, None)
         self.puts = self.gets = 0
         self.in_memory = False
         """As if it were a store elsewhere, since `before` may sleep."""

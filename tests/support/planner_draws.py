@@ -13,7 +13,7 @@ import numpy as np
 from scheduler import Capacity, Dataset, Declined, Demand, Link, Plan, Planner, Prices, Region, Snapshot, Split
 from scheduler._moves import PlacedShards, _placed
 from scheduler._plan import _Problem, _problem, limits_of
-from scheduler.search import Limits, Search
+from scheduler.search import PlanCriteria, PlanSearch
 from scheduler.tuning import ChannelProfile, NormPair, StepPoint, TaskProfile
 
 MOST_STAFFINGS = 1500
@@ -86,9 +86,9 @@ def drawn_demand(rng: random.Random, snapshot: Snapshot) -> Demand:
         return demand
     problem = problem_of(snapshot, demand)
     assert isinstance(problem, _Problem)
-    seconds = problem.search.least(Limits("time", possible=True))[0]
+    seconds = problem.search.least(PlanCriteria("time", possible=True))[0]
     deadline = seconds * rng.choice([0.9, 1.0 + 1e-6, 1.1, 1.5, 3.0])
-    usd = problem.search.least(Limits("cost", deadline if rng.random() < 0.5 else math.inf, possible=True))[1]
+    usd = problem.search.least(PlanCriteria("cost", deadline if rng.random() < 0.5 else math.inf, possible=True))[1]
     budget = usd * rng.choice([0.95, 1.0 + 1e-6, 1.1, 1.5, 3.0]) if math.isfinite(usd) else None
     which = rng.choice(["deadline", "budget", "both"])
     return replace(
@@ -136,7 +136,7 @@ def problem_of(snapshot: Snapshot, demand: Demand) -> _Problem | Declined:
     return _problem(PlacedShards(snapshot), replace(demand, deadline_seconds=None, budget_usd=None))
 
 
-def best_score(search: Search, limits: Limits) -> float:
+def best_score(search: PlanSearch, limits: PlanCriteria) -> float:
     """Return the score of the best plan of all staffings, intervals and ways; infinite: none keeps the limits."""
     ways, best = tuple(range(len(search.evaluation.ways.each))), math.inf
     every = np.array(list(product(*(range(size) for size in search.evaluation.sizes))))

@@ -8,7 +8,7 @@ from support.federation_in_miniature import Miniature, Site
 
 from sync.ps.core.actions import Action, SetTimer, WaitReason
 from sync.ps.core.background import Background
-from sync.ps.core.waiting import Hold, WaitingPolicy
+from sync.ps.core.waiting import WaitingPolicy, WorkerWait
 
 
 def go(
@@ -61,13 +61,13 @@ def timers(site: Site, *reasons: WaitReason) -> list[SetTimer]:
     return [action for action in site.work if isinstance(action, SetTimer) and action.reason in reasons]
 
 
-def waits(site: Site) -> list[Hold]:
+def waits(site: Site) -> list[WorkerWait]:
     """For whom its workers wait until they are late, if for any."""
     hold = policy_of(site).hold
     return [hold] if hold is not None and timers(site, WaitReason.LATE) else []
 
 
-def give_up(site: Site) -> Hold:
+def give_up(site: Site) -> WorkerWait:
     """What was waited for is not waited for any more."""
     (waited,) = waits(site)
     while policy_of(site).hold is waited:

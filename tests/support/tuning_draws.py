@@ -9,7 +9,7 @@ from scheduler.tuning import (
     Compute,
     Convergence,
     Memory,
-    Platform,
+    PlatformCosts,
     Prediction,
     Space,
     TaskModel,
@@ -35,7 +35,7 @@ def drawn_task(rng: random.Random) -> TaskModel:
         compute=Compute(10 ** rng.uniform(-3, 0), 10 ** rng.uniform(-5, -1), rng.choice([0.0, 1769.0])),
         memory=Memory(rng.uniform(100, 900), rng.uniform(0, 8)),
         progress=progress,
-        platform=Platform(
+        platform=PlatformCosts(
             1.66667e-5, rng.choice([0.0, 2e-7]), rng.choice([0.0, 0.08]), rng.choice([5.0, 30.0, 600.0]),
             rng.uniform(0, 10), rng.uniform(0, 2),
         ),

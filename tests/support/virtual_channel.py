@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sync.collective import ChannelCosts
-from sync.merging._exchange import Arrived, Event, Fetch, Part, Put, Request, Stored
+from sync.merging._exchange import Arrived, Event, ExchangePart, Fetch, Put, Request, ValuesStored
 
 __all__ = ["Program", "Virtual", "Worker"]
 
-Program = Generator["float | Part[Any]", Any, None]
+Program = Generator["float | ExchangePart[Any]", Any, None]
 """What a worker does: yields seconds of compute, or a part, whose result it is sent."""
 
 
@@ -53,7 +53,7 @@ class Worker:
     number: int
     program: Program
     serial: bool = False
-    part: Part[Any] | None = None
+    part: ExchangePart[Any] | None = None
     meter: Meter = field(default_factory=Meter)
     spans: list[tuple[float, float]] = field(default_factory=list)
     """When each part began and was done."""
@@ -191,7 +191,7 @@ class Virtual:
                 self._ask(worker, worker.part.start())
                 self._finish(worker)
             elif worker.run == run:
-                self.tell(worker, Stored((key,)))
+                self.tell(worker, ValuesStored((key,)))
 
         latency = self.costs.put_seconds + self._delay(worker.number, key)
         rate = self.costs.up_bytes_per_second
@@ -341,7 +341,7 @@ class Virtual:
 
     def _put(self, worker: Worker, key: str, value: bytes) -> None:
         self._store(worker, key, value)
-        self._serially(worker, Stored((key,)))
+        self._serially(worker, ValuesStored((key,)))
 
     def _listed(self, worker: Worker, missing: list[str]) -> None:
         worker.meter.polls += 1

@@ -26,7 +26,7 @@ from geofed_pb.errors import Exit, GeofedError
 
 if TYPE_CHECKING:
     from control_plane.client import Context, ControlClient
-    from control_plane.oidc import Provider
+    from control_plane.oidc import OpenIdProvider
 
 _DEVICE = "urn:ietf:params:oauth:grant-type:device_code"
 _POLL_SECONDS = (1.0, 5.0, 60.0)
@@ -74,7 +74,7 @@ async def _sign_in(known: Context, known_name: str, name: str | None) -> Data:
 
     ca_pem = _read(known.ca_file)
     async with ControlClient(known.address, ca_pem, "") as client:
-        from control_plane.oidc import Provider
+        from control_plane.oidc import OpenIdProvider
 
         options = await client.sign_in_options()
         if known.federation not in ("", options.federation):
@@ -83,7 +83,7 @@ async def _sign_in(known: Context, known_name: str, name: str | None) -> Data:
         chosen = name or known_name or options.federation
         require_name(chosen)
         former = _former(chosen, known.address, ca_pem)
-        id_token = await _id_token(Provider(options.issuer, options.client_id))
+        id_token = await _id_token(OpenIdProvider(options.issuer, options.client_id))
         reply = await client.sign_in(id_token)
     async with ControlClient(known.address, ca_pem, reply.token) as client:
         try:
@@ -173,7 +173,7 @@ def _known(address: str | None, ca_file: Path | None, given: Path | None) -> tup
     return found, names[0] if names and _is_of_sign_in(found) else ""
 
 
-async def _id_token(provider: Provider) -> str:
+async def _id_token(provider: OpenIdProvider) -> str:
     """Have the user sign in at the provider with any browser (RFC 8628). Raises ``GeofedError``."""
     from geofed_pb.bounds import clean
 

@@ -26,7 +26,7 @@ async def cancel(federation: Federation, entry: JobEntry, reason: str, by: str) 
     async with federation.change() as draft:
         draft.by = by
         draft.apply_to_job(entry.row.id, CancelRequested(draft.at, reason))
-    return await federation.find_job(entry.row.id)
+    return await federation.lookup.find_job(entry.row.id)
 
 
 async def finish(federation: Federation, entry: JobEntry, reason: str, by: str) -> JobEntry:
@@ -43,7 +43,7 @@ async def finish(federation: Federation, entry: JobEntry, reason: str, by: str) 
     async with federation.change() as draft:
         draft.by = by
         draft.apply_to_job(job, FinishRequested(draft.at, reason))
-    entry = await federation.find_job(job)
+    entry = await federation.lookup.find_job(job)
     if after := entry.state.successor:
         hint = f"`geofed finish {after}` ends that job"
         raise GeofedError("ILLEGAL_STATE", f"job {job} has ended already; job {after} continues", hint=hint)
@@ -64,7 +64,7 @@ async def share(federation: Federation, entry: JobEntry, user: str, by: str, *, 
             what = f"is not shared with {user} any more" if end else f"is shared with {user}"
             draft.record("job.shared", f"job {entry.row.id} {what}", job=entry.row.id, data={"users": shared})
     await federation.rights_changed()
-    return await federation.find_job(entry.row.id)
+    return await federation.lookup.find_job(entry.row.id)
 
 
 async def rename(federation: Federation, entry: JobEntry, name: str, by: str) -> JobEntry:
@@ -79,12 +79,12 @@ async def rename(federation: Federation, entry: JobEntry, name: str, by: str) ->
             text = f"job {entry.row.id} is called {name}, no longer {entry.row.name}"
             draft.record("job.renamed", text, job=entry.row.id, data={"before": entry.row.name, "name": name})
             draft.add_job(replace(entry, row=replace(entry.row, name=name)))
-    return await federation.find_job(entry.row.id)
+    return await federation.lookup.find_job(entry.row.id)
 
 
 async def _now(federation: Federation, draft: Draft, job: str) -> JobEntry:
     """Return a job as it is during a change, when nobody else changes or deletes it."""
-    entry = draft.job(job) or await federation.ended_job(job)
+    entry = draft.job(job) or await federation.lookup.ended_job(job)
     if entry is None:
         raise GeofedError("JOB_NOT_FOUND", f"job {job} not found")
     return entry

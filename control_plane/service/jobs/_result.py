@@ -20,7 +20,7 @@ from control_plane.core import (
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
-from scheduler import Plan, PlannedPartition, step_seconds
+from scheduler import Plan, PlanEstimate, PlannedPartition, step_seconds
 from scheduler.tuning import MergePoint
 from sync.collective import collective_named, collectives
 from sync.histograms import Histogram, quantile
@@ -51,10 +51,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
     histograms, left_out = federated_histograms(report.evaluation for report in reports.values())
     bins = sum(len(one.counts) for report in reports.values() for one in report.evaluation.histograms.values())
     shows = bins <= _MOST_BINS_OF_REGIONS
-    seconds = state.finished_at - row.created_at
-    # A job that never started was queued all the time.
-    queued = (state.begun_at or (row.created_at if state.started_at else state.finished_at)) - row.created_at
-    expected = plan.estimate
+    seconds, queued = state.finished_at - row.created_at, _queued_seconds(row, state)
     planned = {part.region: part for part in plan.partitions}
     training = state.finished_at - state.started_at if state.started_at else 0.0
     return {
@@ -81,13 +78,7 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "model": _model(state),
         "models": [asdict(model) for model in models_of(state)],
         "successor": state.successor or None,
-        "predicted": {
-            "seconds": asdict(expected.seconds),
-            "wan_bytes": asdict(expected.wan_bytes),
-            "usd": asdict(expected.usd),
-            "link_bytes": expected.link_bytes,
-            "basis": expected.basis,
-        },
+        "predicted": _predicted(plan.estimate),
         "measured": {"seconds": seconds - queued, "wan_bytes": sum(links.values()), "usd": usd},
         "digests": {
             "code": row.bundle_digest,
@@ -97,6 +88,21 @@ def result_of(row: JobRow, state: JobState, plan: Plan) -> dict[str, Any]:
         "residency": plan.residency,
         "applied_updates": {name: report.exchange.applied_updates for name, report in reports.items()},
         "error": asdict(state.error) if state.error else None,
+    }
+
+
+def _queued_seconds(row: JobRow, state: JobState) -> float:
+    # A job that never started was queued all the time.
+    return (state.begun_at or (row.created_at if state.started_at else state.finished_at)) - row.created_at
+
+
+def _predicted(estimate: PlanEstimate) -> dict[str, Any]:
+    return {
+        "seconds": asdict(estimate.seconds),
+        "wan_bytes": asdict(estimate.wan_bytes),
+        "usd": asdict(estimate.usd),
+        "link_bytes": estimate.link_bytes,
+        "basis": estimate.basis,
     }
 
 

@@ -27,7 +27,7 @@ async def resume(federation: Federation, probing: Probing, job: str, request_id:
     by a replan, or has nothing left to train; MODEL_NOT_FOUND if no model of it is kept; and what `admit` raises.
     """
     require_request_id(request_id)
-    entry = await federation.find_job(job)
+    entry = await federation.lookup.find_job(job)
     row, state = entry.row, entry.state
     if not state.terminal:
         text = f"job {row.id} {standing_text(state.phase)}; only an ended job can be resumed"
@@ -63,7 +63,7 @@ async def _earlier(federation: Federation, entry: JobEntry, request_id: str) -> 
     row = await federation.read(lambda store: store.job_of_request(request_id))
     if row is None:
         return None
-    found = await federation.find_job(row.id)
+    found = await federation.lookup.find_job(row.id)
     initial = found.state.initial_model
     if row.user != entry.row.user or initial is None or initial.job != entry.row.id:
         raise GeofedError("REQUEST_CONFLICT", f"request ID {request_id} was used for another job")

@@ -14,12 +14,12 @@ from google.protobuf.json_format import MessageToJson
 
 from control_plane.core import InitialModel, ScaleRequested, StartDelayed, job_state_to_json
 from control_plane.pki import utc_now
+from control_plane.service.jobs._difference import refused_by_difference, same_start
 from control_plane.service.jobs._signed import require_signed
 from control_plane.service.measuring._known import Learnt, task_keys
 from control_plane.service.measuring._probing import Probing
 from control_plane.service.planning._admission import AdmittedJob
 from control_plane.service.planning._allocation import begin
-from control_plane.service.planning._difference import refused_by_difference, same_start
 from control_plane.service.planning._initial import initial_model_of
 from control_plane.service.planning._planning import (
     declined_error,
@@ -198,7 +198,7 @@ async def admit(
                     _store(draft, new, decided)
                     also(draft, decided)
             if decided is not None:
-                return await federation.find_job(row.id), True
+                return await federation.lookup.find_job(row.id), True
     raise GeofedError("UNAVAILABLE", "the regions change faster than the job is planned")
 
 
@@ -212,7 +212,7 @@ async def _earlier(federation: Federation, row: JobRow) -> JobEntry | None:
     if earlier.content_digest != row.content_digest:
         text = f"request ID {row.request_id} was used for job {earlier.id}, with other content"
         raise GeofedError("REQUEST_CONFLICT", text)
-    return await federation.find_job(earlier.id)
+    return await federation.lookup.find_job(earlier.id)
 
 
 def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
@@ -253,7 +253,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
     Raises ``GeofedError``: ILLEGAL_STATE if the job does not run; REGION_NOT_FOUND; INADMISSIBLE if a region lacks free
     workers, or if a step has fewer samples, or a round fewer clients, than workers.
     """
-    entry = await federation.find_job(job)
+    entry = await federation.lookup.find_job(job)
     async with federation.change() as draft:
         draft.by = by
         entry = draft.job(entry.row.id) or entry

@@ -33,7 +33,7 @@ from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import over_quota, rules_for, turn_of
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Declined, Demand, Plan, Planner
-from scheduler.deadline import Gang, Held, allot_kinds, offer
+from scheduler.deadline import Gang, Reservation, allot_kinds, offer
 
 __all__ = [
     "AdmittedJob",
@@ -87,7 +87,7 @@ class PendingAdmission:
     """Empty: the operator, who has no quota."""
     gangs_of: Callable[[Draft, Near], Sequence[Gang]]
     """Returns the gangs of jobs."""
-    held: Mapping[str, Held]
+    held: Mapping[str, Reservation]
     """Workers reserved for promises, by the last allocation."""
     served: Mapping[str, float]
     """Recent worker seconds without a promise, by user."""
@@ -155,7 +155,7 @@ class PendingAdmission:
         snapshot = snapshot_of(self.draft.regions.values(), (), self.learnt, self.spec.train.batch)
         return Planner(replace(snapshot, busy_workers=busy))
 
-    def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
+    def _offered(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
         """Return the plan, the job's gang, and the workers reserved for all promises with it.
 
         If the cheapest plan's deadline cannot be promised, the fastest one's is tried.
@@ -166,7 +166,7 @@ class PendingAdmission:
         faster = self._planned(planner, replace(demand, minimise="time"))
         return found if isinstance(faster, Declined) else faster
 
-    def _planned(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Held]] | Declined:
+    def _planned(self, planner: Planner, demand: Demand) -> tuple[Plan, Gang, Mapping[str, Reservation]] | Declined:
         chosen = planner.plan(demand)
         if isinstance(chosen, Declined):
             return chosen
@@ -180,7 +180,7 @@ class PendingAdmission:
         offered = self._offer(chosen, demand)
         return offered if isinstance(offered, Declined) else (chosen, *offered)
 
-    def _offer(self, chosen: Plan, demand: Demand) -> tuple[Gang, Mapping[str, Held]] | Declined:
+    def _offer(self, chosen: Plan, demand: Demand) -> tuple[Gang, Mapping[str, Reservation]] | Declined:
         draft, spec, user = self.draft, self.spec, self.user
         ends = math.inf if demand.deadline_seconds is None else draft.at + demand.deadline_seconds
         new = gang_of_plan(
@@ -222,7 +222,7 @@ class PendingAdmission:
         ]
         return near(draft, planned_workers(chosen), self.held, mine)
 
-    def _decision(self, chosen: Plan, new: Gang, held: Mapping[str, Held], step: int) -> AdmittedJob:
+    def _decision(self, chosen: Plan, new: Gang, held: Mapping[str, Reservation], step: int) -> AdmittedJob:
         draft, together = self.draft, self._near(chosen)
         gangs = [*self.gangs_of(draft, together), new]
         now = allot_kinds(draft.at, together.lasting, together.preemptible, gangs, before=held)

@@ -41,7 +41,7 @@ from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._quota import turn_of
 from control_plane.spec import JobSpec, to_demand
 from scheduler import Restaffing, restaff
-from scheduler.deadline import Gang, Held, Kinds, allot, allot_kinds, promised_at_once
+from scheduler.deadline import Gang, Kinds, Reservation, allot, allot_kinds, promised_at_once
 
 __all__ = ["Allocation", "Review", "begin"]
 
@@ -62,7 +62,7 @@ class Review:
     at: float
     together: Near
     gangs: Mapping[str, Gang]
-    held: Mapping[str, Held]
+    held: Mapping[str, Reservation]
     rests: frozenset[str]
 
     def answer(self) -> Kinds:
@@ -83,7 +83,7 @@ class Allocation:
         """When the review that is under way began; None: none is."""
         self._waiting: dict[str, None] = {}
         """Jobs that are still to be reviewed, until all were."""
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, Reservation] = {}
         """Workers reserved for promises, by the last allocation."""
         self._gang_cache: dict[str, tuple[tuple[object, ...], Gang | None]] = {}
         self.served: Mapping[str, float] = {}
@@ -356,7 +356,7 @@ def _same(one: object, other: object) -> bool:
     return one is other or (isinstance(one, float | int | str) and one == other)
 
 
-def _why_moved(preemptible: bool, promised: Held | None) -> str:
+def _why_moved(preemptible: bool, promised: Reservation | None) -> str:
     if preemptible:
         return "preemptible workers cost less"
     if promised is not None and promised.now >= 0:

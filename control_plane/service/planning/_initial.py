@@ -33,7 +33,7 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
         return await _uploaded(federation, wanted)
     assert wanted.job is not None
     caller = caller_named(federation.users, user)
-    entry = await federation.find_job(wanted.job, caller.may_read)
+    entry = await federation.lookup.find_job(wanted.job, caller.may_read)
     job, state = entry.row.id, entry.state
     caller.require("contents", entry.row)
     if not state.terminal:

@@ -13,7 +13,7 @@ from control_plane.service.planning._gangs import capacities_of, preemptible_of
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._index import Use, regions_of
-from scheduler.deadline import DeviceCapacity, Held
+from scheduler.deadline import DeviceCapacity, Reservation
 
 __all__ = ["Near", "near"]
 
@@ -39,7 +39,7 @@ class Near:
         return same and (self.lasting, self.preemptible) == (other.lasting, other.preemptible)
 
 
-def near(draft: Draft, regions: Iterable[str], held: Mapping[str, Held], jobs: Iterable[str] = ()) -> Near:
+def near(draft: Draft, regions: Iterable[str], held: Mapping[str, Reservation], jobs: Iterable[str] = ()) -> Near:
     """Return the jobs that compete for the workers of some regions.
 
     Args:
@@ -86,7 +86,7 @@ def _left(
     capacities: Mapping[str, DeviceCapacity],
     uses: Mapping[str, Use],
     rest: Iterable[str],
-    held: Mapping[str, Held],
+    held: Mapping[str, Reservation],
     *,
     preemptible: bool,
 ) -> dict[str, DeviceCapacity]:
@@ -105,7 +105,7 @@ def _left(
     return {region: DeviceCapacity(max(0, devices)) for region, devices in left.items()}
 
 
-def _promised(held: Held) -> dict[str, int]:
+def _promised(held: Reservation) -> dict[str, int]:
     """Return the most workers by region that a job is promised at any time."""
     most: dict[str, int] = {}
     for pace in set(held.pace_indices) - {-1} if held.ladder else ():

@@ -17,7 +17,7 @@ from geofed_pb.errors import GeofedError
 from scheduler import Demand, Region
 from scheduler.tuning import (
     MergePoint,
-    Platform,
+    PlatformCosts,
     Prediction,
     Space,
     TaskModel,
@@ -128,7 +128,7 @@ def _task(
     prices = region.prices
     if prices is None:
         raise GeofedError("PRICE_UNKNOWN", f"the prices of region {region.name} are unknown")
-    platform = Platform(
+    platform = PlatformCosts(
         usd_per_gb_second=prices.function_usd_per_gb_second,
         usd_per_call=prices.function_usd_per_request,
         server_usd_per_hour=prices.server_usd_per_hour,

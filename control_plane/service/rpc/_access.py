@@ -93,7 +93,7 @@ class UserCheck:
             raise GeofedError("FORBIDDEN", f"only {who} may do that, not {caller.user}, {_article(caller.role)}")
         if rule.job and not caller.may_all and request is not None and request.job:
             if not again and not await self._has_deleted(caller, request.job):
-                row = (await federation.find_job(request.job, caller.may_read)).row
+                row = (await federation.lookup.find_job(request.job, caller.may_read)).row
                 caller.require(rule.job, row)
                 # Later checks look it up by its ID, also where it was called by its name.
                 request.job = row.id

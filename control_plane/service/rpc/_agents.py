@@ -264,7 +264,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
                 if message.WhichOneof("body") == "partition":
                     noted = self._note_head(draft, before, region, message.partition)
                 elif (happening := message.happening).kind in _AUDITED:
-                    named = draft.job(happening.job) or await federation.ended_job(happening.job)
+                    named = draft.job(happening.job) or await federation.lookup.ended_job(happening.job)
                     noted = self._note_happening(draft, named, region, happening)
             if seq > done:
                 draft.report_cursor = (region, seq)
@@ -293,7 +293,7 @@ class AgentHubService(agent_pb2_grpc.AgentHubServicer):
         """Return the job of a report if it has ended, else None."""
         if message.WhichOneof("body") != "partition":
             return None
-        return await self._federation.ended_job(message.partition.job)
+        return await self._federation.lookup.ended_job(message.partition.job)
 
     async def _deleted_jobs(self, message: agent_pb2.FromAgent) -> set[str]:
         """Return the jobs of an event or of log lines that do not exist, as after their deletion."""

@@ -48,13 +48,14 @@ from control_plane.service.state._callers import Caller, caller_named
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry
-from control_plane.service.state._federation import ACTIVE, Federation
+from control_plane.service.state._federation import Federation
+from control_plane.service.state._job_lookup import ACTIVE
 from control_plane.service.state._notifier import Notifier
 from control_plane.service.storage._deletion import delete_job
 from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
 from control_plane.spec import parse_request
-from control_plane.store import AuditRow, EventRow, Invitation, Store
+from control_plane.store import AuditRow, EventRow, InvitationRow, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES, MAX_FOLDER_BYTES
 from geofed_pb.rpc import answering, streaming
@@ -196,7 +197,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         caller = caller_now()
         limit = min(request.limit or 100, _PAGE_ITEMS)
         phases = ACTIVE | TERMINAL if request.all else ACTIVE
-        entries = await self._federation.list_jobs(phases, limit + 1, request.after, caller.reads_of)
+        entries = await self._federation.lookup.list_jobs(phases, limit + 1, request.after, caller.reads_of)
         return await asyncio.to_thread(self._listed, entries, limit, caller)
 
     def _listed(self, entries: Sequence[JobEntry], limit: int, caller: Caller) -> control_pb2.ListJobsReply:
@@ -267,7 +268,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         if entry.state.terminal:
             raise _ended(entry)
         await self._succession.replan(entry.row.id, request.reason, _who())
-        return self._federation.describe(await self._federation.find_job(entry.row.id))
+        return self._federation.describe(await self._federation.lookup.find_job(entry.row.id))
 
     @answering
     async def Resume(self, request: control_pb2.ResumeRequest, context: Context) -> control_pb2.SubmitReply:
@@ -337,7 +338,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
             expires = draft.at + (request.ttl_seconds or INVITATION_SECONDS)
             if draft.region(name) is None:
                 draft.put_region(unseen_region(name))
-            draft.invitations.append(Invitation(hash_secret(secret), name, expires))
+            draft.invitations.append(InvitationRow(hash_secret(secret), name, expires))
             draft.record("region.invited", f"region {name} was invited", region=name)
         token = InvitationToken(self.access.address, self.access.authority.ca_pem, name, secret)
         return control_pb2.InviteReply(token=str(token), expires=expires)
@@ -465,7 +466,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def _find(self, name: str) -> JobEntry:
         """Return a job that the caller may know by the name."""
-        return await self._federation.find_job(name, caller_now().may_read)
+        return await self._federation.lookup.find_job(name, caller_now().may_read)
 
 
 async def _with_first(

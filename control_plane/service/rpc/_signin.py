@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from control_plane.oidc import FRESH_SECONDS, LEEWAY_SECONDS, OidcConfig, Provider, identity_of, same_identity
+from control_plane.oidc import FRESH_SECONDS, LEEWAY_SECONDS, OidcConfig, OpenIdProvider, identity_of, same_identity
 from control_plane.pki import hash_secret, new_secret
 from control_plane.service.state._callers import SignIn, sign_ins_json, sign_ins_of
 from control_plane.service.state._federation import Federation
@@ -30,10 +30,10 @@ class SignInService:
 
     def __init__(self, federation: Federation, config: OidcConfig | None) -> None:
         self._federation, self._config = federation, config
-        self._provider = None if config is None else Provider(config.issuer, config.client_id)
+        self._provider = None if config is None else OpenIdProvider(config.issuer, config.client_id)
 
     @property
-    def provider(self) -> Provider:
+    def provider(self) -> OpenIdProvider:
         """The identity provider. Raises ``GeofedError("ILLEGAL_STATE")`` if there is none."""
         if self._provider is None:
             hint = "ask an operator for a token: `geofed user add NAME`"

@@ -24,10 +24,11 @@ from control_plane.core import (
     Logged,
     MeterTotals,
     Partition,
-    Privacy,
+    PrivacySpent,
     Record,
     RegionState,
     Report,
+    ResourceUsage,
     RoundTime,
     SendKeep,
     SendPeers,
@@ -37,7 +38,6 @@ from control_plane.core import (
     SendStart,
     Speed,
     Uploaded,
-    Usage,
     WanExchange,
     best_model,
     condition_of,
@@ -107,10 +107,10 @@ def report_of(message: agent_pb2.PartitionReport) -> Report:
     )
 
 
-def _privacy_of(message: agent_pb2.Privacy) -> Privacy:
+def _privacy_of(message: agent_pb2.Privacy) -> PrivacySpent:
     numbers = (message.epsilon, message.delta)
     epsilon, delta = (number if math.isfinite(number) else 0.0 for number in numbers)
-    return Privacy(epsilon, delta, message.releases)
+    return PrivacySpent(epsilon, delta, message.releases)
 
 
 def _logged_of(message: common_pb2.Logged) -> Logged:
@@ -122,9 +122,9 @@ def _logged_of(message: common_pb2.Logged) -> Logged:
     return Logged(message.round, values)
 
 
-def _usage_of(message: common_pb2.Usage) -> Usage:
+def _usage_of(message: common_pb2.Usage) -> ResourceUsage:
     cores = message.cpu_cores if math.isfinite(message.cpu_cores) else 0.0
-    return Usage(cores, message.memory_bytes, message.gpu_memory_bytes)
+    return ResourceUsage(cores, message.memory_bytes, message.gpu_memory_bytes)
 
 
 def _time_of(message: common_pb2.RoundTime) -> RoundTime | None:
@@ -204,26 +204,7 @@ def command_of(
     if isinstance(action, SendStart):
         return agent_pb2.ToAgent(start=_start(action, row, spec, plan))
     if isinstance(action, SendPeers):
-        peers = [
-            agent_pb2.Peer(
-                region=p.region,
-                epoch=p.epoch,
-                address=p.address,
-                seen=known(p.region).address,
-                unsigned=p.unsigned,
-            )
-            for p in action.peers
-        ]
-        message = agent_pb2.Peers(
-            job=row.id,
-            epoch=action.epoch,
-            peers=peers,
-            routes=action.routes,
-            neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.neighbours],
-            former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
-            finish=action.finish,
-        )
-        return agent_pb2.ToAgent(peers=message)
+        return agent_pb2.ToAgent(peers=_peers(action, row, known))
     if isinstance(action, SendScale):
         batch, rate = batch_with(spec, plan, action.region, action.workers)
         wanted = agent_pb2.ScalePartition(
@@ -291,6 +272,28 @@ def client_rounds(spec: JobSpec) -> agent_pb2.ClientRounds | None:
     )
 
 
+def _peers(action: SendPeers, row: JobRow, known: Callable[[str], RegionState]) -> agent_pb2.Peers:
+    peers = [
+        agent_pb2.Peer(
+            region=p.region,
+            epoch=p.epoch,
+            address=p.address,
+            seen=known(p.region).address,
+            unsigned=p.unsigned,
+        )
+        for p in action.peers
+    ]
+    return agent_pb2.Peers(
+        job=row.id,
+        epoch=action.epoch,
+        peers=peers,
+        routes=action.routes,
+        neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.neighbours],
+        former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
+        finish=action.finish,
+    )
+
+
 def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_pb2.StartPartition:
     part = next(part for part in plan.partitions if part.region == action.region)
     return agent_pb2.StartPartition(
@@ -320,33 +323,37 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             clients=client_rounds(spec),
             evaluates_only=spec.evaluates_only,
         ),
-        plan=agent_pb2.PartitionPlan(
-            workers=part.workers,
-            batch=part.batch,
-            steps_per_round=part.steps_per_round,
-            rounds=plan.rounds,
-            seed=plan.seed,
-            memory_mb=part.memory_mb,
-            slice_seconds=plan.slice_seconds,
-            collective=plan.collective,
-            channel=plan.channel,
-            merging=plan.merging,
-            merging_codec=plan.merging_codec,
-            wan_policy=plan.wan_policy,
-            wan_settings=plan.wan_settings,
-            topology=plan.topology,
-            neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in plan.neighbours],
-            shares=plan.shares,
-            local_steps=_local_steps(plan),
-            data_shares=_data_shares(plan),
-            codec=plan.codec,
-            evaluate_every=plan.evaluate_every,
-            evaluation_batch=plan.evaluation_batch,
-            pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
-            shards=_shards(part, plan),
-        ),
+        plan=_partition_plan(part, plan),
         regions=sorted(part.region for part in plan.partitions),
         resumed=action.resumed,
+    )
+
+
+def _partition_plan(part: PlannedPartition, plan: Plan) -> agent_pb2.PartitionPlan:
+    return agent_pb2.PartitionPlan(
+        workers=part.workers,
+        batch=part.batch,
+        steps_per_round=part.steps_per_round,
+        rounds=plan.rounds,
+        seed=plan.seed,
+        memory_mb=part.memory_mb,
+        slice_seconds=plan.slice_seconds,
+        collective=plan.collective,
+        channel=plan.channel,
+        merging=plan.merging,
+        merging_codec=plan.merging_codec,
+        wan_policy=plan.wan_policy,
+        wan_settings=plan.wan_settings,
+        topology=plan.topology,
+        neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in plan.neighbours],
+        shares=plan.shares,
+        local_steps=_local_steps(plan),
+        data_shares=_data_shares(plan),
+        codec=plan.codec,
+        evaluate_every=plan.evaluate_every,
+        evaluation_batch=plan.evaluation_batch,
+        pipeline=_pipeline(part.pipeline) if part.pipeline is not None else None,
+        shards=_shards(part, plan),
     )
 
 

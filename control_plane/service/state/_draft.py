@@ -33,7 +33,7 @@ from control_plane.store import (
     CommandRow,
     Deletion,
     EventRow,
-    Invitation,
+    InvitationRow,
     JobRow,
     LogRow,
     Revocation,
@@ -78,7 +78,7 @@ class Draft:
     audits: list[dict[str, Any]] = field(default_factory=list)
     weights: list[WeightRow] = field(default_factory=list)
     logs: list[LogRow] = field(default_factory=list)
-    invitations: list[Invitation] = field(default_factory=list)
+    invitations: list[InvitationRow] = field(default_factory=list)
     changed_users: dict[str, UserRow | None] = field(default_factory=dict)
     """None: removed."""
     removed_region: str = ""

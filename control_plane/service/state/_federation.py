@@ -7,7 +7,6 @@ the store, except for progress that agents will report again.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,11 +16,10 @@ from functools import partial
 from typing import TypeVar
 
 import structlog
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from control_plane.blobs import BlobStore
 from control_plane.core import (
-    TERMINAL,
     CatalogueChecked,
     ClockJumped,
     Connected,
@@ -30,7 +28,6 @@ from control_plane.core import (
     Heartbeat,
     RegionMachine,
     Tick,
-    job_state_from_json,
     region_state_from_json,
 )
 from control_plane.service.measuring._known import Learnt
@@ -45,18 +42,17 @@ from control_plane.service.state._certificates import Certificate, admit_certifi
 from control_plane.service.state._changes import Changes
 from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
+from control_plane.service.state._job_lookup import ACTIVE, JobLookup, entry_of
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
-from control_plane.spec import JobSpec, packed_code_digest, parse_json
+from control_plane.spec import JobSpec, packed_code_digest
 from control_plane.store import Change, CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES
 from geofed_pb.v1 import agent_pb2, control_pb2
-from scheduler import Plan
 
 _T = TypeVar("_T")
-_PLAN = TypeAdapter(Plan)
 _log = structlog.get_logger("geofed.federation")
 MAX_TICK_GAP_SECONDS = 5.0
 """Longest time between two ticks; a longer one means that the process was suspended or the clock was set."""
@@ -68,7 +64,6 @@ _READ_SECONDS = 60.0
 """Time within which reading the same thing again is not recorded again, so that nobody fills the disk by reading."""
 _SERVICE_REFRESH_SECONDS = 60.0
 """Time between two sums of what users' ended jobs have used."""
-ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
 
 
 class Federation:
@@ -117,6 +112,8 @@ class Federation:
         self._noted_reads: dict[tuple[str, str, str], float] = {}
         """When who has read what, within `_READ_SECONDS`."""
         self._threads = StoreThreads(store, 4)
+        self.lookup = JobLookup(self.changes, self._threads)
+        """Finds jobs for users."""
 
     @property
     def jobs(self) -> dict[str, JobEntry]:
@@ -534,76 +531,6 @@ class Federation:
 
     # --- users
 
-    async def find_job(self, name: str, may: Callable[[JobRow], bool] = lambda row: True) -> JobEntry:
-        """Return a job by its ID or its unique name. Among a replanned job and its successors, the last has the name.
-
-        Only jobs that the caller ``may`` know are found by name. Raises ``GeofedError("JOB_NOT_FOUND")``.
-        """
-        if name in self.jobs:
-            return self.jobs[name]
-        row = await self.read(lambda store: store.job(name))
-        if row is None:
-            named = [row for row in await self.read(lambda store: store.jobs_named(name)) if may(row)]
-            if not named:
-                raise GeofedError("JOB_NOT_FOUND", f"job {name} not found")
-            if len(named) > 1:
-                named = [job for job in named if not job_state_from_json(job.state_json).successor]
-            if len(named) > 1:
-                ids = ", ".join(job.id for job in named[:5])
-                text = f"{len(named)} jobs have the name {name}: {ids}"
-                raise GeofedError("JOB_NOT_FOUND", text, hint="give the job's ID instead of its name")
-            row = named[0]
-        return self.jobs.get(row.id) or _entry(row)
-
-    async def jobs_that_began(self, *, task_key: str = "", digest: str = "", held: str = "") -> list[JobEntry]:
-        """Return what `Store.jobs_that_began` does, as entries."""
-
-        def entries(store: Store) -> list[JobEntry]:
-            # Parsed in the thread, since many jobs take long.
-            rows = store.jobs_that_began(task_key=task_key, digest=digest, held=held)
-            return [self.jobs.get(row.id) or _entry(row) for row in rows]
-
-        return await self.read(entries)
-
-    async def ended_job(self, job_id: str) -> JobEntry | None:
-        """Return an ended job by its ID; None if it is active or there is none."""
-        if job_id in self.changes.latest.jobs:
-            return None
-        if (ending := self.changes.ended.get(job_id)) is not None:
-            return ending
-        row = await self.read(lambda store: store.job(job_id))
-        return _entry(row) if row is not None and row.phase in TERMINAL else None
-
-    async def list_jobs(self, phases: frozenset[str], limit: int, after: str = "", reader: str = "") -> list[JobEntry]:
-        """Return jobs in the given phases, newest first, starting after the job with ID `after`.
-
-        ``reader``: only jobs that this user may read; empty: all.
-        """
-
-        if phases == ACTIVE:
-            return await self._list_active(limit, after, reader)
-        wanted = None if phases == ACTIVE | TERMINAL else phases
-
-        def entries(store: Store) -> list[JobEntry]:
-            # Parsed in the thread, since many jobs take long.
-            rows = store.jobs(phases=wanted, limit=limit, after=after, reader=reader)
-            return [self.jobs.get(row.id) or _entry(row) for row in rows]
-
-        return await self.read(entries)
-
-    async def _list_active(self, limit: int, after: str, reader: str) -> list[JobEntry]:
-        last = self.jobs.get(after)
-        # The last job of the page before may have ended.
-        row = last.row if last is not None else await self.read(lambda store: store.job(after)) if after else None
-        begin = _turn(row) if row is not None else (-math.inf, "")
-
-        def entries() -> list[JobEntry]:
-            known = (entry for entry in list(self.jobs.values()) if _turn(entry.row) > begin)
-            mine = (entry for entry in known if reader in ("", entry.row.user, *entry.row.shared_with))
-            return heapq.nsmallest(limit, mine, key=lambda entry: _turn(entry.row))
-
-        return await asyncio.to_thread(entries)
-
     def describe(self, entry: JobEntry) -> control_pb2.Job:
         """Return the job's message for users."""
         message = job_message(entry.row, entry.state, entry.plan, self._last_contact)
@@ -677,15 +604,4 @@ def _blobs_of(entry: JobEntry) -> tuple[str, ...]:
 
 
 def _page_of_active(store: Store, after: str) -> list[JobEntry]:
-    return [_entry(row) for row in store.jobs(phases=ACTIVE, limit=_LOADED_JOBS, after=after)]
-
-
-def _turn(row: JobRow) -> tuple[float, str]:
-    """Return the sort key of lists: the newest first."""
-    return -row.created_at, row.id
-
-
-def _entry(row: JobRow) -> JobEntry:
-    return JobEntry(
-        row, job_state_from_json(row.state_json), parse_json(row.spec_json), _PLAN.validate_json(row.plan_json)
-    )
+    return [entry_of(row) for row in store.jobs(phases=ACTIVE, limit=_LOADED_JOBS, after=after)]

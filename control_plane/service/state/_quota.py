@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from control_plane.store import UserRow
 from scheduler import Declined, Reason
-from scheduler.deadline import LIVE, DeviceCapacity, Gang, Held, Rules, offer
+from scheduler.deadline import LIVE, DeviceCapacity, Gang, Reservation, Rules, offer
 
 __all__ = ["over_quota", "rules_for", "turn_of"]
 
@@ -35,7 +35,7 @@ def over_quota(
     gangs: Sequence[Gang],
     new: Gang,
     rules: Rules,
-    held: Mapping[str, Held],
+    held: Mapping[str, Reservation],
 ) -> Declined:
     """Return the refusal of a promise that exceeds a user's quota, with a deadline that could be promised."""
     limit = rules.quotas[new.user]

@@ -24,9 +24,9 @@ async def delete_job(federation: Federation, sweeper: Sweeper, name: str, caller
     """
     if (before := await federation.read(lambda store: store.deletion(name))) is not None:
         return _reply(before, [])
-    job = (await federation.find_job(name, caller.may_read)).row.id
+    job = (await federation.lookup.find_job(name, caller.may_read)).row.id
     async with federation.change() as draft:
-        entry = await federation.ended_job(job)
+        entry = await federation.lookup.ended_job(job)
         if entry is None:
             raise _not_ended(draft, job)
         _require_no_heir(draft, entry, caller)

@@ -27,7 +27,7 @@ async def storage_report(
 
     Raises ``GeofedError("JOB_NOT_FOUND")``.
     """
-    job = (await federation.find_job(request.job, caller.may_read)).row.id if request.job else ""
+    job = (await federation.lookup.find_job(request.job, caller.may_read)).row.id if request.job else ""
     uses = {use.id: use for use in await federation.read(Store.job_uses)}
     items = [item.stored for item in await sweeper.items(job=job)]
     if caller.reads_of and not job:

@@ -24,7 +24,7 @@ from sync.policy import DEFAULT, WanPolicy, policies, policy_named
 from sync.robust import robust_rules
 from sync.secure import FEWEST_REGIONS
 
-__all__ = ["GUARD", "Advanced", "Differential", "Merge", "Parallelism", "PipelineStages", "Privacy", "Wan"]
+__all__ = ["GUARD", "Advanced", "CollectiveSettings", "Differential", "Parallelism", "PipelineStages", "Privacy", "Wan"]
 
 
 def _policies_with(trait: Callable[[WanPolicy], object]) -> str:
@@ -210,7 +210,7 @@ def _merge_codecs() -> tuple[str, ...]:
     return tuple(dict.fromkeys(codec for name in collectives() for codec in collective_named(name).codecs))
 
 
-class Merge(Section):
+class CollectiveSettings(Section):
     """Settings of the collective."""
 
     codec: Annotated[str, OneOf(*_merge_codecs())] = "fp32"
@@ -244,7 +244,7 @@ class Advanced(Section):
     channel: Annotated[str, OneOf("auto", *channel_kinds())] = "auto"
     """Store through which the workers of a region exchange tensors (docs/channels.md). `auto`: the region's own.
     Regions with another one are not used."""
-    merge: Merge = Field(default_factory=Merge)
+    merge: CollectiveSettings = Field(default_factory=CollectiveSettings)
     wan: Wan = Field(default_factory=Wan)
 
     @model_validator(mode="after")

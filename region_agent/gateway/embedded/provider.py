@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -50,29 +49,17 @@ from region_agent.gateway.embedded.table import (
     StartReplica,
     StopReplica,
 )
-from region_agent.gateway.functions import Failure, FunctionSpec, FunctionStatus, Grants
+from region_agent.gateway.functions import FunctionSpec, FunctionStatus, Grants, Isolation, ReplicaFailure
 from region_agent.gateway.redaction import Redaction
 from region_agent.gateway.short_folders import remove_short_folder, short_folder
 
-__all__ = ["Isolation", "Provider", "unreachable"]
+__all__ = ["Provider", "unreachable"]
 
 _log = structlog.get_logger("gateway.provider")
 _DISK_PAUSE_SECONDS = 1.0
 """Pause after a nearly full disk was found."""
 _TRIAL = "trial-0"
 """Name of the replica with which sandboxes are tried."""
-
-
-@dataclass(frozen=True)
-class Isolation:
-    """How functions are isolated."""
-
-    kind: str
-    """``bubblewrap``, ``container``, or ``none``."""
-    reason: str
-    """Reason why they are not."""
-    limits_processes: bool = False
-    """Whether a control group limits the processes of each."""
 
 
 def unreachable(function: str) -> str:
@@ -102,13 +89,13 @@ class Provider:
         self._temporary: Path | None = None
         self._running: dict[str, Running] = {}
         self._created: dict[str, datetime] = {}
-        self._last_failure: dict[str, Failure] = {}
+        self._last_failure: dict[str, ReplicaFailure] = {}
         """How a replica of each function has ended last, unless a request ended it."""
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._system_view: list[str] = []
         """Arguments of bubblewrap for what all functions see."""
-        self.isolation = Isolation("none", "the gateway has not started")
+        self.isolation = Isolation("none", "the gateway has not started", limits_processes=False)
         """How functions are isolated, from what was tried at the start."""
         events = ZygoteEvents(self._spawned, self._exited, self._zygote_lost, self._sandbox_pids, self._zygote_output)
         self._zygote = ZygoteLink(config.preload, config.python_path, events)
@@ -343,7 +330,7 @@ class Provider:
     async def _tried_isolation(self) -> Isolation:
         """Start a replica without a handler in a sandbox and return how it is isolated."""
         if self.config.isolation == "none":
-            return Isolation("none", "it is switched off")
+            return Isolation("none", "it is switched off", limits_processes=False)
         lines: list[str] = []
         running = Running.create(_TRIAL, FunctionSpec(_TRIAL, _TRIAL), self.config, None)
         try:
@@ -355,7 +342,7 @@ class Provider:
             reason = error.strerror or str(error)
         finally:
             await running.clean()
-        return Isolation("none", reason)
+        return Isolation("none", reason, limits_processes=False)
 
     def _sandbox_pids(self) -> set[int]:
         return {running.sandbox.pid for running in self._running.values() if running.sandbox is not None}
@@ -393,7 +380,7 @@ class Provider:
         if not expected:
             last = self._last_failure.get(running.spec.service)
             count = 1 if last is None else last.count + 1
-            self._last_failure[running.spec.service] = Failure(count, running.kill_code, text, running.kill_hint)
+            self._last_failure[running.spec.service] = ReplicaFailure(count, running.kill_code, text, running.kill_hint)
             _log.warning("replica ended", replica=name, cause=text)
         running.exited.set_result(text)
         self._run_task(running.clean(), log_only)

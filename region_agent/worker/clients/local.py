@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.data.shard import move
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.learning_rate import copy_scheduled
@@ -28,7 +28,7 @@ from sync.flat import FlatModel
 from sync.layout import Layout
 from sync.seeding import reseed
 
-__all__ = ["LocalTraining", "Trained", "held_bytes"]
+__all__ = ["ClientRound", "LocalTraining", "held_bytes"]
 
 _HELD_BYTES = 16
 """For each coordinate that a worker holds besides the module: of the region's model, of the present client's, and of
@@ -45,7 +45,7 @@ def held_bytes(layout: Layout) -> int:
 
 
 @dataclass(frozen=True)
-class Trained:
+class ClientRound:
     """What the clients of a round have done."""
 
     weight: int = 0
@@ -68,7 +68,7 @@ class LocalTraining:
         task: TaskModule,
         module: torch.nn.Module,
         flat: FlatModel,
-        clients: Clients,
+        clients: ClientSampler,
         *,
         seed: int,
         region: str,
@@ -94,7 +94,7 @@ class LocalTraining:
             if name in owner._non_persistent_buffers_set
         ]
 
-    def round(self, step: int, mine: Sequence[int], until: float | None = None) -> Trained:
+    def round(self, step: int, mine: Sequence[int], until: float | None = None) -> ClientRound:
         """Train clients from the module's present state; the mean change, weighted by samples, then is the module's
         gradient, with its sign turned, and part of the rest of its state.
 
@@ -123,7 +123,7 @@ class LocalTraining:
         self._restore_unsaved()
         self._set(weight)
         finish(self._where)
-        return Trained(weight, sum(each), loss / max(1, sum(each)), tuple(seconds), tuple(each))
+        return ClientRound(weight, sum(each), loss / max(1, sum(each)), tuple(seconds), tuple(each))
 
     def _train(self, client: int, step: int, following: Sequence[int], until: float | None = None) -> tuple[int, float]:
         """Train a client; returns the samples that it has processed, and the sum of their losses. ``until``: as in

@@ -16,7 +16,7 @@ import torch
 from geofed_pb.errors import GeofedError
 from geofed_pb.user_code.recording import log
 from region_agent.worker.clients.local import LocalTraining
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.invocation import ClientRounds, Invocation
 from region_agent.worker.ps_client import PsClient
 from region_agent.worker.task import TaskModule
@@ -44,9 +44,9 @@ class ClientsModel(WholeModel):
         channel: Channel,
         begun: float,
     ) -> None:
-        """``begun``: begin of the invocation, in seconds of the monotonic clock. Raises as `Clients`, too."""
+        """``begun``: begin of the invocation, in seconds of the monotonic clock. Raises as `ClientSampler`, too."""
         with task.calling("dataset"):
-            self._clients = Clients(data["train"], call.seed, call.region, rounds, task.collate)
+            self._clients = ClientSampler(data["train"], call.seed, call.region, rounds, task.collate)
         super().__init__(call, task, data, channel, begun)
 
     def _made_merging(self, merged: FlatModel, begun: float) -> Merging:

@@ -22,14 +22,14 @@ from region_agent.worker.data.streamed import Streamed
 from region_agent.worker.invocation import ClientRounds
 from sync.policy import clients_of_round
 
-__all__ = ["Clients"]
+__all__ = ["ClientSampler"]
 
 _DRAW, _ORDER = 1, 2
 """Extra seeds: of which clients are drawn, and of the order of a client's samples."""
 _MISSING_HINT = "docs/clients.md: state `clients` in the format of the data, or give what dataset returns `clients`"
 
 
-class Clients:
+class ClientSampler:
     """The clients of a region's training data.
 
     Raises ``GeofedError``: TASK_INVALID if the data do not tell whose each sample is; SAMPLES_MISMATCH if there are

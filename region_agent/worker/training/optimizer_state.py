@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.tree import Unsupported, dump_tree, load_tree
 from sync import framing
-from sync.tree import Unsupported, dump_tree, load_tree
 
 __all__ = ["State", "dump_state", "load_state"]
 

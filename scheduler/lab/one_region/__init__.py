@@ -3,7 +3,7 @@
 What runs live takes jobs of several regions at one pace (`scheduler.deadline.offer` and `allot`).
 """
 
-from scheduler.lab.one_region._admit_one_region import Admission, admit
+from scheduler.lab.one_region._admit_one_region import AdmissionResult, admit
 from scheduler.lab.one_region._book import Book
 from scheduler.lab.one_region._experience import Experience
 from scheduler.lab.one_region._fill import least_device_seconds
@@ -12,7 +12,7 @@ from scheduler.lab.one_region._proven import Proven, prove
 from scheduler.lab.one_region._spread import WorkerShares, spread
 
 __all__ = [
-    "Admission",
+    "AdmissionResult",
     "Book",
     "Deadlines",
     "Experience",

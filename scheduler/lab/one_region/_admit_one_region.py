@@ -26,7 +26,7 @@ _STEEPNESS = 6.0
 
 
 @dataclass(frozen=True)
-class Admission:
+class AdmissionResult:
     """The answer to a burst of requests."""
 
     promised: tuple[DeadlineJob, ...]
@@ -42,7 +42,7 @@ def admit(
     new: Sequence[DeadlineJob] = (),
     rules: Rules | None = None,
     books: Mapping[str, Book] | None = None,
-) -> Admission:
+) -> AdmissionResult:
     """Decide on a burst of new jobs; promises already given stay valid.
 
     Each job is first tried in what the others leave free, which changes nobody's reservation, and then with everything
@@ -61,7 +61,7 @@ def admit(
     desk = _Desk(now, capacities, promised, rules, books)
     for job in sorted(new, key=lambda job: job.deadline_s):
         desk.decide(job)
-    return Admission(tuple(job for jobs in desk.new.values() for job in jobs), desk.books)
+    return AdmissionResult(tuple(job for jobs in desk.new.values() for job in jobs), desk.books)
 
 
 class _Desk:

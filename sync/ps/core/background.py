@@ -45,7 +45,7 @@ from sync.ps.core.events import (
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.waiting import Continue, WaitingPolicy, WaitView
-from sync.ps.core.worker_group import Evaluation
+from sync.ps.core.worker_group import ModelEvaluation
 from sync.transfer.manifest import Manifest
 from sync.wan import overlapped_steps
 
@@ -428,7 +428,7 @@ class Background(Machine):
         actions: list[Action] = []
         if apply.sequence == 0 or self._complete:
             if self._complete:
-                self._evaluation = Evaluation(self.setup.workers)
+                self._evaluation = ModelEvaluation(self.setup.workers)
                 actions += self._answer_waiting()
             actions += self._answer_attached()
         return actions + self._forget() + self._try_log() + self._try_apply()

@@ -28,18 +28,18 @@ __all__ = [
     "PeerHas",
     "Progress",
     "ReduceArrived",
+    "ResourceUsage",
     "Restarted",
     "RoundEndLogged",
     "StateLost",
     "Stepped",
-    "Stored",
     "SumGone",
     "Summed",
     "TimerFired",
     "Tried",
     "Unreached",
+    "UpdateStored",
     "UpdatesMerged",
-    "Usage",
 ]
 
 
@@ -104,7 +104,7 @@ of a round replaces what it has reported of it before."""
 
 
 @dataclass(frozen=True)
-class Usage:
+class ResourceUsage:
     """What workers have used of their machines in a round."""
 
     cpu_cores: float = 0.0
@@ -134,7 +134,7 @@ class BoundaryArrived:
     group: int = 0
     """Workers of one group have the same values: those of one stage of the model, or of the whole model (group 0)."""
     logged: LoggedSums = field(default_factory=dict)
-    usage: Usage = Usage()
+    usage: ResourceUsage = ResourceUsage()
     merge_seconds: float = 0.0
     """Time of the round's steps beyond their compute."""
     evaluate_seconds: float = 0.0
@@ -156,7 +156,7 @@ class OwnUpdateStored:
 
 
 @dataclass(frozen=True)
-class Stored:
+class UpdateStored:
     """Another region's update is durable in the inbox."""
 
     manifest: Manifest
@@ -303,7 +303,7 @@ Event = (
     | BoundaryArrived
     | RoundEndLogged
     | OwnUpdateStored
-    | Stored
+    | UpdateStored
     | Misbehaved
     | PeerHas
     | Tried
@@ -375,5 +375,5 @@ class Progress:
     logged_sequence: int = 0
     """Last round whose logged values are complete; 0: none."""
     logged: dict[str, float] = field(default_factory=dict)
-    usage: Usage = Usage()
+    usage: ResourceUsage = ResourceUsage()
     """Of the last completed round."""

@@ -15,6 +15,7 @@ watermarks become durable in one step.
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from sync.ps.core.actions import (
@@ -47,22 +48,22 @@ from sync.ps.core.events import (
     PeerHas,
     Progress,
     ReduceArrived,
+    ResourceUsage,
     Restarted,
     RoundEndLogged,
     StateLost,
     Stepped,
-    Stored,
     SumGone,
     Summed,
     TimerFired,
     Tried,
     Unreached,
     UpdatesMerged,
-    Usage,
+    UpdateStored,
 )
 from sync.ps.core.ledger import NO_MODEL, Ledger
 from sync.ps.core.waiting_settings import WaitingSettings
-from sync.ps.core.worker_group import Evaluation, LoggedValues, StepMerge, mean_loss, usage_of
+from sync.ps.core.worker_group import LoggedValues, ModelEvaluation, StepMerge, mean_loss, usage_of
 from sync.transfer.manifest import Manifest, Verdict
 
 __all__ = ["FIRST_WEIGHT", "Boundary", "Machine", "Recovered", "Setup"]
@@ -200,7 +201,7 @@ class Machine(abc.ABC):
         self.ledger = Ledger(setup.region, setup.regions, kept, marks, rerouted=setup.rerouted)
         self.ledger.sums.model_bytes = recovered.model_bytes
         self._boundary = Boundary()
-        self._merge, self._evaluation = StepMerge(setup.workers), Evaluation(setup.workers)
+        self._merge, self._evaluation = StepMerge(setup.workers), ModelEvaluation(setup.workers)
         self._attaching: dict[int, Attached] = {}
         self._reproduced = False
         """Whether this attempt's own initial model has been compared, in regions other than the first."""
@@ -208,7 +209,7 @@ class Machine(abc.ABC):
         self._loss, self._speed = 0.0, 0.0
         self._round_losses: dict[int, float | None] = {}
         """Mean losses of the last two rounds that the workers have ended, by sequence."""
-        self._logged, self._usage = LoggedValues(), Usage()
+        self._logged, self._usage = LoggedValues(), ResourceUsage()
         self.compute_seconds, self.merge_seconds, self.evaluate_seconds = 0.0, 0.0, 0.0
         """Of all rounds that the workers have ended, the mean of the workers."""
         self.step_seconds = 0.0
@@ -425,7 +426,7 @@ class Machine(abc.ABC):
                 return self._was_logged(event)
             case OwnUpdateStored():
                 return self._was_stored(event.manifest)
-            case Stored():
+            case UpdateStored():
                 self.ledger.add(event.manifest)
                 return self._heard(event.manifest) + self._ship() + self._try_apply()
             case Misbehaved():
@@ -439,9 +440,7 @@ class Machine(abc.ABC):
             case Restarted():
                 return self._was_restarted(event)
             case UpdatesMerged():
-                for region, reason in event.refused:
-                    self._refused[region] = self._refused.get(region, 0) + 1
-                    self._refusal_reasons[region] = reason
+                self._count_refused(event.refused)
                 return self._was_applied(event)
             case Evaluated():
                 return self._was_evaluated(event)
@@ -452,6 +451,11 @@ class Machine(abc.ABC):
                 return []
             case CallGone():
                 return self._call_gone(event.call)
+
+    def _count_refused(self, refused: Iterable[tuple[str, str]]) -> None:
+        for region, reason in refused:
+            self._refused[region] = self._refused.get(region, 0) + 1
+            self._refusal_reasons[region] = reason
 
     def _configured(self, event: Configured) -> list[Action]:
         self.epoch = max(self.epoch, event.epoch)
@@ -484,7 +488,7 @@ class Machine(abc.ABC):
         # The round's own update, if it is being prepared or applied, stays as it is; only the calls that wait for it
         # are refused.
         self._boundary = Boundary(preparing=self._boundary.preparing, applying=self._boundary.applying)
-        self._attaching, self._evaluation = {}, Evaluation(self.setup.workers)
+        self._attaching, self._evaluation = {}, ModelEvaluation(self.setup.workers)
         self._live_step, self._reproduced = self._step, False
         return [Refuse(call, "FENCED", f"attempt {attempt} has taken over") for call in stale] + self._attempt_begins()
 
@@ -645,7 +649,7 @@ class Machine(abc.ABC):
             self._logged.complete(keep.sequence)
         if keep.sequence != self._reached:
             return []
-        done, self._evaluation = self._evaluation, Evaluation(self.setup.workers)
+        done, self._evaluation = self._evaluation, ModelEvaluation(self.setup.workers)
         return done.done()
 
     def _fail(self, failed: Failed) -> list[Action]:

@@ -14,7 +14,7 @@ from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
 from sync.ps.core.events import BoundaryArrived, UpdatesMerged
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Boundary, Machine, Recovered, Setup
-from sync.ps.core.worker_group import Evaluation, StepMerge
+from sync.ps.core.worker_group import ModelEvaluation, StepMerge
 from sync.transfer.manifest import Manifest
 
 __all__ = ["Synchronous"]
@@ -160,7 +160,7 @@ class Synchronous(Machine):
         self.ledger.marks = dict.fromkeys(self.setup.regions, self._sequence)
         done, late = self._boundary.waiting, [*self._merge.waiting, *self._evaluation.waiting]
         self._boundary = Boundary()
-        self._merge, self._evaluation = StepMerge(self.setup.workers), Evaluation(self.setup.workers)
+        self._merge, self._evaluation = StepMerge(self.setup.workers), ModelEvaluation(self.setup.workers)
         actions: list[Action] = [Reply(call, self._boundary_answer()) for call in done]
         actions += [Refuse(call, "FENCED", f"round {self._sequence} is over") for call in late]
         return actions + self._answer_attached() + self._forget() + self._try_apply()

@@ -54,7 +54,7 @@ from sync.ps.core.membership import Membership
 from sync.ps.core.timing import AlonePace, RoundClock, RoundDurations, UpdateGaps, WaitBudget
 from sync.wan import LinkSample
 
-__all__ = ["Continue", "Hold", "WaitUntil", "WaitView", "WaitingPolicy"]
+__all__ = ["Continue", "WaitUntil", "WaitView", "WaitingPolicy", "WorkerWait"]
 
 _FIRST_TIMED_ROUND = 2
 """The first round whose updates tell a region's gap: those before come when the initial model has arrived."""
@@ -109,7 +109,7 @@ class WaitView:
 
 
 @dataclass(frozen=True)
-class Hold:
+class WorkerWait:
     """The workers' present waiting for late regions."""
 
     sequence: int
@@ -147,7 +147,7 @@ class WaitingPolicy:
     gaps: UpdateGaps = field(init=False)
     budget: WaitBudget = field(init=False)
     clock: RoundClock = field(init=False)
-    hold: Hold | None = None
+    hold: WorkerWait | None = None
     grace_over_round: int = -1
     """The last round whose grace time is over."""
     _alone_pace: AlonePace = field(init=False)
@@ -319,20 +319,20 @@ class WaitingPolicy:
             self.hold = None
         return WaitUntil(end, WaitReason.LATE)
 
-    def _begin_hold(self, view: WaitView, late: tuple[str, ...], now: float) -> Hold:
+    def _begin_hold(self, view: WaitView, late: tuple[str, ...], now: float) -> WorkerWait:
         settings, own = self.setup.waiting, self.setup.region
         alone = {*late, *self.membership.absent, *view.last_merged} >= {*self.setup.others}
         elsewhere = tuple(one for one in late if view.elsewhere.get(one, -1) >= self.awaited_round(one, view))
         if alone:
             self.budget.end(now)
-            return Hold(view.ended, late, alone, elsewhere, now + settings.alone_seconds, math.inf)
+            return WorkerWait(view.ended, late, alone, elsewhere, now + settings.alone_seconds, math.inf)
         latest = now + self.gaps.longest_hold_seconds(own, late)
         if not self.setup.quorum and math.isfinite(latest):  # with a quorum, `max_rounds_ahead` bounds the distance
             perhaps_slower = {*late} - ({*elsewhere} if settings.heard_elsewhere_is_on_time else set())
             due = self.gaps.due_at(perhaps_slower, now, self.durations.usual(own))
             allowed = self.budget.hold_seconds(now, self.gaps.usual_seconds(own), due)
             latest = min(latest, due + allowed)
-        return Hold(view.ended, late, alone, elsewhere, now, latest)
+        return WorkerWait(view.ended, late, alone, elsewhere, now, latest)
 
     # Pace
 

@@ -10,9 +10,9 @@ from geofed_pb.bounds import MOST_LOGGED, bounded_metrics, clean
 from sync.histograms import bounded, sums_by_name
 from sync.ps.core.actions import Action, MergeGradients, Refuse, Reply, StoreMetrics
 from sync.ps.core.answers import EvaluatedAnswer, ReduceAnswer
-from sync.ps.core.events import BoundaryArrived, Evaluated, GradientsMerged, LoggedSums, ReduceArrived, Usage
+from sync.ps.core.events import BoundaryArrived, Evaluated, GradientsMerged, LoggedSums, ReduceArrived, ResourceUsage
 
-__all__ = ["Evaluation", "LoggedValues", "StepMerge", "mean_loss", "usage_of"]
+__all__ = ["LoggedValues", "ModelEvaluation", "StepMerge", "mean_loss", "usage_of"]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class StepMerge:
 
 
 @dataclass
-class Evaluation:
+class ModelEvaluation:
     """The workers' measurements of the current model."""
 
     workers: int
@@ -120,10 +120,10 @@ class LoggedValues:
         self.parts = {one: part for one, part in self.parts.items() if one > sequence}
 
 
-def usage_of(parts: list[BoundaryArrived]) -> Usage:
+def usage_of(parts: list[BoundaryArrived]) -> ResourceUsage:
     """Return what the workers have used together: the sum of their cores, and the memory of the largest."""
     used = [part.usage for part in parts]
-    return Usage(
+    return ResourceUsage(
         sum(one.cpu_cores for one in used),
         max(one.memory_bytes for one in used),
         max(one.gpu_memory_bytes for one in used),

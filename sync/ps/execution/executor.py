@@ -51,7 +51,7 @@ from sync.ps.execution.export import from_safetensors, to_safetensors
 from sync.ps.execution.frames import LAYOUT, WHOLE, sent_layout, shape_of
 from sync.ps.execution.mask_file import MaskFile
 from sync.ps.execution.releases import Releases
-from sync.ps.execution.replica import Replica, ReplicaState, expanded
+from sync.ps.execution.replica import OwnUpdate, Replica, ReplicaState, expanded
 from sync.ps.execution.storage import Entry, Storage, correction_key
 from sync.ps.execution.threads import background_thread
 from sync.secure import PairMasks, SharedScale, first_codec
@@ -403,13 +403,7 @@ class ActionExecutor:
 
     def _made_update(self, action: StoreOwnUpdate, storing: Future[None]) -> OwnUpdateStored:
         begun = time.monotonic()
-        end = self._first_model(action.model_key) if action.sequence == 0 else None
-        end = self._vector(action.model_key, "model") if end is None else end
-        self._check_finite(end, action.sequence)
-        if self._releases is not None:
-            self._releases.check(self.storage.layout)
-            if self.replica is not None and action.sequence > 0:
-                end = self._releases.released(end, self.replica.start, action.sequence)
+        end = self._releasable(action)
         facts = {"sequence": action.sequence, "weight": action.weight}
         codec: Codec
         tensors: Tensors
@@ -420,19 +414,13 @@ class ActionExecutor:
             codec = Float32()
             tensors, sent = {**codec.encode(end), **self._layout_tensors()}, (end, slice(None), True)
         else:
-            self._checkpoints.settle(written=True)
-            self.replica.codec = self.codec_wanted
-            buffer, self._last_update = self._last_update[1] if self._last_update is not None else None, None
-            made = self._replica().own_update(end, action.sequence, last=action.last, buffer=buffer, decoded=False)
+            made = self._encoded_update(end, action.sequence, last=action.last)
             tensors, codec = made.tensors, made.codec
             sent = made.sent, made.part, made.whole
             if made.part != slice(None):
                 facts |= {"from": made.part.start, "to": made.part.stop}
             if made.whole:
                 facts[WHOLE] = 1
-            residual = self.replica.state.residual
-            if residual is not None and not self.setup.background:
-                self.storage.keep_residual(action.sequence, residual)
         framed = _framed(tensors, {**facts, "codec": codec.mark})
         manifest = Manifest(
             self.setup.region,
@@ -459,6 +447,29 @@ class ActionExecutor:
             self.replica.continue_from(end, self._channel_store.correction(action.correction_key))
         self.coding_bytes_per_second = end.nbytes / max(time.monotonic() - begun, 1e-6)
         return OwnUpdateStored(manifest)
+
+    def _releasable(self, action: StoreOwnUpdate) -> Vector:
+        """Return the model that a round ended with, as others may see it: finite, and private where that is asked."""
+        end = self._first_model(action.model_key) if action.sequence == 0 else None
+        end = self._vector(action.model_key, "model") if end is None else end
+        self._check_finite(end, action.sequence)
+        if self._releases is not None:
+            self._releases.check(self.storage.layout)
+            if self.replica is not None and action.sequence > 0:
+                end = self._releases.released(end, self.replica.start, action.sequence)
+        return end
+
+    def _encoded_update(self, end: Vector, sequence: int, *, last: bool) -> OwnUpdate:
+        """Encode what the round has changed, and keep what a lossy codec has left out."""
+        replica = self._replica()
+        self._checkpoints.settle(written=True)
+        replica.codec = self.codec_wanted
+        buffer, self._last_update = self._last_update[1] if self._last_update is not None else None, None
+        made = replica.own_update(end, sequence, last=last, buffer=buffer, decoded=False)
+        residual = replica.state.residual
+        if residual is not None and not self.setup.background:
+            self.storage.keep_residual(sequence, residual)
+        return made
 
     def _masked_update(self, end: Vector, sequence: int) -> tuple[Tensors, Codec, tuple[Vector, slice, bool]]:
         """Return our masked update, its codec, and that its values are not kept."""

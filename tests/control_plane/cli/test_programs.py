@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from control_plane.cli.commands.export._program import Input, Task, find_packages, write_program
+from control_plane.cli.commands.export._program import Input, TaskCopy, find_packages, write_program
 from geofed_pb.errors import GeofedError
 from tests.control_plane.cli.conftest import Run
 
@@ -111,12 +111,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def trained(folder: Path, code: str, batch: torch.Tensor | None = None) -> tuple[Task, torch.nn.Module, Path]:
+def trained(folder: Path, code: str, batch: torch.Tensor | None = None) -> tuple[TaskCopy, torch.nn.Module, Path]:
     """A task in a folder, its model after some steps in training mode, and the model's file."""
     (folder / "task.py").write_text(code)
     names: dict[str, Any] = {"__name__": "task"}
     exec(code.replace("from .parts import norm", "from torch.nn import BatchNorm2d as norm"), names)
-    task = Task.find(folder, "task.py", {"width": 8})
+    task = TaskCopy.find(folder, "task.py", {"width": 8})
     torch.manual_seed(0)
     if "model" in names:
         model: torch.nn.Module = names["model"](task.config)
@@ -237,12 +237,12 @@ def test_a_task_is_found_in_its_folder_only(folder: Path) -> None:
     (folder / "sub" / "task.py").touch()
     (folder.parent / "other.py").touch()
     for place in (folder, folder / "sub" / "task.py"):
-        found = Task.find(place, "sub/task.py", {})
+        found = TaskCopy.find(place, "sub/task.py", {})
         assert (found.root, found.module) == (folder, folder / "sub" / "task.py")
-    assert Task.find(folder.parent / "other.py", "sub/task.py", {}).root == folder.parent
+    assert TaskCopy.find(folder.parent / "other.py", "sub/task.py", {}).root == folder.parent
     for module in ("../other.py", str(folder.parent / "other.py"), "none.py", "sub"):
         with pytest.raises(GeofedError, match="there is no task module"):
-            Task.find(folder, module, {})
+            TaskCopy.find(folder, module, {})
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

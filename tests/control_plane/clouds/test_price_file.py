@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.budget import budget
 
-from control_plane.clouds import Confidence, Price, Provenance, Purchase, Unit, open_price_file, region_prices
+from control_plane.clouds import Confidence, Price, PriceSource, Purchase, Unit, open_price_file, region_prices
 from geofed_pb.errors import GeofedError
 
 DATA = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "prices" / "instance_prices.csv"
@@ -137,7 +137,7 @@ def test_every_price_above_zero_comes_back_and_no_other(
 @settings(deadline=None)
 @given(st.floats())
 def test_a_price_is_above_zero_and_finite_or_an_error(usd: float) -> None:
-    provenance = Provenance("a test", "2026-11-21", Confidence.LIST)
+    provenance = PriceSource("a test", "2026-11-21", Confidence.LIST)
     if math.isfinite(usd) and usd > 0:
         assert Price(usd, Unit.GB, provenance).usd == usd
         return

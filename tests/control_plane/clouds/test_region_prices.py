@@ -13,7 +13,7 @@ from control_plane.clouds import (
     Confidence,
     FunctionPrices,
     Price,
-    Provenance,
+    PriceSource,
     Purchase,
     ShardList,
     StorePrices,
@@ -38,7 +38,7 @@ class TellingCloud:
     def price(self, name: str, unit: Unit) -> Price:
         if name not in self.as_of:
             raise GeofedError(self.why, f"no {name}")
-        return Price(1.5, unit, Provenance(name, self.as_of[name], Confidence.LIST))
+        return Price(1.5, unit, PriceSource(name, self.as_of[name], Confidence.LIST))
 
     def regions(self) -> tuple[CloudRegion, ...]:
         return (CloudRegion("here"),)

@@ -31,7 +31,7 @@ from support.kubernetes_rules import Invalid, below_restricted, checked
 from support.pki import Authority
 
 from region_agent.gateway.embedded.cluster.api import RIGHTS
-from region_agent.gateway.embedded.cluster.manifests import Identity, job_of, secret_of
+from region_agent.gateway.embedded.cluster.manifests import ObjectOwner, job_of, secret_of
 from region_agent.gateway.embedded.cluster.pods import judge, refusal
 from region_agent.gateway.embedded.dialled import Dialled
 from tests.region_agent.gateway.conftest import HANDLERS, Embedded, Target, open_target, until
@@ -130,7 +130,7 @@ async def test_preemptible_functions_have_nodes_of_their_own(cluster: Cluster, o
 def test_manifests_are_what_the_cluster_takes() -> None:
     settings = KubernetesGateway.model_validate(SETTINGS)
     spec = FunctionSpec("worker", "probe", limits={"memory": "1Gi"}, secrets=("one",))
-    identity, env = Identity("mark", "run"), {"A": "1"}
+    identity, env = ObjectOwner("mark", "run"), {"A": "1"}
     import msgspec
     from lightkube.models.batch_v1 import Job
     from lightkube.models.core_v1 import Secret
@@ -536,7 +536,7 @@ def test_the_shipped_policy_lets_workers_connect_to_the_ports_of_their_own_agent
     (own,) = [one for one in policies if one is not shared]
     # As pods of the region are labelled; those of another one are not chosen.
     labels = {"geofed.region": "east", "geofed.job": "digits-1"}
-    job = job_of("a-1", FunctionSpec("w", "probe", labels=labels), Identity("mark", "run"),
+    job = job_of("a-1", FunctionSpec("w", "probe", labels=labels), ObjectOwner("mark", "run"),
                  KubernetesGateway.model_validate(SETTINGS), {})  # fmt: skip
     assert job.spec is not None
     assert job.spec.template.metadata is not None

@@ -15,8 +15,8 @@ from scheduler.deadline import (
     LIVE,
     DeviceCapacity,
     Gang,
-    Held,
     Overhead,
+    Reservation,
     Rules,
     StaffingPace,
     allot,
@@ -86,7 +86,7 @@ def used(paces: Mapping[str, int], jobs: Sequence[Gang]) -> dict[str, int]:
     return total
 
 
-def progress(job: Gang, held: Held) -> float:
+def progress(job: Gang, held: Reservation) -> float:
     spans = zip(held.times, held.times[1:], held.pace_indices, strict=False)
     return sum((end - begin) * job.paces[pace].rate for begin, end, pace in spans if pace >= 0)
 
@@ -121,7 +121,7 @@ def test_nobody_has_what_is_not_there_and_what_is_held_does_the_work_in_time(
         assert progress(job, held) >= job.work * (1 - 1e-9) - 1e-6
 
 
-def course_work(job: Gang, held: Held) -> float:
+def course_work(job: Gang, held: Reservation) -> float:
     """Rounds done on the course by the deadline, each change with its pause."""
     done, last = 0.0, job.held
     ends = [*(at for at, _ in held.course[1:]), job.deadline_s]
@@ -298,7 +298,7 @@ def test_no_offer_has_a_user_hold_more_than_its_quota(
     asked: list[Gang], capacities: dict[str, DeviceCapacity], limit: int
 ) -> None:
     rules, taken = replace(EXACT, quotas={"ann": limit}), []
-    held: Mapping[str, Held] = {}
+    held: Mapping[str, Reservation] = {}
     for number, job in enumerate(asked):
         new = replace(job, name=f"j{number}", user="ann" if number % 2 else "bob")
         if new.best_effort:
@@ -360,11 +360,11 @@ def test_a_late_promise_goes_on_where_its_paces_have_become_fewer() -> None:
 def test_what_was_held_is_read_in_workers_not_in_indices() -> None:
     """As many paces as before, that mean other workers: of a course of 2 and then 4 in each region."""
     job = gang("a", 100.0, 40.0, held=1)
-    held = Held((0.0, 5.0, 40.0), (1, 3), course=((0.0, 1), (5.0, 3), (9.0, -1)), ladder=job.paces)
+    held = Reservation((0.0, 5.0, 40.0), (1, 3), course=((0.0, 1), (5.0, 3), (9.0, -1)), ladder=job.paces)
     assert held.on(replace(job, work=1.0)) is held
     others = tuple(StaffingPace(dict.fromkeys(REGIONS, count), float(count)) for count in (2, 3, 5, 8))
     now = held.on(replace(job, paces=others))
-    assert now == Held((0.0, 5.0, 40.0), (0, 1), course=((0.0, 0), (5.0, 1), (9.0, -1)), ladder=others)
+    assert now == Reservation((0.0, 5.0, 40.0), (0, 1), course=((0.0, 0), (5.0, 1), (9.0, -1)), ladder=others)
     assert held.on(replace(job, paces=others[1:])) is None, "2 are too few for the slowest"
     assert replace(held, ladder=()).on(job) is None
 
@@ -372,7 +372,7 @@ def test_what_was_held_is_read_in_workers_not_in_indices() -> None:
 def test_what_is_fixed_and_runs_stays_whatever_its_course_was() -> None:
     """The course of a job whose workers could change let it fall for another; now nobody can tell it to."""
     job = gang("a", 300.0, 60.0, held=3, least=2, most=5)
-    held = Held((0.0, 60.0), (3,), late=True, course=((0.0, 3), (0.5, 0)), ladder=job.paces)
+    held = Reservation((0.0, 60.0), (3,), late=True, course=((0.0, 3), (0.5, 0)), ladder=job.paces)
     stuck = replace(job, paces=job.paces[3:], held=0, wish=0, fixed=True)
     other = gang("b", 100.0, 50.0, held=-1)
     answer = allot(1.0, room(east=5, west=5), [stuck, other], LIVE, {"a": held})

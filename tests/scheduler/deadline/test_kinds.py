@@ -15,9 +15,9 @@ from scheduler.deadline import (
     DeadlineJob,
     DeviceCapacity,
     Gang,
-    Held,
     Kinds,
     Overhead,
+    Reservation,
     Rules,
     SpeedCurve,
     StaffingPace,
@@ -50,7 +50,7 @@ def going(job: Gang, answer: Kinds) -> Gang:
 def test_a_job_with_slack_takes_preemptible_workers_and_leaves_them_at_the_last_moment() -> None:
     paces = (StaffingPace({"east": 1, "west": 1}, 1.0), StaffingPace({"east": 2, "west": 2}, 1.5))
     job, now = Gang("job", paces, 100.0, 200.0), 0.0
-    held: Mapping[str, Held] = {}
+    held: Mapping[str, Reservation] = {}
     alone = refuge(
         DeadlineJob("job", {}, 100.0, 200.0), SpeedCurve((2, 4), (1.0, 1.5)), 0.0, EXACT.overhead, EXACT.kept_margin
     )
@@ -136,7 +136,7 @@ def test_promises_are_kept_whatever_becomes_of_preemptible_workers(
 ) -> None:
     """Played with every pause, and preemptible workers that come and go at any instant."""
     there: dict[str, Gang] = {}
-    held: Mapping[str, Held] = {}
+    held: Mapping[str, Reservation] = {}
     for job in jobs:
         if job.best_effort:
             continue

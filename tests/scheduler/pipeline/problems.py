@@ -16,9 +16,9 @@ from scheduler.pipeline import (
     LinearCost,
     PipelineOptions,
     PipelineProblem,
-    Place,
     PlannedPipeline,
     StageChannel,
+    StageRegion,
     evaluate,
 )
 
@@ -81,13 +81,13 @@ def _layer(draw: random.Random, number: int) -> Layer:
     )
 
 
-def _place(draw: random.Random, number: int, memories: list[int]) -> Place:
+def _place(draw: random.Random, number: int, memories: list[int]) -> StageRegion:
     price = draw.uniform(1e-5, 3e-5)
     sizes = tuple(
         FunctionSize(m, min(1.0, m / 1536) * draw.uniform(0.8, 1.2), price, draw.choice([0.5, 1.0])) for m in memories
     )
     up, down = draw.uniform(1e7, 1e8), draw.uniform(1e7, 1e8)
-    return Place(f"place{number}", sizes, StageChannel(0.01, 0.02, up, down, draw.choice([1, 8]), 5e-6, 4e-7))
+    return StageRegion(f"place{number}", sizes, StageChannel(0.01, 0.02, up, down, draw.choice([1, 8]), 5e-6, 4e-7))
 
 
 def every_cut(problem: PipelineProblem, way: PipelineOptions) -> Iterator[tuple[Cut, ...]]:

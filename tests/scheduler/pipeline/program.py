@@ -25,7 +25,7 @@ from itertools import combinations_with_replacement
 import highspy
 import numpy as np
 
-from scheduler.pipeline import Layer, PipelineOptions, PipelineProblem, Place
+from scheduler.pipeline import Layer, PipelineOptions, PipelineProblem, StageRegion
 from scheduler.pipeline._evaluate import exposed_apart_seconds, exposed_seconds, held_bytes, merge_seconds
 from scheduler.pipeline._model import MIB, Cut
 
@@ -254,7 +254,7 @@ def _merge(
     problem: PipelineProblem,
     held: Sequence[Layer],
     way: PipelineOptions,
-    place: Place,
+    place: StageRegion,
     bandwidth: float,
     backward_s: float,
     speed: float,

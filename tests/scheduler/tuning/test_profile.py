@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.tuning import (
     Configuration,
-    Platform,
+    PlatformCosts,
     Prediction,
     StepPoint,
     TaskModel,
@@ -23,7 +23,7 @@ from scheduler.tuning import (
 )
 from tests.scheduler.test_tuned import profile
 
-PLATFORM = Platform(1.67e-5, 2e-7, slice_seconds=30.0)
+PLATFORM = PlatformCosts(1.67e-5, 2e-7, slice_seconds=30.0)
 
 
 def task(**more: object) -> TaskModel:

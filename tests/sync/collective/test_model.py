@@ -25,7 +25,7 @@ from sync.collective import (
 )
 from sync.layout import Vector
 from sync.merging import MeanCollective, Member, probe
-from sync.merging._exchange import Arrived, Event, Fetch, Put, Request, Stored
+from sync.merging._exchange import Arrived, Event, Fetch, Put, Request, ValuesStored
 from sync.store import FileChannel
 
 PATTERNS = collectives(lambda method: method.worker and method.shares == "mean")
@@ -145,7 +145,7 @@ class Puts:
         return [Fetch(tuple(self._left))] if self._left else [Put({self._gives: [self._value]})]
 
     def handle(self, event: Event) -> list[Request]:
-        if isinstance(event, Stored):
+        if isinstance(event, ValuesStored):
             self._stored = True
             return [Fetch((self._takes,))] if self._takes else []
         assert isinstance(event, Arrived)

@@ -41,11 +41,11 @@ from sync.ps.core.events import (
     Event,
     Measured,
     PeerHas,
-    Stored,
     SumGone,
     TimerFired,
     Tried,
     Unreached,
+    UpdateStored,
 )
 from sync.ps.core.machine import Setup
 from sync.ps.execution import checkpoints
@@ -375,7 +375,7 @@ class Site:
         for offset in range(arrival.file.prefix, len(data), 600):
             arrival.append(offset, data[offset : offset + 600])
         arrival.complete(lambda *_: None)
-        self.feed(Stored(manifest))
+        self.feed(UpdateStored(manifest))
 
 
 class Federation:

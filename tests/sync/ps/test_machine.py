@@ -25,10 +25,10 @@ from sync.ps.core.events import (
     MetricsStored,
     OwnUpdateStored,
     ReduceArrived,
+    ResourceUsage,
     RoundEndLogged,
-    Stored,
     UpdatesMerged,
-    Usage,
+    UpdateStored,
 )
 from sync.ps.core.machine import Machine, Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
@@ -309,7 +309,7 @@ def test_logged_values_are_means_over_all_values_of_all_workers_once_the_round_i
 
     def ended(sequence: int, *logged: dict[int, dict[str, tuple[float, int]]]) -> tuple[int, dict[str, float]]:
         for worker, values in enumerate(logged):
-            usage = Usage(0.5, (worker + 1) << 20)
+            usage = ResourceUsage(0.5, (worker + 1) << 20)
             place = "" if worker else f"b/1/{sequence}/model"
             end = BoundaryArrived(
                 worker + 1, worker, 1, sequence, sequence, "d", place, "", 1.0, 0.0, logged=values, usage=usage
@@ -323,7 +323,7 @@ def test_logged_values_are_means_over_all_values_of_all_workers_once_the_round_i
     # What a worker says of a round again counts once, and no round is taken that has not begun.
     first = {1: {"norm": (6.0, 3)}}
     assert ended(1, first, {1: {"norm": (2.0, 1), "other": (5.0, 1)}, 9: {"norm": (1.0, 1)}}) == (0, {})
-    assert machine.progress.usage == Usage(1.0, 2 << 20)
+    assert machine.progress.usage == ResourceUsage(1.0, 2 << 20)
     after = {**first, 2: {"norm": (1.0, 1)}}
     expected = {"norm": pytest.approx(2.0), "other": 5.0}
     assert ended(2, after, {2: {"norm": (3.0, 1)}}) == (1, expected)
@@ -390,7 +390,7 @@ def test_the_loss_of_a_round_is_that_rounds() -> None:
         place = f"b/1/{sequence}/model"
         heard(BoundaryArrived(1, 0, 1, sequence, sequence, "d", place, "", 1.0, loss))
         seen.append((machine.progress.sequence, machine.progress.round_loss))
-        heard(Stored(replace(_manifest("b", sequence), last=sequence == 2)))
+        heard(UpdateStored(replace(_manifest("b", sequence), last=sequence == 2)))
     assert seen == [(1, 0.5), (1, 0.5)]
     assert (machine.progress.sequence, machine.progress.round_loss) == (2, 0.25)
 

@@ -13,7 +13,7 @@ import pytest
 from support.at_once import AtOnce
 
 from sync import chunked, framing
-from sync.channel import Limits
+from sync.channel import ChannelLimits
 from sync.codec import codec_named
 from sync.layout import Layout, Slot
 from sync.ps.core.actions import LogRoundEnd, MergeUpdates, Restart, StoreOwnUpdate
@@ -185,7 +185,7 @@ def test_models_that_a_replay_would_need_do_not_pile_up(
     """However long checkpoints take: the channel may be memory, and ``small``."""
     monkeypatch.setattr(checkpoints, "_CHECKPOINT_TIME_FRACTION", 1e-12)
     if small:
-        monkeypatch.setattr(FileChannel, "limits", Limits(1 << 40, 16 * held * 4 * SIZE))
+        monkeypatch.setattr(FileChannel, "limits", ChannelLimits(1 << 40, 16 * held * 4 * SIZE))
     else:
         monkeypatch.setattr(checkpoints, "_REPLAY_BYTES", held * 4 * SIZE)
     monkeypatch.setattr(checkpoints, "background_thread", AtOnce)

@@ -20,7 +20,7 @@ from sync.layout import Layout, Slot
 from sync.ps.core import sums
 from sync.ps.core.actions import SumUp
 from sync.ps.core.background import Background
-from sync.ps.core.events import Stored, Summed
+from sync.ps.core.events import Summed, UpdateStored
 from sync.ps.core.ledger import Ledger
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.execution.executor import ActionExecutor
@@ -308,7 +308,7 @@ def test_a_sum_is_made_where_it_is_likely_to_be_smaller(model_bytes: int, worth:
 def _receiver() -> Background:
     setup = Setup("b", ("a", "b"), 1, 40, 1, 0, background=True, sums=True)
     machine = Background(setup, Recovered(sequence=5, version=5, marks=(("a", 5),), model_bytes=3))
-    machine.handle(Stored(_update(6)))
+    machine.handle(UpdateStored(_update(6)))
     return machine
 
 
@@ -322,15 +322,15 @@ def test_a_sum_is_wanted_only_where_it_follows_on_what_is_here(first: int, last:
 
 def test_of_a_sum_that_is_here_no_part_is_wanted() -> None:
     machine = _receiver()
-    machine.handle(Stored(_update(9, first=7)))
+    machine.handle(UpdateStored(_update(9, first=7)))
     assert [machine.verdict(_update(n)) for n in (7, 9, 10)] == [Verdict.HAVE, Verdict.HAVE, Verdict.WANT]
     assert machine.ledger.newest("a") == 9
 
 
 def test_a_sum_of_which_a_part_came_meanwhile_counts_for_nothing() -> None:
     machine = _receiver()
-    machine.handle(Stored(_update(7)))
-    machine.handle(Stored(_update(9, first=7)))
+    machine.handle(UpdateStored(_update(7)))
+    machine.handle(UpdateStored(_update(9, first=7)))
     assert machine.ledger.newest("a") == 7
     assert machine.verdict(_update(9)) is Verdict.WANT
 

@@ -8,7 +8,14 @@ from support.rounds_in_miniature import give_up, go, round_of, timers, waits
 
 from sync.ps.core.actions import Action, Failed, LogRoundEnd, MergeUpdates, SetTimer, WaitReason
 from sync.ps.core.background import Background
-from sync.ps.core.events import BoundaryArrived, Configured, OwnUpdateStored, RoundEndLogged, Stored, UpdatesMerged
+from sync.ps.core.events import (
+    BoundaryArrived,
+    Configured,
+    OwnUpdateStored,
+    RoundEndLogged,
+    UpdatesMerged,
+    UpdateStored,
+)
 from sync.ps.core.machine import Recovered, Setup
 from sync.transfer.manifest import Manifest, PeerAddress
 
@@ -259,7 +266,9 @@ def test_workers_that_hold_different_models_after_a_merge_end_the_job_once() -> 
     (log,) = (action for action in ends(1, "same", "same") if isinstance(action, LogRoundEnd))
     machine.handle(RoundEndLogged(log))
     machine.handle(OwnUpdateStored(Manifest("a", 1, 1, "d", 1, 1.0)))
-    (apply,) = (a for a in machine.handle(Stored(Manifest("b", 1, 1, "e", 1, 1.0))) if isinstance(a, MergeUpdates))
+    (apply,) = (
+        a for a in machine.handle(UpdateStored(Manifest("b", 1, 1, "e", 1, 1.0))) if isinstance(a, MergeUpdates)
+    )
     assert ends(2, "one", "other") == []
     told = machine.handle(UpdatesMerged(apply, "", "", "", "correction/1", model_bytes=4))
     assert sum(isinstance(action, Failed) for action in told) == 1

@@ -18,7 +18,7 @@ from sync.transport.outgoing import Transfer
 from sync.transport.partial_file import PartialFile
 from sync.transport.ranges import Ranges, pieces
 from sync.transport.sockets import TcpInfo, Tls, buffer_bytes, dial, tcp_info
-from sync.transport.stream import Stream
+from sync.transport.stream import FrameStream
 from sync.transport.stream_count import KernelStatistics, StreamCount, chunk_bytes, largest_chunk_bytes
 from sync.transport.wire import HEAD_BYTES, FrameHead, FrameKind, frame, parse
 
@@ -265,7 +265,7 @@ def test_what_a_receiver_may_not_answer_ends_its_stream_and_nothing_else(kind: F
     """It would end the sending server, were it not a coded error of this link."""
     near, far = socket.socketpair()
     with near, far:
-        stream = Stream(near)  # type: ignore[arg-type]
+        stream = FrameStream(near)  # type: ignore[arg-type]
         transfer = Transfer(sync_pb2.UpdateManifest(), memoryview(bytes(100)), b"", None, 7, 0.0)
         far.sendall(frame(kind, 7, payload))
         stream._incoming += near.recv(1 << 16)

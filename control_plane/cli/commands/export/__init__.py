@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from control_plane._redaction import redacted
 from control_plane._view import ENDED, Data, job_view, model_text, standing_text
@@ -17,6 +14,15 @@ from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, NoInput, Output, Yes
 from control_plane.cli._output import emit, fields, unwritable
 from control_plane.cli._settings import Format
+from control_plane.cli.commands.export._options import (
+    As,
+    ChosenRound,
+    ExportKind,
+    Inputs,
+    OfRegion,
+    OutputFile,
+    TaskFolder,
+)
 from control_plane.cli.commands.export._targets import MANIFEST, check_places, confirm_overwrite, manifest_of
 from control_plane.cli.commands.jobs import JobArgument
 from geofed_pb.errors import OUTAGE, GeofedError
@@ -31,93 +37,14 @@ _RETRY_SECONDS = 0.5
 """Pause between two attempts."""
 
 
-class Part(StrEnum):
-    """What `export` writes."""
-
-    WHOLE = "whole"
-    TRAINED = "trained"
-    PEFT = "peft"
-    STATE_DICT = "state-dict"
-    HUB = "hub"
-    TORCH_EXPORT = "torch-export"
-    ONNX = "onnx"
-
-    @property
-    def is_folder(self) -> bool:
-        """Whether it is several files."""
-        return self in (Part.PEFT, Part.HUB)
-
-    @property
-    def is_program(self) -> bool:
-        """Whether it is made of the task's model, and runs without its class."""
-        return self in (Part.TORCH_EXPORT, Part.ONNX)
-
-    @property
-    def ending(self) -> str:
-        """Of the file's name, if none is given."""
-        return _ENDINGS.get(self, ".safetensors")
-
-
-_ENDINGS = {Part.STATE_DICT: ".pt", Part.TORCH_EXPORT: ".pt2", Part.ONNX: ".onnx"}
-
-
 def export(
     job: JobArgument,
-    output_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-file",
-            metavar="FILE",
-            help="File to write; default: JOB.safetensors. With `--as peft` and `hub` a folder; default: JOB.",
-            show_default=False,
-        ),
-    ] = None,
-    round_: Annotated[
-        str | None,
-        typer.Option(
-            "--round",
-            metavar="N|best",
-            help="The model of a kept round, or the best one by `train.best`; default: the last one.",
-            show_default=False,
-        ),
-    ] = None,
-    region: Annotated[
-        str | None,
-        typer.Option(
-            "--region",
-            metavar="NAME",
-            help="A region's own model, of a job with `train.local`: that of its last evaluation. Also as a program.",
-            show_default=False,
-        ),
-    ] = None,
-    part: Annotated[
-        Part,
-        typer.Option(
-            "--as",
-            help="`whole` model; what was `trained`, such as an adapter; a LoRA adapter in the layout of `peft`, into "
-            "a folder; a `state-dict` for `torch.load`; a folder for a model `hub`, with a model card; or a program "
-            "that runs without the task module: `torch-export` or `onnx`.",
-        ),
-    ] = Part.WHOLE,
-    task: Annotated[
-        Path | None,
-        typer.Option(
-            "--task",
-            metavar="FOLDER|FILE",
-            help="For `torch-export` and `onnx`: your folder of the job file, or the task module. It is run here.",
-            show_default=False,
-        ),
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            metavar="SHAPE[:DTYPE]",
-            help="For `torch-export` and `onnx`: an input of the model, batch first, as 1x1x28x28 or 1x128:int64; "
-            "repeatable. Default: `example_input(config)` of the task module.",
-            show_default=False,
-        ),
-    ] = None,
+    output_file: OutputFile = None,
+    round_: ChosenRound = None,
+    region: OfRegion = None,
+    part: As = ExportKind.WHOLE,
+    task: TaskFolder = None,
+    inputs: Inputs = None,
     yes: Yes = False,
     no_input: NoInput = False,
     context: ContextFile = None,
@@ -135,9 +62,9 @@ def export(
         name = view["id"] if region is None else f"{view['id']}-{region}"
         target = output_file or Path(name if part.is_folder else f"{name}{part.ending}")
         check_places(target, is_folder=part.is_folder)
-        if part is Part.HUB:
+        if part is ExportKind.HUB:
             return await _written_for_hub(client, view, target, yes=yes)
-        if part is not Part.WHOLE:
+        if part is not ExportKind.WHOLE:
             return await _written_part(client, view, target, part, program, yes=yes)
         changed = target.is_file() and not _holds(target, view["model"]["digest"])
         confirm_overwrite({target: None} if changed else {}, target, yes=yes)
@@ -148,9 +75,9 @@ def export(
     emit(ask_control_plane(context, fetch), table=_exported_text, name=lambda data: str(data["file"]))
 
 
-def _own_model(region: str, round_: str | None, part: Part) -> Data:
+def _own_model(region: str, round_: str | None, part: ExportKind) -> Data:
     """Return a region's own model as it is known before it is here."""
-    if round_ is not None or not (part is Part.WHOLE or part.is_program):
+    if round_ is not None or not (part is ExportKind.WHOLE or part.is_program):
         text = "--region writes the whole model of a region's last evaluation, or a program of it"
         raise GeofedError("USAGE", text)
     return {"round": 0, "region": region, "metrics": {}, "digest": "", "bytes": 0}
@@ -169,14 +96,14 @@ def _facts_in(file: Path) -> Data:
     return found
 
 
-def _ready(part: Part, task: Path | None, inputs: list[str]) -> tuple[Path, list[Input]] | None:
+def _ready(part: ExportKind, task: Path | None, inputs: list[str]) -> tuple[Path, list[Input]] | None:
     """Check, before anything is fetched, what is needed to write a part: packages and options."""
     from control_plane.cli.commands.export._program import Input, find_packages
 
     if not part.is_program:
         if task is not None or inputs:
             raise GeofedError("USAGE", "--task and --input are for `--as torch-export` and `--as onnx`")
-        if part is Part.STATE_DICT:
+        if part is ExportKind.STATE_DICT:
             find_packages("torch", option=part, extra="worker")
         return None
     if task is None:
@@ -184,22 +111,28 @@ def _ready(part: Part, task: Path | None, inputs: list[str]) -> tuple[Path, list
         raise GeofedError("USAGE", f"--as {part} needs --task, for the model's class", hint=hint)
     found = [Input.parse(text) for text in inputs]
     find_packages("torch", option=part, extra="worker")
-    if part is Part.ONNX:
+    if part is ExportKind.ONNX:
         find_packages("onnx", "onnxscript", option=part, extra="onnx")
     return task, found
 
 
 async def _written_part(
-    client: ControlClient, view: Data, target: Path, part: Part, program: tuple[Path, list[Input]] | None, *, yes: bool
+    client: ControlClient,
+    view: Data,
+    target: Path,
+    part: ExportKind,
+    program: tuple[Path, list[Input]] | None,
+    *,
+    yes: bool,
 ) -> Data:
     """Write the model as something else than its own file."""
     import tempfile
 
     from control_plane.cli.commands.export._adapter import write_peft, write_trained
-    from control_plane.cli.commands.export._program import Task, write_program, write_state_dict
+    from control_plane.cli.commands.export._program import TaskCopy, write_program, write_state_dict
 
     asked = view["spec"]["task"]
-    found = Task.find(program[0], asked["module"], asked["config"]) if program is not None else None
+    found = TaskCopy.find(program[0], asked["module"], asked["config"]) if program is not None else None
 
     file = target / "adapter_model.safetensors" if part.is_folder else target
     files = [file, target / "adapter_config.json"] if part.is_folder else [file]
@@ -210,10 +143,10 @@ async def _written_part(
         _take_round(view, whole)
         try:
             if program is not None and found is not None:
-                told = write_program(whole, target, found, program[1], as_onnx=part is Part.ONNX)
-            elif part is Part.STATE_DICT:
+                told = write_program(whole, target, found, program[1], as_onnx=part is ExportKind.ONNX)
+            elif part is ExportKind.STATE_DICT:
                 told = write_state_dict(whole, target)
-            elif part is Part.PEFT:
+            elif part is ExportKind.PEFT:
                 told = write_peft(whole, target, view["spec"]["task"]["config"])
             else:
                 told = write_trained(whole, target)

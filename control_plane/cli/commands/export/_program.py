@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.export import ExportedProgram
 
-__all__ = ["Input", "Task", "find_packages", "write_program", "write_state_dict"]
+__all__ = ["Input", "TaskCopy", "find_packages", "write_program", "write_state_dict"]
 
 _DTYPES = (
     "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -69,7 +69,7 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskCopy:
     """The user's own copy of a job's task module, and the configuration of the job."""
 
     root: Path
@@ -78,7 +78,7 @@ class Task:
     config: dict[str, Any]
 
     @classmethod
-    def find(cls, place: Path, module: str, config: dict[str, Any]) -> Task:
+    def find(cls, place: Path, module: str, config: dict[str, Any]) -> TaskCopy:
         """Find a task module in a task folder, or take the file that is named. Raises ``GeofedError("USAGE")``."""
         place = place.resolve()
         if place.is_file() and place.suffix == ".py":
@@ -117,7 +117,7 @@ def write_state_dict(whole: Path, target: Path) -> dict[str, object]:
 
 
 def write_program(
-    whole: Path, target: Path, task: Task, inputs: Sequence[Input], *, as_onnx: bool = False
+    whole: Path, target: Path, task: TaskCopy, inputs: Sequence[Input], *, as_onnx: bool = False
 ) -> dict[str, object]:
     """Write a model in eval mode as a program: an archive of ``torch.export.save``, or ONNX.
 
@@ -169,7 +169,7 @@ def _written(target: Path, ending: str, write: Callable[[Path], object]) -> dict
 
 
 @contextmanager
-def _imported(task: Task) -> Iterator[ModuleType]:
+def _imported(task: TaskCopy) -> Iterator[ModuleType]:
     """Import a task module as workers do. Until the end its folder is the working directory, and what it prints goes
     to stderr."""
     with chdir(task.root), redirect_stdout(sys.stderr):
@@ -183,7 +183,7 @@ def _imported(task: Task) -> Iterator[ModuleType]:
 
 @contextmanager
 def _refused(
-    task: Task,
+    task: TaskCopy,
     text: str,
     *,
     code: str = "TASK_INVALID",
@@ -205,7 +205,7 @@ def _refused(
         raise GeofedError(code, f"{told}{_place(error, task)}", hint=hint) from None
 
 
-def _place(error: BaseException, task: Task) -> str:
+def _place(error: BaseException, task: TaskCopy) -> str:
     """Return where in the task an exception was raised, as " at FILE:LINE"."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if Path(frame.filename).is_relative_to(task.root)]
@@ -224,7 +224,7 @@ def _silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _model(task: Task, module: ModuleType, whole: Path) -> nn.Module:
+def _model(task: TaskCopy, module: ModuleType, whole: Path) -> nn.Module:
     """Create the task's model with the trained values, in eval mode."""
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -256,7 +256,7 @@ def _model(task: Task, module: ModuleType, whole: Path) -> nn.Module:
     return made.eval()
 
 
-def _examples(task: Task, module: ModuleType, inputs: Sequence[Input]) -> tuple[Tensor, ...]:
+def _examples(task: TaskCopy, module: ModuleType, inputs: Sequence[Input]) -> tuple[Tensor, ...]:
     import torch
 
     if inputs:
@@ -273,7 +273,9 @@ def _examples(task: Task, module: ModuleType, inputs: Sequence[Input]) -> tuple[
     return examples
 
 
-def _traced(task: Task, model: nn.Module, examples: tuple[Tensor, ...], source: str) -> tuple[ExportedProgram, bool]:
+def _traced(
+    task: TaskCopy, model: nn.Module, examples: tuple[Tensor, ...], source: str
+) -> tuple[ExportedProgram, bool]:
     """Trace a model. Return whether the first dimension of its inputs is of any size."""
     import torch
     from torch.export import Dim, export

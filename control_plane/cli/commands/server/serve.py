@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from control_plane.cli._database import DEFAULT_STATE_DIR, DatabaseUrl, DatabaseUrlFile, StateDir, database_url_of
+from control_plane.cli.commands.server._serve_options import (
+    Advertised,
+    AgentListen,
+    DashboardUrl,
+    FederationName,
+    KeepRules,
+    LeaseTime,
+    Listen,
+    LogFormat,
+    MetricsListen,
+    OidcClaim,
+    OidcClientId,
+    OidcClientSecretFile,
+    OidcIssuer,
+    Peers,
+    Places,
+    ReadyFile,
+    RegionCertificateLife,
+    TlsCaFile,
+    TlsCertificateFile,
+    TlsKeyFile,
+)
 from geofed_pb.errors import GeofedError
 
 if TYPE_CHECKING:
@@ -22,82 +42,37 @@ _LEAST = timedelta(hours=1)
 
 def serve(
     state_dir: StateDir = DEFAULT_STATE_DIR,
-    listen: Annotated[str, typer.Option(help="host:port for users and for joining regions.")] = "127.0.0.1:7443",
-    agent_listen: Annotated[str, typer.Option(help="host:port for region agents.")] = "127.0.0.1:7444",
-    metrics_listen: Annotated[
-        str, typer.Option(help="host:port for the dashboard, /metrics and /healthz.")
-    ] = "127.0.0.1:7445",
-    advertise: Annotated[
-        list[str] | None,
-        typer.Option(help="Public host or host:port of this server; the first one goes into invitations."),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="host or host:port of another control plane on the same PostgreSQL database; it goes into invitations."
-        ),
-    ] = None,
+    listen: Listen = "127.0.0.1:7443",
+    agent_listen: AgentListen = "127.0.0.1:7444",
+    metrics_listen: MetricsListen = "127.0.0.1:7445",
+    advertise: Advertised = None,
+    peer: Peers = None,
     database_url: DatabaseUrl = None,
     database_url_file: DatabaseUrlFile = None,
-    lease: Annotated[str, typer.Option(help="Time after which a region without contact is lost.")] = "30s",
-    federation: Annotated[str, typer.Option(help="Name of the federation; fixed at the first start.")] = "geofed",
-    region_certificate_life: Annotated[str, typer.Option(help="Lifetime of the regions' certificates.")] = "7d",
-    tls_ca_file: Annotated[
-        Path | None, typer.Option(help="Certificates of your own CA; with the next two options nothing is issued here.")
-    ] = None,
-    tls_certificate_file: Annotated[Path | None, typer.Option(help="This server's certificate by your own CA.")] = None,
-    tls_key_file: Annotated[Path | None, typer.Option(help="Key of that certificate.")] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KIND=TIME",
-            help="How long to keep models, logs and the like of ended jobs, as 30d or forever; see `storage`.",
-        ),
-    ] = None,
-    track: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PLACE",
-            help="Write the metrics of all jobs there, as `track` of one; may be repeated. {job} is its ID.",
-        ),
-    ] = None,
-    oidc_issuer: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Identity provider (OpenID Connect) by which users sign in: `geofed login`."),
-    ] = None,
-    oidc_client_id: Annotated[
-        str | None, typer.Option(metavar="ID", help="Client that this federation is registered as there.")
-    ] = None,
-    oidc_client_secret_file: Annotated[
-        Path | None, typer.Option(help="File with that client's secret, for sign-ins at the dashboard. Default: none.")
-    ] = None,
-    oidc_claim: Annotated[
-        str, typer.Option(metavar="CLAIM", help="Claim of the ID token that names a user's identity.")
-    ] = "email",
-    dashboard_url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Where browsers reach the dashboard, behind an ingress; for sign-ins there."),
-    ] = None,
-    ready_file: Annotated[Path | None, typer.Option(help="File to write the actual ports to once all listen.")] = None,
-    log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = "text",
+    lease: LeaseTime = "30s",
+    federation: FederationName = "geofed",
+    region_certificate_life: RegionCertificateLife = "7d",
+    tls_ca_file: TlsCaFile = None,
+    tls_certificate_file: TlsCertificateFile = None,
+    tls_key_file: TlsKeyFile = None,
+    keep: KeepRules = None,
+    track: Places = None,
+    oidc_issuer: OidcIssuer = None,
+    oidc_client_id: OidcClientId = None,
+    oidc_client_secret_file: OidcClientSecretFile = None,
+    oidc_claim: OidcClaim = "email",
+    dashboard_url: DashboardUrl = None,
+    ready_file: ReadyFile = None,
+    log_format: LogFormat = "text",
 ) -> None:
     """Run the control plane."""
     import asyncio
 
-    from control_plane._durations import parse_duration
-    from control_plane.server import ServeConfig
-    from control_plane.server import serve as run
-    from control_plane.tracking import check_place_of_jobs
+    from control_plane import server
     from geofed_pb.logs import configure_logs
 
     configure_logs(log_format)
-    for place in track or ():
-        check_place_of_jobs(place)
-    try:
-        lease_time, certificate_life = parse_duration(lease), parse_duration(region_certificate_life)
-    except ValueError as error:
-        raise GeofedError("CONFIG_INVALID", str(error)) from None
-    config = ServeConfig(
+    config = server.ServeConfig(
         state_dir=state_dir,
         listen=listen,
         agent_listen=agent_listen,
@@ -105,17 +80,35 @@ def serve(
         advertise=tuple(advertise or ()),
         peers=tuple(peer or ()),
         database_url=database_url_of(database_url, database_url_file),
-        lease=lease_time,
+        lease=_duration(lease),
         federation=federation,
-        region_certificate_life=certificate_life,
+        region_certificate_life=_duration(region_certificate_life),
         given=_given(tls_ca_file, tls_certificate_file, tls_key_file),
         ready_file=ready_file,
         keep=_rules(keep or []),
-        track=tuple(track or ()),
+        track=_places(track or []),
         oidc=_oidc(oidc_issuer, oidc_client_id, oidc_client_secret_file, oidc_claim, dashboard_url),
         log_format=log_format,
     )
-    asyncio.run(run(config))
+    asyncio.run(server.serve(config))
+
+
+def _duration(text: str) -> timedelta:
+    from control_plane._durations import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise GeofedError("CONFIG_INVALID", str(error)) from None
+
+
+def _places(given: list[str]) -> tuple[str, ...]:
+    """Return the places of `--track`, checked."""
+    from control_plane.tracking import check_place_of_jobs
+
+    for place in given:
+        check_place_of_jobs(place)
+    return tuple(given)
 
 
 def _rules(given: list[str]) -> Keep:

@@ -27,7 +27,7 @@ from lightkube.types import CascadeType
 from geofed_pb.errors import GeofedError
 from region_agent.config import KubernetesGateway
 from region_agent.gateway.client import is_loopback
-from region_agent.gateway.embedded.cluster.manifests import CONTAINER, INSTANCE_LABEL, RUN_LABEL, Identity
+from region_agent.gateway.embedded.cluster.manifests import CONTAINER, INSTANCE_LABEL, RUN_LABEL, ObjectOwner
 from region_agent.gateway.embedded.cluster.pods import error_of
 
 __all__ = ["RIGHTS", "ClusterApi"]
@@ -93,11 +93,11 @@ class ClusterApi:
                 if error.status.code != 404:
                     raise
 
-    async def delete_run(self, identity: Identity) -> None:
+    async def delete_run(self, identity: ObjectOwner) -> None:
         """Delete all Jobs of a gateway's run."""
         await self._delete_all({**identity.labels})
 
-    async def delete_earlier(self, identity: Identity) -> None:
+    async def delete_earlier(self, identity: ObjectOwner) -> None:
         """Delete all Jobs of earlier runs of a gateway."""
         await self._delete_all({**identity.labels, RUN_LABEL: not_equal(identity.run)})
 

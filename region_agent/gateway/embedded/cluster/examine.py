@@ -10,7 +10,7 @@ from lightkube.models.core_v1 import ResourceQuota
 from geofed_pb.errors import GeofedError
 from region_agent.config import KubernetesGateway, RegionConfig
 from region_agent.gateway.embedded.cluster.api import ClusterApi
-from region_agent.gateway.embedded.cluster.manifests import Identity, job_of, secret_of
+from region_agent.gateway.embedded.cluster.manifests import ObjectOwner, job_of, secret_of
 from region_agent.gateway.functions import FunctionSpec
 from region_agent.gateway.quantities import parse_cpu, parse_memory_bytes
 
@@ -29,7 +29,7 @@ async def examine_cluster(config: RegionConfig, gateway: KubernetesGateway) -> s
                 hint="give it the rights of deploy/kubernetes/agent.yaml",
             )
         for spec in _functions(config, gateway):
-            identity = Identity("doctor", "doctor")
+            identity = ObjectOwner("doctor", "doctor")
             name = identity.name(0)
             env = {"GEOFED_DIAL": "checked"}
             job = job_of(name, spec, identity, gateway, env)

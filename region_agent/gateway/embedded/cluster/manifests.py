@@ -34,7 +34,7 @@ from lightkube.resources.core_v1 import Secret
 from region_agent.config import KubernetesGateway
 from region_agent.gateway.functions import FunctionSpec
 
-__all__ = ["CONTAINER", "INSTANCE_LABEL", "MOST_SECRET_BYTES", "RUN_LABEL", "Identity", "job_of", "secret_of"]
+__all__ = ["CONTAINER", "INSTANCE_LABEL", "MOST_SECRET_BYTES", "RUN_LABEL", "ObjectOwner", "job_of", "secret_of"]
 
 CONTAINER = "worker"
 """Name of the container in a pod."""
@@ -48,10 +48,17 @@ _GRACE_SECONDS = 30
 """Time in which a pod that is evicted may answer its calls."""
 _KEPT_SECONDS = 600
 """Time after which Kubernetes removes a Job that has ended, if nobody else does."""
+_NO_RIGHTS = SecurityContext(
+    allowPrivilegeEscalation=False,
+    capabilities=Capabilities(drop=["ALL"]),
+    privileged=False,
+    readOnlyRootFilesystem=True,
+    runAsNonRoot=True,
+)
 
 
 @dataclass(frozen=True)
-class Identity:
+class ObjectOwner:
     """Whose an object is."""
 
     mark: str
@@ -69,7 +76,7 @@ class Identity:
         return f"geofed-{self.mark}-{self.run}-{number}"
 
 
-def _metadata(name: str, spec: FunctionSpec, identity: Identity) -> ObjectMeta:
+def _metadata(name: str, spec: FunctionSpec, identity: ObjectOwner) -> ObjectMeta:
     own = {key: value for key, value in spec.labels.items() if key.startswith("geofed.") and value}
     fixed = {
         "app.kubernetes.io/name": "geofed-worker", "app.kubernetes.io/managed-by": "geofed", INSTANCE_LABEL: name,
@@ -80,7 +87,7 @@ def _metadata(name: str, spec: FunctionSpec, identity: Identity) -> ObjectMeta:
 def secret_of(
     name: str,
     spec: FunctionSpec,
-    identity: Identity,
+    identity: ObjectOwner,
     env: Mapping[str, str],
     files: Mapping[str, bytes],
     job: Job | None = None,
@@ -101,10 +108,19 @@ def secret_of(
 
 
 def job_of(
-    name: str, spec: FunctionSpec, identity: Identity, settings: KubernetesGateway, env: Mapping[str, str]
+    name: str, spec: FunctionSpec, identity: ObjectOwner, settings: KubernetesGateway, env: Mapping[str, str]
 ) -> Job:
     """Return the Job of a replica, which runs once: the gateway decides whether there is another."""
     metadata = _metadata(name, spec, identity)
+    template = PodTemplateSpec(metadata=ObjectMeta(labels=metadata.labels), spec=_pod_of(name, spec, settings, env))
+    once = JobSpec(
+        template=template, parallelism=1, completions=1, backoffLimit=0, ttlSecondsAfterFinished=_KEPT_SECONDS
+    )
+    return Job(metadata=metadata, spec=once)
+
+
+def _pod_of(name: str, spec: FunctionSpec, settings: KubernetesGateway, env: Mapping[str, str]) -> PodSpec:
+    """Return a replica's pod: one container without rights, which reads its secrets and writes to ``/tmp``."""
     preemptible = spec.labels.get(_CAPACITY_LABEL) == "preemptible"
     placement = settings.preemptible if preemptible and settings.preemptible is not None else settings.placement
     secret = [Volume(name="secrets", secret=SecretVolumeSource(secretName=name, defaultMode=0o440, items=[
@@ -114,26 +130,19 @@ def job_of(
     mounts = [VolumeMount(name="tmp", mountPath="/tmp")]
     if secret:
         mounts.append(VolumeMount(name="secrets", mountPath=_SECRETS, readOnly=True))
-    pod = PodSpec(
-        containers=[
-            Container(
-                name=CONTAINER,
-                image=spec.image,
-                env=[
-                    EnvVar(name=one, valueFrom=EnvVarSource(secretKeyRef=SecretKeySelector(f"env.{one}", name)))
-                    for one in sorted(env)
-                ],
-                resources=_resources(spec, settings),
-                volumeMounts=mounts,
-                securityContext=SecurityContext(
-                    allowPrivilegeEscalation=False,
-                    capabilities=Capabilities(drop=["ALL"]),
-                    privileged=False,
-                    readOnlyRootFilesystem=True,
-                    runAsNonRoot=True,
-                ),
-            )
+    container = Container(
+        name=CONTAINER,
+        image=spec.image,
+        env=[
+            EnvVar(name=one, valueFrom=EnvVarSource(secretKeyRef=SecretKeySelector(f"env.{one}", name)))
+            for one in sorted(env)
         ],
+        resources=_resources(spec, settings),
+        volumeMounts=mounts,
+        securityContext=_NO_RIGHTS,
+    )
+    return PodSpec(
+        containers=[container],
         volumes=[scratch, *secret],
         restartPolicy="Never",
         terminationGracePeriodSeconds=_GRACE_SECONDS,
@@ -156,11 +165,6 @@ def job_of(
             seccompProfile=SeccompProfile(type="RuntimeDefault"),
         ),
     )  # fmt: skip
-    template = PodTemplateSpec(metadata=ObjectMeta(labels=metadata.labels), spec=pod)
-    once = JobSpec(
-        template=template, parallelism=1, completions=1, backoffLimit=0, ttlSecondsAfterFinished=_KEPT_SECONDS
-    )
-    return Job(metadata=metadata, spec=once)
 
 
 def _resources(spec: FunctionSpec, settings: KubernetesGateway) -> ResourceRequirements:

@@ -11,7 +11,7 @@ from lightkube.models.core_v1 import ContainerState, Event, Pod
 
 from geofed_pb.errors import GeofedError
 
-__all__ = ["Verdict", "error_of", "judge", "refusal"]
+__all__ = ["PodState", "error_of", "judge", "refusal"]
 
 _NO_IMAGE = frozenset(
     {"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"}
@@ -26,7 +26,7 @@ _MOST_TEXT = 500
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PodState:
     """State of a replica's pod."""
 
     state: str
@@ -40,12 +40,12 @@ class Verdict:
     """Reason of a container's end, in the words of `X-Geofed-Exit`."""
 
 
-def judge(pod: Pod) -> Verdict:
+def judge(pod: Pod) -> PodState:
     """Return what a pod's status says."""
     status = pod.status
     phase = (status.phase if status is not None else None) or "Pending"
     if status is None:
-        return Verdict("waiting", text="Kubernetes has not looked at it")
+        return PodState("waiting", text="Kubernetes has not looked at it")
     conditions = {one.type: one for one in status.conditions or ()}
     container = next(iter(status.containerStatuses or ()), None)
     state = (container.state if container is not None else None) or ContainerState()
@@ -55,37 +55,39 @@ def judge(pod: Pod) -> Verdict:
         return _ended(pod, state, f"{disrupted.reason}: {disrupted.message}" if disrupted and leaving else "")
     if leaving or (pod.metadata is not None and pod.metadata.deletionTimestamp is not None):
         told = _short(f"{disrupted.reason}: {disrupted.message}" if disrupted and leaving else "it is being deleted")
-        return Verdict("leaving", "FUNCTION_EVICTED", f"the cluster ends the pod: {told}", "evicted")
+        return PodState("leaving", "FUNCTION_EVICTED", f"the cluster ends the pod: {told}", "evicted")
     if state.waiting is not None and state.waiting.reason in _NO_IMAGE:
         reason, told = state.waiting.reason, _short(state.waiting.message or state.waiting.reason)
         text = f"its image cannot be pulled: {told}"
-        return Verdict("waiting" if reason in _PULLED_AGAIN else "failing", "IMAGE_UNAVAILABLE", text)
+        return PodState("waiting" if reason in _PULLED_AGAIN else "failing", "IMAGE_UNAVAILABLE", text)
     if state.waiting is not None and state.waiting.reason in _NOT_MADE:
         told = _short(state.waiting.message or state.waiting.reason)
         # A Secret may be there a moment later than its pod.
-        return Verdict("waiting", "CONFIG_INVALID", f"its container cannot be made: {told}")
+        return PodState("waiting", "CONFIG_INVALID", f"its container cannot be made: {told}")
     scheduled = conditions.get("PodScheduled")
     if scheduled is not None and scheduled.status == "False":
         text = f"no node takes it: {_short(scheduled.message or scheduled.reason or 'no reason is given')}"
-        return Verdict("waiting", "FUNCTION_UNSCHEDULABLE", text)
+        return PodState("waiting", "FUNCTION_UNSCHEDULABLE", text)
     if phase == "Running":
-        return Verdict("running", text="its container runs")
-    return Verdict("waiting", text="its container is being made")
+        return PodState("running", text="its container runs")
+    return PodState("waiting", text="its container is being made")
 
 
-def _ended(pod: Pod, state: ContainerState, disruption: str) -> Verdict:
+def _ended(pod: Pod, state: ContainerState, disruption: str) -> PodState:
     status, ended = pod.status, state.terminated
     assert status is not None
     if ended is not None and ended.reason == "OOMKilled":
-        return Verdict("ended", "FUNCTION_OUT_OF_MEMORY", f"used more memory than its limit of {_limit(pod)}", "memory")
+        return PodState(
+            "ended", "FUNCTION_OUT_OF_MEMORY", f"used more memory than its limit of {_limit(pod)}", "memory"
+        )
     if disruption or status.reason in ("Evicted", "Preempting", "NodeLost", "Shutdown", "NodeShutdown", "Terminated"):
         told = _short(disruption or f"{status.reason}: {status.message or 'no message'}")
-        return Verdict("ended", "FUNCTION_EVICTED", f"was ended by the cluster: {told}", "evicted")
+        return PodState("ended", "FUNCTION_EVICTED", f"was ended by the cluster: {told}", "evicted")
     if ended is None:
         told = _short(f"{status.reason or status.phase}: {status.message or 'no message'}")
-        return Verdict("ended", "FUNCTION_FAILED", f"did not run: {told}", "crash")
+        return PodState("ended", "FUNCTION_FAILED", f"did not run: {told}", "crash")
     said = f", {ended.reason}" if ended.reason not in (None, "Error", "Completed") else ""
-    return Verdict("ended", "FUNCTION_FAILED", f"exited with status {ended.exitCode}{said}", "crash")
+    return PodState("ended", "FUNCTION_FAILED", f"exited with status {ended.exitCode}{said}", "crash")
 
 
 def _limit(pod: Pod) -> str:

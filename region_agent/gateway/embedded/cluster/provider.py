@@ -17,18 +17,17 @@ from geofed_pb.tasks import awaited, background, end_process, log_only
 from region_agent.gateway.embedded.cluster.api import ClusterApi
 from region_agent.gateway.embedded.cluster.manifests import (
     MOST_SECRET_BYTES,
-    Identity,
+    ObjectOwner,
     job_of,
     secret_of,
 )
-from region_agent.gateway.embedded.cluster.pods import Verdict, judge, refusal
+from region_agent.gateway.embedded.cluster.pods import PodState, judge, refusal
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.logs import LineSplitter
-from region_agent.gateway.embedded.provider import Isolation
 from region_agent.gateway.embedded.remote import RemoteProvider
 from region_agent.gateway.embedded.replicas.running import Running
 from region_agent.gateway.embedded.table import Condemned, Refused, ReplicaReady
-from region_agent.gateway.functions import FunctionSpec
+from region_agent.gateway.functions import FunctionSpec, Isolation
 from region_agent.gateway.redaction import Redaction
 
 __all__ = ["ClusterProvider"]
@@ -57,7 +56,7 @@ class _Placed:
     """Name of its Job and Secret."""
     created_at: float
     """When the Job was created, by the monotonic clock."""
-    verdict: Verdict = field(default_factory=lambda: Verdict("waiting", text="it has no pod yet"))
+    verdict: PodState = field(default_factory=lambda: PodState("waiting", text="it has no pod yet"))
     """What was seen last."""
     pod: str = ""
     """Name of its pod, once there is one."""
@@ -79,7 +78,7 @@ class ClusterProvider(RemoteProvider):
         super().__init__(config)
         assert config.kubernetes is not None
         self._settings = config.kubernetes
-        self._identity = Identity(config.owner, secrets.token_hex(3))
+        self._identity = ObjectOwner(config.owner, secrets.token_hex(3))
         self._api = ClusterApi(config.kubernetes)
         self._look_now = asyncio.Event()
         """Set when a replica connects: its pod runs."""
@@ -219,7 +218,7 @@ class ClusterProvider(RemoteProvider):
                 placed.pod, placed.verdict = placed.pod or next(iter(of_job)), judge(pod)
                 self._judged(replica, placed)
             elif placed.pod:
-                placed.verdict = Verdict("ended", "FUNCTION_EVICTED", "was deleted in the cluster", "evicted")
+                placed.verdict = PodState("ended", "FUNCTION_EVICTED", "was deleted in the cluster", "evicted")
                 self._judged(replica, placed)
             elif time.monotonic() - placed.created_at > _PODLESS_SECONDS:
                 error = refusal(await self._api.events(placed.name))
@@ -289,7 +288,7 @@ class ClusterProvider(RemoteProvider):
             await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _overdue(verdict: Verdict, limit: float, host: str) -> GeofedError:
+def _overdue(verdict: PodState, limit: float, host: str) -> GeofedError:
     """Return the error of a replica that is not ready after its time."""
     if verdict.state == "running":
         text = f"its container runs, and has not connected to {host} and been ready within {limit:g} s"

@@ -25,7 +25,7 @@ from region_agent.gateway.embedded.replicas.relay import Relay
 from region_agent.gateway.embedded.replicas.replica import READY, SOCKET_NAME, ReplicaSpec
 from region_agent.gateway.embedded.replicas.sandbox import HOME, Sandbox, SandboxView
 from region_agent.gateway.embedded.replicas.seccomp import filter_program
-from region_agent.gateway.embedded.replicas.zygote_link import Place
+from region_agent.gateway.embedded.replicas.zygote_link import EnteredSandbox
 from region_agent.gateway.embedded.table import Refused
 from region_agent.gateway.functions import MOST_EGRESS, FunctionSpec
 from region_agent.gateway.quantities import parse_cpu, parse_duration, parse_memory_bytes
@@ -127,12 +127,12 @@ class Running:
             limits=FunctionLimits.of(spec, config),
         )
 
-    async def enter(self, view: SandboxView) -> Place:
+    async def enter(self, view: SandboxView) -> EnteredSandbox:
         """Create its sandbox; returns where its process is to go. Raises ``OSError``."""
         self.sandbox = await Sandbox.start(view)
         self.process_limit = ProcessLimit.create(self.name)
         listen = [(view.hosts.get(host, host), port) for host, port in view.egress] if view.hosts is not None else []
-        return Place(self.sandbox.fd, view.hosts is not None, listen, MOST_PROCESSES, self.process_limit.file)
+        return EnteredSandbox(self.sandbox.fd, view.hosts is not None, listen, MOST_PROCESSES, self.process_limit.file)
 
     async def begin(
         self, control: socket.socket, spec: ReplicaSpec, egress: Sequence[str], target_of: Callable[[str], str | None]

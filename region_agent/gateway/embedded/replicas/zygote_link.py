@@ -18,7 +18,7 @@ import structlog
 from geofed_pb.tasks import awaited, background, end_process
 from region_agent.gateway.embedded.replicas import isolation
 
-__all__ = ["Place", "ZygoteEvents", "ZygoteLink"]
+__all__ = ["EnteredSandbox", "ZygoteEvents", "ZygoteLink"]
 
 _PACKET_BYTES = 64 * 1024
 """Largest packet on the socket to the zygote."""
@@ -43,7 +43,7 @@ class ZygoteEvents:
 
 
 @dataclass(frozen=True)
-class Place:
+class EnteredSandbox:
     """The sandbox that a replica enters."""
 
     sandbox_fd: int
@@ -93,7 +93,7 @@ class ZygoteLink:
         """Wait until the zygote is ready, as after a restart."""
         await self._ready.wait()
 
-    def spawn(self, replica: str, control_fd: int, log_fd: int, place: Place | None) -> None:
+    def spawn(self, replica: str, control_fd: int, log_fd: int, place: EnteredSandbox | None) -> None:
         """Fork a replica, which gets copies of the two descriptors; raises ``OSError``.
 
         ``place``: the sandbox that it enters; None: it stays outside of any.

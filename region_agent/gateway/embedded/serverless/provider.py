@@ -28,7 +28,6 @@ from geofed_pb.tasks import awaited, end_process
 from region_agent.gateway.embedded.config import Config
 from region_agent.gateway.embedded.dialled import Listener
 from region_agent.gateway.embedded.logs import LineSplitter
-from region_agent.gateway.embedded.provider import Isolation
 from region_agent.gateway.embedded.remote import RemoteProvider
 from region_agent.gateway.embedded.replicas.running import FunctionLimits, Running
 from region_agent.gateway.embedded.serverless.api import (
@@ -41,7 +40,7 @@ from region_agent.gateway.embedded.serverless.api import (
 )
 from region_agent.gateway.embedded.serverless.clouds import functions_of
 from region_agent.gateway.embedded.table import Aged, Expired, Refused, ReplicaReady
-from region_agent.gateway.functions import FunctionSpec
+from region_agent.gateway.functions import FunctionSpec, Isolation
 from region_agent.gateway.quantities import parse_memory_bytes
 from region_agent.gateway.serverless.order import Order
 
@@ -214,19 +213,8 @@ class ServerlessProvider(RemoteProvider):
             self._give_up(placed.function)
             self._fail(name, error)
             return
-        try:
-            event = self._event(placed, running)
-            invoked = time.monotonic()
-            if self._placed.get(name) is placed:
-                await self._ask(self._cloud.start, placed.function.name, event)
-        except Refused as refused:
-            self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
-            return
-        except GeofedError as error:
-            # But for a function that is not there, the next replica is an invocation of the same one: it has others.
-            if isinstance(error, NoFunction):
-                self._give_up(placed.function)
-            self._fail(name, error)
+        invoked = await self._invoked(name, running, placed)
+        if invoked is None:
             return
         limit = self._settings.start_seconds
 
@@ -256,6 +244,24 @@ class ServerlessProvider(RemoteProvider):
         )
         self.apply(ReplicaReady(name))
         self._replace_in_time(running, serving)
+
+    async def _invoked(self, name: str, running: Running, placed: _Placed) -> float | None:
+        """Invoke a replica's function; return when, in seconds of the monotonic clock, or None if that has failed."""
+        try:
+            event = self._event(placed, running)
+            invoked = time.monotonic()
+            if self._placed.get(name) is placed:
+                await self._ask(self._cloud.start, placed.function.name, event)
+        except Refused as refused:
+            self._fail(name, GeofedError("LIMIT_EXCEEDED" if refused.status == 413 else "SECRET_MISSING", refused.text))
+            return None
+        except GeofedError as error:
+            # But for a function that is not there, the next replica is an invocation of the same one: it has others.
+            if isinstance(error, NoFunction):
+                self._give_up(placed.function)
+            self._fail(name, error)
+            return None
+        return invoked
 
     def _replace_in_time(self, running: Running, serving: float) -> None:
         """Start another replica, and end this one, before a call in it could exceed the platform's limit.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.data.formats.contract import Format
+from region_agent.worker.data.formats.contract import FileFormat
 from region_agent.worker.data.formats.csv import CsvFormat
 from region_agent.worker.data.formats.image_folder import ImageFolderFormat
 from region_agent.worker.data.formats.parquet import ParquetFormat
@@ -13,14 +13,14 @@ from region_agent.worker.data.spec import ClientColumn, FormatSpec
 
 __all__ = ["FORMATS", "check_format", "format_of"]
 
-_ALL: tuple[Format, ...] = (
+_ALL: tuple[FileFormat, ...] = (
     CsvFormat(), ImageFolderFormat(), JsonLinesFormat(), ParquetFormat(), TextFormat(), WebDatasetFormat()
 )  # fmt: skip
-FORMATS: dict[str, Format] = {one.kind: one for one in _ALL}
+FORMATS: dict[str, FileFormat] = {one.kind: one for one in _ALL}
 """All formats by name."""
 
 
-def format_of(spec: FormatSpec) -> Format:
+def format_of(spec: FormatSpec) -> FileFormat:
     """Return a format. Raises ``GeofedError("CONFIG_INVALID")`` if it is not known here."""
     if spec.kind not in FORMATS:
         text = f"unknown format {spec.kind!r}"

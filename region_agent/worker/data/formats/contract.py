@@ -10,7 +10,7 @@ from region_agent.worker.data.index import BlockIndex
 from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec
 
-__all__ = ["Format", "Reader", "missing_package"]
+__all__ = ["FileFormat", "Reader", "missing_package"]
 
 
 class Reader(Protocol):
@@ -29,7 +29,7 @@ class Reader(Protocol):
         """Return what ``default_collate`` would make of the samples; None: it has to."""
 
 
-class Format(Protocol):
+class FileFormat(Protocol):
     """A format of files."""
 
     @property

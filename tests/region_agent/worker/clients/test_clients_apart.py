@@ -12,7 +12,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.user_code.modules import drop_task_modules
 from region_agent.shards.indexing import Indexes
 from region_agent.worker.clients.model import ClientsModel
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.data.formats import check_format
 from region_agent.worker.data.spec import FormatSpec
 from region_agent.worker.data.streamed import Rows, Streamed
@@ -132,8 +132,8 @@ def test_only_blocks_of_the_next_batches_are_read(
     spec = check_format(FormatSpec.model_validate({"kind": "parquet", "clients": {"column": "who"}}))
     rows = Rows(spec, files, Indexes(tmp_path / "kept").of(spec, files))
     assert len(rows.index) == 100
-    clients = Clients(Streamed(rows, rows, 1), 1, "east", ClientRounds(fraction=1.0, batch=2, **how))
-    plain = Clients(_Ids(np.arange(400) % 4), 1, "east", ClientRounds(fraction=1.0, batch=2, **how))
+    clients = ClientSampler(Streamed(rows, rows, 1), 1, "east", ClientRounds(fraction=1.0, batch=2, **how))
+    plain = ClientSampler(_Ids(np.arange(400) % 4), 1, "east", ClientRounds(fraction=1.0, batch=2, **how))
     for client in range(4):
         expected = list(plain.batches(client, 1))
         found = []

@@ -21,7 +21,7 @@ from torch import nn
 from geofed_pb.errors import GeofedError
 from region_agent.worker import loop
 from region_agent.worker.clients.local import LocalTraining
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.invocation import ClientRounds, ShardFile
 from sync.seeding import reseed, seed_all
 
@@ -66,7 +66,7 @@ def plain(sizes: list[int], rounds: ClientRounds, count: int) -> tuple[dict[str,
     """Algorithm 1 of McMahan et al.: the sample-weighted mean of the changes of the clients of each round."""
     ids = np.repeat(np.arange(len(sizes)), sizes)
     data = _Ids(ids)
-    drawing = Clients(data, SEED, "east", rounds)
+    drawing = ClientSampler(data, SEED, "east", rounds)
     x = torch.randn(len(ids), 4, generator=torch.Generator().manual_seed(1))
     y = x[:, :2] - x[:, 2:]
     seed_all(SEED)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from geofed_pb.errors import GeofedError
-from region_agent.worker.clients.sampling import Clients
+from region_agent.worker.clients.sampling import ClientSampler
 from region_agent.worker.data.shard import joined, split_clients
 from region_agent.worker.invocation import ClientRounds
 from sync.policy import clients_of_round
@@ -32,11 +32,13 @@ class Named:
         return index
 
 
-def _clients(sizes: list[int], **how: Any) -> Clients:
+def _clients(sizes: list[int], **how: Any) -> ClientSampler:
     ids = np.repeat(np.arange(len(sizes)), sizes)
     # Not together, and not in the order of their numbers.
     mixed = np.random.default_rng(0).permutation(ids)
-    return Clients(Named([f"c{one}" for one in mixed]), 3, "east", ClientRounds(**{"fraction": 1.0, "batch": 2} | how))
+    return ClientSampler(
+        Named([f"c{one}" for one in mixed]), 3, "east", ClientRounds(**{"fraction": 1.0, "batch": 2} | how)
+    )
 
 
 @given(sizes=SIZES, fraction=st.floats(0.01, 1.0), workers=st.integers(1, 7), step=st.integers(1, 99))
@@ -78,7 +80,7 @@ def test_each_round_draws_others_and_no_client_is_preferred() -> None:
     # 200 of each are expected, with a standard deviation of 13.
     assert len(drawn) == 50
     assert all(140 < count < 260 for count in drawn.values())
-    other = Clients(Named(list(range(50))), 3, "west", ClientRounds(fraction=0.1, epochs=1, batch=1))
+    other = ClientSampler(Named(list(range(50))), 3, "west", ClientRounds(fraction=0.1, epochs=1, batch=1))
     assert [other.drawn(step) for step in range(1, 9)] != [clients.drawn(step) for step in range(1, 9)]
 
 
@@ -111,5 +113,5 @@ class _Short(Named):
 )
 def test_data_that_do_not_tell_whose_they_are_are_refused(data: Any, code: str, text: str) -> None:
     with pytest.raises(GeofedError, match=text) as caught:
-        Clients(data, 0, "east", ClientRounds(fraction=1.0, epochs=1, batch=1, stated=2))
+        ClientSampler(data, 0, "east", ClientRounds(fraction=1.0, epochs=1, batch=1, stated=2))
     assert caught.value.code == code

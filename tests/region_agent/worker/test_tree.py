@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.tree import Unsupported, dump_tree, load_tree
 from sync import framing
-from sync.tree import Unsupported, dump_tree, load_tree
 
 _leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(),

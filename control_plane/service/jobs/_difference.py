@@ -27,10 +27,10 @@ async def same_start(
     """
     held = "" if _secure(spec) else _SECURE
     if model is not None:
-        named = await federation.jobs_that_began(digest=model.digest, held=held)
+        named = await federation.lookup.jobs_that_began(digest=model.digest, held=held)
         found = [entry for entry in named if _has_trained_from(entry, model.digest)]
     elif task_key:
-        of_task = await federation.jobs_that_began(task_key=task_key, held=held)
+        of_task = await federation.lookup.jobs_that_began(task_key=task_key, held=held)
         found = [
             entry for entry in of_task if entry.state.initial_model is None and entry.spec.train.seed == spec.train.seed
         ]

@@ -1,0 +1,119 @@
+"""Finding jobs: those that have not ended are in memory, the others in the store."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections.abc import Callable, Mapping
+
+from pydantic import TypeAdapter
+
+from control_plane.core import TERMINAL, job_state_from_json
+from control_plane.service.state._changes import Changes
+from control_plane.service.state._entries import JobEntry
+from control_plane.service.state._leading import StoreThreads
+from control_plane.spec import parse_json
+from control_plane.store import JobRow, Store
+from geofed_pb.errors import GeofedError
+from scheduler import Plan
+
+__all__ = ["ACTIVE", "JobLookup", "entry_of"]
+
+_PLAN = TypeAdapter(Plan)
+ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
+
+
+class JobLookup:
+    """Finds jobs by ID or name, and lists them; what it returns is stored."""
+
+    def __init__(self, changes: Changes, threads: StoreThreads) -> None:
+        self._changes, self._threads = changes, threads
+
+    @property
+    def _jobs(self) -> Mapping[str, JobEntry]:
+        return self._changes.visible.jobs
+
+    async def find_job(self, name: str, may: Callable[[JobRow], bool] = lambda row: True) -> JobEntry:
+        """Return a job by its ID or its unique name. Among a replanned job and its successors, the last has the name.
+
+        Only jobs that the caller ``may`` know are found by name. Raises ``GeofedError("JOB_NOT_FOUND")``.
+        """
+        if name in self._jobs:
+            return self._jobs[name]
+        row = await self._threads.run(lambda store: store.job(name))
+        if row is None:
+            named = [row for row in await self._threads.run(lambda store: store.jobs_named(name)) if may(row)]
+            if not named:
+                raise GeofedError("JOB_NOT_FOUND", f"job {name} not found")
+            if len(named) > 1:
+                named = [job for job in named if not job_state_from_json(job.state_json).successor]
+            if len(named) > 1:
+                ids = ", ".join(job.id for job in named[:5])
+                text = f"{len(named)} jobs have the name {name}: {ids}"
+                raise GeofedError("JOB_NOT_FOUND", text, hint="give the job's ID instead of its name")
+            row = named[0]
+        return self._jobs.get(row.id) or entry_of(row)
+
+    async def jobs_that_began(self, *, task_key: str = "", digest: str = "", held: str = "") -> list[JobEntry]:
+        """Return what `Store.jobs_that_began` does, as entries."""
+
+        def entries(store: Store) -> list[JobEntry]:
+            # Parsed in the thread, since many jobs take long.
+            rows = store.jobs_that_began(task_key=task_key, digest=digest, held=held)
+            return [self._jobs.get(row.id) or entry_of(row) for row in rows]
+
+        return await self._threads.run(entries)
+
+    async def ended_job(self, job_id: str) -> JobEntry | None:
+        """Return an ended job by its ID; None if it is active or there is none."""
+        if job_id in self._changes.latest.jobs:
+            return None
+        if (ending := self._changes.ended.get(job_id)) is not None:
+            return ending
+        row = await self._threads.run(lambda store: store.job(job_id))
+        return entry_of(row) if row is not None and row.phase in TERMINAL else None
+
+    async def list_jobs(self, phases: frozenset[str], limit: int, after: str = "", reader: str = "") -> list[JobEntry]:
+        """Return jobs in the given phases, newest first, starting after the job with ID `after`.
+
+        ``reader``: only jobs that this user may read; empty: all.
+        """
+
+        if phases == ACTIVE:
+            return await self._list_active(limit, after, reader)
+        wanted = None if phases == ACTIVE | TERMINAL else phases
+
+        def entries(store: Store) -> list[JobEntry]:
+            # Parsed in the thread, since many jobs take long.
+            rows = store.jobs(phases=wanted, limit=limit, after=after, reader=reader)
+            return [self._jobs.get(row.id) or entry_of(row) for row in rows]
+
+        return await self._threads.run(entries)
+
+    async def _list_active(self, limit: int, after: str, reader: str) -> list[JobEntry]:
+        last = self._jobs.get(after)
+        row = last.row if last is not None else None
+        if row is None and after:
+            # The last job of the page before has ended.
+            row = await self._threads.run(lambda store: store.job(after))
+        begin = _turn(row) if row is not None else (-math.inf, "")
+
+        def entries() -> list[JobEntry]:
+            known = (entry for entry in list(self._jobs.values()) if _turn(entry.row) > begin)
+            mine = (entry for entry in known if reader in ("", entry.row.user, *entry.row.shared_with))
+            return heapq.nsmallest(limit, mine, key=lambda entry: _turn(entry.row))
+
+        return await asyncio.to_thread(entries)
+
+
+def _turn(row: JobRow) -> tuple[float, str]:
+    """Return the sort key of lists: the newest first."""
+    return -row.created_at, row.id
+
+
+def entry_of(row: JobRow) -> JobEntry:
+    """Parse a job's row."""
+    return JobEntry(
+        row, job_state_from_json(row.state_json), parse_json(row.spec_json), _PLAN.validate_json(row.plan_json)
+    )
