@@ -51,7 +51,7 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="KIND=TIME",
-            help="How long to keep models, logs and the like of ended jobs, as 30d or forever; see `storage`.",
+            help="How long to keep ended jobs, or their models, logs and the like, as 30d or forever; see `storage`.",
         ),
     ] = None,
     track: Annotated[
@@ -132,8 +132,8 @@ def _rules(given: list[str]) -> Keep:
             rules[kind] = None if text == "forever" else parse_duration(text).total_seconds()
         except ValueError as error:
             raise GeofedError("CONFIG_INVALID", f"--keep {rule}: {error}", hint="or forever") from None
-        if kind in ("unused", "uploads") and (rules[kind] or _LEAST.total_seconds()) < _LEAST.total_seconds():
-            text = f"--keep {rule}: at least 1h, since a submission may be about to use it"
+        if kind in ("jobs", "unused", "uploads") and (rules[kind] or _LEAST.total_seconds()) < _LEAST.total_seconds():
+            text = f"--keep {rule}: at least 1h, since somebody may be about to use it"
             raise GeofedError("CONFIG_INVALID", text)
     return rules
 
