@@ -222,6 +222,7 @@ def command_of(
             neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.neighbours],
             former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
             finish=action.finish,
+            halt=action.halt,
         )
         return agent_pb2.ToAgent(peers=message)
     if isinstance(action, SendScale):
