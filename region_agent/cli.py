@@ -303,7 +303,7 @@ def storage(
     from region_agent.storage import RegionStorage
 
     try:
-        found = RegionStorage(state_dir, load_config(config).retention).totals(time.time())
+        found = RegionStorage.of(load_config(config), state_dir.resolve()).totals(time.time())
     except sqlite3.Error as error:
         raise GeofedError("UNAVAILABLE", f"no agent has been started with {state_dir}: {error}") from None
     free = shutil.disk_usage(state_dir).free

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
 import signal
@@ -49,7 +48,7 @@ from region_agent.shards.sending import Sending, SendingContext
 from region_agent.state.audit_log import AUDIT_KEY, RegionAudit
 from region_agent.state.store import AgentStore, PartitionRow
 from region_agent.status import Status, StatusFile
-from region_agent.storage import SENDING, RegionStorage
+from region_agent.storage import SENDING, RegionStorage, channel_folder
 from region_agent.tasks.environments import Environments
 from sync.ps.tokens import new_key
 
@@ -62,7 +61,6 @@ _LOG_FLUSH_SECONDS = 0.3
 """Interval at which log lines are sent."""
 _RENEW_RETRY_SECONDS = 30.0
 """Pause before a failed renewal of the certificate is retried."""
-_SHARED_MEMORY = Path("/dev/shm")
 _CLOSING_SECONDS = 5.0
 """Time for partitions and transfers to end when the agent ends; the next start continues what takes longer."""
 _SWEEP_SECONDS = 3600.0
@@ -124,7 +122,7 @@ class Agent:
         self._unrecorded: set[str] = set()
         """Jobs of them whose start could not be recorded, which has been reported."""
         self._logs = LogShipping(self._store, self._hub.send_durably)
-        self._storage = RegionStorage(state_dir, config.retention, self._channel_on_disk())
+        self._storage = RegionStorage.of(config, state_dir)
         self._closing: set[asyncio.Task[None]] = set()
         """Tasks that end partitions and transfers."""
         self._isolation = Isolation("none", "the function gateway has not started")
@@ -233,20 +231,11 @@ class Agent:
         return Owner(made.region, self._store.owner_mark(made.mark))
 
     def _channel_folder(self) -> Path:
-        """Return the folder of a file channel: in shared memory, one for each agent, or in the state directory."""
+        """Return the folder of a channel of files."""
         configured = self._config.channel
-        if isinstance(configured, FileChannelConfig) and configured.path is not None:
-            return configured.path
-        if not os.access(_SHARED_MEMORY, os.W_OK):
-            return self._state_dir / "channel"
-        mark = hashlib.sha256(str(self._state_dir).encode()).hexdigest()[:12]
-        return _SHARED_MEMORY / f"geofed-{os.getuid()}-{mark}"
-
-    def _channel_on_disk(self) -> Path | None:
-        """Return the folder of a file channel that is not in shared memory."""
-        folder = self._channel_folder()
-        is_file = isinstance(self._config.channel, FileChannelConfig)
-        return folder if is_file and not folder.is_relative_to(_SHARED_MEMORY) else None
+        return channel_folder(
+            configured if isinstance(configured, FileChannelConfig) else FileChannelConfig(), self._state_dir
+        )
 
     async def _open_gateway(self) -> GatewayClient:
         gateway = self._config.gateway
@@ -270,7 +259,7 @@ class Agent:
     async def _sweep(self) -> None:
         """Remove what the retention rules no longer keep: at the start, and at an interval."""
         while True:
-            await asyncio.to_thread(self._storage.sweep, time.time())
+            self._audit.erased(await asyncio.to_thread(self._storage.sweep, time.time()))
             await asyncio.sleep(_SWEEP_SECONDS)
 
     async def _delete_orphans(self, context: PartitionContext) -> None:
@@ -626,7 +615,8 @@ class Agent:
         """Delete all that is kept of a job; what cannot be deleted now is swept later."""
         if partition is not None:
             await partition.drained()
-        await asyncio.to_thread(self._storage.delete_job, command.job, command.bundle_digest)
+        gone = await asyncio.to_thread(self._storage.delete_job, command.job, command.bundle_digest)
+        self._audit.erased(gone, command.job)
         if self._context is not None:
             with suppress(GeofedError):
                 await asyncio.to_thread(self._context.channel.discard, command.job)

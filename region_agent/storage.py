@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -14,17 +16,19 @@ import structlog
 from geofed_pb.files.task_folder import kept_parts
 from geofed_pb.storage import Found, Keep, Stored, Total, due, found, left_after, remove, totals, used_bytes
 from geofed_pb.v1 import agent_pb2
-from region_agent.config import RetentionConfig
+from region_agent.config import FileChannelConfig, RegionConfig, RetentionConfig
 from region_agent.gateway.owner import function_name
 from region_agent.partition.shards import SHARDS
+from region_agent.shards.indexing import INDEXES
 from region_agent.state.store import stored_messages
 from region_agent.tasks.environments import FOLDER as ENVIRONMENTS
 from region_agent.tasks.folder import BUNDLES
 
-__all__ = ["SENDING", "Held", "RegionStorage", "held_by"]
+__all__ = ["SENDING", "Held", "RegionStorage", "channel_folder", "held_by"]
 
 SENDING = "sending"
 """Folder in the state directory for temporary files of shards that are sent to other regions."""
+_SHARED_MEMORY = Path("/dev/shm")
 _DAY_SECONDS = 86_400.0
 _LEAST_SECONDS = 60.0
 """Shortest time for which anything is kept, so that a sweep takes nothing of a job that is just beginning."""
@@ -35,6 +39,16 @@ _PART = re.compile(r"-w[0-9]+$")
 """End of the name of a job's further functions."""
 _WRITTEN = re.compile(r"\..*\.partial|.*\.part(ial)?")
 """Files that are being written."""
+
+
+def channel_folder(channel: FileChannelConfig, state_dir: Path) -> Path:
+    """Return the folder of a channel of files: in shared memory, one for each agent, or in the state directory."""
+    if channel.path is not None:
+        return channel.path
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        return state_dir / "channel"
+    mark = hashlib.sha256(str(state_dir).encode()).hexdigest()[:12]
+    return _SHARED_MEMORY / f"geofed-{os.getuid()}-{mark}"
 
 
 @dataclass(frozen=True)
@@ -64,9 +78,15 @@ def _parts(state_dir: Path, bundles: Iterable[str]) -> set[str]:
 class RegionStorage:
     """The files of one state directory. Methods block."""
 
-    def __init__(self, state_dir: Path, retention: RetentionConfig, channel: Path | None = None) -> None:
-        """``channel``: the channel's folder, if it is on the disk."""
-        self._state_dir, self._channel = state_dir, channel
+    def __init__(
+        self,
+        state_dir: Path,
+        retention: RetentionConfig,
+        channel: Path | None = None,
+        own_channel: Path | None = None,
+    ) -> None:
+        """Give ``channel``, if the channel's folder is on the disk, and ``own_channel``, if no other agent uses it."""
+        self._state_dir, self._channel, self._own_channel = state_dir, channel, own_channel
         self._functions = state_dir / "gateway" / "state"
         days = {
             # Other regions' data, which are removed with their job.
@@ -75,12 +95,24 @@ class RegionStorage:
             "bundles": retention.bundles_days,
             "logs": retention.logs_days,
             "approvals": retention.approvals_days,
+            "indexes": retention.indexes_days,
+            "channel": retention.channel_days,
             "unfinished": retention.unfinished_days,
         }
         self.keep: Keep = {kind: max(_LEAST_SECONDS, kept * _DAY_SECONDS) for kind, kept in days.items()}
 
+    @classmethod
+    def of(cls, config: RegionConfig, state_dir: Path) -> RegionStorage:
+        """Return the storage of a region with its channel, if that is one of files."""
+        if not isinstance(config.channel, FileChannelConfig):
+            return cls(state_dir, config.retention)
+        folder = channel_folder(config.channel, state_dir)
+        on_disk = folder if not folder.is_relative_to(_SHARED_MEMORY) else None
+        # A folder that the region file names may hold what is not the agent's.
+        return cls(state_dir, config.retention, on_disk, folder if config.channel.path is None else None)
+
     def items(self, held: Held) -> Iterator[Stored]:
-        """Yield what is kept; ``name`` is the path in the state directory."""
+        """Yield what is kept; ``name`` is the path in the state directory, or an absolute one."""
         place = self._state_dir
         for kind, folder in (("jobs", "jobs"), ("shards", SHARDS), ("shards", SENDING)):
             for one in found(place / folder):
@@ -97,6 +129,10 @@ class RegionStorage:
         for one in found(place / ENVIRONMENTS):
             # Whole ones are removed where they need the space, by `Environments`.
             yield self._item("unfinished" if _WRITTEN.fullmatch(one.path.name) else ENVIRONMENTS, one)
+        for one in found(place / INDEXES):
+            yield self._item("indexes", one)
+        for one in found(self._own_channel) if self._own_channel is not None else ():
+            yield self._item("channel", one, in_use=one.path.name in held.jobs)
         for one in found(place, ".*.partial"):
             yield self._item("unfinished", one)
 
@@ -104,23 +140,27 @@ class RegionStorage:
         """Return the sums by kind."""
         return totals(self.items(held_by(self._state_dir)), self.keep, now)
 
-    def sweep(self, now: float) -> None:
-        """Remove what the rules no longer keep; what cannot be removed is logged, and tried again by the next sweep."""
+    def sweep(self, now: float) -> list[Stored]:
+        """Remove what the rules no longer keep, and return it; what cannot be removed is logged, and tried again by the
+        next sweep."""
         try:
             held = held_by(self._state_dir)
         except sqlite3.Error as error:
             _log.warning("nothing was swept: the jobs cannot be read", error=str(error))
-            return
-        left_after(due(self.items(held), self.keep, now), self._remove)
+            return []
+        return self._removed(due(self.items(held), self.keep, now))
 
-    def delete_job(self, job: str, bundle_digest: str) -> None:
-        """Delete all files of a job, and its code unless another job here has the same (empty: one elsewhere has)."""
+    def delete_job(self, job: str, bundle_digest: str) -> list[Stored]:
+        """Delete all files of a job, and its code unless another job here has the same (empty: one elsewhere has).
+
+        Returns what was deleted.
+        """
         held = held_by(self._state_dir, without=job)
         names = {job, function_name(job)}
         if bundle_digest:
             digest = bundle_digest.removeprefix("sha256:")
             names |= {digest, *_parts(self._state_dir, [digest])}
-        left_after((one for one in self.items(held) if not one.in_use and _names(one, names)), self._remove)
+        return self._removed([one for one in self.items(held) if not one.in_use and _names(one, names)])
 
     def job_bytes(self, job: str) -> int:
         """Return the disk space that a job takes."""
@@ -132,7 +172,13 @@ class RegionStorage:
         return sum(used_bytes(folder) for folder in folders)
 
     def _item(self, kind: str, one: Found, *, in_use: bool = False) -> Stored:
-        return Stored(kind, str(one.path.relative_to(self._state_dir)), one.bytes, one.changed_at, in_use=in_use)
+        place = self._state_dir
+        name = one.path.relative_to(place) if one.path.is_relative_to(place) else one.path
+        return Stored(kind, str(name), one.bytes, one.changed_at, in_use=in_use)
+
+    def _removed(self, items: list[Stored]) -> list[Stored]:
+        left = set(left_after(items, self._remove))
+        return [item for item in items if item not in left]
 
     def _remove(self, item: Stored) -> None:
         remove(self._state_dir / item.name)

@@ -46,6 +46,7 @@ from control_plane.core._events import (
 )
 from control_plane.core._goal import federated_histograms, federated_metrics, may_end_early
 from control_plane.core._job import MAX_PUBLISHES, JobMachine
+from control_plane.core._leaving import why_not_without
 from control_plane.core._links import WanLink, wan_links
 from control_plane.core._meters import with_late_charges
 from control_plane.core._models import best_model, last_model, models_of
@@ -160,6 +161,7 @@ __all__ = [
     "region_state_from_json",
     "region_state_to_json",
     "wan_links",
+    "why_not_without",
     "with_late_charges",
 ]
 

@@ -73,6 +73,8 @@ class ReplanRequested:
     """Reason, for the job's history."""
     data: dict[str, Any]
     """Data of the recorded event."""
+    without: tuple[str, ...] = ()
+    """Lost regions that the end does not wait for."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class SuccessorDecided:
     """ID of the new job; empty: no job continues the model."""
     text: str
     data: dict[str, Any]
+    fails: bool = False
+    """Whether this job fails, since it has lost a region, and none continues without it."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,8 @@ class SendPeers:
     """`JobState.former`."""
     finish: bool = False
     """Whether the job is to end early, as soon as all regions can end with the same round."""
+    halt: bool = False
+    """Whether it is to end at once, with the last merged round."""
 
 
 @dataclass(frozen=True)

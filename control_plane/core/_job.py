@@ -16,7 +16,6 @@ from control_plane.core._copies import (
     copying,
     forget_commands,
     is_awaited,
-    links_needed,
     transfer_commands,
     unfinished,
     waits_for_shards,
@@ -49,6 +48,7 @@ from control_plane.core._events import (
     Tick,
 )
 from control_plane.core._goal import may_end_early, metrics_lacking_goal, reached
+from control_plane.core._leaving import furthest, halting, lost_for_long, why_not_without
 from control_plane.core._meters import with_all_meters, with_late_charges
 from control_plane.core._models import (
     keeps_models,
@@ -64,6 +64,8 @@ from control_plane.core._state import ENDED_PARTITION, Copy, Failure, JobPhase, 
 
 MAX_PUBLISHES = 5
 """Number of uploads of the model that may arrive incomplete before the job fails."""
+_HALT_SECONDS = 3600.0
+"""Time in which regions that are told to end at once do so. They evaluate the model first."""
 _STARTED_PHASES = ("starting", "running", "finishing")
 """Phases in which regions have their partitions."""
 _STARTING_EVERYWHERE = "starting in all regions"
@@ -259,6 +261,10 @@ class JobMachine:
             self._out.append(SendStop(copy.source, copy.epoch, "the shard has arrived", discard=True))
 
     def _send_peers(self) -> None:
+        if self.state.left_out:
+            self.state, commands = halting(self.state)
+            self._out += commands
+            return
         parts = self.state.partitions
         if not all(part.address for part in parts):
             return
@@ -362,9 +368,10 @@ class JobMachine:
         self._send_peers()
 
     def _replan_requested(self, event: ReplanRequested) -> None:
-        if not may_end_early(self.state):
+        if not may_end_early(self.state) or (event.without and why_not_without(self.state, event.without)):
             return
         self.state = replace(self.state, ends_early=event.text, replanned=True)
+        self.state = replace(self.state, left_out=event.without, left_out_at=event.at if event.without else 0.0)
         self._record("job.replanning", f"ending early: {event.text}", "", event.data)
         self._send_peers()
 
@@ -394,14 +401,18 @@ class JobMachine:
             return
         self.state = replace(self.state, successor=event.successor)
         self._record("job.replanned", event.text, "", event.data)
+        if event.fails:
+            gone = ", ".join(self.state.left_out)
+            self._fail(event.at, Failure("REGION_LOST", f"region {gone} stays away, and {event.text}"))
+            return
         if not event.successor:
             # A successor takes over the promised deadline.
             self._report_deadline(event.at)
         self._succeed(event.at)
 
     def _finish_if_all_done(self, at: float) -> None:
-        if self.state.phase == "running" and all(part.state == "finished" for part in self.state.partitions):
-            digests = {part.region: part.report.model_digest for part in self.state.partitions if part.report}
+        if self.state.phase == "running" and all(part.state == "finished" for part in self.state.remaining):
+            digests = {part.region: part.report.model_digest for part in furthest(self.state) if part.report}
             if len(set(digests.values())) != 1 and self.state.exact:
                 listed = ", ".join(f"{region} {digest or 'none'}" for region, digest in digests.items())
                 self._fail(at, Failure("INTERNAL", f"the regions ended with different models: {listed}"))
@@ -416,7 +427,7 @@ class JobMachine:
         """Command the first reachable region that has the model to upload it, unless an upload is already pending."""
         if self.state.publisher:
             return
-        able = [part for part in self.state.partitions if part.state == "finished" and part.link == "live"]
+        able = [part for part in furthest(self.state) if part.state == "finished" and part.link == "live"]
         if not able:
             return
         chosen = able[0]
@@ -525,6 +536,10 @@ class JobMachine:
         if part is None:
             return
         before, part = part, self._relink(part, "live", event.at)
+        if part.region in self.state.left_out:
+            reason = "the job has ended without this region, which was lost"
+            self._out.append(SendStop(part.region, part.epoch, reason, discard=True))
+            return
         if self.state.phase == "cancelling" and event.restarted:
             self._out.append(SendStop(part.region, part.epoch, self.state.reason or "cancelled", discard=True))
         if self.state.phase not in _STARTED_PHASES:
@@ -562,7 +577,7 @@ class JobMachine:
             part.region,
             {"epoch": part.epoch},
         )
-        self._start(replace(part, told=()))
+        self._start(replace(part, told=(), told_to_halt=False))
         self._upload_lost(part.region)
 
     def _region_unreachable(self, event: RegionUnreachable) -> None:
@@ -588,7 +603,9 @@ class JobMachine:
             self._cancelled_if_all_ended(event.at)
         if self.state.phase not in _STARTED_PHASES:
             return
-        self._update_partition(replace(part, epoch=part.epoch + 1, state="pending", address="", told=()))
+        self._update_partition(
+            replace(part, epoch=part.epoch + 1, state="pending", address="", told=(), told_to_halt=False)
+        )
         self._record(
             "partition.fenced",
             f"{part.region} is lost; epoch {part.epoch} ends, and {part.epoch + 1} begins when it is back",
@@ -603,14 +620,34 @@ class JobMachine:
     def _tick(self, event: Tick) -> None:
         if self.state.phase not in _STARTED_PHASES or self.state.publisher:
             return
-        for name, link, since in links_needed(self.state):
-            if link == "lost" and event.at - since > self.state.lost_limit_seconds:
-                text = f"region {name} has been lost for longer than {self.state.lost_limit_seconds:.0f} s"
-                self._fail(event.at, Failure("REGION_LOST", text))
-                return
+        if gone := lost_for_long(self.state, event.at):
+            self._stays_lost(gone, event.at)
+            return
+        if self.state.left_out and event.at - self.state.left_out_at > _HALT_SECONDS and self.state.phase == "running":
+            slow = _listed([part.region for part in self.state.remaining if part.state != "finished"])
+            text = f"region {_listed(list(self.state.left_out))} stays away, and {slow} does not end without it"
+            self._fail(event.at, Failure("REGION_LOST", text))
+            return
         if self.state.time_limit_seconds is not None:
             self._end_early(event.at)
             self._send_peers()
+
+    def _stays_lost(self, gone: list[str], at: float) -> None:
+        """End the job without these regions, for another one to continue it, or fail it."""
+        text = f"region {_listed(gone)} has been lost for longer than {self.state.lost_limit_seconds:.0f} s"
+        why_not = why_not_without(self.state, gone)
+        if not self.state.continues or why_not:
+            told = _because(f"{text}; the job cannot continue without it", why_not) if self.state.continues else text
+            self._fail(at, Failure("REGION_LOST", told))
+            return
+        early = self.state.ends_early
+        why = early or f"the rest is replanned: {text}"
+        self.state = replace(self.state, ends_early=why, replanned=self.state.replanned or not early)
+        self.state = replace(self.state, left_out=tuple(gone), left_out_at=at)
+        regions = [part.region for part in self.state.partitions]
+        data = {"regions": regions, "wanted": [part.region for part in self.state.remaining], "reason": text}
+        self._record("job.replanning", f"ending early: {why}", "", {**data, "by_itself": True, "without": gone})
+        self._send_peers()
 
     def _relink(self, part: Partition, link: Link, at: float) -> Partition:
         if part.link == link:

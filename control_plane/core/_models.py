@@ -116,8 +116,8 @@ def with_final_model(state: JobState) -> JobState:
 
 
 def _final(state: JobState) -> KeptModel:
-    reports = [part.report for part in state.partitions if part.report is not None]
-    rounds = max((report.round for report in reports), default=0)
+    reports = [part.report for part in state.remaining if part.report is not None]
+    rounds = state.rounds_done if state.left_out else max((report.round for report in reports), default=0)
     metrics = federated_metrics([report.evaluation for report in reports])
     return KeptModel(rounds, metrics, state.blob_digest, state.blob_bytes)
 

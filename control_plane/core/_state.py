@@ -255,6 +255,8 @@ class Partition:
     """Number of the routes that were last sent to this region."""
     told_to_finish: bool = False
     """Whether the region was commanded to end early."""
+    told_to_halt: bool = False
+    """Whether the region was commanded to end at once."""
     counted_before: MeterTotals = field(default_factory=MeterTotals)
     """Totals of earlier meters of this region."""
     link: Link = "live"
@@ -383,7 +385,7 @@ class JobState:
 
     job: str
     lost_limit_seconds: float
-    """How long a region may stay lost before the job fails (`limits.lostRegion`)."""
+    """How long a region may stay lost before the job fails, or continues without it (`limits.lostRegion`)."""
     created_at: float
     phase: JobPhase = "queued"
     partitions: tuple[Partition, ...] = ()
@@ -455,6 +457,14 @@ class JobState:
     """Whether the job ends early so that another job continues its model with other regions."""
     successor: str = ""
     """ID of the job that continues the model; empty: none."""
+    continues: bool = False
+    """Whether a job continues the model without a region that stays lost (`regions.lost`); else this job fails."""
+    most_left_out: int = 0
+    """Most regions that can be left out together, so that the others end at once and another job continues."""
+    left_out: tuple[str, ...] = ()
+    """Regions without which the others have been told to end."""
+    left_out_at: float = 0.0
+    """When they were told to."""
     goal_unknown: bool = False
     """Whether it was recorded that no region measures the goal's metric."""
 
@@ -465,6 +475,18 @@ class JobState:
     def copy_from(self, region: str) -> Copy | None:
         """Return the copy whose source is a region, or None."""
         return next((copy for copy in self.copies if copy.source == region), None)
+
+    @property
+    def remaining(self) -> tuple[Partition, ...]:
+        """The partitions without those of regions that are left out."""
+        return tuple(part for part in self.partitions if part.region not in self.left_out)
+
+    @property
+    def rounds_done(self) -> int:
+        """Rounds that all regions have completed; where one is left out, those of the furthest of the others, whose
+        model is the job's."""
+        rounds = [part.report.round if part.report else 0 for part in self.remaining]
+        return (max if self.left_out else min)(rounds, default=0)
 
     @property
     def awaits_successor(self) -> bool:

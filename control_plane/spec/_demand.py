@@ -106,6 +106,7 @@ def _merging(spec: JobSpec) -> dict[str, float]:
 def _waits(spec: JobSpec) -> bool:
     privacy = spec.privacy
     waits = spec.wan.waits or privacy.secure_aggregation or privacy.differential is not None
+    waits = waits or spec.regions.lost == "continue"
     return spec.train.scaling != "fixed" or spec.clients is not None or waits
 
 

@@ -141,6 +141,16 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _can_leave_out(self) -> JobSpec:
+        wan, key = self.wan, "`regions.lost: continue` cannot be used with"
+        if self.regions.lost == "continue":
+            if wan.traits.on_arrival:
+                raise ValueError(f"{key} `advanced.wan.policy: {wan.policy}`, which exchanges in the background")
+            if wan.exchange == "background":
+                raise ValueError(f"{key} `advanced.wan.exchange: background`: no round is the last one of all regions")
+        return self
+
+    @model_validator(mode="after")
     def _can_be_summed(self) -> JobSpec:
         if not self.privacy.secure_aggregation:
             return self

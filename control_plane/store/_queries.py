@@ -123,6 +123,13 @@ class Queries(Database):
             rows = connection.execute(select(*columns)).mappings()
             return [JobUse(**_lists_read(row)) for row in rows]
 
+    def job_bytes(self) -> dict[str, int]:
+        """Return the length of each job's description, plan, state and result, by ID. Reads the whole table."""
+        texts = ("spec_json", "plan_json", "state_json", "result_json")
+        size = sum((func.length(t.jobs.c[name]) for name in texts), start=literal(0))
+        with self._reading() as connection:
+            return {job: int(length) for job, length in connection.execute(select(t.jobs.c.id, size))}
+
     def row_uses(self, table: str, job: str = "") -> list[RowUse]:
         """Return what the rows of a history take, by job; those of no job are split by day. Reads the whole table.
 

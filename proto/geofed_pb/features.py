@@ -12,6 +12,7 @@ __all__ = [
     "IMAGE",
     "INITIAL_FILE",
     "INITIAL_URI",
+    "LEAVE_OUT",
     "LOCAL",
     "MERGE_RATIO",
     "MERGE_STEP",
@@ -28,6 +29,8 @@ BASE = "base"
 """Tensors that never change are not exchanged."""
 PRECISION = "train.precision"
 ACCUMULATE = "train.accumulate"
+LEAVE_OUT = "regions.lost: continue"
+"""A job ends at once, with the last merged round, when a region stays away."""
 LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
 INITIAL_URI = "train.initialModel.uri"
@@ -49,5 +52,6 @@ FEATURES = (
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE,
     ROBUST_BACKGROUND,
+    LEAVE_OUT,
 )  # fmt: skip
 """All features of this version."""

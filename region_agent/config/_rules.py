@@ -123,6 +123,11 @@ class RetentionConfig(Section):
     approvals_days: NotNegative = 30.0
     """Approvals of profiles and probes, and requests that nobody has answered. What `approve: first-run` has approved
     stays approved."""
+    indexes_days: NotNegative = 30.0
+    """Indexes of datasets with a format, with the categories and clients that they name, since they were last used. A
+    missing one is made again."""
+    channel_days: NotNegative = 1.0
+    """What a job left in a channel of files. Its end removes it, so this is for crashes."""
     unfinished_days: NotNegative = 1.0
     """Files that were being written when the agent ended."""
 

@@ -97,6 +97,8 @@ class PeersKnown:
     topology: PsTopology = field(default_factory=PsTopology)
     finish: bool = False
     """The job ends before its planned last round, as soon as all regions can end together."""
+    halt: bool = False
+    """It ends at once, with the last merged round."""
 
 
 @dataclass(frozen=True)
@@ -282,6 +284,7 @@ class ConfigurePs:
     peers: tuple[PsPeer, ...]
     topology: PsTopology = field(default_factory=PsTopology)
     finish: bool = False
+    halt: bool = False
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,7 @@ class PartitionMachine:
         self._ps_up = False
         self._peers: tuple[PsPeer, ...] = ()
         self._topology = PsTopology()
-        self._finish = False
+        self._finish = self._halt = False
         self._view = PsView()
         self._worker_group = _Workers()
         self._previous = _PreviousAttempt()
@@ -260,7 +260,8 @@ class PartitionMachine:
                 self._prepared, self._preparing = True, False
                 return self._maybe_train()
             case PeersKnown():
-                self._peers, self._topology, self._finish = event.peers, event.topology, event.finish
+                self._peers, self._topology = event.peers, event.topology
+                self._finish, self._halt = event.finish, event.halt
                 return self._configure()
             case PsReady():
                 return self._ps_ready(event)
@@ -327,7 +328,9 @@ class PartitionMachine:
         return actions + self._invoke_waiting(all_=True) + self._maybe_train() + self._maybe_publish()
 
     def _configure(self) -> list[Action]:
-        return [ConfigurePs(self.epoch, self.attempt, self._peers, self._topology, self._finish)] if self._ps_up else []
+        if not self._ps_up:
+            return []
+        return [ConfigurePs(self.epoch, self.attempt, self._peers, self._topology, self._finish, self._halt)]
 
     def _configured(self, event: PartitionConfigured) -> list[Action]:
         self._fenced = (event.attempt, event.round)

@@ -284,6 +284,10 @@ class PartitionRunner:
 
     async def _follow(self, message: agent_pb2.Peers) -> None:
         """Resolve the other regions' addresses, again every minute, and pass on those that may be connected to."""
+        if message.halt:
+            # No peer is needed any more, and the name of the one that stays away may have no address.
+            self.feed(PeersKnown((), finish=message.finish, halt=True))
+            return
         neighbours, former = (tuple((pair.a, pair.b) for pair in ps) for ps in (message.neighbours, message.former))
         topology = PsTopology(message.routes, neighbours, former)
         networks, told = self._context.config.policy.peer_networks, None

@@ -134,6 +134,7 @@ class PsProcess:
             neighbours=[sync_pb2.Neighbours(a=a, b=b) for a, b in topology.neighbours],
             former=[sync_pb2.Neighbours(a=a, b=b) for a, b in topology.former],
             finish=wanted.finish,
+            halt=wanted.halt,
         )
         async with self._connect() as connection:
             try:

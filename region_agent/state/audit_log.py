@@ -10,7 +10,7 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +20,7 @@ from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.security.audit import GENESIS, Head, bounded_texts, entry_line, head_line, header_line
 from geofed_pb.security.signing import load_or_create_key
+from geofed_pb.storage import Stored
 from geofed_pb.v1 import agent_pb2
 from region_agent.state.store import AgentStore, AuditEntry
 
@@ -30,6 +31,8 @@ AUDIT_KEY = "audit.key"
 _JOB_BYTES = 100
 """Longest ID of a job, profile or probe in the log."""
 _SIGNATURE_BYTES = 64
+_MOST_NAMES = 100
+"""Removed files of one kind that an entry names; it counts all."""
 _ENDS = frozenset({"finished", "failed", "stopped"})
 """States of a partition in which it trains no more."""
 _TOLD = frozenset({*_ENDS, "published", "refused", "sent"})
@@ -126,6 +129,21 @@ class RegionAudit:
     def sending_model(self, job: str, digest: str, round_: int = 0, *, own: bool = False) -> None:
         """Record that a model is about to be sent to the control plane. ``own``: the region's own one."""
         self._store.add_audit(self._entry("model.sent", job, digest=digest, round=round_, own=own), now=True)
+
+    def erased(self, items: Iterable[Stored], job: str = "") -> None:
+        """Record what was removed of what the region kept: of a deleted job, or (empty) by the region's own rules."""
+        by_kind: dict[str, list[Stored]] = {}
+        for item in items:
+            by_kind.setdefault(item.kind, []).append(item)
+        for kind, gone in sorted(by_kind.items()):
+            facts: dict[str, Any] = {
+                "what": kind,
+                "rule": "job.deleted" if job else "retention",
+                "names": [clean(item.name) for item in gone[:_MOST_NAMES]],
+                "count": len(gone),
+                "bytes": sum(item.bytes for item in gone),
+            }
+            self._store.add_audit(self._entry("data.erased", job, **facts))
 
     def note(self, report: agent_pb2.PartitionReport) -> None:
         """Record the end of a partition or transfer, or its refusal, and put the head of the log into the report."""

@@ -230,6 +230,7 @@ class AdminService(sync_pb2_grpc.PsAdminServicer):
             routes=request.routes,
             former=former,
             finish=request.finish,
+            halt=request.halt,
         )
         if peers:
             unsigned = frozenset(peer.region for peer in request.peers if peer.unsigned)

@@ -34,6 +34,8 @@ class RobustRule:
     and the state that it returned last. There are enough changes for that number."""
     fewest: Callable[[int], int]
     """Returns the number of regions that are needed for a number of wrong ones."""
+    from_last: bool = False
+    """Whether its result starts from that of the last round, so that all rounds must be of the same coordinates."""
 
     def most(self, regions: int) -> int:
         """Return how many of the regions may be wrong; 0: too few regions for any."""

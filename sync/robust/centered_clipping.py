@@ -30,4 +30,4 @@ def _combine(deltas: Sequence[Vector], wrong: int, memory: Mapping[str, Vector])
     return Combined(delta, {_CENTER: delta})
 
 
-METHODS = (RobustRule("centered-clipping", _combine, lambda wrong: 2 * wrong + 1),)
+METHODS = (RobustRule("centered-clipping", _combine, lambda wrong: 2 * wrong + 1, from_last=True),)

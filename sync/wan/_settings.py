@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from geofed_pb.errors import GeofedError
-from sync.robust import ROBUST_SETTING, robust_in
+from sync.robust import ROBUST_SETTING, robust_in, robust_rule_named
 from sync.secure import FEWEST_REGIONS
 
 __all__ = ["ExchangeSettings"]
@@ -85,6 +85,8 @@ class ExchangeSettings:
         late = ("quorum", "grace_seconds", "lead", "damping", "compensation")
         if found.robust and any(getattr(found, name) for name in late):
             raise GeofedError("CONFIG_INVALID", "a robust rule merges the same round of all regions")
+        if found.fragments > 1 and found.robust and robust_rule_named(found.robust).from_last:
+            raise GeofedError("CONFIG_INVALID", f"{found.robust} requires updates of the whole model")
         if found.secure and (found.secure < FEWEST_REGIONS or not found.secure.is_integer()):
             text = f"wan setting secure is {found.secure:g}; it must be 0, or a whole number from {FEWEST_REGIONS}"
             raise GeofedError("CONFIG_INVALID", text)

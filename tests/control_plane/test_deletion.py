@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.postgres import Postgres
 
+from control_plane.blobs import BlobStore
 from control_plane.server import ServeConfig
+from control_plane.service import Federation, Sweeper
 from control_plane.store import open_store
+from deploy.local import reusable_port
 from geofed_pb.v1 import agent_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent, digest_of
@@ -97,6 +102,65 @@ class Contract:
 
         run(scenario())
 
+    def test_ended_jobs_go_by_the_rule_with_what_their_regions_keep(self, config: ServeConfig, job_file: Path) -> None:
+        kept = replace(config, keep={"jobs": 3600.0}, agent_listen=f"127.0.0.1:{reusable_port()}")
+        url = config.database_url or f"sqlite:///{config.state_dir}/state.db"
+
+        async def swept_at(now: float) -> None:
+            """The sweep that the server makes every hour."""
+            with open_store(url, upgrade=False) as store:
+                blobs = BlobStore(config.state_dir / "blobs")
+                federation = Federation(store, blobs, lambda: now, timedelta(seconds=30), "test")
+                await federation.load()
+                await Sweeper(federation, kept.keep).sweep()
+                await federation.close()
+
+        async def scenario() -> None:
+            async with staged(kept) as stage:
+                a, b = await bring_up(stage)
+                job = (await stage.submit(job_file)).job.id
+                await _ended(stage, job, a, b)
+                start = f"train.initialModel.job={job}"
+                later = (await stage.submit(job_file, "r2", (start, "metadata.name=later"))).job.id
+                done = (await stage.client.job(job)).finished_at
+                (kind,) = [one for one in (await stage.client.storage()).kinds if one.kind == "jobs"]
+                assert (kind.count, kind.due_count, kind.next_at) == (2, 0, pytest.approx(done + 3600, abs=1))
+                assert kind.bytes > 1000
+                for agent in (a, b):
+                    await agent.close()
+            await swept_at(done + 3601)
+            async with staged(kept) as stage:
+                assert (await stage.client.job(job)).id == job, "a job that has not ended started from its model"
+                await a.connect()
+                await b.connect()
+                await stage.client.cancel(later)
+                for agent in (a, b):
+                    agent.report(later, "stopped")
+                    await agent.settled()
+                    await agent.close()
+            await swept_at(done + 3599)
+            async with staged(kept) as stage:
+                assert (await stage.client.job(job)).id == job
+            await swept_at(done + 3601)
+            async with staged(kept) as stage:
+                await refused(stage.client.job(job), "JOB_NOT_FOUND")
+                assert (await stage.client.job(later)).id == later, "it ended later"
+                assert (await stage.client.delete(job)).deleted_by == "--keep jobs"
+                for agent in (a, b):
+                    await agent.connect()
+                    await agent._until(
+                        lambda agent=agent: any(c.stop.job == job and c.stop.deleted for c in agent.commands)
+                    )
+                    await agent.close()
+            blobs = {path.name for path in (config.state_dir / "blobs").glob("[0-9a-f]*")}
+            assert digest_of(MODEL).removeprefix("sha256:") not in blobs
+            with open_store(url, upgrade=False) as store:
+                told = [json.loads(row.text) for row in store.audit_after(0)]
+            (gone,) = [one for one in told if one["kind"] == "job.deleted"]
+            assert (gone["job"], gone["by"]) == (job, "--keep jobs")
+
+        run(scenario())
+
     def test_storage_tells_what_each_job_takes_and_what_goes_next(self, config: ServeConfig, job_file: Path) -> None:
         async def scenario() -> None:
             kept = replace(config, keep={"models": 30 * 86_400.0})
@@ -130,6 +194,7 @@ class Contract:
                 assert [one.job for one in (await stage.client.storage(jobs=0)).jobs] == []
                 alone = await stage.client.storage("digits")
                 assert {kind.kind for kind in alone.kinds if kind.count} == {
+                    "jobs",
                     "models",
                     "bundles",
                     "events",

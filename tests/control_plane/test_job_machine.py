@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -67,7 +68,15 @@ ALL_PAIRS = (("a", "b"), ("a", "c"), ("b", "c"))
 
 def fresh(*regions: str) -> JobMachine:
     parts = tuple(Partition(region) for region in regions or REGIONS)
-    return JobMachine(JobState("j", LIMIT, 0.0, partitions=parts, goal=Goal("accuracy", 0.4, at_least=True, every=3)))
+    goal = Goal("accuracy", 0.4, at_least=True, every=3)
+    return JobMachine(JobState("j", LIMIT, 0.0, partitions=parts, goal=goal, most_left_out=1))
+
+
+def continuing(*regions: str) -> JobMachine:
+    """A job that runs, and is to continue without a region that stays lost."""
+    machine = running(*regions)
+    machine.state = replace(machine.state, continues=True)
+    return machine
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -124,7 +133,11 @@ class AnyOrder(RuleBasedStateMachine):
         if isinstance(action, SendPublish):
             assert self.asked is None, "one region at a time is asked for the model"
             self.asked = action.region
-        if isinstance(action, SendPeers):
+        if isinstance(action, SendPeers) and action.halt:
+            assert action.region not in state.left_out
+            assert (action.peers, action.finish) == ((), True)
+        elif isinstance(action, SendPeers):
+            assert not state.left_out
             known = tuple((p.region, p.epoch, p.address) for p in state.partitions)
             assert tuple((p.region, p.epoch, p.address) for p in action.peers) == known
             assert all(address for _, _, address in known)
@@ -193,6 +206,22 @@ class AnyOrder(RuleBasedStateMachine):
     @rule()
     def replan(self) -> None:
         self.tell(ReplanRequested(self.at, "a region has come", {}))
+
+    @rule(region=st.sampled_from(REGIONS))
+    def replan_without(self, region: str) -> None:
+        part = self.machine.state.partition(region)
+        assert part is not None
+        if part.link == "lost":
+            self.tell(ReplanRequested(self.at, "a region has gone", {}, (region,)))
+
+    @invariant()
+    def the_model_is_of_the_furthest_region_that_is_there(self) -> None:
+        state = self.machine.state
+        if (asked := state.partition(state.publisher)) is not None and state.left_out:
+            assert asked.region not in state.left_out
+            assert asked.report is not None
+            assert asked.report.round == state.rounds_done
+        assert len(state.left_out) <= state.most_left_out
 
     @rule(successor=st.sampled_from(("", "k")))
     def go_on(self, successor: str) -> None:
@@ -334,6 +363,85 @@ def test_a_region_that_stays_lost_fails_the_job() -> None:
     assert machine.state.error is not None
     assert machine.state.error.code == "REGION_LOST"
     assert {stop.region for stop in sent(actions, SendStop)} == {"a", "b"}
+
+
+def ended_at(machine: JobMachine, at: float, **rounds: int) -> list[Any]:
+    """The regions report their end, each with the model of its last round."""
+    actions = []
+    for name, made in rounds.items():
+        part = machine.state.partition(name)
+        assert part is not None
+        report = Report(part.epoch, "finished", round=made, model_digest=f"m{made}", ps_address=part.address)
+        actions += machine.handle(Reported(at, name, report))
+    return actions
+
+
+def test_a_job_continues_without_a_region_that_stays_lost() -> None:
+    machine = continuing("a", "b", "c")
+    machine.handle(RegionLost(10, "c"))
+    assert machine.handle(Tick(10 + LIMIT)) == []
+    told = sent(machine.handle(Tick(11 + LIMIT)), SendPeers)
+    assert [(one.region, one.peers, one.finish, one.halt) for one in told] == [
+        ("a", (), True, True), ("b", (), True, True),
+    ]  # fmt: skip
+    assert machine.handle(Tick(12 + 2 * LIMIT)) == [], "it is gone, and that is known"
+    # The one that is further has the job's model.
+    assert sent(ended_at(machine, 250, a=6), SendPublish) == []
+    assert sent(ended_at(machine, 250, b=7), SendPublish) == [SendPublish("b", 1)]
+    assert (machine.state.model_digest, machine.state.rounds_done) == ("m7", 7)
+    stop = sent(machine.handle(RegionLive(260, "c", True)), SendStop)
+    assert [(one.region, one.epoch, one.discard) for one in stop] == [("c", 2, True)]
+    machine.handle(Reported(270, "b", Report(1, "published", round=7, blob_digest="d"), blob_bytes=1, flat_bytes=1))
+    assert machine.state.awaits_successor
+    machine.handle(SuccessorDecided(280, "k", "continues", {}))
+    assert (machine.state.phase, machine.state.successor) == ("succeeded", "k")
+
+
+def test_a_region_that_restarts_meanwhile_is_told_again_to_end() -> None:
+    machine = continuing("a", "b", "c")
+    machine.handle(RegionLost(10, "c"))
+    machine.handle(Tick(11 + LIMIT))
+    assert sent(machine.handle(RegionLive(112, "a", True)), SendStart) == [SendStart("a", 1, resumed=True)]
+    told = sent(machine.handle(Reported(113, "a", Report(1, "ready", ps_address="a:1"))), SendPeers)
+    assert [(one.region, one.halt) for one in told] == [("a", True)]
+
+
+def test_a_job_that_nobody_can_continue_fails_with_its_model() -> None:
+    machine = continuing("a", "b", "c")
+    machine.handle(RegionLost(10, "c"))
+    machine.handle(Tick(11 + LIMIT))
+    ended_at(machine, 120, a=6, b=6)
+    machine.handle(Reported(130, "a", Report(1, "published", round=6, blob_digest="d"), blob_bytes=1, flat_bytes=1))
+    machine.handle(SuccessorDecided(140, "", "no job continues its model: too few", {}, fails=True))
+    assert machine.state.phase == "failed"
+    assert machine.state.error is not None
+    assert (machine.state.error.code, machine.state.blob_digest) == ("REGION_LOST", "d")
+    assert "region c stays away, and no job continues its model: too few" in machine.state.error.message
+
+
+@pytest.mark.parametrize("why", ["two at once", "another one later", "one that does not end", "in the background"])
+def test_what_a_job_cannot_continue_without(why: str) -> None:
+    machine = continuing("a", "b", "c")
+    machine.state = replace(machine.state, most_left_out=0 if why == "in the background" else 1)
+    machine.handle(RegionLost(10, "c"))
+    if why == "two at once":
+        machine.handle(RegionLost(10, "b"))
+    machine.handle(Tick(11 + LIMIT))
+    if why == "another one later":
+        machine.handle(RegionLost(120, "b"))
+        machine.handle(Tick(121 + LIMIT))
+    if why == "one that does not end":
+        ended_at(machine, 120, a=6)
+        machine.handle(Tick(4000))
+    assert machine.state.phase == "failed"
+    assert machine.state.error is not None
+    text = {
+        "two at once": "with secure aggregation only one region can be left out",
+        "another one later": "it ends without c already",
+        "one that does not end": "region c stays away, and b does not end without it",
+        "in the background": "it exchanges in the background",
+    }[why]
+    assert text in machine.state.error.message
 
 
 def test_different_models_fail_the_job() -> None:

@@ -254,7 +254,7 @@ def test_rules_are_read_and_faults_told() -> None:
     assert _rules(["models=30d", "logs=1h30m", "events=forever"]) == {"models": 30 * DAY, "logs": 5400, "events": None}
     for rule, fault in (
         ("model=3d", "there is no kind"), ("models", "not a valid duration"), ("logs=3 days", "not a valid duration"),
-        ("uploads=59m", "at least 1h"), ("unused=1s", "at least 1h"),
+        ("uploads=59m", "at least 1h"), ("unused=1s", "at least 1h"), ("jobs=5m", "at least 1h"),
     ):  # fmt: skip
         with pytest.raises(GeofedError, match=fault) as caught:
             _rules([rule])

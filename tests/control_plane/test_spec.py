@@ -147,6 +147,10 @@ function: {slice: 11m}
             "F:7:17: `advanced.wan`: `robust` cannot be used with `policy: fednova`",
         ),
         (
+            ("interval: 2", "robust: centered-clipping, fragments: 2"),
+            "F:7:17: `advanced.wan`: `fragments` cannot be used with `robust: centered-clipping`, which starts from",
+        ),
+        (
             ("interval: 2", "robust: median, quorum: 2"),
             "F:7:17: `advanced.wan`: `quorum` cannot be used with `robust: median`, which merges the same round of all",
         ),

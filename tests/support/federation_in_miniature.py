@@ -155,6 +155,8 @@ class Site:
         """The last round whose grace time was over."""
         self.told_to_end = False
         """Its agent has heard that the job is to end before its plan, and keeps it."""
+        self.halts = False
+        """Its agent has heard that the job is to end at once, and keeps it."""
         self.began = False
         self.now = 0.0
         """Seconds of its clock, which moves with its rounds and timers."""
@@ -430,7 +432,7 @@ class Site:
     def configure(self, peers: tuple[PeerAddress, ...], ways: Ways) -> None:
         if self.machine is not None:
             told = Configured(self.epoch, self.attempt, peers, ways.neighbours, routes=ways.routes, former=ways.former)
-            self.feed(replace(told, finish=self.told_to_end))
+            self.feed(replace(told, finish=self.told_to_end, halt=self.halts))
 
     # The workers
 
@@ -748,6 +750,30 @@ class Miniature:
                 remote = made.sequence * (len(setup.regions) - 1) + (0 if first else 1)
                 assert made.applied == remote, f"{made.applied} remote updates in a model that has room for {remote}"
                 assert made.step == made.sequence * setup.steps_per_round
+
+    def finish_without(self, gone: str) -> None:
+        """A region dies and never comes back: the others are told so, one after another, and must end at once."""
+        self.sites[gone].crash()
+        others = {name: site for name, site in self.sites.items() if name != gone}
+        for site in others.values():
+            site.halts = True
+        for _ in range(100):
+            if all(site.finished and all(w.doing == "done" for w in site.workers) for site in others.values()):
+                return
+            for name, site in others.items():
+                if site.machine is None:
+                    site.start()
+                self.configure(name)
+                for index in range(len(site.workers)):
+                    if not site.workers[index].call:
+                        site.let_work(index)
+                while site.work:
+                    site.do_work()
+                self.send(name)
+            while self.wan:
+                self.deliver(self.wan.pop(0))
+            self.check()
+        raise AssertionError(f"stuck: {[(s.machine and s.machine.progress, s.workers) for s in others.values()]}")
 
     def finish(self) -> None:
         """From now on nothing breaks: everything must come to its end, and nobody may wait for ever.

@@ -42,9 +42,11 @@ JOB_SECONDS = 120.0
 _Answer = TypeVar("_Answer")
 
 
-def digits_sites(folder: Path, regions: Sequence[str], *, workers: int = 1, **more: Any) -> list[RegionSite]:
-    """Regions that hold the digits, unevenly; `more` goes into each region's file."""
-    written = write_shards(read_digits(1), list(regions), folder / "data", alpha=0.5, seed=1)
+def digits_sites(
+    folder: Path, regions: Sequence[str], *, workers: int = 1, alpha: float = 0.5, **more: Any
+) -> list[RegionSite]:
+    """Regions that hold the digits, unevenly by default; `more` goes into each region's file."""
+    written = write_shards(read_digits(1), list(regions), folder / "data", alpha=alpha, seed=1)
     sites = []
     for name in regions:
         splits = {split: {"uri": part["path"], "samples": part["samples"]} for split, part in written[name].items()}

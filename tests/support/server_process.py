@@ -119,12 +119,12 @@ class Server:
             yield line
 
     def configure(
-        self, *peers: Server, epoch: int = 1, attempt: int = 0, address: str = "", finish: bool = False
+        self, *peers: Server, epoch: int = 1, attempt: int = 0, address: str = "", **more: bool
     ) -> sync_pb2.PsStatus:
         proto = [
             sync_pb2.PsPeer(region=p.region, address=address or p.address, epoch=p.settings["epoch"]) for p in peers
         ]
-        return self.configure_peers(*proto, epoch=epoch, attempt=attempt, finish=finish)
+        return self.configure_peers(*proto, epoch=epoch, attempt=attempt, **more)
 
     def configure_peers(self, *peers: sync_pb2.PsPeer, epoch: int = 1, **more: Any) -> sync_pb2.PsStatus:
         request = sync_pb2.PsConfig(epoch=epoch, peers=peers, **more)

@@ -41,8 +41,9 @@ async def same_start(
 
 def _has_trained_from(entry: JobEntry, digest: str) -> bool:
     began, state = entry.state.initial_model, entry.state
-    # No round of the job began with its final model.
-    rounds = {model.digest for model in models_of(state)} - {state.blob_digest}
+    # No round of the job began with its final model, unless it ended in the middle of one.
+    last = set[str]() if state.left_out else {state.blob_digest}
+    rounds = {model.digest for model in models_of(state)} - last
     return digest in rounds or (began is not None and began.digest == digest)
 
 
@@ -58,6 +59,8 @@ def refused_by_difference(spec: JobSpec, plan: Plan, earlier: Sequence[JobEntry]
         secure = [one for one in (spec, entry.spec) if _secure(one)]
         mine, theirs = _regions(plan), _regions(entry.plan)
         apart = mine ^ theirs if len(secure) == 2 else mine - theirs if _secure(spec) else theirs - mine
+        if entry.state.left_out and apart == set(entry.state.left_out):
+            continue  # Only the region itself can have the sum of the round that the others make again.
         if secure and 0 < len(apart) < max(one.privacy.min_regions for one in secure):
             job, names = entry.row.id, ", ".join(sorted(apart))
             text = f"{job} trains from the same model, and differs by {names}: both together would tell its updates"

@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,7 +19,14 @@ from typing import Any
 import structlog
 
 from control_plane._durations import format_duration
-from control_plane.core import InitialModel, KeptModel, ReplanRequested, SuccessorDecided, may_end_early
+from control_plane.core import (
+    InitialModel,
+    KeptModel,
+    ReplanRequested,
+    SuccessorDecided,
+    may_end_early,
+    why_not_without,
+)
 from control_plane.service.jobs._result import runs_so_far
 from control_plane.service.jobs._submission import NewJob, admit, new_row
 from control_plane.service.measuring._known import Learnt, task_keys
@@ -72,6 +80,8 @@ class Succession:
         """Replan a job, as a user (``by``) has requested: end it, and continue its model in a new job. Repeated
         requests replan it once.
 
+        Regions that are lost are left out: the others end at once, with the last round that they have merged.
+
         Raises ``GeofedError``, and the job continues: ILLEGAL_STATE if it does not run or is about to end;
         INADMISSIBLE, or the code of the reason, if its rest cannot be run or would run in the same regions.
         """
@@ -83,18 +93,19 @@ class Succession:
             return
         if entry.state.ends_early:
             raise GeofedError("ILLEGAL_STATE", f"job {job} is ending already: {entry.state.ends_early}")
-        if away := [part.region for part in entry.state.partitions if part.link == "lost"]:
-            text = f"region {', '.join(away)} is lost: all regions of {job} must be reachable to end it"
+        away = tuple(part.region for part in entry.state.partitions if part.link == "lost")
+        if away and (why_not := why_not_without(entry.state, away)):
+            text = f"region {', '.join(away)} is lost, and {job} cannot be replanned without it: {why_not}"
             raise GeofedError("ILLEGAL_STATE", text)
-        await self._request(entry, await self._plan_of_rest(entry), reason, by=by)
+        await self._request(entry, await self._plan_of_rest(entry, away), reason, by=by, without=away)
 
-    async def _plan_of_rest(self, entry: JobEntry) -> Plan:
+    async def _plan_of_rest(self, entry: JobEntry, away: Sequence[str] = ()) -> Plan:
         """Return the plan of a job's rest; raise ``GeofedError`` if it cannot be run, or would run in the same
-        regions."""
+        regions. ``away``: lost regions of the job, which are left out."""
         job, rest = entry.row.id, rest_of(entry, self._federation.clock())
         learnt = await self._learnt(entry, rest)
         async with self._federation.planning:
-            reachable = _without_regions(rest, self._silent(entry))
+            reachable = _without_regions(rest, [*self._silent(entry), *away])
             _, answer = await self._federation.answer(reachable, "plan", learnt, entry.row.user, without=job)
         if isinstance(answer, Declined):
             refused = declined_error(answer)
@@ -107,14 +118,23 @@ class Succession:
         return answer.plan
 
     async def _request(
-        self, entry: JobEntry, then: Plan, reason: str, *, by_itself: bool = False, by: str = ""
+        self,
+        entry: JobEntry,
+        then: Plan,
+        reason: str,
+        *,
+        by_itself: bool = False,
+        by: str = "",
+        without: tuple[str, ...] = (),
     ) -> None:
         job, regions = entry.row.id, _regions(then)
         why = f"the rest is replanned over {', '.join(regions)}" + (f": {reason}" if reason else "")
         data = {"regions": _regions(entry.plan), "wanted": regions, "reason": reason, "by_itself": by_itself}
+        if without:
+            data["without"] = list(without)
         async with self._federation.change() as draft:
             draft.by = by
-            draft.apply_to_job(job, ReplanRequested(draft.at, why, data))
+            draft.apply_to_job(job, ReplanRequested(draft.at, why, data, without))
             present = draft.job(job)
             if present is None or not present.state.replanned:
                 raise GeofedError("ILLEGAL_STATE", f"job {job} is about to end")
@@ -214,7 +234,7 @@ class Succession:
         model = InitialModel(row.id, last.digest, last.bytes, last.round)
         silent = self._silent(entry)
         # Unreachable regions are only left out of the plan, not excluded in the stored spec.
-        planned = _without_regions(rest, silent)
+        planned = _without_regions(rest, [*silent, *entry.state.left_out])
         # The signature is over the code and its data, which the successor shares.
         new_job = replace(new_job, task_key=key, signature_json=row.signature_json, shared_with=row.shared_with)
         new = NewJob(new_job, planned, await self._learnt(entry, rest), model)
@@ -250,7 +270,9 @@ class Succession:
         async with self._federation.change() as draft:
             text = f"no job continues its model: {error.message}"
             data: dict[str, Any] = {"successor": None, "regions": [], "code": error.code}
-            draft.apply_to_job(entry.row.id, SuccessorDecided(draft.at, "", text, data))
+            # A job of which nothing is left to train has succeeded without the region.
+            fails = bool(entry.state.left_out) and error.code != "ILLEGAL_STATE"
+            draft.apply_to_job(entry.row.id, SuccessorDecided(draft.at, "", text, data, fails))
 
     async def _keys(self, entry: JobEntry, rest: JobSpec) -> tuple[str, str]:
         return task_keys(rest, await self._federation.code_digest(entry.row.bundle_digest))
@@ -273,7 +295,7 @@ def rest_of(entry: JobEntry, at: float, model: KeptModel | None = None) -> JobSp
     """
     state, spec, job = entry.state, entry.spec, entry.row.id
     reports = [part.report for part in state.partitions if part.report is not None]
-    done = min((report.round for report in reports), default=0) if model is None else model.round
+    done = state.rounds_done if model is None else model.round
     share = done / entry.plan.rounds
     rest: dict[str, Any] = json.loads(spec.to_json())
     train, objective = rest["train"], rest["objective"]

@@ -15,6 +15,7 @@ from geofed_pb.features import (
     IMAGE,
     INITIAL_FILE,
     INITIAL_URI,
+    LEAVE_OUT,
     LOCAL,
     MERGE_RATIO,
     MERGE_STEP,
@@ -30,12 +31,23 @@ from geofed_pb.user_code.images import is_allowed_image
 from scheduler import Declined, Plan, Reason
 from sync.secure import hiding_regions
 
-__all__ = ["keeps_base", "refused_by_age", "refused_by_lack", "refused_by_shares"]
+__all__ = ["keeps_base", "most_left_out", "refused_by_age", "refused_by_lack", "refused_by_shares"]
 
 
 def keeps_base(plan: Plan, regions: Mapping[str, RegionEntry]) -> bool:
     """Whether the regions of a plan leave tensors that never change out of the exchange; they must all do the same."""
     return all(BASE in regions[part.region].state.features for part in plan.partitions)
+
+
+def most_left_out(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]) -> int:
+    """Return the number of regions that a job can leave out together where they stay lost; 0: it cannot.
+
+    With secure aggregation it is one. That region may have the sum of a round that the others make again, and then it
+    could tell, from both sums, the update of another region that is left out with it.
+    """
+    if plan.background or not all(LEAVE_OUT in regions[part.region].state.features for part in plan.partitions):
+        return 0
+    return 1 if spec.privacy.secure_aggregation else len(plan.partitions) - 1
 
 
 def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry], *, parted: bool) -> Declined | None:
@@ -63,6 +75,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
             (MERGE_RATIO, spec.merge.ratio != 1.0),
             (MERGE_TO_ALL, spec.advanced.k == 0),
             (PARTS, parted),
+            (LEAVE_OUT, spec.regions.lost == "continue"),
             (ROBUST_BACKGROUND, spec.wan.robust != "none" and spec.wan.exchange == "background"),
         )
         if used

@@ -15,7 +15,7 @@ from control_plane.service.measuring._known import (
     stage_paces_of,
     starts_of,
 )
-from control_plane.service.planning._features import keeps_base
+from control_plane.service.planning._features import keeps_base, most_left_out
 from control_plane.service.planning._tuning import profiles_of
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
@@ -140,6 +140,8 @@ def first_state(
         created_at=at,
         keeps_base=keeps_base(plan, regions),
         exact=not plan.background,
+        continues=spec.regions.lost == "continue",
+        most_left_out=most_left_out(spec, plan, regions),
         initial_model=initial_model,
         copies=tuple(
             Copy(

@@ -51,7 +51,6 @@ from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
 from control_plane.service.state._job_lookup import ACTIVE
 from control_plane.service.state._notifier import Notifier
-from control_plane.service.storage._deletion import delete_job
 from control_plane.service.storage._report import storage_report
 from control_plane.service.storage._sweeper import Sweeper
 from control_plane.spec import parse_request
@@ -300,7 +299,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
     @answering
     async def Delete(self, request: control_pb2.DeleteRequest, context: Context) -> control_pb2.DeleteReply:
         """Delete an ended job and all that belongs to it."""
-        return await delete_job(self._federation, self._sweeper, request.job, caller_now())
+        return await self._sweeper.delete_job(request.job, caller_now())
 
     @answering
     async def Storage(self, request: control_pb2.StorageRequest, context: Context) -> control_pb2.StorageReply:

@@ -291,6 +291,7 @@ def _peers(action: SendPeers, row: JobRow, known: Callable[[str], RegionState]) 
         neighbours=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.neighbours],
         former=[agent_pb2.RegionPair(a=a, b=b) for a, b in action.former],
         finish=action.finish,
+        halt=action.halt,
     )
 
 

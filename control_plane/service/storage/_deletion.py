@@ -8,22 +8,28 @@ from control_plane.service.state._callers import Caller
 from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
-from control_plane.service.storage._sweeper import Sweeper
 from control_plane.store import CommandRow, Deletion, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import agent_pb2, control_pb2
 
-__all__ = ["delete_job"]
+__all__ = ["BY_RULE", "delete_job"]
+
+BY_RULE = Caller("--keep jobs")
+"""Deletes the jobs that the control plane's own rule no longer keeps. No user can have this name."""
 
 
-async def delete_job(federation: Federation, sweeper: Sweeper, name: str, caller: Caller) -> control_pb2.DeleteReply:
+async def delete_job(
+    federation: Federation, name: str, caller: Caller
+) -> tuple[control_pb2.DeleteReply, frozenset[str]]:
     """Delete a job, and have its regions delete what they keep of it; repeating it has no effect.
+
+    Returns also the digests of the files that it needed; those that no other job needs are left to be removed.
 
     Raises ``GeofedError``: JOB_NOT_FOUND; ILLEGAL_STATE if it has not ended, or if a job that has not ended started
     from its model.
     """
     if (before := await federation.read(lambda store: store.deletion(name))) is not None:
-        return _reply(before, [])
+        return _reply(before, []), frozenset()
     job = (await federation.lookup.find_job(name, caller.may_read)).row.id
     async with federation.change() as draft:
         entry = await federation.lookup.ended_job(job)
@@ -46,8 +52,7 @@ async def delete_job(federation: Federation, sweeper: Sweeper, name: str, caller
             draft.commands.append(CommandRow(region, job, agent_pb2.ToAgent(stop=stop).SerializeToString()))
     models = {model.digest for model in (*models_of(entry.state), entry.state.initial_model) if model is not None}
     parts = federation.blobs.parts(entry.row.bundle_digest)
-    await sweeper.remove_unused({entry.row.bundle_digest, *parts, *models})
-    return _reply(gone, regions)
+    return _reply(gone, regions), frozenset({entry.row.bundle_digest, *parts, *models})
 
 
 def _not_ended(draft: Draft, job: str) -> GeofedError:

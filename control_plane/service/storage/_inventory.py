@@ -10,10 +10,11 @@ from control_plane.core import TERMINAL
 from control_plane.store import JobUse, RowUse
 from geofed_pb.storage import Found, Keep, Stored
 
-__all__ = ["KEEP", "KINDS", "Item", "file_items", "rows_item"]
+__all__ = ["KEEP", "KINDS", "Item", "file_items", "job_item", "rows_item"]
 
 _DAY_SECONDS = 86_400.0
 KEEP: Keep = {
+    "jobs": None,
     "models": None,
     "bundles": None,
     "events": 90 * _DAY_SECONDS,
@@ -23,8 +24,8 @@ KEEP: Keep = {
     "unused": 7 * _DAY_SECONDS,
     "uploads": _DAY_SECONDS,
 }
-"""Default rules, by kind. Models and code stay with their job, since nothing can bring them back; an upload that was
-interrupted is continued within a day or not at all."""
+"""Default rules, by kind. Jobs stay, and models and code with them, since nothing can bring them back; an upload that
+was interrupted is continued within a day or not at all."""
 KINDS = {"events": "events", "logs": "logs", "runs": "measurements", "weights": "measurements", "deletions": "history"}
 """Kind of each history's rows; events of no job are "history"."""
 
@@ -80,6 +81,14 @@ def _of_jobs(stored: Stored, jobs: list[JobUse]) -> Stored:
         in_use=any(job.phase not in TERMINAL for job in jobs),
         since=max([stored.since, *(job.ended_at for job in jobs)]),
     )
+
+
+def job_item(job: JobUse, size: int = 0) -> Item:
+    """Return the item of a job itself, with which all goes that belongs to it. It stays until it has ended.
+
+    ``size``: bytes of its description, plan, state and result.
+    """
+    return Item(_of_jobs(Stored("jobs", job.id, size, job.ended_at), [job]))
 
 
 def rows_item(use: RowUse, jobs: Mapping[str, JobUse]) -> Item:

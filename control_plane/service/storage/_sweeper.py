@@ -10,11 +10,14 @@ from functools import partial
 
 import structlog
 
+from control_plane.service.state._callers import Caller
 from control_plane.service.state._federation import Federation
-from control_plane.service.storage._inventory import KEEP, KINDS, Item, file_items, rows_item
+from control_plane.service.storage._deletion import BY_RULE, delete_job
+from control_plane.service.storage._inventory import KEEP, KINDS, Item, file_items, job_item, rows_item
 from control_plane.store import HISTORIES, JobUse, RowUse, Store
 from geofed_pb.errors import GeofedError
 from geofed_pb.storage import Keep, Stored, due, left_after, remove
+from geofed_pb.v1 import control_pb2
 
 __all__ = ["Sweeper"]
 
@@ -53,7 +56,9 @@ class Sweeper:
         for table in HISTORIES:
             measured += await self._federation.read(partial(Store.row_uses, table=table, job=job))
         files, jobs = await self._files(), await self._jobs()
-        found = [*files, *(rows_item(use, jobs) for use in measured)]
+        sizes = await self._federation.read(Store.job_bytes)
+        kept = [job_item(use, sizes.get(use.id, 0)) for use in jobs.values()]
+        found = [*kept, *files, *(rows_item(use, jobs) for use in measured)]
         return [item for item in found if not job or job in item.stored.jobs]
 
     async def _files(self) -> list[Item]:
@@ -84,6 +89,7 @@ class Sweeper:
     async def sweep(self) -> None:
         """Remove what the rules no longer keep. What cannot be removed is logged, and tried again by the next sweep."""
         now = self._federation.clock()
+        await self._delete_jobs(now)
         await self._remove_files(lambda stored: bool(due([stored], self.keep, now)))
         for table in HISTORIES:
             if count := await self._sweep_rows(table, now):
@@ -92,6 +98,29 @@ class Sweeper:
             surplus = partial(Store.remove_events_beyond, most=_MAX_JOB_EVENTS, job=job, limit=_ROWS_AT_ONCE)
             count = await self._remove_all(surplus)
             _log.warning("a job had more events than are kept; the oldest were removed", job=job, rows=count)
+
+    async def _delete_jobs(self, now: float) -> None:
+        """Delete the jobs that the rule no longer keeps, as a user's command does."""
+        if self.keep["jobs"] is None:
+            return
+        digests = set[str]()
+        for item in due([job_item(use).stored for use in (await self._jobs()).values()], self.keep, now):
+            try:
+                _, needed = await delete_job(self._federation, item.name, BY_RULE)
+            except GeofedError as error:
+                _log.info("a job is not deleted yet", job=item.name, code=error.code, error=error.message)
+            else:
+                digests |= needed
+                _log.info("a job was deleted", job=item.name, ended_at=item.since)
+        if digests:
+            await self.remove_unused(digests)
+
+    async def delete_job(self, name: str, caller: Caller) -> control_pb2.DeleteReply:
+        """Delete a job with all that belongs to it, as `delete_job` says."""
+        reply, digests = await delete_job(self._federation, name, caller)
+        if digests:
+            await self.remove_unused(set(digests))
+        return reply
 
     async def _sweep_rows(self, table: str, now: float) -> int:
         """Remove the rows of a history: of an ended job together, of others what is old."""

@@ -89,7 +89,7 @@ class Objective(Section):
 
 
 class Regions(Section):
-    """Which regions a job uses, and when it is replanned to use others."""
+    """Which regions a job uses, when it is replanned to use others, and what happens when one stays away."""
 
     use: list[Name] = []
     """Names of the regions to use; with a wider `data.residency` also regions without data. Empty: all that have
@@ -100,6 +100,10 @@ class Regions(Section):
     replan: Literal["asked", "auto"] = "asked"
     """When the job is replanned to use regions that join while it runs. `asked`: on request only (`geofed replan`).
     `auto`: also automatically if that pays (docs/planning.md#a-region-that-comes-later)."""
+    lost: Literal["fail", "continue"] = "fail"
+    """What happens when a region is lost for longer than `limits.lostRegion`. `fail`: the job fails. `continue`: a new
+    job continues its model without that region (docs/planning.md#a-region-that-stays-lost); exchange is then
+    synchronous."""
 
 
 class Function(Section):
@@ -125,5 +129,6 @@ class Limits(Section):
     """Limits of what a job waits for."""
 
     lost_region: Duration = timedelta(minutes=10)
-    """How long the job waits for a lost region before it fails. Meanwhile the other regions pay for their parameter
-    servers only, once their workers' slices are over; in the background they train on as far as they can."""
+    """How long the job waits for a lost region before it fails, or continues without it (`regions.lost`). Meanwhile the
+    other regions pay for their parameter servers only, once their workers' slices are over; in the background they
+    train on as far as they can."""

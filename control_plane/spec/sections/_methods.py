@@ -21,7 +21,7 @@ from sync.channel import channel_kinds
 from sync.codec import codecs
 from sync.collective import CollectiveMethod, collective_named, collectives
 from sync.policy import DEFAULT, WanPolicy, policies, policy_named
-from sync.robust import robust_rules
+from sync.robust import robust_rule_named, robust_rules
 from sync.secure import FEWEST_REGIONS
 
 __all__ = ["GUARD", "Advanced", "CollectiveSettings", "Differential", "Parallelism", "PipelineStages", "Privacy", "Wan"]
@@ -115,6 +115,9 @@ class Wan(Section):
                 raise ValueError(f"`{odd[0]}` cannot be used with `robust: {self.robust}`, {text}")
             if self.traits.normalises:
                 raise ValueError(f"`robust` cannot be used with `policy: {self.policy}`, which needs each change")
+            if self.fragments > 1 and robust_rule_named(self.robust).from_last:
+                text = "starts from the last round's change, which is of another part of the model"
+                raise ValueError(f"`fragments` cannot be used with `robust: {self.robust}`, which {text}")
         elif self.byzantine != "auto":
             raise ValueError("`byzantine` requires `robust`")
         if self.waits and odd:

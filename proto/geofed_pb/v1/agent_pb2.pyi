@@ -374,7 +374,7 @@ class RegionPair(_message.Message):
     def __init__(self, a: _Optional[str] = ..., b: _Optional[str] = ...) -> None: ...
 
 class Peers(_message.Message):
-    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former", "finish")
+    __slots__ = ("job", "epoch", "peers", "routes", "neighbours", "former", "finish", "halt")
     JOB_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +382,7 @@ class Peers(_message.Message):
     NEIGHBOURS_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    HALT_FIELD_NUMBER: _ClassVar[int]
     job: str
     epoch: int
     peers: _containers.RepeatedCompositeFieldContainer[Peer]
@@ -389,7 +390,8 @@ class Peers(_message.Message):
     neighbours: _containers.RepeatedCompositeFieldContainer[RegionPair]
     former: _containers.RepeatedCompositeFieldContainer[RegionPair]
     finish: bool
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ...) -> None: ...
+    halt: bool
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., routes: _Optional[int] = ..., neighbours: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., former: _Optional[_Iterable[_Union[RegionPair, _Mapping]]] = ..., finish: bool = ..., halt: bool = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("region", "epoch", "address", "seen", "unsigned")

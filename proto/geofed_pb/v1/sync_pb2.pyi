@@ -206,7 +206,7 @@ class Introduction(_message.Message):
     def __init__(self, region: _Optional[str] = ..., cloud: _Optional[str] = ..., list_digest: _Optional[str] = ..., have_through: _Optional[int] = ...) -> None: ...
 
 class PsConfig(_message.Message):
-    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former", "finish")
+    __slots__ = ("epoch", "attempt", "peers", "stop", "neighbours", "routes", "former", "finish", "halt")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +215,7 @@ class PsConfig(_message.Message):
     ROUTES_FIELD_NUMBER: _ClassVar[int]
     FORMER_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    HALT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     attempt: int
     peers: _containers.RepeatedCompositeFieldContainer[PsPeer]
@@ -223,7 +224,8 @@ class PsConfig(_message.Message):
     routes: int
     former: _containers.RepeatedCompositeFieldContainer[Neighbours]
     finish: bool
-    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., routes: _Optional[int] = ..., former: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., finish: bool = ...) -> None: ...
+    halt: bool
+    def __init__(self, epoch: _Optional[int] = ..., attempt: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[PsPeer, _Mapping]]] = ..., stop: bool = ..., neighbours: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., routes: _Optional[int] = ..., former: _Optional[_Iterable[_Union[Neighbours, _Mapping]]] = ..., finish: bool = ..., halt: bool = ...) -> None: ...
 
 class Neighbours(_message.Message):
     __slots__ = ("a", "b")

@@ -61,6 +61,8 @@ class Configured:
     """Pairs that still exchange directly as well, until every region knows the current ones; empty: none."""
     finish: bool = False
     """Whether the job is to end as soon as all regions can end together."""
+    halt: bool = False
+    """Whether it is to end at once, with the last merged round."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 A job may end before its planned end. A region that is told to end states in its next update that the round after it is
 the last. All regions merge that update in the same round, so all know the last round before they begin it, even if one
 of them is killed or unreachable meanwhile. From then on every update and every checkpoint states the last round.
+
+If a region stays away, no round can end. The others are then told to halt: each ends with the last round that it has
+merged, and merges nothing more, whatever still arrives.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from collections.abc import Iterable
 
 from sync.ps.core.actions import Action, Failed, MergeUpdates, Refuse, Reply, StoreOwnUpdate
 from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
-from sync.ps.core.events import BoundaryArrived, UpdatesMerged
+from sync.ps.core.events import BoundaryArrived, Configured, ReduceArrived, UpdatesMerged
 from sync.ps.core.ledger import NO_MODEL
 from sync.ps.core.machine import Boundary, Machine, Recovered, Setup
 from sync.ps.core.worker_group import ModelEvaluation, StepMerge
@@ -30,6 +33,8 @@ class Synchronous(Machine):
         """Number of rounds of the job, as far as the merged updates state."""
         self._keyless = set(setup.others) if setup.masked else set[str]()
         """With secure aggregation: other regions whose mask key is not known yet."""
+        self._halts = False
+        """Whether the job ends with the last merged round, since another region stays away."""
 
     def _rounds_with(self, merged: Iterable[Manifest]) -> int:
         """Return the number of rounds of the job after merging these updates."""
@@ -75,8 +80,35 @@ class Synchronous(Machine):
         )
         return [Reply(call, answer) for call in waiting]
 
+    def _configured(self, event: Configured) -> list[Action]:
+        self._halts |= event.halt
+        return super()._configured(event) + self._halted()
+
+    def _halted(self) -> list[Action]:
+        """End the job with the last merged round, if it is to halt and no merge is under way."""
+        if not self._halts or self._sequence == NO_MODEL or self._boundary.applying or self._complete:
+            return []
+        self._rounds = self._sequence
+        ended, merging = self._boundary.waiting, self._merge.waiting
+        self._boundary = Boundary(preparing=self._boundary.preparing)
+        self._merge = StepMerge(self.setup.workers)
+        actions: list[Action] = [Reply(call, self._boundary_answer()) for call in ended]
+        actions += [Refuse(call, "FENCED", self._end_text) for call in merging]
+        return actions + self._answer_attached()
+
+    @property
+    def _end_text(self) -> str:
+        return f"the job has ended with round {self._sequence}"
+
+    def _reduce_arrived(self, event: ReduceArrived) -> list[Action]:
+        # The other workers may have ended, so that no step is complete any more.
+        if self._halts and self._complete:
+            return self._fenced(event.call, event.attempt) or [Refuse(event.call, "FENCED", self._end_text)]
+        return super()._reduce_arrived(event)
+
     def _boundary_arrived(self, event: BoundaryArrived) -> list[Action]:
-        if event.sequence <= self._sequence:
+        halted = self._halts and self._complete and event.sequence == self._sequence + 1
+        if event.sequence <= self._sequence or halted:
             return [Reply(event.call, self._boundary_answer())]
         if event.sequence != self._sequence + 1 or self._complete:
             return [Refuse(event.call, "FENCED", f"round {event.sequence} has not begun")]
@@ -131,7 +163,8 @@ class Synchronous(Machine):
         sequence = self._sequence + 1
         found = self._of_round(sequence)
         manifests = tuple(manifest for manifest in found if manifest is not None)
-        if len(manifests) < len(found) or self._boundary.applying:
+        halts = self._halts and self._sequence > NO_MODEL
+        if len(manifests) < len(found) or self._boundary.applying or halts:
             return []
         self._boundary.applying = True
         own = self.ledger.own(sequence)
@@ -163,7 +196,7 @@ class Synchronous(Machine):
         self._merge, self._evaluation = StepMerge(self.setup.workers), ModelEvaluation(self.setup.workers)
         actions: list[Action] = [Reply(call, self._boundary_answer()) for call in done]
         actions += [Refuse(call, "FENCED", f"round {self._sequence} is over") for call in late]
-        return actions + self._answer_attached() + self._forget() + self._try_apply()
+        return actions + self._answer_attached() + self._forget() + self._halted() + self._try_apply()
 
     def _boundary_answer(self) -> BoundaryAnswer:
         return BoundaryAnswer(

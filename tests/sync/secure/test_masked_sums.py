@@ -138,6 +138,40 @@ def test_what_all_but_two_regions_see_does_not_depend_on_the_two(codec: str) -> 
     assert not np.array_equal(views[0][1], views[1][1])
 
 
+def test_the_round_that_is_made_again_tells_nothing_of_the_region_that_is_gone() -> None:
+    """All but two of those that stay join forces, and have what the gone one had sent: no sum that they have, of the
+    abandoned round or of the one in its place, holds the update of a single region."""
+    size = 1 << 15
+    first, again = (Federation([1.0] * count, size, size, "int8-masked") for count in (5, 4))
+    views = []
+    for federation in (first, again):
+        federation.sequence, federation.scales = 2, np.full(size // 512, -14.0, np.float32)
+        change = np.full(size, 0.001, np.float32)
+        updates = {name: np.asarray(federation.update(name, change)["masked"]) for name in federation.names}
+        knowing = federation.names[2:4]
+        # They take off their own masks from what the others have sent.
+        for name, update in updates.items():
+            if name in knowing:
+                continue
+            mask = np.zeros_like(update)
+            PairMasks(name, {other: federation.masks[name]._secrets[other] for other in knowing}).add(mask, 2, "masked")
+            views.append((federation is first, name, update - mask))
+    gone = first.names[4]
+    for is_first, name, seen in views:
+        assert _uniform(seen), (is_first, name)
+    for one in views:
+        for other in views:
+            if one[:2] < other[:2] and not (one[0] is other[0] is False):
+                assert _uniform(one[2] - other[2]), (one[:2], other[:2])
+                assert _uniform(one[2] + other[2]), (one[:2], other[:2])
+    abandoned = [seen for is_first, name, seen in views if is_first and name != gone]
+    assert _uniform(sum(abandoned, np.zeros(size, np.uint8)))
+    # Of the new round they have the sum of the two, as in every round.
+    made_again = [seen for is_first, _, seen in views if not is_first]
+    assert len(made_again) == 2
+    assert not _uniform(sum(made_again, np.zeros(size, np.uint8)))
+
+
 def test_an_update_without_one_region_tells_nothing() -> None:
     size = 1 << 15
     federation = Federation([1.0] * 5, size, size, "int8-masked")
@@ -148,6 +182,47 @@ def test_an_update_without_one_region_tells_nothing() -> None:
         part = sum((np.asarray(u["masked"]) for n, u in enumerate(updates) if n != missing), np.zeros(size, np.uint8))
         assert _uniform(part)
     assert not _uniform(sum((np.asarray(u["masked"]) for u in updates), np.zeros(size, np.uint8)))
+
+
+@pytest.mark.slow
+def test_in_ten_thousand_patterns_of_drop_outs_each_round_that_is_completed_is_exact() -> None:
+    """Regions go before or after they have sent a round's update; the others make it again, with new keys."""
+    rng = np.random.default_rng(11)
+    groups = {count: [masks_of([f"r{number}" for number in range(count)]) for _ in range(2)] for count in range(3, 9)}
+    completed = refused = left = 0
+    for pattern in range(10_000):
+        count, fewest, size = int(rng.integers(4, 9)), int(rng.integers(3, 5)), 8
+        sequence = int(rng.integers(1, 1 << 20))
+        # Of the last one that goes, the update may have come to any of the others, and to any of these not.
+        sent = {f"r{number}": masks for number, masks in enumerate(groups[count][0].values())}
+        values = {name: rng.integers(0, 1 << 32, size, np.uint32) for name in sent}
+        while len(sent) >= fewest and rng.random() < 0.6:
+            gone = str(rng.choice(sorted(sent)))
+            received = {name: values[name].copy() for name in sent if name != gone or rng.random() < 0.5}
+            for name, update in received.items():
+                sent[name].add(update, sequence, "masked")
+            # Whoever had all of them would have completed the round. The others' alone are not their sum.
+            received.pop(gone, None)
+            part = sum(received.values(), np.zeros(size, np.uint32))
+            assert not np.array_equal(part, sum((values[name] for name in received), np.zeros(size, np.uint32)))
+            kept = [name for name in sent if name != gone]
+            left += 1
+            if len(kept) < max(fewest, 3):
+                sent = {}
+                break
+            fresh = iter(groups[len(kept)][left % 2].values())
+            sent, sequence = {name: next(fresh) for name in kept}, 1
+        if not sent:
+            refused += 1
+            continue
+        total = np.zeros(size, np.uint32)
+        for name, masks in sent.items():
+            update = values[name].copy()
+            masks.add(update, sequence, "masked")
+            total += update
+        assert np.array_equal(total, sum((values[name] for name in sent), np.zeros(size, np.uint32))), pattern
+        completed += 1
+    assert min(completed, refused) > 500, (completed, refused, left)
 
 
 @pytest.mark.slow

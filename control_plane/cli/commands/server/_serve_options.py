@@ -66,7 +66,7 @@ KeepRules = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KIND=TIME",
-        help="How long to keep models, logs and the like of ended jobs, as 30d or forever; see `storage`.",
+        help="How long to keep ended jobs, or their models, logs and the like, as 30d or forever; see `storage`.",
     ),
 ]
 

@@ -125,8 +125,8 @@ def _rules(given: list[str]) -> Keep:
             rules[kind] = None if text == "forever" else parse_duration(text).total_seconds()
         except ValueError as error:
             raise GeofedError("CONFIG_INVALID", f"--keep {rule}: {error}", hint="or forever") from None
-        if kind in ("unused", "uploads") and (rules[kind] or _LEAST.total_seconds()) < _LEAST.total_seconds():
-            text = f"--keep {rule}: at least 1h, since a submission may be about to use it"
+        if kind in ("jobs", "unused", "uploads") and (rules[kind] or _LEAST.total_seconds()) < _LEAST.total_seconds():
+            text = f"--keep {rule}: at least 1h, since somebody may be about to use it"
             raise GeofedError("CONFIG_INVALID", text)
     return rules
 

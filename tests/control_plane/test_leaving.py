@@ -1,0 +1,208 @@
+"""A region stays lost, and another job continues without it; over real TLS sockets, with agents played by a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.server import ServeConfig
+from control_plane.spec import load
+from geofed_pb.errors import GeofedError
+from tests.control_plane.conftest import Stage, staged
+from tests.control_plane.fake_agent import FakeAgent, digest_of
+from tests.control_plane.scenario import MODEL, figures, run
+from tests.control_plane.test_life_of_a_job import beat
+from tests.control_plane.test_succession import data_of, ended
+from tests.control_plane.test_users import refused
+
+SECURE = ("privacy.secureAggregation=true", "privacy.minRegions=3")
+CONTINUE = ("train.end.steps=40", "regions.lost=continue", "limits.lostRegion=1s")
+
+
+@asynccontextmanager
+async def lost(
+    stage: Stage, job_file: Path, names: str, gone: str, *settings: str, rounds: int = 5
+) -> AsyncIterator[tuple[str, dict[str, FakeAgent]]]:
+    """A job that runs over regions of which one is lost; yield its name and the agents."""
+    agents = {name: await stage.agent(name) for name in names}
+    for agent in agents.values():
+        await agent.connect()
+    job = (await stage.submit(job_file, "r1", settings)).job.id
+    for agent in agents.values():
+        await agent.command("start")
+        agent.report(job, "ready", ps_address=f"{agent.region}.example:9000")
+    for agent in agents.values():
+        assert not (await agent.command("peers")).halt
+        agent.report(job, "training", **figures(agent.region, "x", rounds))
+        await agent.settled()
+    beating = [asyncio.create_task(beat(agent)) for name, agent in agents.items() if name != gone]
+    await agents[gone].close()
+    try:
+        yield job, agents
+    finally:
+        for task in beating:
+            task.cancel()
+        for name, agent in agents.items():
+            if name != gone:
+                await agent.close()
+
+
+async def end_at_once(job: str, agents: dict[str, FakeAgent], **rounds: int) -> None:
+    """They are told to, and do; the furthest one hands the model in."""
+    for name in rounds:
+        told = await agents[name].command("peers", 2)
+        assert (told.halt, told.finish, list(told.peers)) == (True, True, [])
+    for name, made in rounds.items():
+        agents[name].report(job, "finished", model_digest=f"m{made}", **figures(name, "x", made))
+        await agents[name].settled()
+    furthest = max(rounds, key=lambda name: rounds[name])
+    agent = agents[furthest]
+    await agent.command("publish")
+    assert (await agent.put(MODEL)).complete
+    told = figures(furthest, "x", rounds[furthest])
+    agent.report(job, "published", model_digest="m", blob_digest=digest_of(MODEL), **told)
+    await agent.settled()
+
+
+def quick(config: ServeConfig) -> ServeConfig:
+    return replace(config, lease=timedelta(seconds=1))
+
+
+@pytest.mark.slow
+def test_a_secure_job_continues_with_new_keys_and_without_the_region(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *CONTINUE, *SECURE) as (
+                job,
+                agents,
+            ),
+        ):
+            await end_at_once(job, agents, a=6, b=7, c=6)
+            first = await ended(stage, job)
+            assert (first.state, bool(first.successor)) == ("succeeded", True)
+            after = await stage.client.job(first.successor)
+            plan = json.loads(after.plan_json)
+            assert [part["region"] for part in plan["partitions"]] == ["a", "b", "c"]
+            assert plan["codec"].endswith("-masked")
+            assert (after.initial_model.digest, after.initial_model.round) == (digest_of(MODEL), 7)
+            assert json.loads(after.spec_json)["train"]["end"]["steps"] == 26
+            # The masks' keys are bound to the job's name.
+            assert {(await agents[name].command("start", 2)).job for name in "abc"} == {after.id}
+            why = await data_of(stage, job, "job.replanning")
+            assert (why["without"], why["wanted"], why["by_itself"]) == (["d"], ["a", "b", "c"], True)
+            # The region that was left out is told to forget the job.
+            d = agents["d"]
+            await d.connect()
+            await d.told_to_stop(job)
+            await d.close()
+
+            # From the same model no other sum may be made.
+            start = f"train.initialModel.job={job}"
+            settings = ("train.end.steps=4", *SECURE, start)
+            for avoided, told in (("[c, d]", "INADMISSIBLE"), ("[a]", "differs by")):
+                spec = load(job_file, (*settings, f"regions.avoid={avoided}")).json
+                answer = await stage.client.plan(spec)
+                assert not answer.admissible
+                assert told in answer.plan_json
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_with_fewer_than_the_minimum_it_fails_and_keeps_its_model(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abc", "c", *CONTINUE, *SECURE) as (job, agents),
+        ):
+            await end_at_once(job, agents, a=6, b=6)
+            done = await ended(stage, job)
+            assert (done.state, done.error.code) == ("failed", "REGION_LOST")
+            assert "region c stays away, and no job continues its model" in done.error.message
+            assert "privacy.minRegions is 3, and 2 regions take part" in done.error.message
+            # With the region it continues, from the last merged round.
+            await agents["c"].connect()
+            again = await stage.client.resume(job, "again")
+            assert (again.job.initial_model.job, again.job.initial_model.round) == (job, 6)
+            await agents["c"].close()
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_without_masks_it_may_continue_with_a_single_region(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "ab", "a", *CONTINUE) as (job, agents),
+        ):
+            await end_at_once(job, agents, b=6)
+            first = await ended(stage, job)
+            after = await stage.client.job(first.successor)
+            assert [part["region"] for part in json.loads(after.plan_json)["partitions"]] == ["b"]
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_user_need_not_wait_for_the_limit(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        asked = ("train.end.steps=40", "advanced.wan.exchange=synchronous", *SECURE)
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *asked) as (job, agents),
+        ):
+
+            async def is_lost() -> bool:
+                return "job.running" in await stage.events(job) and "partition.fenced" in await stage.events(job)
+
+            await stage.until(is_lost)
+            told: Any = await stage.client.replan(job, "d is on fire")
+            assert "over a, b, c: d is on fire" in told.condition
+            await end_at_once(job, agents, a=6, b=6, c=6)
+            first = await ended(stage, job)
+            assert first.successor
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_what_cannot_be_replanned_waits_on(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        asked = ("train.end.steps=40", *SECURE)
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abc", "c", *asked) as (job, _),
+        ):
+
+            async def is_lost() -> bool:
+                return "partition.fenced" in await stage.events(job)
+
+            await stage.until(is_lost)
+            error = await refused(stage.client.replan(job), "INADMISSIBLE", "so it continues unchanged")
+            assert "privacy.minRegions is 3, and 2 regions take part" in error.message
+            assert (await stage.client.job(job)).state == "running"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (("advanced.wan.exchange=background",), "no round is the last one of all regions"),
+        (("advanced.wan.policy=asgd-ga",), "exchanges in the background"),
+    ],
+)
+def test_it_needs_rounds_that_all_make(job_file: Path, settings: tuple[str, ...], text: str) -> None:
+    with pytest.raises(GeofedError, match=text) as caught:
+        load(job_file, ("regions.lost=continue", *settings))
+    assert caught.value.code == "SPEC_INVALID"
