@@ -10,6 +10,7 @@ __all__ = [
     "EVALUATION",
     "FEATURES",
     "IMAGE",
+    "INITIAL_ADAPTER",
     "INITIAL_FILE",
     "INITIAL_URI",
     "LOCAL",
@@ -31,6 +32,7 @@ ACCUMULATE = "train.accumulate"
 LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
 INITIAL_URI = "train.initialModel.uri"
+INITIAL_ADAPTER = "train.initialModel.adapter"
 SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
 DIFFERENTIAL = "privacy.differential"
@@ -48,6 +50,6 @@ FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE,
-    ROBUST_BACKGROUND,
+    ROBUST_BACKGROUND, INITIAL_ADAPTER,
 )  # fmt: skip
 """All features of this version."""
