@@ -35,8 +35,11 @@ class Loading:
     def __init__(self, task: TaskModule, data: Mapping[str, Any]) -> None:
         """Raises ``GeofedError("TASK_INVALID")`` for a number that cannot be used."""
         self._task, self._data, self._number = task, data, task.num_workers
-        self._made_ahead = max(task.prefetch, self._number) if self._number else 0
-        self.ahead = self._made_ahead + task.prefetch
+        # Otherwise the name may mean anything in a task.
+        reads = bool(self._number) or any(isinstance(one, Streamed) for one in data.values())
+        prefetch = task.prefetch if reads else 0
+        self._made_ahead = max(prefetch, self._number) if self._number else 0
+        self.ahead = self._made_ahead + prefetch
         """How many of the next ones `take` should be told."""
         self._loaders: Loaders | None = None
 

@@ -194,5 +194,6 @@ def test_a_number_of_processes_that_is_none_is_refused(tmp_path: Path, stated: s
     assert caught.value.code == "TASK_INVALID"
 
 
-def test_a_task_states_none() -> None:
-    assert TaskModule(Path(), {}, {}).num_workers == 0
+def test_a_task_that_states_none_may_use_the_names_of_what_it_does_not_need() -> None:
+    task = TaskModule(Path(), {}, {}, ahead=print)
+    assert (task.num_workers, Loading(task, {"train": [1]}).ahead) == (0, 0)
