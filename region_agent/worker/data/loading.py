@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import TensorDataset
+
 from region_agent.worker.data.loaders import Loaders
 from region_agent.worker.data.shard import collated
 from region_agent.worker.data.streamed import Streamed
@@ -34,7 +36,7 @@ class Loading:
 
     def __init__(self, task: TaskModule, data: Mapping[str, Any]) -> None:
         """Raises ``GeofedError("TASK_INVALID")`` for a number that cannot be used."""
-        self._task, self._data, self._number = task, data, task.num_workers
+        self._task, self._data, self._number, self._collate = task, data, task.num_workers, task.collate
         # Otherwise the name may mean anything in a task.
         reads = bool(self._number) or any(isinstance(one, Streamed) for one in data.values())
         prefetch = task.prefetch if reads else 0
@@ -52,7 +54,7 @@ class Loading:
         data = self._data[wanted[0].split]
         if isinstance(data, Streamed):
             data.expect([[index for group in one.groups for index in group] for one in wanted])
-        if not self._number or (isinstance(data, Streamed) and data.is_plain and self._task.collate is None):
+        if not self._number or (isinstance(data, Streamed) and data.is_plain and self._collate is None):
             return self._made(wanted[0])
         if self._loaders is None:
             self._loaders = Loaders(self._made_elsewhere, self._number)
@@ -69,9 +71,10 @@ class Loading:
 
     def _made(self, drawn: Drawn) -> Made:
         data = self._data[drawn.split]
-        reseed_cpu(*drawn.seeds)
+        if type(data) is not TensorDataset or self._collate is not None:
+            reseed_cpu(*drawn.seeds)
         with self._task.calling("dataset"):
-            return [collated(data, list(group), self._task.collate) for group in drawn.groups]
+            return [collated(data, list(group), self._collate) for group in drawn.groups]
 
     def _made_elsewhere(self, request: tuple[Drawn, dict[int, Any] | None]) -> Made:
         """Make batches in another process."""

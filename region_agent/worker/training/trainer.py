@@ -255,8 +255,6 @@ class WholeModel:
         and seconds."""
         begun = time.monotonic()
         self.counted = self.share(step)
-        # Random numbers of a step depend only on the step, not on the steps that this invocation has made before.
-        reseed(*self._seeds(step))
         with self._task.calling("the model's train() and the optimiser's zero_grad()"):
             self._module.train()
             self._optimizer.zero_grad(set_to_none=True)
@@ -279,7 +277,8 @@ class WholeModel:
         with self._task.calling("dataset"):
             coming = max(0, min(self._loading.ahead, self._last - step))
             made = self._loading.take([self._drawn(step + ahead) for ahead in range(coming + 1)])
-            # The samples have left the generators in another state in this process than elsewhere.
+            # Random numbers of a step depend only on the step: not on steps that this invocation has made before, and
+            # not on whether the samples were made in this process.
             reseed(*self._seeds(step))
             drawn = [(size, move(batch, self._device)) for size, batch in self._stream.kept(step, sizes, made)]
         # Less than the share if dataset has given None.
@@ -306,6 +305,7 @@ class WholeModel:
         """
         wanted = self._call.private
         assert wanted is not None
+        reseed(*self._seeds(step))
         with self._task.calling("dataset"):
             drawn = self._stream.sampled(step, wanted.rate, bytes.fromhex(wanted.key))
         value = gradients.set((move(batch, self._device) for batch in drawn), self.counted)
