@@ -117,6 +117,9 @@ def _initial_model_view(model: control_pb2.InitialModel) -> Data:
         "file": model.file,
         "partial": model.partial,
         "uri": model.uri,
+        "adapter": model.adapter,
+        "adapter_bytes": model.adapter_bytes,
+        "adapter_file": model.adapter_file,
     }
 
 

@@ -47,6 +47,10 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
         raise GeofedError("CONFIG_INVALID", f"invalid job name {command.job!r}, or invalid digest of its bundle")
     if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
         raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
+    if command.task.initial_adapter and not (
+        _DIGEST.fullmatch(command.task.initial_adapter) and command.task.initial_model and command.task.initial_holds
+    ):
+        raise GeofedError("CONFIG_INVALID", "invalid digest of an adapter, or an adapter without a user's model")
     if command.task.initial_uri:
         if not command.task.initial_model:
             raise GeofedError("CONFIG_INVALID", "an address of the initial model without its digest")
@@ -98,12 +102,13 @@ def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:
     if submission.user not in allowed:
         text = f"region {config.name} runs no code of user {submission.user or 'unknown'}"
         raise GeofedError("FORBIDDEN", text, hint="its policy.allowUsers lists whose code it runs")
-    if task.initial_holds and submission.initial_model != task.initial_model:
-        raise GeofedError(
-            "FORBIDDEN", f"user {submission.user} has signed no job that starts from {task.initial_model}"
-        )
+    signed_start = submission.initial_model, submission.initial_adapter
+    if task.initial_holds and signed_start != (task.initial_model, task.initial_adapter):
+        started = " with ".join(filter(None, (task.initial_model, task.initial_adapter)))
+        raise GeofedError("FORBIDDEN", f"user {submission.user} has signed no job that starts from {started}")
     facts = submission.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env
-    signed = statement(*facts, submission.initial_model, task.secrets, task.requirements, task.image)
+    more = task.secrets, task.requirements, task.image, submission.initial_adapter
+    signed = statement(*facts, submission.initial_model, *more)
     require_signature(submission, allowed[submission.user], signed)
 
 

@@ -36,7 +36,7 @@ def read_job(job_file: Path, overrides: list[str] | None, name: str | None = Non
     check_task(loaded.folder, loaded.spec.task.module, evaluates_only=loaded.spec.evaluates_only)
     if loaded.spec.task.requirements is not None:
         check_requirements(loaded.folder, loaded.spec.task.requirements)
-    return loaded, pack(loaded.folder, loaded.spec.task.module, loaded.weights)
+    return loaded, pack(loaded.folder, loaded.spec.task.module, set(loaded.weights.values()))
 
 
 async def put_task(client: ControlClient, bundle: PackedTask) -> None:

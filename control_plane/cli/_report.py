@@ -56,9 +56,12 @@ def initial_model_text(model: Data | None) -> str:
         return ""
     size = f" ({bytes_text(model['bytes'])})" if model["bytes"] else ""
     if model.get("file"):
-        return f"the file {model.get('uri') or model['file']}{size}" + (
-            ", as far as it has the model's tensors" if model["partial"] else ""
-        )
+        has = ""
+        if model.get("adapter"):
+            more = f" ({bytes_text(model['adapter_bytes'])})" if model["adapter_bytes"] else ""
+            has = f" with the adapter {model['adapter_file']}{more}"
+        as_far = ", as far as it has the model's tensors" if model["partial"] else ""
+        return f"the file {model.get('uri') or model['file']}{size}{has}{as_far}"
     of_round = f", round {model['round']}" if model.get("round") else ""
     return f"the model of {model['job']}{of_round}{size}"
 

@@ -289,6 +289,8 @@ class SendStart:
     """See `InitialModel.holds`."""
     initial_uri: str = ""
     """See `InitialModel.uri`."""
+    initial_adapter: str = ""
+    """See `InitialModel.adapter`."""
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ class JobMachine:
         if model is not None:
             start = replace(
                 start, initial_model=model.digest, initial_job=model.job, initial_holds=model.holds,
-                initial_uri=model.uri,
+                initial_uri=model.uri, initial_adapter=model.adapter,
             )  # fmt: skip
         self._out.append(start)
         if part.workers is not None:

@@ -367,6 +367,17 @@ class InitialModel:
     """Whether the file may hold some of the model's tensors only, and others."""
     uri: str = ""
     """Address at which the regions read the file; empty: the control plane has it."""
+    adapter: str = ""
+    """Digest of the user's file whose tensors replace those of the first one; empty: none."""
+    adapter_bytes: int = 0
+    adapter_file: str = ""
+    """Its name."""
+
+    @property
+    def uploaded(self) -> tuple[str, ...]:
+        """Digests of its files that the control plane has."""
+        first = () if self.uri else (self.digest,)
+        return (*first, self.adapter) if self.adapter else first
 
     @property
     def holds(self) -> str:
@@ -376,7 +387,8 @@ class InitialModel:
     @property
     def text(self) -> str:
         """The model for users."""
-        return f"the file {self.uri or self.file}" if self.file else f"the model of {self.job}"
+        adapter = f" with the adapter {self.adapter_file}" if self.adapter else ""
+        return f"the file {self.uri or self.file}{adapter}" if self.file else f"the model of {self.job}"
 
 
 @dataclass(frozen=True)

@@ -147,9 +147,11 @@ class Submissions:
 
 def _read(draft: SubmissionForm) -> _Checked:
     spec, warnings = parse_text(draft.text, _FILE, draft.overrides)
-    if spec.train.initial_model is not None and spec.train.initial_model.file is not None:
+    initial = spec.train.initial_model
+    if initial is not None and (initial.file is not None or initial.adapter is not None):
         # It would be a file of the control plane's machine.
-        text = "train.initialModel.file: files of your machine are not uploaded here"
+        key = "file" if initial.file is not None else "adapter.file"
+        text = f"train.initialModel.{key}: files of your machine are not uploaded here"
         raise GeofedError("SPEC_INVALID", text, hint="name an ended job, or submit by command")
     with tempfile.TemporaryDirectory(prefix="geofed-template-") as name:
         folder = Path(name)

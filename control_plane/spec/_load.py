@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,8 @@ class LoadedSpec:
     """Folder of the job file, which is packed with the task module."""
     digest: str
     """"sha256:<hex>" of `json`."""
-    weights: Path | None = None
-    """File of `train.initialModel`, which `json` names by its digest."""
+    weights: Mapping[str, Path] = field(default_factory=dict)
+    """Files of `train.initialModel` by their digests, by which `json` names them."""
     warnings: tuple[str, ...] = ()
     """Lines about keys at places where files should not have them any more."""
 
@@ -76,30 +76,40 @@ def parse_text(text: str, name: str, overrides: Sequence[str] = ()) -> tuple[Job
         raise _invalid(error) from None
 
 
-def _with_weights(spec: JobSpec, folder: Path) -> tuple[JobSpec, Path | None]:
-    """Check the file that a job starts from, if there is one, and put its name and digest into the spec; return its
-    path, too. Reads the whole file. Raises ``GeofedError("SPEC_INVALID")``."""
-    initial = spec.train.initial_model
-    if initial is None or initial.file is None:
-        return spec, None
-    path = folder / initial.file
+def _with_weights(spec: JobSpec, folder: Path) -> tuple[JobSpec, dict[str, Path]]:
+    """Check the files that a job starts from, if there are any, and put their names and digests into the spec; return
+    their paths by digest, too. Reads the whole files. Raises ``GeofedError("SPEC_INVALID")``."""
+    initial, found = spec.train.initial_model, dict[str, Path]()
+    if initial is None:
+        return spec, found
+    adapter = initial.adapter
+    if initial.file is not None:
+        path, digest = _checked(folder / initial.file, initial.digest, "file")
+        initial, found[digest] = initial.model_copy(update={"file": path.name, "digest": digest}), path.resolve()
+    if adapter is not None:
+        path, digest = _checked(folder / adapter.file, adapter.digest, "adapter.file")
+        adapter, found[digest] = adapter.model_copy(update={"file": path.name, "digest": digest}), path.resolve()
+    train = spec.train.model_copy(update={"initial_model": initial.model_copy(update={"adapter": adapter})})
+    return spec.model_copy(update={"train": train}), found
+
+
+def _checked(path: Path, stated: str | None, key: str) -> tuple[Path, str]:
+    """Return the path of a file of weights, and its digest, which must be the stated one, if any."""
     try:
         check_weights(path)
         with path.open("rb") as file:
             digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     except OSError as error:
-        raise _wrong_weights(f"cannot read {path}: {error.strerror}") from None
+        raise _wrong_weights(key, f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise _wrong_weights(f"{path} is no file of safetensors: {error}") from None
-    if initial.digest not in (None, digest):
-        raise _wrong_weights(f"{path} has the digest {digest}, not {initial.digest}")
-    named = initial.model_copy(update={"file": path.name, "digest": digest})
-    train = spec.train.model_copy(update={"initial_model": named})
-    return spec.model_copy(update={"train": train}), path.resolve()
+        raise _wrong_weights(key, f"{path} is no file of safetensors: {error}") from None
+    if stated not in (None, digest):
+        raise _wrong_weights(key, f"{path} has the digest {digest}, not {stated}")
+    return path, digest
 
 
-def _wrong_weights(text: str) -> GeofedError:
-    return GeofedError("SPEC_INVALID", f"train.initialModel.file: {text}", hint="name a whole .safetensors file")
+def _wrong_weights(key: str, text: str) -> GeofedError:
+    return GeofedError("SPEC_INVALID", f"train.initialModel.{key}: {text}", hint="name a whole .safetensors file")
 
 
 def parse_json(text: str) -> JobSpec:

@@ -8,7 +8,7 @@ import io
 import os
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ class PackedTask:
         return len(self.content) + sum(one.bytes for one in self.parts)
 
 
-def pack(folder: Path, module: str, weights: Path | None = None) -> PackedTask:
+def pack(folder: Path, module: str, weights: Collection[Path] = ()) -> PackedTask:
     """Pack `folder`, which must contain `module`. Larger files stay where they are; here they are only hashed.
 
     Hidden files, caches, virtual environments and links that leave the folder are excluded, and ``weights``, which are
@@ -64,7 +64,7 @@ def pack(folder: Path, module: str, weights: Path | None = None) -> PackedTask:
     """
     if not (folder / module).is_file():
         raise GeofedError("TASK_INVALID", f"task module {module} not found in {folder}")
-    files = {name: path for name, path in _files(folder).items() if path.resolve() != weights}
+    files = {name: path for name, path in _files(folder).items() if path.resolve() not in weights}
     if module not in files:
         raise GeofedError("TASK_INVALID", f"the task module {module} is in a folder that is not packed")
     sizes = {name: path.stat().st_size for name, path in files.items()}

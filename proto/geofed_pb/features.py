@@ -10,6 +10,7 @@ __all__ = [
     "EVALUATION",
     "FEATURES",
     "IMAGE",
+    "INITIAL_ADAPTER",
     "INITIAL_FILE",
     "INITIAL_URI",
     "LEAVE_OUT",
@@ -34,6 +35,7 @@ LEAVE_OUT = "regions.lost: continue"
 LOCAL = "train.local"
 INITIAL_FILE = "train.initialModel.file"
 INITIAL_URI = "train.initialModel.uri"
+INITIAL_ADAPTER = "train.initialModel.adapter"
 SECRETS = "task.secrets"
 SECURE = "privacy.secureAggregation"
 DIFFERENTIAL = "privacy.differential"
@@ -51,7 +53,6 @@ FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE,
-    ROBUST_BACKGROUND,
-    LEAVE_OUT,
+    ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER,
 )  # fmt: skip
 """All features of this version."""

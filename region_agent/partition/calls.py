@@ -37,6 +37,7 @@ __all__ = [
     "batches_of",
     "bundle_key",
     "client_rounds",
+    "initial_adapter_file",
     "initial_model_file",
     "invocation_of",
     "precision_of",
@@ -93,7 +94,15 @@ def bundle_key(start: agent_pb2.StartPartition) -> str:
 
 def initial_model_file(start: agent_pb2.StartPartition, folder: Path) -> Path | None:
     """Return the file of the model that the job begins with; None: the task creates the model."""
-    digest = start.task.initial_model
+    return _model_file(start.task.initial_model, folder)
+
+
+def initial_adapter_file(start: agent_pb2.StartPartition, folder: Path) -> Path | None:
+    """Return the file whose tensors replace those of `initial_model_file`; None: there is none."""
+    return _model_file(start.task.initial_adapter, folder)
+
+
+def _model_file(digest: str, folder: Path) -> Path | None:
     return folder / f"initial-{digest.removeprefix('sha256:')}.safetensors" if digest else None
 
 
@@ -306,6 +315,7 @@ def server_config_of(
         state_dir=folder / "ps",
         initial_model=initial_model_file(start, folder),
         initial_holds=_holds(start.task),
+        initial_adapter=initial_adapter_file(start, folder),
         initial_own_model=initial_own_model(folder) if start.task.local else None,
         begun=begun or start.resumed,
         worker_listen=f"{server.worker_host}:{worker_port}",

@@ -32,6 +32,7 @@ from region_agent.own_model import copy_own_model, remove_all_but_own_model
 from region_agent.partition.calls import (
     RegionInputs,
     batches_of,
+    initial_adapter_file,
     initial_model_file,
     server_config_of,
     stretches_json,
@@ -455,6 +456,8 @@ class PartitionRunner:
                 await asyncio.to_thread(copy_weights, *given)
             else:
                 await context.fetch_model(task.initial_model, initial)
+            if (adapter := initial_adapter_file(self.start, self._folder)) is not None:
+                await context.fetch_model(task.initial_adapter, adapter)
             if task.local:
                 await asyncio.to_thread(copy_own_model, self._folder, task.initial_job)
         if context.environments is not None and task.requirements:

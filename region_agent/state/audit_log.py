@@ -101,6 +101,7 @@ class RegionAudit:
             requirements=task.requirements,
             image=task.image,
             initial_model=task.initial_model,
+            initial_adapter=task.initial_adapter,
             plan=_digest(command.plan.SerializeToString(deterministic=True)),
             regions=list(command.regions),
             approval=approved,

@@ -89,7 +89,7 @@ class WorkerLoop:
         self._settled = 0
         """Last step after which the workers have made sure that they hold the same model."""
         self._round = RoundSums()
-        self._recorder, self._usage = Recorder(), UsageMeter(invocation.worker)
+        self._recorder, self._usage = Recorder(), UsageMeter(invocation.worker, trainer.helpers)
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
         self._merge_seconds = 0.0
         """Time of the steps beyond their compute."""

@@ -44,6 +44,8 @@ _NEEDED = ("model", "loss")
 """Functions that a task module that trains must define."""
 _MOST_READ = 50_000_000
 """Most samples of an iterable dataset, so that an endless one is reported instead of filling the memory for ever."""
+_MOST_WORKERS = 32
+"""Most processes that make samples in a worker: more than a function has cores."""
 _AHEAD, _MOST_AHEAD = 2, 64
 """Steps for which data with a format is read ahead: usually, and at most."""
 _DEFAULT_LEARNING_RATE = 0.05
@@ -78,6 +80,8 @@ class TaskModule:
     """What the task module states as `prefetch`."""
     tokenizer: Any = None
     """What the task module states as `tokenizer`; None: nothing."""
+    makers: Any = 0
+    """What the task module states as `num_workers`."""
 
     def calling(self, doing: str) -> AbstractContextManager[None]:
         """Return the context for a call of user code, which turns its exceptions into errors: see `task_errors`."""
@@ -136,10 +140,15 @@ class TaskModule:
 
         Raises ``GeofedError("TASK_INVALID")``.
         """
-        if not isinstance(self.ahead, int) or isinstance(self.ahead, bool) or not 0 <= self.ahead <= _MOST_AHEAD:
-            text = f"prefetch is {self.ahead!r}, not a number of steps up to {_MOST_AHEAD}"
-            raise GeofedError("TASK_INVALID", text)
-        return self.ahead
+        return _number(self.ahead, "prefetch", "steps", _MOST_AHEAD)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that make samples: `num_workers` of the task module; 0: none, the worker makes them itself.
+
+        Raises ``GeofedError("TASK_INVALID")``.
+        """
+        return _number(self.makers, "num_workers", "processes", _MOST_WORKERS)
 
     def dataset(self, path: str | Rows, split: str) -> Any:
         """Call the task's `dataset`; returns what has a length and items. Raises ``GeofedError("TASK_INVALID")``.
@@ -263,6 +272,12 @@ class TaskModule:
         return nullcontext() if dtype is None else torch.autocast(kind, dtype)
 
 
+def _number(stated: Any, name: str, what: str, most: int) -> int:
+    if not isinstance(stated, int) or isinstance(stated, bool) or not 0 <= stated <= most:
+        raise GeofedError("TASK_INVALID", f"{name} is {stated!r}, not a number of {what} up to {most}")
+    return stated
+
+
 def _read_out(data: Iterable[Any]) -> list[Any]:
     samples = list(itertools.islice(iter(data), _MOST_READ + 1))
     if len(samples) > _MOST_READ:
@@ -368,6 +383,7 @@ def load_task(
         functions,
         ahead=getattr(loaded, "prefetch", _AHEAD),
         tokenizer=getattr(loaded, "tokenizer", None),
+        makers=getattr(loaded, "num_workers", 0),
     )
 
 

@@ -119,6 +119,7 @@ def _engine(config: PsConfig) -> Engine:
         weighs_by_shares=config.weighs_by_shares,
         local_steps=config.local_steps,
         data_shares=config.data_shares,
+        initial_adapter=config.initial_adapter,
     )
     engine = Engine(executor, settings)
     engine.patience_seconds = config.patience_seconds

@@ -67,6 +67,8 @@ class PsConfig(BaseModel):
     initial_holds: Literal["", "all", "some"] = ""
     """What `initial_model` has of the model if it is a user's file: all tensors and no others, or some and perhaps
     others; "": it is a job's model."""
+    initial_adapter: Path | None = None
+    """A safetensors file of the user whose tensors replace those of `initial_model`."""
     begun: bool = False
     """Whether the partition has run before: if so, a state folder without a model means that the state was lost."""
     worker_listen: str

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
@@ -26,12 +27,14 @@ from bench.report import Bar, Report, options
 
 from region_agent.worker.data.formats import FORMATS
 from region_agent.worker.data.index import BlockIndex, least_block_bytes
+from region_agent.worker.data.loading import Drawn, Loading
 from region_agent.worker.data.order import BlockOrder
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec
 from region_agent.worker.data.streamed import Rows, Streamed
 from region_agent.worker.invocation import ShardFile
+from region_agent.worker.task import TaskModule
 
 HEADER = b"label,value,text\n"
 PATTERN_BYTES = 4 << 20
@@ -39,6 +42,7 @@ LATENCY_SECONDS = 0.02
 BATCH = 256
 WORKERS = 4
 COMPUTE_SECONDS = 0.05
+SAMPLE_SECONDS, SLOW_BATCH = 0.005, 16
 SPEC = FormatSpec(kind="csv")
 
 
@@ -170,6 +174,35 @@ def _spread_of_labels() -> float:
     return float(counts.std(axis=0).mean() / np.sqrt(BATCH * 0.1 * 0.9))
 
 
+class Slow:
+    """A task's dataset. A sample takes 5 ms, as calibrated sleep: other programs on this machine change it little."""
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(SAMPLE_SECONDS)
+        return torch.full((3, 128, 128), float(index % 7))
+
+
+def _making(link: Connection, workers: int, steps: int) -> None:
+    """A worker's steps a second, each with 50 ms of compute, where so many processes make its samples."""
+    # As workers do.
+    torch.set_num_threads(1)
+    functions: dict[str, Any] = {"dataset": lambda *_: Slow()}
+    loading = Loading(TaskModule(Path(), {}, functions, makers=workers), {"train": Slow()})
+    stream = BatchStream(Slow(), 1, "a", 0, 1, SLOW_BATCH)
+    begun = 0.0
+    for step in range(1, steps + 1):
+        coming = range(step, min(step + loading.ahead, steps) + 1)
+        loading.take([Drawn("train", stream.groups(one, [SLOW_BATCH]), (1, one)) for one in coming])
+        # The first one waits for processes to be forked.
+        begun = begun or time.monotonic()
+        time.sleep(COMPUTE_SECONDS)
+    link.send(((steps - 1) / (time.monotonic() - begun - COMPUTE_SECONDS), loading.memory_bytes / 1e6))
+    loading.close()
+
+
 def main() -> int:
     given = options(__doc__)
     report = Report("streaming", given.quick)
@@ -197,6 +230,13 @@ def main() -> int:
         print(f"an epoch of {size / 1e6:,.0f} MB by {WORKERS} workers: {ratio:.3f} x read, {seconds:.1f} s", flush=True)
         steps = 40 if given.quick else 200
         pace = (steps - 1) * COMPUTE_SECONDS / _apart(_worker, port, 2500, 0, steps, COMPUTE_SECONDS)
+        made: dict[int, list[float]] = {}
+        for workers in (0, 2) * (2 if given.quick else 5):
+            rate, megabytes = _apart(_making, workers, 30 if given.quick else 100)
+            made.setdefault(workers, []).append(rate)
+            report.runs.append({"num_workers": workers, "steps_per_second": rate, "memory_mb": megabytes})
+            text = f"{rate:.2f} steps/s where {SLOW_BATCH} samples of {SAMPLE_SECONDS * 1000:.0f} ms are made by"
+            print(f"{text} {workers} processes of {megabytes:.0f} MB together", flush=True)
         report.details["counting_mb_per_second"] = _counting(port)
         report.details["epoch_seconds"] = seconds
         spread = _spread_of_labels()
@@ -211,6 +251,7 @@ def main() -> int:
         Bar.at_most("first step from 10.5 GB over 105 MB", min(first[2500]) / min(first[25]), "x", 2.0),
         Bar.at_most("bytes read in an epoch over the shard", ratio, "x", 1.05),
         Bar.at_least(f"pace with {COMPUTE_SECONDS * 1000:.0f} ms of compute, over compute alone", pace, "x", 0.8),
+        Bar.at_least("steps/s with 2 num_workers over none", max(made[2]) / max(made[0]), "x", 1.5),
         Bar.at_most("deviation of labels in a step over random draws, sorted shard", spread, "x", 2.1),
     ]
     return report.close(given.json)

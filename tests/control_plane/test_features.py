@@ -55,6 +55,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
         "train.local=['head.*']",
         "train.initialModel.file=w.safetensors",
         f"train.initialModel={{uri: s3://models/w.safetensors, digest: 'sha256:{'ab' * 32}'}}",
+        f"train.initialModel={{uri: s3://m/w, digest: 'sha256:{'ab' * 32}', adapter: {{file: w.safetensors}}}}",
     ],
 )
 def test_what_an_agent_cannot_do_is_declined_with_its_region(
@@ -69,13 +70,14 @@ def test_what_an_agent_cannot_do_is_declined_with_its_region(
             for agent in (old, new):
                 agent.catalogue = replace(agent.catalogue, images=("r/team/",))
                 await agent.connect()
-            key = "train.initialModel.uri" if "uri" in setting else setting.partition("=")[0]
+            keys = [setting.partition("=")[0]]
+            if "uri" in setting:
+                keys = [f"train.initialModel.{key}" for key in ("uri", "adapter") if f"{key}: " in setting]
             told = await stage.client.plan(load(job_file, [setting]).json)
             assert not told.admissible
-            (reason,) = json.loads(told.plan_json)["reasons"]
-            assert reason["text"] == (
-                f"the agent of region a is of an earlier version, which does not know `{key}`"
-            )  # fmt: skip
+            assert [reason["text"] for reason in json.loads(told.plan_json)["reasons"]] == [
+                f"the agent of region a is of an earlier version, which does not know `{key}`" for key in keys
+            ]
             assert (await stage.client.plan(load(job_file, [setting, "regions.avoid=[a]"]).json)).admissible
             assert (await stage.client.plan(load(job_file).json)).admissible
             for agent in (old, new):

@@ -18,6 +18,7 @@ from safetensors.numpy import save
 
 from control_plane import client as client_module
 from control_plane.cli._job_file import read_job
+from control_plane.cli._report import initial_model_text
 from control_plane.cli.commands.submit import Submission, planned
 from control_plane.client import ControlClient
 from control_plane.server import ServeConfig
@@ -27,7 +28,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.files.task_folder import MAX_ARCHIVE_BYTES
 from geofed_pb.rpc import CHUNK_BYTES
 from geofed_pb.security.signing import Signer, require_signature, statement
-from geofed_pb.v1 import common_pb2
+from geofed_pb.v1 import agent_pb2, common_pb2
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import digest_of
 from tests.control_plane.scenario import bring_up, run, train
@@ -61,7 +62,7 @@ def test_the_file_is_named_by_its_digest_and_is_no_code(job_file: Path) -> None:
     loaded, packed = read_job(job_file, [START])
     assert json.loads(loaded.json)["train"]["initialModel"] == {
         "job": None, "round": None, "file": "weights.safetensors", "digest": DIGEST, "partial": True,
-        "uri": None,
+        "uri": None, "adapter": None,
     }  # fmt: skip
     assert len(packed.content) < len(WEIGHTS) // 10
     with pytest.raises(GeofedError, match=f"has the digest {DIGEST}, not sha256:0000"):
@@ -77,7 +78,7 @@ def test_every_region_fetches_it_and_it_is_kept_for_as_long_as_the_job_needs_it(
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
             told = {"job": "", "digest": DIGEST, "bytes": 0, "round": 0, "file": "weights.safetensors"}
-            told |= {"partial": True, "uri": ""}
+            told |= {"partial": True, "uri": "", "adapter": "", "adapter_bytes": 0, "adapter_file": ""}
             loaded, bundle = read_job(job_file, [START])
             # A plan needs no upload, which takes long.
             plan = await planned(stage.client, loaded, bundle)
@@ -129,6 +130,42 @@ def test_every_region_fetches_it_and_it_is_kept_for_as_long_as_the_job_needs_it(
                 await agent.close()
 
     run(scenario())
+
+
+@pytest.mark.usefixtures("weights")
+def test_an_adapter_of_weights_that_regions_read_is_uploaded_and_signed(
+    serve_config: ServeConfig, job_file: Path
+) -> None:
+    uri = f"train.initialModel={{uri: s3://models/w, digest: 'sha256:{'ab' * 32}'}}"
+    start = (uri, "train.initialModel.adapter.file=weights.safetensors")
+
+    async def scenario() -> None:
+        async with staged(serve_config) as stage:
+            a, b = await bring_up(stage)
+            loaded, bundle = read_job(job_file, list(start))
+            own = Signer.load_or_create(serve_config.state_dir / "user.key")
+            await refused(stage.client.submit(loaded.json, bundle.digest, "r1"), "MODEL_NOT_FOUND", DIGEST)
+            job = await submitted(stage.client, job_file, "r1", *start)
+            told = json.loads(job.plan_json)["initial_model"]
+            assert (told["adapter"], told["adapter_bytes"]) == (DIGEST, len(WEIGHTS))
+            assert initial_model_text(told) == "the file s3://models/w with the adapter weights.safetensors (4.2 MB)"
+            task = (await a.command("start")).task
+            assert (task.initial_adapter, task.submission.initial_adapter) == (DIGEST, DIGEST)
+            require_signature(task.submission, own.public_key, own_statement(task))
+            assert await a.fetch(DIGEST) == WEIGHTS
+            assert (await kinds(stage))["models"] == 1
+            for agent in (a, b):
+                await agent.close()
+
+    run(scenario())
+
+
+def own_statement(task: agent_pb2.TaskRef) -> bytes:
+    signed = task.submission
+    return statement(
+        signed.spec_digest, task.bundle_digest, task.module, task.config_json, task.dataset, task.env,
+        signed.initial_model, initial_adapter=signed.initial_adapter,
+    )  # fmt: skip
 
 
 @pytest.mark.usefixtures("weights")
@@ -237,7 +274,7 @@ def test_what_a_client_did_not_check_is_refused(serve_config: ServeConfig, job_f
     async def scenario() -> None:
         async with staged(serve_config) as stage:
             a, b = await bring_up(stage)
-            packed = pack(job_file.parent, "task.py", weights)
+            packed = pack(job_file.parent, "task.py", [weights])
             content, bundle = packed.content, packed.digest
             await stage.client.put_bundle(content, bundle)
             spec = json.loads(load(job_file, [START]).json)
@@ -245,6 +282,9 @@ def test_what_a_client_did_not_check_is_refused(serve_config: ServeConfig, job_f
                 spec["train"]["initialModel"]["digest"] = digest
                 await refused(stage.client.submit(json.dumps(spec), bundle, "r1"), "SPEC_INVALID", text)
                 await refused(stage.client.plan(json.dumps(spec)), "SPEC_INVALID", text)
+                start = {"uri": "s3://models/w", "digest": DIGEST, "adapter": {"file": "a", "digest": digest}}
+                adapted = {**spec, "train": {**spec["train"], "initialModel": start}}
+                await refused(stage.client.plan(json.dumps(adapted)), "SPEC_INVALID", text)
             for agent in (a, b):
                 await agent.close()
 

@@ -56,6 +56,12 @@ def starting_from(job: str) -> str:
         ("train.initialModel={uri: s3://bucket/x, file: y}", "exactly one of `job`, `file` and `uri`"),
         ("train.initialModel={file: missing.safetensors}", r"cannot read .*/job/missing.safetensors: No such file"),
         ("train.initialModel={file: task.py}", r"task.py is no file of safetensors: a header of"),
+        ("train.initialModel={job: x, adapter: {file: y}}", "`adapter` is for a `file` or `uri`; a job's model has"),
+        ("train.initialModel={adapter: {file: y}}", "exactly one of `job`, `file` and `uri`"),
+        (
+            f"train.initialModel={{uri: s3://b/x, digest: sha256:{'ab' * 32}, adapter: {{file: task.py}}}}",
+            r"train.initialModel.adapter.file: .*task.py is no file of safetensors",
+        ),
         ("train.initialModel={job: ''}", "at least 1 character"),
         ("train.initialModel={job: x, round: 0}", "round"),
         ("train.initialModel=x", "initialModel"),
@@ -76,7 +82,7 @@ def test_every_region_fetches_it_and_all_that_tells_of_the_job_tells_of_it(
             a, b = await bring_up(stage)
             first = await ended(stage, job_file, a, b)
             told = {"job": first, "digest": digest_of(MODEL), "bytes": len(MODEL), "round": 2}
-            told |= {"file": "", "partial": False, "uri": ""}
+            told |= {"file": "", "partial": False, "uri": "", "adapter": "", "adapter_bytes": 0, "adapter_file": ""}
             # By its name, too, as only one job has it.
             spec = load(job_file, [starting_from("digits")])
             assert json.loads((await stage.client.plan(spec.json)).plan_json)["initial_model"] == told

@@ -392,7 +392,7 @@ def test_variables_of_a_task_have_names_and_text(job_file: Path) -> None:
 def test_a_section_is_a_mapping(job_file: Path) -> None:
     told = {
         "train.initialModel=digits-1": (
-            "`train.initialModel` must be a mapping with the keys job, round, file, uri, digest, partial"
+            "`train.initialModel` must be a mapping with the keys job, round, file, uri, digest, partial, adapter"
         ),
         "train.end=[4]": "`train.end` must be a mapping with the keys epochs, steps, goal, patience, time",
         "task.config=3": "`task.config` must be a mapping",

@@ -277,18 +277,23 @@ def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
 
 def test_the_pretrained_weights_of_the_documentation_are_valid(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    whole, example, read_by_regions = _yamls("job-file.md")
+    whole, example, read_by_regions, with_adapter = _yamls("job-file.md")
     file.write_text(re.sub(r"^train:\n(?: .*\n)+", example, whole, flags=re.MULTILINE))
     (tmp_path / "task.py").write_text(TASK)
     save_file({"w": np.zeros(2, ml_dtypes.bfloat16)}, tmp_path / "weights.safetensors")
     loaded = load(file)
     assert loaded.spec.train.initial_model is not None
     assert loaded.spec.train.initial_model.partial
-    assert loaded.weights == (tmp_path / "weights.safetensors").resolve()
+    assert list(loaded.weights.values()) == [(tmp_path / "weights.safetensors").resolve()]
     file.write_text(re.sub(r"^train:\n(?: .*\n)+", read_by_regions, whole, flags=re.MULTILINE))
     loaded = load(file)
     assert loaded.spec.train.initial_model is not None
-    assert (loaded.weights, loaded.spec.train.initial_model.uri) == (None, "s3://models/gpt2/model.safetensors")
+    assert (loaded.weights, loaded.spec.train.initial_model.uri) == ({}, "s3://models/gpt2/model.safetensors")
+    file.write_text(re.sub(r"^train:\n(?: .*\n)+", with_adapter, whole, flags=re.MULTILINE))
+    adapter = tmp_path / "adapter.safetensors"
+    save_file({"lora_B": np.zeros(2, np.float32)}, adapter)
+    loaded = load(file)
+    assert list(loaded.weights.values()) == [adapter.resolve()]
 
 
 def test_the_kept_models_of_the_documentation_are_valid(tmp_path: Path) -> None:

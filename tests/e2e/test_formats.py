@@ -35,6 +35,7 @@ ROWS_TASK = (
     + """
 
 prefetch = 4
+num_workers = 2
 
 
 def loss(model, batch):
@@ -92,6 +93,19 @@ def test_tables_are_trained_on_without_code_that_reads_them(
         datasets[name] = {"format": kind, "splits": {split: {"uri": uri} for split in ("train", "test")}}
     with offered(running_pair, datasets, kind):
         _check_learned(running_pair, TABLE_TASK, kind)
+
+
+def test_processes_make_the_samples_that_the_worker_would_make(running_pair: Running) -> None:
+    """By the task of the documentation, which draws random numbers, in slices."""
+    (task,) = (block for block in _BLOCKS if "num_workers = 2" in block)
+    settings = ("data.dataset=numbers", "task.config={}", "train.batch=4", "train.seed=3", "train.workers=2")
+    settings = (*settings, "train.end={steps: 60}", "wan.interval=20", "wan.exchange=synchronous", "function.slice=1s")
+    found = []
+    for text in (task, task.replace("num_workers = 2", "num_workers = 0")):
+        ended = running_pair.wait_end(running_pair.submit(*settings, task=text))
+        assert ended["state"] == "succeeded", ended.get("error") or ended
+        found.append(ended["result"]["digests"]["model_parameters"])
+    assert found[0] == found[1]
 
 
 def _s3_federation(folder: Path, endpoint: str) -> Federation:

@@ -18,7 +18,7 @@ import torch
 from ruamel.yaml import YAML
 from support.offered import counted, offered
 from support.running import TEMPLATES, Running, check_succeeded, eventually
-from support.templates import make_data
+from support.templates import load_template, make_data
 
 from sync.codec import codecs
 from tests.e2e.conftest import PAIR, REGIONS
@@ -268,3 +268,64 @@ def test_a_resnet_in_full(running: Running) -> None:
     ended = running.wait_end(running.submit("task.config.arch=resnet"), 280)
     print(ended["result"]["metrics"])
     check_succeeded(ended, 0.95)
+
+
+def _windows(file: Path, length: int) -> dict[str, Any]:
+    """A split of `llm-lora`."""
+    return {"uri": str(file), "samples": (file.stat().st_size - 1) // length}
+
+
+def test_what_an_adapter_has_learnt_goes_on_from_its_file_and_its_weights(
+    running_pair: Running, tmp_path: Path, written: Path
+) -> None:
+    """Nothing is learnt in the later jobs, and their own seed makes other weights and adapters: the model that comes
+    out is the one of the two files, bit for bit."""
+    shutil.copytree(TEMPLATES / "llm-lora", written)
+    config = {"length": 24, "width": 32, "blocks": 2, "heads": 2, "rank": 4, "alpha": 8, "train_a": True}
+    torch.manual_seed(7)
+    weights = {
+        name: held
+        for name, held in load_template("llm-lora").model(config).state_dict().items()
+        if ".lora_" not in name
+    }
+    base, adapter, peft = tmp_path / "base.safetensors", tmp_path / "adapter.safetensors", tmp_path / "peft"
+    safetensors.torch.save_file(weights, base)
+    small = (*(f"task.config.{name}={json.dumps(value)}" for name, value in config.items()), "train.end={steps: 8}")
+    small = (*small, "train.evaluateEvery=0", "train.workers=1", "advanced.wan.interval=4")
+    still = (*small, "task.config.lr=0.0", "train.seed=2", f"train.initialModel.file={base}")
+    made, _ = make_data("text", "--regions", ",".join(PAIR), "--out", str(tmp_path / "shards"))
+    held = {
+        region: {"splits": {split: _windows(Path(part["path"]), 24) for split, part in made[region].items()}}
+        for region in PAIR
+    }
+    export = running_pair.federation.control_plane
+    eventually(lambda: not any(counted(running_pair, name, "letters") for name in PAIR), "no offer", 20)
+    with offered(running_pair, held, "letters"):
+        eventually(lambda: all(counted(running_pair, name, "letters") for name in PAIR), "samples", 20)
+        partial = "train.initialModel.partial=true"
+        first = _run(running_pair, written / "job.yaml", *small, f"train.initialModel.file={base}", partial)
+        export("export", first["id"], "--output-file", str(tmp_path / "first.safetensors"))
+        export("export", first["id"], "--as", "trained", "--output-file", str(adapter))
+        export("export", first["id"], "--as", "peft", "--output-file", str(peft))
+        whole = safetensors.torch.load_file(tmp_path / "first.safetensors")
+        assert adapter.stat().st_size < base.stat().st_size / 3
+        assert all(torch.equal(whole[name], held) for name, held in weights.items())
+        assert all(float(held.abs().max()) > 0 for name, held in whole.items() if ".lora_B" in name)
+        for file in (adapter, peft / "adapter_model.safetensors"):
+            second = _run(running_pair, written / "job.yaml", *still, f"train.initialModel.adapter.file={file}")
+            out = tmp_path / f"{second['id']}.safetensors"
+            export("export", second["id"], "--output-file", str(out))
+            found = safetensors.torch.load_file(out)
+            assert found.keys() == whole.keys()
+            assert all(torch.equal(held, whole[name]) for name, held in found.items()), file
+            assert second["initial_model"]["adapter_file"] == file.name
+        # The model's rank is another one.
+        wrong = (*still, f"train.initialModel.adapter.file={adapter}", "task.config.rank=2", partial)
+        arguments = [part for setting in wrong for part in ("--set", setting)]
+        refused = running_pair.wait_end(
+            export("submit", str(written / "job.yaml"), *arguments, "-o", "name").stdout.strip()
+        )
+    assert refused["error"]["code"] == "MODEL_MISMATCH"
+    assert (
+        "lora_A.weight of the model to start from is F32 [4, 32], the task's F32 [2, 32]" in refused["error"]["message"]
+    )

@@ -355,7 +355,7 @@ SURFACES = {
         "model_input",
         "operations",
     },
-    "sync.seeding": {"reseed", "seed_all"},
+    "sync.seeding": {"kept_random", "reseed", "reseed_cpu", "seed_all"},
     "sync.policy": {
         "Values",
         "DEFAULT",

@@ -63,6 +63,7 @@ THREADS = {
     "region_agent/gateway/embedded/serverless/provider.py",  # who asked the cloud awaits the answer
     "region_agent/gateway/handler_process.py",  # an error ends the container; a call's error is its answer
     "region_agent/gateway/serverless/invocation.py",  # output is lost with its connection; the rest ends the invocation
+    "region_agent/worker/data/loaders.py",  # its pools' results are awaited, but those that nobody wants any more
     "region_agent/worker/loop.py",
     "region_agent/worker/training/stage_checkpoints.py",
     "sync/merging/_driver.py",

@@ -41,13 +41,22 @@ def config(folder: Path, gateway: dict[str, Any] | None = None, **policy: Any) -
 
 
 def start(
-    job: str = "job-1", user: str = "ann", signer: Signer | None = None, signed: str = "", **task: Any
+    job: str = "job-1",
+    user: str = "ann",
+    signer: Signer | None = None,
+    signed: str = "",
+    adapter: str = "",
+    **task: Any,
 ) -> agent_pb2.StartPartition:
     facts = {"bundle_digest": DIGEST, "module": "task.py", "config_json": '{"width": 8}', "dataset": "digits"}
     spec = json.dumps(
         {
             "task": {"module": "task.py", "config": {"width": 8}}, "data": {"dataset": "digits"},
-            "train": {"initialModel": {"file": "w", "digest": signed} if signed else None},
+            "train": {
+                "initialModel": {
+                    "file": "w", "digest": signed, "adapter": {"file": "a", "digest": adapter} if adapter else None,
+                } if signed else None,
+            },
         }
     )  # fmt: skip
     ref = agent_pb2.TaskRef(**{**facts, **task})
@@ -95,10 +104,27 @@ def test_a_list_of_users_is_kept_whatever_the_control_plane_says(tmp_path: Path,
     swapped.task.submission.initial_model = swapped.task.initial_model
     with pytest.raises(GeofedError, match="or was changed"):
         check_partition(strict, swapped)
+    _adapters_are_signed(strict, ann)
     with pytest.raises(ValueError, match="allowUsers"):
         config(tmp_path, allowUsers={"ann": "no key"})
     with pytest.raises(GeofedError, match="runs no code"):
         check_partition(config(tmp_path, allowUsers={}), start(signer=ann))
+
+
+def _adapters_are_signed(strict: RegionConfig, ann: Signer) -> None:
+    """No other adapter, none, or one that the user did not name."""
+    other, begun = f"sha256:{'cd' * 32}", {"signer": ann, "initial_model": DIGEST, "initial_holds": "all"}
+    check_partition(strict, start(signed=DIGEST, adapter=other, initial_adapter=other, **begun))
+    for signed, given in ((other, DIGEST), (other, ""), ("", other)):
+        command = start(signed=DIGEST, adapter=signed, initial_adapter=given, **begun)
+        with pytest.raises(GeofedError, match=f"has signed no job that starts from {DIGEST}"):
+            check_partition(strict, command)
+        command.task.submission.initial_adapter = given
+        with pytest.raises(GeofedError, match="or was changed"):
+            check_partition(strict, command)
+    for wrong in ({"initial_adapter": "../x"}, {"initial_adapter": other, "initial_holds": ""}):
+        with pytest.raises(GeofedError, match="CONFIG_INVALID"):
+            check_partition(strict, start(signed=DIGEST, **{**begun, **wrong}))
 
 
 def test_a_task_runs_in_an_image_that_the_region_file_allows_alone(tmp_path: Path) -> None:

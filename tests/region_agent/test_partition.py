@@ -374,20 +374,23 @@ def test_job_code_that_is_wrong_ends_the_partition_with_its_sentence(tmp_path: P
 @pytest.mark.parametrize("holds", ["", "all", "some"])
 def test_a_model_to_start_from_is_there_before_a_worker_is_called(tmp_path: Path, holds: str) -> None:
     async def act(scene: Scene) -> None:
-        model = b"safetensors"
+        model, adapter = b"safetensors", b"adapter"
         scene.start.task.initial_model = digest_of([model])
+        if holds:
+            scene.start.task.initial_adapter = digest_of([adapter])
         scene.start.task.initial_holds = holds
         scene.partition.begin()
         await scene.until(lambda: scene.partition.machine.condition)
         assert "no such model" in scene.partition.machine.condition
         assert scene.gateway.calls == []
-        scene.blobs[digest_of([model])] = model
+        scene.blobs |= {digest_of([model]): model, digest_of([adapter]): adapter}
         await scene.until(lambda: scene.gateway.calls)
         config = json.loads((tmp_path / "jobs" / JOB / "ps.json").read_text())
         told = config["initial_model"]
         assert config["initial_holds"] == holds
         assert scene.gateway.calls[0].base_given is (holds != "some")
         assert Path(told).read_bytes() == model
+        assert not holds or Path(config["initial_adapter"]).read_bytes() == adapter
         scene.partition.feed(Stopped("enough", discard=True))
         await scene.partition.drained()
         assert not Path(told).exists()

@@ -103,12 +103,13 @@ def _starting_from(start: str) -> str:
 
 
 async def _put_weights(client: ControlClient, loaded: LoadedSpec) -> None:
-    """Upload the file that a job starts from, if there is one."""
-    initial, path = loaded.spec.train.initial_model, loaded.weights
-    if path is None or initial is None or initial.digest is None:
-        return
-    name = path.name
-    await client.put_weights(path, initial.digest, lambda left: say(f"uploading {bytes_text(left)} of {name}"))
+    """Upload the files that a job starts from, if there are any."""
+    for digest, path in loaded.weights.items():
+
+        def begun(left: int, name: str = path.name) -> None:
+            say(f"uploading {bytes_text(left)} of {name}")
+
+        await client.put_weights(path, digest, begun)
 
 
 def _profile_unless_measured(

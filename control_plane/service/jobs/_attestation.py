@@ -75,6 +75,8 @@ def _made_of(row: JobRow, spec: dict[str, Any], result: dict[str, Any]) -> list[
     found: list[dict[str, Any]] = [{"name": "code", "digest": _digest(row.bundle_digest)}]
     if initial is not None:
         found.append({"name": "initial model", "digest": _digest(initial["digest"]), "annotations": initial})
+        if initial.get("adapter"):
+            found.append({"name": "initial adapter", "digest": _digest(initial["adapter"])})
     for part in result["regions"]:
         facts = {name: part[name] for name in ("samples", "steps", "privacy")}
         found.append(

@@ -28,7 +28,7 @@ async def same_start(
     held = "" if _secure(spec) else _SECURE
     if model is not None:
         named = await federation.lookup.jobs_that_began(digest=model.digest, held=held)
-        found = [entry for entry in named if _has_trained_from(entry, model.digest)]
+        found = [entry for entry in named if _has_trained_from(entry, model)]
     elif task_key:
         of_task = await federation.lookup.jobs_that_began(task_key=task_key, held=held)
         found = [
@@ -39,12 +39,14 @@ async def same_start(
     return [entry for entry in found if entry.state.started_at or not entry.state.terminal]
 
 
-def _has_trained_from(entry: JobEntry, digest: str) -> bool:
+def _has_trained_from(entry: JobEntry, model: InitialModel) -> bool:
     began, state = entry.state.initial_model, entry.state
     # No round of the job began with its final model, unless it ended in the middle of one.
     last = set[str]() if state.left_out else {state.blob_digest}
-    rounds = {model.digest for model in models_of(state)} - last
-    return digest in rounds or (began is not None and began.digest == digest)
+    rounds = {kept.digest for kept in models_of(state)} - last
+    if began is not None and (began.digest, began.adapter) == (model.digest, model.adapter):
+        return True
+    return not model.adapter and model.digest in rounds
 
 
 def refused_by_difference(spec: JobSpec, plan: Plan, earlier: Sequence[JobEntry]) -> Declined | None:

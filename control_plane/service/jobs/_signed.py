@@ -41,10 +41,13 @@ async def require_signed(
     if submission.spec_digest != spec_digest_of(spec_json):
         raise GeofedError("FORBIDDEN", f"the signature of user {submission.user} is for another job file")
     task, config, initial = spec.task, json.dumps(spec.task.config), spec.train.initial_model
+    adapter = initial.adapter if initial is not None else None
     submission.initial_model = (initial.digest or "") if initial is not None else ""
+    submission.initial_adapter = (adapter.digest or "") if adapter is not None else ""
     signed = statement(
         submission.spec_digest, bundle_digest, task.module, config, spec.data.dataset, task.env,
         submission.initial_model, task.secrets, task.requirements or "", task.image or "",
+        submission.initial_adapter,
     )  # fmt: skip
     require_signature(submission, submission.public_key, signed)
     if user and not known:

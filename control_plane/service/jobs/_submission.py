@@ -130,10 +130,11 @@ async def submit(
     async def check(draft: Draft) -> JobEntry | None:
         if user and user not in draft.users:
             raise GeofedError("UNAUTHENTICATED", f"user {user} was removed")
-        here = initial_model is not None and not initial_model.uri
-        if initial_model is not None and here and federation.blobs.size(initial_model.digest) is None:
-            text = f"{initial_model.text}, {initial_model.digest}, is not at the control plane"
-            raise GeofedError("MODEL_NOT_FOUND", text, hint="submit the job again, which uploads a file again")
+        for digest in initial_model.uploaded if initial_model is not None else ():
+            if federation.blobs.size(digest) is None:
+                assert initial_model is not None
+                text = f"{initial_model.text}, {digest}, is not at the control plane"
+                raise GeofedError("MODEL_NOT_FOUND", text, hint="submit the job again, which uploads a file again")
         return await _earlier(federation, row)
 
     return await admit(federation, new, check)

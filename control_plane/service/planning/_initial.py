@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from control_plane._safetensors import check_weights
 from control_plane._view import standing_text
@@ -26,12 +27,8 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
     wanted = spec.train.initial_model
     if wanted is None:
         return None
-    if wanted.uri is not None:
-        assert wanted.digest is not None
-        return InitialModel("", wanted.digest, 0, 0, wanted.uri.rpartition("/")[2], wanted.partial, wanted.uri)
-    if wanted.file is not None:
-        return await _uploaded(federation, wanted)
-    assert wanted.job is not None
+    if wanted.job is None:
+        return await _of_files(federation, wanted)
     caller = caller_named(federation.users, user)
     entry = await federation.lookup.find_job(wanted.job, caller.may_read)
     job, state = entry.row.id, entry.state
@@ -42,16 +39,32 @@ async def initial_model_of(federation: Federation, spec: JobSpec, user: str) -> 
     return starting_from(federation, entry, kept_model(entry, wanted.round))
 
 
-async def _uploaded(federation: Federation, wanted: StartsFrom) -> InitialModel:
-    if wanted.digest is None:
-        raise GeofedError("SPEC_INVALID", "train.initialModel.file: the digest is missing", hint="submit by `geofed`")
-    size = federation.blobs.size(wanted.digest)
+async def _of_files(federation: Federation, wanted: StartsFrom) -> InitialModel:
+    adapter = wanted.adapter
+    if wanted.uri is not None:
+        assert wanted.digest is not None
+        model = InitialModel("", wanted.digest, 0, 0, wanted.uri.rpartition("/")[2], wanted.partial, wanted.uri)
+    else:
+        digest, size = await _uploaded(federation, wanted.digest, "file")
+        model = InitialModel("", digest, size, 0, wanted.file or "", wanted.partial)
+    if adapter is None:
+        return model
+    digest, size = await _uploaded(federation, adapter.digest, "adapter.file")
+    return replace(model, adapter=digest, adapter_bytes=size, adapter_file=adapter.file)
+
+
+async def _uploaded(federation: Federation, digest: str | None, key: str) -> tuple[str, int]:
+    """Return the digest and bytes of an uploaded file; 0: it has not arrived yet."""
+    if digest is None:
+        text = f"train.initialModel.{key}: the digest is missing"
+        raise GeofedError("SPEC_INVALID", text, hint="submit by `geofed`")
+    size = federation.blobs.size(digest)
     if size is not None:
         try:
-            await asyncio.to_thread(check_weights, federation.blobs.path(wanted.digest))
+            await asyncio.to_thread(check_weights, federation.blobs.path(digest))
         except (OSError, ValueError) as error:
-            raise GeofedError("SPEC_INVALID", f"{wanted.digest} is no file of safetensors: {error}") from None
-    return InitialModel("", wanted.digest, size or 0, 0, wanted.file or "", wanted.partial)
+            raise GeofedError("SPEC_INVALID", f"{digest} is no file of safetensors: {error}") from None
+    return digest, size or 0
 
 
 def starting_from(federation: Federation, entry: JobEntry, model: KeptModel) -> InitialModel:

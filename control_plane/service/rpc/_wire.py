@@ -315,6 +315,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             initial_job=action.initial_job,
             initial_holds=action.initial_holds,
             initial_uri=action.initial_uri,
+            initial_adapter=action.initial_adapter,
             keeps_base=action.keeps_base,
             clip_norm=spec.train.clip_norm or 0.0,
             precision=spec.train.precision,

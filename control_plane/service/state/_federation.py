@@ -600,7 +600,7 @@ async def _nothing() -> None:
 def _blobs_of(entry: JobEntry) -> tuple[str, ...]:
     """Return the digests of the files that a job's regions fetch."""
     model = entry.state.initial_model
-    return (entry.row.bundle_digest,) if model is None else (entry.row.bundle_digest, model.digest)
+    return (entry.row.bundle_digest, *(model.uploaded if model is not None else ()))
 
 
 def _page_of_active(store: Store, after: str) -> list[JobEntry]:

@@ -100,7 +100,8 @@ class JobIndex:
             return
         before, use = self._uses.get(job), use_of(entry)
         if before is None and (model := entry.state.initial_model) is not None:
-            self._models[model.digest] = self._models.get(model.digest, 0) + 1
+            for digest in model.uploaded:
+                self._models[digest] = self._models.get(digest, 0) + 1
         if before is None or before.standing != use.standing:
             self._count(before, -1)
             self._count(use, 1)
@@ -124,9 +125,10 @@ class JobIndex:
         self._spend(before, -1)
         self.waiting_for_lost.pop(job, None)
         if (model := entry.state.initial_model) is not None:
-            self._models[model.digest] -= 1
-            if not self._models[model.digest]:
-                del self._models[model.digest]
+            for digest in model.uploaded:
+                self._models[digest] -= 1
+                if not self._models[digest]:
+                    del self._models[digest]
         for region in sorted(regions_of(entry)):
             self._jobs[region].pop(job, None)
             self.touched[region] = None

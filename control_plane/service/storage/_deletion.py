@@ -50,7 +50,8 @@ async def delete_job(
                 bundle_digest=code,
             )  # fmt: skip
             draft.commands.append(CommandRow(region, job, agent_pb2.ToAgent(stop=stop).SerializeToString()))
-    models = {model.digest for model in (*models_of(entry.state), entry.state.initial_model) if model is not None}
+    initial = entry.state.initial_model
+    models = {*(model.digest for model in models_of(entry.state)), *(initial.uploaded if initial is not None else ())}
     parts = federation.blobs.parts(entry.row.bundle_digest)
     return _reply(gone, regions), frozenset({entry.row.bundle_digest, *parts, *models})
 

@@ -42,7 +42,7 @@ def file_items(
     whole: Iterable[Found],
     unfinished: Iterable[Found],
     jobs: Mapping[str, JobUse],
-    initial: Mapping[str, str],
+    initial: Mapping[str, Iterable[str]],
     parts: Mapping[str, Iterable[str]],
 ) -> list[Item]:
     """Return the items of blobs and of unfinished uploads.
@@ -51,7 +51,7 @@ def file_items(
     from which an active job has started is in use, also if its own job has ended or was deleted.
 
     Args:
-        initial: digest of the model that each active job has started from, by job.
+        initial: digests of the files that each active job has started from, by job.
         parts: digests of the files that belong to archives of task folders, by the archive's digest.
     """
     uses: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
@@ -60,8 +60,9 @@ def file_items(
             uses[digest]["bundles"].add(job.id)
         for digest in job.model_digests:
             uses[digest]["models"].add(job.id)
-    for job_id, digest in initial.items():
-        uses[digest]["models"].add(job_id)
+    for job_id, digests in initial.items():
+        for digest in digests:
+            uses[digest]["models"].add(job_id)
     blobs = [_blob(file, uses.get(f"sha256:{file.path.name}", {}), jobs) for file in whole]
     return [*blobs, *(Item(Stored("uploads", one.path.name, one.bytes, one.changed_at), one) for one in unfinished)]
 

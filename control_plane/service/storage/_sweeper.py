@@ -67,7 +67,7 @@ class Sweeper:
         # Read after the files, so that every file's job is known.
         jobs = await self._jobs()
         initial = {
-            name: entry.state.initial_model.digest
+            name: entry.state.initial_model.uploaded
             for name, entry in self._federation.jobs.items()
             if entry.state.initial_model is not None
         }

@@ -198,6 +198,16 @@ class Best(Section):
     """Whether the lowest or the highest value is the best."""
 
 
+class Adapter(Section):
+    """A file with a part of a model, such as `geofed export --as trained` or `--as peft` writes."""
+
+    file: str = Field(min_length=1)
+    """Path of a safetensors file, relative to the job file. It is uploaded once, as `initialModel.file` is, and every
+    region verifies its digest."""
+    digest: str | None = Field(default=None, pattern=r"^sha256:[0-9a-f]{64}$")
+    """Digest that the file must have. Default: that of the file as it is."""
+
+
 class StartsFrom(Section):
     """What a job starts from: the model of an earlier job, or a file with weights, here or in the regions."""
 
@@ -218,6 +228,9 @@ class StartsFrom(Section):
     partial: bool = False
     """Whether the file may lack tensors of the model, which keep the task's own first values, and have others, which
     are ignored. Otherwise both are refused."""
+    adapter: Adapter | None = None
+    """What an earlier job has trained of the model in `file` or `uri`: its tensors replace those of that file. All of
+    them must be tensors of the model, also with `partial` (docs/job-file.md#an-adapter-of-pretrained-weights)."""
 
     @model_validator(mode="after")
     def _is_one(self) -> StartsFrom:
@@ -225,6 +238,8 @@ class StartsFrom(Section):
             raise ValueError("give exactly one of `job`, `file` and `uri`")
         if self.job is not None and (self.digest is not None or self.partial):
             raise ValueError("`digest` and `partial` are for a `file` or `uri`; a job's model is whole")
+        if self.job is not None and self.adapter is not None:
+            raise ValueError("`adapter` is for a `file` or `uri`; a job's model has its own")
         if self.job is None and self.round is not None:
             raise ValueError("`round` is for a `job`; a file holds one model")
         if self.uri is not None and self.digest is None:

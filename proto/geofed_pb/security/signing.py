@@ -41,12 +41,13 @@ def statement(
     secrets: Sequence[str] = (),
     requirements: str = "",
     image: str = "",
+    initial_adapter: str = "",
 ) -> bytes:
     """Return the bytes that a user signs: the job file's digest, and all that decides which code runs on which data.
 
     ``initial_model``: digest of the user's file that the job starts from. ``secrets``: names of the regions' secrets
     that the code may read. ``requirements``: path of its requirements file. ``image``: container image
-    that it runs in.
+    that it runs in. ``initial_adapter``: digest of the file whose tensors replace those of ``initial_model``.
     """
     facts: dict[str, object] = {
         "bundle": bundle_digest, "config": json.loads(config_json or "{}"), "dataset": dataset, "module": module,
@@ -63,6 +64,8 @@ def statement(
         facts["requirements"] = requirements
     if image:
         facts["image"] = image
+    if initial_adapter:
+        facts["initial_adapter"] = initial_adapter
     return b"geofed submission 1\n" + json.dumps(facts, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -135,12 +138,14 @@ class Signer:
         digest, task = spec_digest_of(spec_json), spec["task"]
         config_json = json.dumps(task.get("config", {}))
         dataset, env = spec["data"]["dataset"], task.get("env", {})
-        initial = ((spec.get("train") or {}).get("initialModel") or {}).get("digest") or ""
-        more = task.get("secrets", []), task.get("requirements") or "", task.get("image") or ""
+        start = (spec.get("train") or {}).get("initialModel") or {}
+        initial, adapter = start.get("digest") or "", (start.get("adapter") or {}).get("digest") or ""
+        more = task.get("secrets", []), task.get("requirements") or "", task.get("image") or "", adapter
         signed = statement(digest, bundle_digest, task["module"], config_json, dataset, env, initial, *more)
         return common_pb2.Submission(
-            public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest, initial_model=initial
-        )
+            public_key=self.public_key, signature=self._key.sign(signed), spec_digest=digest, initial_model=initial,
+            initial_adapter=adapter,
+        )  # fmt: skip
 
 
 def public_key_text(key: bytes) -> str:

@@ -53,6 +53,14 @@ class Recorder:
             total, count = sums.get(name, (0.0, 0))
             sums[name] = total + number, count + 1
 
+    def add_sums(self, sums: Sums) -> None:
+        """Add the sums of values that another recorder was given."""
+        mine = self._rounds.setdefault(self.round, {}) if self.round else {}
+        for name, (total, count) in sums.items():
+            if name in mine or len(mine) < MOST_LOGGED:
+                before, counted = mine.get(name, (0.0, 0))
+                mine[name] = before + total, counted + count
+
     def _tell(self, about: str, text: str) -> None:
         if about not in self._told and len(self._told) < MOST_LOGGED:
             self._told.add(about)
@@ -93,6 +101,12 @@ def log(name: str, value: SupportsFloat) -> None:
     """
     if _current is not None:
         _current.add(name, value)
+
+
+def log_sums(sums: Sums) -> None:
+    """Log the sums of values that a process of this worker has logged."""
+    if _current is not None and sums:
+        _current.add_sums(sums)
 
 
 @contextmanager

@@ -130,15 +130,17 @@ class Money(_message.Message):
     def __init__(self, item: _Optional[str] = ..., quantity: _Optional[float] = ..., unit: _Optional[str] = ..., usd: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Submission(_message.Message):
-    __slots__ = ("user", "public_key", "signature", "spec_digest", "initial_model")
+    __slots__ = ("user", "public_key", "signature", "spec_digest", "initial_model", "initial_adapter")
     USER_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     INITIAL_MODEL_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     user: str
     public_key: str
     signature: bytes
     spec_digest: str
     initial_model: str
-    def __init__(self, user: _Optional[str] = ..., public_key: _Optional[str] = ..., signature: _Optional[bytes] = ..., spec_digest: _Optional[str] = ..., initial_model: _Optional[str] = ...) -> None: ...
+    initial_adapter: str
+    def __init__(self, user: _Optional[str] = ..., public_key: _Optional[str] = ..., signature: _Optional[bytes] = ..., spec_digest: _Optional[str] = ..., initial_model: _Optional[str] = ..., initial_adapter: _Optional[str] = ...) -> None: ...

@@ -169,7 +169,7 @@ class KeptModel(_message.Message):
     def __init__(self, round: _Optional[int] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., best: bool = ...) -> None: ...
 
 class InitialModel(_message.Message):
-    __slots__ = ("job", "digest", "bytes", "round", "file", "partial", "uri")
+    __slots__ = ("job", "digest", "bytes", "round", "file", "partial", "uri", "adapter", "adapter_bytes", "adapter_file")
     JOB_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,9 @@ class InitialModel(_message.Message):
     FILE_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     URI_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FILE_FIELD_NUMBER: _ClassVar[int]
     job: str
     digest: str
     bytes: int
@@ -184,7 +187,10 @@ class InitialModel(_message.Message):
     file: str
     partial: bool
     uri: str
-    def __init__(self, job: _Optional[str] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., round: _Optional[int] = ..., file: _Optional[str] = ..., partial: bool = ..., uri: _Optional[str] = ...) -> None: ...
+    adapter: str
+    adapter_bytes: int
+    adapter_file: str
+    def __init__(self, job: _Optional[str] = ..., digest: _Optional[str] = ..., bytes: _Optional[int] = ..., round: _Optional[int] = ..., file: _Optional[str] = ..., partial: bool = ..., uri: _Optional[str] = ..., adapter: _Optional[str] = ..., adapter_bytes: _Optional[int] = ..., adapter_file: _Optional[str] = ...) -> None: ...
 
 class ShardCopy(_message.Message):
     __slots__ = ("source", "destination", "state", "condition", "bytes", "sent_bytes", "money")

@@ -167,8 +167,19 @@ class BatchStream:
         """
         if isinstance(self._data, Streamed):
             self._data.expect([self.indices(step + ahead) for ahead in range(self._data.prefetch + 1)])
+        groups = self.groups(step, sizes)
+        return self.kept(step, sizes, [collated(self._data, list(group), self._collate) for group in groups])
+
+    def groups(self, step: int, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Return the indices of a step's samples in batches of the given sizes."""
         indices, cut = self.indices(step), list(itertools.accumulate(sizes, initial=0))
-        made = [collated(self._data, indices[start:stop], self._collate) for start, stop in itertools.pairwise(cut)]
+        return tuple(tuple(indices[start:stop]) for start, stop in itertools.pairwise(cut))
+
+    def kept(self, step: int, sizes: Sequence[int], made: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Return the batches of a step, made of `groups`, that have samples; count those that are left out.
+
+        Raises ``GeofedError("TASK_INVALID")`` if there are none.
+        """
         found = [one for one in made if one[0]]
         self.skipped += sum(sizes) - sum(count for count, _ in found)
         if not found:
@@ -226,9 +237,17 @@ def parts_of(samples: int, at_once: int) -> list[int]:
 
 
 def evaluation_batches(
-    data: Any, worker: int, workers: int, batch: int, collate: Collate | None = None
+    data: Any,
+    worker: int,
+    workers: int,
+    batch: int,
+    collate: Collate | None = None,
+    made: Callable[[list[list[int]], int], tuple[int, Any]] | None = None,
 ) -> tuple[list[int], Iterator[Any]]:
     """Return this worker's part of the test split in batches of ``batch`` samples: their sizes, and an iterator.
+
+    ``made``: returns a batch, and its number of samples, of the indices of all batches and its number; None: they are
+    collated here.
 
     Samples that are None are left out; the sizes are corrected as the batches are drawn, to 0 for one without others.
     """
@@ -238,12 +257,16 @@ def evaluation_batches(
     sizes = [len(part) for part in parts]
 
     def draw() -> Iterator[Any]:
-        for place, part in enumerate(parts):
-            if isinstance(data, Streamed):
-                data.expect([list(one) for one in parts[place : place + data.prefetch + 1]])
-            sizes[place], made = collated(data, list(part), collate)
+        whole = [list(part) for part in parts]
+        for place, part in enumerate(whole):
+            if made is not None:
+                sizes[place], batch = made(whole, place)
+            else:
+                if isinstance(data, Streamed):
+                    data.expect(whole[place : place + data.prefetch + 1])
+                sizes[place], batch = collated(data, part, collate)
             if sizes[place]:
-                yield made
+                yield batch
 
     return sizes, draw()
 

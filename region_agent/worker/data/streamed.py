@@ -46,6 +46,7 @@ class Rows(Dataset[Any]):
         self._held: dict[int, Future[Any]] = {}
         self._held_bytes = 0
         self._pool: ThreadPoolExecutor | None = None
+        self._given: dict[int, Any] | None = None
 
     def __len__(self) -> int:
         return self.index.total
@@ -55,7 +56,16 @@ class Rows(Dataset[Any]):
         return self.__getitems__([at + len(self) if at < 0 else at])[0]
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
+        if self._given is not None:
+            if lacking := [index for index in indices if index not in self._given]:
+                text = f"with num_workers, a sample is made of its own row alone; dataset asked for row {lacking[0]}"
+                raise GeofedError("TASK_INVALID", text)
+            return [self._given[index] for index in indices]
         return self._reader.samples(*self._taken(indices))
+
+    def give(self, rows: dict[int, Any]) -> None:
+        """Have these samples, by their indices, and no others from now on: in a process that does not read itself."""
+        self._given = rows
 
     def batch(self, indices: list[int]) -> Any:
         """Return the samples collated as by ``default_collate``; None: it has to do so."""
@@ -143,6 +153,11 @@ class Streamed:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the task has no dataset of its own."""
+        return self._items is self.rows
 
     @property
     def stated_clients(self) -> Any:

@@ -400,6 +400,10 @@ class ModelStage:
         """Wait until all messages are sent. Raises ``GeofedError("CHANNEL_TIMEOUT")``."""
         self._runner.drain()
 
+    def helpers(self) -> tuple[float, int]:
+        """Return zeros: there are no such processes."""
+        return 0.0, 0
+
     def close(self) -> None:
         """End the threads of the runner, the merge and the checkpoints."""
         self._runner.close()

@@ -17,6 +17,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.batches import Batches
+from region_agent.worker.data.loading import Drawn, Loading
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
@@ -37,7 +38,7 @@ from sync.flat import FlatModel
 from sync.histograms import Histogram
 from sync.layout import LOCAL, Layout, Vector
 from sync.local import local_names
-from sync.seeding import reseed, seed_all
+from sync.seeding import kept_random, reseed, seed_all
 
 __all__ = ["Trainer", "WholeModel", "checked_loss"]
 
@@ -46,6 +47,8 @@ _RETRY_DIVISOR = 8
 """Factor by which evaluation batches shrink after the worker was killed in an evaluation."""
 _EVALUATION_SEED = 1
 """Extra seed, so that random numbers of an evaluation differ from those of a step."""
+_SAMPLES_SEED = 2
+"""Extra seed of the random numbers that `dataset` and `collate` draw. They do not depend on who makes the samples."""
 
 
 class Trainer(Protocol):
@@ -170,8 +173,11 @@ class Trainer(Protocol):
     def delete_state(self) -> None:
         """Delete this worker's values in the channel at the end of the job."""
 
+    def helpers(self) -> tuple[float, int]:
+        """Return what this worker's own processes have used: CPU seconds, and bytes of memory that only they have."""
+
     def close(self) -> None:
-        """End background threads."""
+        """End background threads, and processes."""
 
 
 def checked_loss(value: float, step: int) -> float:
@@ -200,6 +206,7 @@ class WholeModel:
             self._stream = BatchStream(
                 data["train"], call.seed, call.region, call.worker, call.workers, batches, task.collate
             )
+        self._loading, self._last = Loading(task, data), call.rounds * call.steps_per_round
         self._module = self._created()
         local = local_names(self._module, call.local)
         base, used = constant_tensors(call, task, self._module, self._stream, channel, local)
@@ -248,8 +255,6 @@ class WholeModel:
         and seconds."""
         begun = time.monotonic()
         self.counted = self.share(step)
-        # Random numbers of a step depend only on the step, not on the steps that this invocation has made before.
-        reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, step)
         with self._task.calling("the model's train() and the optimiser's zero_grad()"):
             self._module.train()
             self._optimizer.zero_grad(set_to_none=True)
@@ -270,7 +275,12 @@ class WholeModel:
         """
         sizes = parts_of(self.counted, self._call.batch)
         with self._task.calling("dataset"):
-            drawn = [(size, move(batch, self._device)) for size, batch in self._stream.parts(step, sizes)]
+            coming = max(0, min(self._loading.ahead, self._last - step))
+            made = self._loading.take([self._drawn(step + ahead) for ahead in range(coming + 1)])
+            # Random numbers of a step depend only on the step: not on steps that this invocation has made before, and
+            # not on whether the samples were made in this process.
+            reseed(*self._seeds(step))
+            drawn = [(size, move(batch, self._device)) for size, batch in self._stream.kept(step, sizes, made)]
         # Less than the share if dataset has given None.
         self.counted = samples = sum(size for size, _ in drawn)
 
@@ -280,6 +290,14 @@ class WholeModel:
 
         return accumulate(self._task, self._module, drawn, ready, self._scale)
 
+    def _drawn(self, step: int) -> Drawn:
+        """Return this worker's samples of a step."""
+        groups = self._stream.groups(step, parts_of(self.share(step), self._call.batch))
+        return Drawn("train", groups, (*self._seeds(step), _SAMPLES_SEED))
+
+    def _seeds(self, number: int) -> tuple[int, ...]:
+        return self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, number
+
     def _private_pass(self, step: int, gradients: PrivateGradients) -> float:
         """Compute the gradients of a step with differential privacy of samples; returns the mean loss.
 
@@ -287,6 +305,7 @@ class WholeModel:
         """
         wanted = self._call.private
         assert wanted is not None
+        reseed(*self._seeds(step))
         with self._task.calling("dataset"):
             drawn = self._stream.sampled(step, wanted.rate, bytes.fromhex(wanted.key))
         value = gradients.set((move(batch, self._device) for batch in drawn), self.counted)
@@ -310,9 +329,17 @@ class WholeModel:
             at_once = self._call.evaluation_batch or self._call.batch or self.share(1)
             at_once = max(1, at_once // _RETRY_DIVISOR**tries)
             worker, workers = self._call.worker, self._call.workers
-            sizes, batches = evaluation_batches(self._data["test"], worker, workers, at_once, self._task.collate)
+
+            def made(parts: list[list[int]], place: int) -> tuple[int, Any]:
+                seeds = *self._seeds(sequence), _EVALUATION_SEED, _SAMPLES_SEED
+                coming = enumerate(parts[place : place + self._loading.ahead + 1], place)
+                with kept_random():
+                    (found,) = self._loading.take([Drawn("test", (tuple(part),), (*seeds, at)) for at, part in coming])
+                return found
+
+            sizes, batches = evaluation_batches(self._data["test"], worker, workers, at_once, made=made)
         # Random numbers of an evaluation depend only on the round, wherever the slice began.
-        reseed(self._call.seed, zlib.crc32(self._call.region.encode()), self._call.worker, sequence, _EVALUATION_SEED)
+        reseed(*self._seeds(sequence), _EVALUATION_SEED)
         with self._task.calling("the model's eval()"):
             self._module.eval()
         with torch.no_grad():
@@ -425,9 +452,15 @@ class WholeModel:
     def delete_state(self) -> None:
         """Do nothing: the loop deletes the stored state."""
 
+    def helpers(self) -> tuple[float, int]:
+        """Return what the processes that make samples have used."""
+        return self._loading.cpu_seconds, self._loading.memory_bytes
+
     def close(self) -> None:
-        """End the threads of the merge, and log how many samples and steps were left out."""
+        """End the threads of the merge and the processes that make samples, and log how many samples and steps were
+        left out."""
         self._merging.close()
+        self._loading.close()
         if self._scale is not None:
             self._scale.close()
         # With noise at the level of samples the number would tell what was drawn.

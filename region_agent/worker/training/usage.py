@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -16,18 +17,20 @@ __all__ = ["UsageMeter"]
 class UsageMeter:
     """Measures the worker's process between the ends of two rounds, or from its start."""
 
-    def __init__(self, worker: int) -> None:
-        self._device = device(worker)
+    def __init__(self, worker: int, helpers: Callable[[], tuple[float, int]] = lambda: (0.0, 0)) -> None:
+        """``helpers``: returns the CPU seconds of the worker's own processes so far, and the bytes of their memory."""
+        self._device, self._helpers = device(worker), helpers
         self._since, self._cpu_seconds = time.monotonic(), time.process_time()
 
     def of_round(self) -> common_pb2.Usage:
         """Return what was used since the last call. The memory is the peak of the process so far."""
-        now, cpu_seconds = time.monotonic(), time.process_time()
+        helping, held_bytes = self._helpers()
+        now, cpu_seconds = time.monotonic(), time.process_time() + helping
         cores = (cpu_seconds - self._cpu_seconds) / max(now - self._since, 1e-9)
         self._since, self._cpu_seconds = now, cpu_seconds
         on_gpu = self._device.type == "cuda"
         return common_pb2.Usage(
             cpu_cores=cores,
-            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + held_bytes,
             gpu_memory_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
         )

@@ -31,13 +31,21 @@ class BaseFiles:
     """
 
     def __init__(
-        self, folder: Path, channel: Channel, given: Path | None, own: Path | None = None, holds: str = ""
+        self,
+        folder: Path,
+        channel: Channel,
+        given: Path | None,
+        own: Path | None = None,
+        holds: str = "",
+        adapter: Path | None = None,
     ) -> None:
         """``given``: safetensors file that may hold the base; None: the workers make it.
         ``holds``: what it has of the model: see `PsConfig.initial_holds`.
+        ``adapter``: file whose tensors replace those of ``given``.
         ``own``: file with first values of the tensors that stay in the region, instead of ``given``; it need not exist.
         """
         self._folder, self._channel, self._given, self._own, self._holds = folder, channel, given, own, holds
+        self._adapter = adapter
         self._digests: dict[str, str] | None = None
         """Digests of the tensors in the file; None: not computed yet."""
 
@@ -81,8 +89,11 @@ class BaseFiles:
     def _given_to_workers(self, layout: Layout) -> dict[str, Array]:
         # The agent may still copy the region's own file while the server starts; workers connect later.
         own = self._own if self._own is not None and self._own.exists() else self._given
-        local = {} if own is None or not layout.local else local_in(layout, own)
+        adapter = self._adapter if own == self._given else None
+        local = {} if own is None or not layout.local else local_in(layout, own, adapter)
         return self._in_file(layout) | local
 
     def _in_file(self, layout: Layout) -> dict[str, Array]:
-        return {} if self._given is None or not layout.base else base_in(layout, self._given, self._holds)
+        return {} if self._given is None or not layout.base else base_in(
+            layout, self._given, self._holds, self._adapter
+        )  # fmt: skip

@@ -103,6 +103,7 @@ class ActionExecutor:
         weighs_by_shares: bool = False,
         local_steps: Mapping[str, float] | None = None,
         data_shares: Mapping[str, float] | None = None,
+        initial_adapter: Path | None = None,
     ) -> None:
         """
         ``shares``: each region's weight in a merge, with background exchange or ``weighs_by_shares``; None: all the
@@ -111,14 +112,16 @@ class ActionExecutor:
         ``part_elements``: see `ChannelStore`.
         ``initial_model``: safetensors file of the model to begin with; None: the one that the workers initialise.
         ``initial_own_model``: the same for the tensors that stay in the region.
-        ``initial_holds``: what ``initial_model`` has of the model: see `PsConfig`.
+        ``initial_holds``, ``initial_adapter``: see `PsConfig`.
         ``releases``: what makes our updates private; None: nothing does.
         """
         self.setup, self.storage, self.channel = setup, storage, channel
         self._channel_store = ChannelStore(channel, storage, background=setup.background, part_elements=part_elements)
-        self._initial_model, self._initial_holds = initial_model, initial_holds
+        self._initial_model, self._initial_holds, self._initial_adapter = initial_model, initial_holds, initial_adapter
         self._releases = releases
-        self.base = BaseFiles(storage.folder, channel, initial_model, initial_own_model, initial_holds)
+        self.base = BaseFiles(
+            storage.folder, channel, initial_model, initial_own_model, initial_holds, initial_adapter
+        )  # fmt: skip
         self._policy, self._exchange = policy, exchange or ExchangeSettings()
         # A lossy codec saves nothing where only one region takes part, because no update is sent.
         self._codec = codec if len(setup.regions) > 1 else Float32()
@@ -377,7 +380,7 @@ class ActionExecutor:
         layout = self.storage.layout
         if layout is None:
             raise GeofedError("INTERNAL", "no worker has reported the model's layout")
-        return from_safetensors(layout, path, self._initial_holds, own)
+        return from_safetensors(layout, path, self._initial_holds, own, self._initial_adapter)
 
     def reproduced(self, action: Reproduce) -> FramedUpdate | None:
         """Return the update that sends the initial model, built from the file of it or, without one, from the model

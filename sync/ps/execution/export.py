@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -38,6 +39,8 @@ _FLOATS = {
     **{_FILE_TYPES[name]: name for name in _FILE_TYPES if name not in ("bool", "complex64")},
 }  # fmt: skip
 """Torch's names of the floating-point types, which are converted into each other, by their names in a file."""
+_PEFT_PREFIX = "base_model.model."
+"""Begins the names of a model in `peft`, and of the tensors in an adapter's file."""
 _PARTIAL = "with `train.initialModel.partial: true` the file may lack tensors of the model, and have others"
 
 
@@ -101,7 +104,9 @@ def _serialised(tensors: Mapping[str, Array], types: Mapping[str, str], facts: M
     return b"".join((len(text).to_bytes(8, "little"), text, *contents))
 
 
-def from_safetensors(layout: Layout, path: Path, holds: str = "", own: Vector | None = None) -> Vector:
+def from_safetensors(
+    layout: Layout, path: Path, holds: str = "", own: Vector | None = None, adapter: Path | None = None
+) -> Vector:
     """Read a file as a flat model of this layout, shape (n,). Reads one tensor at a time.
 
     The file may order its tensors differently, and may have other floating-point types, which are converted. It may
@@ -112,12 +117,14 @@ def from_safetensors(layout: Layout, path: Path, holds: str = "", own: Vector | 
             because this job freezes some. Of a user: "all" tensors and no others, or "some" and perhaps others; of
             tied tensors each needs one name only.
         own: the model that tensors come from which the file lacks, with "some".
+        adapter: file whose tensors replace those of the first one. All of them must be tensors of the model; they may
+            have the names that `peft` gives them.
 
     Raises ``GeofedError("MODEL_MISMATCH")`` if names, shapes, types or finiteness don't fit, and
     ``GeofedError("FRAME_INVALID")`` if the file cannot be read.
     """
     out = np.empty(layout.size, np.float32) if own is None else own.copy()
-    with _reading(path) as file:
+    with _reading(layout, path, adapter) as file:
         file.check_names(layout, holds)
         for slot, span in layout.places():
             if (name := file.name_of(layout, slot)) is None:
@@ -129,14 +136,14 @@ def from_safetensors(layout: Layout, path: Path, holds: str = "", own: Vector | 
     return out
 
 
-def base_in(layout: Layout, path: Path, holds: str = "") -> dict[str, Array]:
+def base_in(layout: Layout, path: Path, holds: str = "", adapter: Path | None = None) -> dict[str, Array]:
     """Return the bytes of the base's tensors in a safetensors file, by name, where the type is the task's as views of
-    the file; empty: it has none. ``holds``: see `from_safetensors`; with "some" it may hold a part.
+    the file; empty: it has none. ``holds``, ``adapter``: see `from_safetensors`; with "some" it may hold a part.
 
     Raises ``GeofedError("MODEL_MISMATCH")`` if only some are there, or with other shapes or types, and
     ``GeofedError("FRAME_INVALID")`` if the file cannot be read.
     """
-    with _reading(path) as file:
+    with _reading(layout, path, adapter) as file:
         file.check_names(layout, holds)
         found = file.contents(layout, layout.base)
         if not holds and found and (missing := {slot.name for slot in layout.base} - set(found)):
@@ -144,22 +151,63 @@ def base_in(layout: Layout, path: Path, holds: str = "") -> dict[str, Array]:
         return found
 
 
-def local_in(layout: Layout, path: Path) -> dict[str, Array]:
+def local_in(layout: Layout, path: Path, adapter: Path | None = None) -> dict[str, Array]:
     """Return the bytes of the tensors that stay in their region as far as a file has them, as `base_in`."""
-    with _reading(path) as file:
+    with _reading(layout, path, adapter) as file:
         return file.contents(layout, layout.local)
 
 
-class _File:
-    """An open safetensors file."""
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor in a safetensors file."""
 
-    def __init__(self, path: Path) -> None:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            self.names = frozenset(file.keys())
-        with path.open("rb") as raw:
-            length = int.from_bytes(raw.read(8), "little")
-            self._head = json.loads(raw.read(length))
-        self._data = np.memmap(path, np.uint8, "r", offset=8 + length)
+    dtype: str
+    shape: tuple[int, ...]
+    content: Array
+    """Its bytes."""
+
+
+def _entries(path: Path) -> dict[str, _Entry]:
+    """Map a file's tensors, by name."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        names = file.keys()
+    with path.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        head = json.loads(raw.read(length))
+    data = np.memmap(path, np.uint8, "r", offset=8 + length)
+    return {
+        name: _Entry(str(head[name]["dtype"]), tuple(head[name]["shape"]), data[slice(*head[name]["data_offsets"])])
+        for name in names
+    }
+
+
+class _File:
+    """An open safetensors file, and an adapter whose tensors replace some of it."""
+
+    def __init__(self, layout: Layout, path: Path, adapter: Path | None = None) -> None:
+        self._entries = _entries(path)
+        if adapter is not None:
+            self._adapt(layout, _entries(adapter))
+        self.names = frozenset(self._entries)
+
+    def _adapt(self, layout: Layout, replacing: dict[str, _Entry]) -> None:
+        """Put an adapter's tensors in place of the file's. Raises ``GeofedError("MODEL_MISMATCH")`` if one is not of
+        the model."""
+        slots = (*layout.slots, *layout.base, *layout.local)
+        first = {slot.name: slot.name for slot in slots} | dict(layout.aliases)
+        plain = {_plain_name(name): name for name in first}
+        named = {name if name in first else plain.get(_plain_name(name), name): name for name in replacing}
+        if others := {name for name in named if name not in first}:
+            lacking = {slot.name for slot in slots} - set(self._entries) - set(named)
+            near = ((name, _nearest(name, lacking)) for name in sorted(others)[:_MAX_NAMES])
+            pair = next((pair for pair in near if pair[1]), None)
+            text = f"the adapter to start from has {_listed(others)}, which the task's model lacks"
+            text += f"; did you mean {pair[0]} to be {pair[1]}?" if pair else ""
+            raise GeofedError("MODEL_MISMATCH", text, hint="names are those of the model's `state_dict()`, or PEFT's")
+        # Of tied tensors, none must stay as the file has it.
+        replaced = {first[name] for name in named}
+        kept = {name: entry for name, entry in self._entries.items() if first.get(name) not in replaced}
+        self._entries = kept | {name: replacing[given] for name, given in named.items()}
 
     def check_names(self, layout: Layout, holds: str) -> None:
         """Raise ``GeofedError("MODEL_MISMATCH")`` unless the file has the names that it must have."""
@@ -223,21 +271,24 @@ class _File:
     def _stored(self, slot: Slot, name: str) -> tuple[str, Array]:
         """Return type and bytes of a tensor, which must have the slot's shape, and its type unless both are
         floating-point ones."""
-        entry = self._head[name]
-        shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
-        own = _type_of(slot.dtype)
+        entry, own = self._entries[name], _type_of(slot.dtype)
+        shape, dtype = entry.shape, entry.dtype
         if shape != slot.shape or (dtype != own and not (dtype in _FLOATS and own in _FLOATS)):
             text = f"{name} of the model to start from is {dtype} {list(shape)}, the task's {own} {list(slot.shape)}"
             raise GeofedError("MODEL_MISMATCH", text)
-        start, stop = entry["data_offsets"]
-        return dtype, self._data[start:stop]
+        return dtype, entry.content
+
+
+def _plain_name(name: str) -> str:
+    """Return a tensor's name without what `peft` adds to it, in a model or in the file of an adapter."""
+    return name.removeprefix(_PEFT_PREFIX).replace(".default.weight", ".weight")
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[_File]:
+def _reading(layout: Layout, path: Path, adapter: Path | None = None) -> Iterator[_File]:
     """Open a file, and turn what makes it unreadable into ``GeofedError("FRAME_INVALID")``."""
     try:
-        yield _File(path)
+        yield _File(layout, path, adapter)
     except (safetensors.SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
         raise GeofedError("FRAME_INVALID", f"the model to start from cannot be read: {error}") from None
 

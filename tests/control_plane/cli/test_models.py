@@ -79,9 +79,17 @@ def test_a_job_starts_from_a_file(live: Federation, run: Run, job_file: str, tmp
         job = told.data["id"]
         run("cancel", job, "--yes")
         initial = {"job": "", "round": None, "file": path.name, "partial": True, "bytes": len(content), "uri": ""}
+        initial |= {"adapter": "", "adapter_bytes": 0, "adapter_file": ""}
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
         assert run("describe", job, "-o", "json").data["initial_model"] == initial | {"digest": digest}
         assert "the file weights.safetensors (" in run("status", job).out
+    adapter = path.with_name("adapter.safetensors")
+    adapter.write_bytes(save({"w": np.zeros(2, np.float32)}))
+    adapted = (*asked, "--set", f"train.initialModel.adapter.file={adapter}")
+    told = run("submit", job_file, "--from", str(path), *adapted)
+    assert "of adapter.safetensors" in told.err
+    run("cancel", told.data["id"], "--yes")
+    assert "with the adapter adapter.safetensors (" in run("status", told.data["id"]).out
     path.write_bytes(content[:-1])
     for command in ("validate", "explain"):
         wrong = run(command, job_file, "--set", f"train.initialModel.file={path}", "-o", "json")

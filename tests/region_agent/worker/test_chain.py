@@ -71,13 +71,17 @@ def lives(tmp_path_factory: pytest.TempPathFactory, warm: WarmParent) -> Iterato
     jobs = {
         "one slice": (RESTLESS_TASK, 100.0),
         "many slices": (RESTLESS_TASK, 0.001),
+        "made ahead": (f"num_workers = 2\n{RESTLESS_TASK}", 100.0),
+        "made ahead, many slices": (f"num_workers = 3\n{RESTLESS_TASK}", 0.001),
         "linear": (LINEAR_TASK, 100.0),
         "cosine": (LINEAR_TASK, 0.001),
     }
     servers, bodies = {}, {}
     for name in jobs:
         settings = {"workers": WORKERS, "rounds": ROUNDS, "steps_per_round": STEPS, "evaluate_every": 1}
-        servers[name] = Server(folder / name.replace(" ", "-"), authority, "east", ("east",), **settings)
+        servers[name] = Server(
+            folder / name.replace(", ", "-").replace(" ", "-"), authority, "east", ("east",), **settings
+        )
         servers[name].launch()
     for name, (task, slice_seconds) in jobs.items():
         servers[name].await_ready()
@@ -97,6 +101,14 @@ def test_the_model_does_not_depend_on_how_the_work_was_cut(lives: dict[str, Life
     assert cut.status.model_digest == whole.status.model_digest
     assert cut.status.metrics == whole.status.metrics
     assert cut.status.loss == pytest.approx(whole.status.loss)
+
+
+def test_the_model_does_not_depend_on_who_makes_the_samples(lives: dict[str, Life]) -> None:
+    """The task's dataset draws random numbers, and so does its model."""
+    whole = lives["one slice"]
+    for name in ("made ahead", "made ahead, many slices"):
+        assert lives[name].status.model_digest == whole.status.model_digest, name
+        assert lives[name].status.metrics == whole.status.metrics, name
 
 
 def test_every_invocation_comes_further_and_all_steps_are_counted_once(lives: dict[str, Life]) -> None:

@@ -164,6 +164,54 @@ def test_tensors_that_stay_in_their_region_may_come_from_a_users_file(tmp_path: 
         from_safetensors(layout, _saved(tmp_path, a=HALF, n=np.array(7)), "all")
 
 
+ADAPTED = Layout(
+    (Slot("x.lora_A.default.weight", (1, 2), "float32"), Slot("x.lora_B.default.weight", (2, 1), "float32")), 2,
+    (("tied", "w"),), base=(Slot("w", (2,), "float32"),),
+)  # fmt: skip
+
+
+def _adapter(folder: Path, **tensors: list[Any]) -> Path:
+    path = folder / "adapter.safetensors"
+    path.write_bytes(safetensors.numpy.save({name: np.array(held, np.float32) for name, held in tensors.items()}))
+    return path
+
+
+@pytest.mark.parametrize("form", ["{}.default.weight", "base_model.model.{}.weight"])
+def test_an_adapters_tensors_replace_those_of_the_weights(tmp_path: Path, form: str) -> None:
+    """Under the task's names, or those of `peft`; what neither has is initialised, if it may be."""
+    whole = _saved(tmp_path, w=np.ones(2), tied=np.ones(2), **{"x.lora_A.default.weight": np.full((1, 2), 9.0)})
+    adapter = _adapter(tmp_path, **{form.format("x.lora_A"): [[1, 2]], form.format("x.lora_B"): [[3], [4]]})
+    assert from_safetensors(ADAPTED, whole, "all", adapter=adapter).tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert base_in(ADAPTED, whole, "all", adapter)["w"].view(np.float32).tolist() == [1.0, 1.0]
+    with pytest.raises(GeofedError, match=r"has no x.lora_B.default.weight$"):
+        from_safetensors(ADAPTED, whole, "all")
+    half = _adapter(tmp_path, **{form.format("x.lora_B"): [[3], [4]], "w": [5, 6]})
+    own = np.zeros(ADAPTED.size, np.float32)
+    assert from_safetensors(ADAPTED, whole, "some", own, half).tolist() == [9.0, 9.0, 3.0, 4.0]
+    assert base_in(ADAPTED, whole, "some", half)["w"].view(np.float32).tolist() == [5.0, 6.0]
+
+
+@pytest.mark.parametrize("holds", ["all", "some"])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("y.lora_B.weight", r"the adapter .* has y.lora_B.weight, which the task's model lacks; did you mean y.lora_B"),
+        (
+            "x.lora_B.weight",
+            r"x.lora_B.default.weight of the model to start from is F32 \[1, 2\], the task's .* \[2, 1\]",
+        ),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_by_its_tensors_name(
+    tmp_path: Path, name: str, says: str, holds: str
+) -> None:
+    whole = _saved(tmp_path, w=np.ones(2), **{"x.lora_A.default.weight": np.ones((1, 2))})
+    adapter = _adapter(tmp_path, **{name: [[3, 4]]})
+    with pytest.raises(GeofedError, match=says) as raised:
+        from_safetensors(ADAPTED, whole, holds, np.zeros(ADAPTED.size, np.float32), adapter)
+    assert raised.value.code == "MODEL_MISMATCH"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("background", [False, True])
 def test_all_regions_begin_with_it_wherever_the_server_died(

@@ -116,7 +116,10 @@ def _origin(view: Data) -> str:
     if not initial:
         return ""
     model = f"`{_cell(initial['file'])}`" if initial["file"] else f"the model of job {initial['job']}"
-    return f"{model}, `{initial['digest']}`"
+    of_adapter = ""
+    if initial.get("adapter"):
+        of_adapter = f", with the adapter `{_cell(initial['adapter_file'])}`, `{initial['adapter']}`"
+    return f"{model}, `{initial['digest']}`{of_adapter}"
 
 
 def _and(names: Sequence[str]) -> str:

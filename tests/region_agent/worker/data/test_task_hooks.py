@@ -11,6 +11,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.formats import FORMATS
+from region_agent.worker.data.loading import Drawn, Loading
 from region_agent.worker.data.shard import BatchStream
 from region_agent.worker.data.sources import Sources
 from region_agent.worker.data.spec import FormatSpec
@@ -83,4 +84,45 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, rows: Rows, text: str, 
     pytest.importorskip("tokenizers", reason="needs geofed[data]")
     with pytest.raises(GeofedError, match=says) as refused:
         _task(tmp_path, text).streamed(rows, "train")
+    assert refused.value.code == "TASK_INVALID"
+
+
+@pytest.mark.processes
+def test_rows_are_read_once_and_sent_to_the_processes_that_make_samples(tmp_path: Path, rows: Rows) -> None:
+    """Samples that are None are left out there, too."""
+    found, read = [], []
+    for workers in (0, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        task = _task(folder, f"extra = 0\nnum_workers = {workers}\n{HALVES}")
+        spec = FormatSpec(kind="text", sequence=8)
+        files = [ShardFile(name="a.txt", path=str(tmp_path / "a.txt"))]
+        here = Rows(spec, files, rows.index)
+        data = task.streamed(here, "train")
+        stream, loading = BatchStream(data, 1, "east", 0, 1, 4), Loading(task, {"train": data})
+        batches = []
+        for step in range(1, 9):
+            coming = [
+                Drawn("train", stream.groups(one, [2, 2]), (one,)) for one in range(step, step + loading.ahead + 1)
+            ]
+            batches += stream.kept(step, [2, 2], loading.take(coming))
+        found.append((batches, stream.skipped))
+        read.append(here.sources.read_bytes)
+        loading.close()
+        here.close()
+    (first, skipped), (second, also_skipped) = found
+    assert 0 < skipped == also_skipped
+    assert [count for count, _ in first] == [count for count, _ in second]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(first, second, strict=True))
+    assert read[0] == read[1]
+
+
+@pytest.mark.processes
+def test_a_sample_made_of_another_row_is_refused_in_a_process(tmp_path: Path, rows: Rows) -> None:
+    mixed = HALVES.replace("self.rows[index]", "self.rows[index - 1]")
+    task = _task(tmp_path, f"extra = 0\nnum_workers = 1\n{mixed}")
+    loading = Loading(task, {"train": task.streamed(rows, "train")})
+    with pytest.raises(GeofedError, match="a sample is made of its own row alone; dataset asked for row 2") as refused:
+        loading.take([Drawn("train", ((3,),), (0,))])
+    loading.close()
     assert refused.value.code == "TASK_INVALID"

@@ -1,0 +1,100 @@
+"""Makes a task's batches: in the worker's own thread, or ahead in processes (`num_workers` of the task module)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import TensorDataset
+
+from region_agent.worker.data.loaders import Loaders
+from region_agent.worker.data.shard import collated
+from region_agent.worker.data.streamed import Streamed
+from region_agent.worker.task import TaskModule
+from sync.seeding import reseed_cpu
+
+__all__ = ["Drawn", "Loading"]
+
+Made = list[tuple[int, Any]]
+"""Batches, each with its number of samples that are not None."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples of a step, or of a batch of an evaluation."""
+
+    split: str
+    groups: tuple[tuple[int, ...], ...]
+    """Indices of the samples of each batch."""
+    seeds: tuple[int, ...]
+    """What the random numbers that the task draws for them follow from, wherever and whenever they are made."""
+
+
+class Loading:
+    """Makes batches of the splits of one invocation. Must be used from one thread, and closed."""
+
+    def __init__(self, task: TaskModule, data: Mapping[str, Any]) -> None:
+        """Raises ``GeofedError("TASK_INVALID")`` for a number that cannot be used."""
+        self._task, self._data, self._number, self._collate = task, data, task.num_workers, task.collate
+        # Otherwise the name may mean anything in a task.
+        reads = bool(self._number) or any(isinstance(one, Streamed) for one in data.values())
+        prefetch = task.prefetch if reads else 0
+        self._made_ahead = max(prefetch, self._number) if self._number else 0
+        self.ahead = self._made_ahead + prefetch
+        """How many of the next ones `take` should be told."""
+        self._loaders: Loaders | None = None
+
+    def take(self, wanted: Sequence[Drawn]) -> Made:
+        """Return the batches of the first of what is wanted. The others come next, and may be made ahead.
+
+        Leaves random generators of the CPU in any state.
+        Raises what the task's functions raise, and what `Loaders.take` does.
+        """
+        data = self._data[wanted[0].split]
+        if isinstance(data, Streamed):
+            data.expect([[index for group in one.groups for index in group] for one in wanted])
+        if not self._number or (isinstance(data, Streamed) and data.is_plain and self._collate is None):
+            return self._made(wanted[0])
+        if self._loaders is None:
+            self._loaders = Loaders(self._made_elsewhere, self._number)
+        made: Made = self._loaders.take(wanted[: self._made_ahead + 1], self._with_rows)
+        return made
+
+    def _with_rows(self, drawn: Drawn) -> tuple[Drawn, dict[int, Any] | None]:
+        """Add the rows of data with a format: the worker reads them, so that each block is read once."""
+        data = self._data[drawn.split]
+        if not isinstance(data, Streamed):
+            return drawn, None
+        indices = list(dict.fromkeys(index for group in drawn.groups for index in group))
+        return drawn, dict(zip(indices, data.rows.__getitems__(indices), strict=True))
+
+    def _made(self, drawn: Drawn) -> Made:
+        data = self._data[drawn.split]
+        if type(data) is not TensorDataset or self._collate is not None:
+            reseed_cpu(*drawn.seeds)
+        with self._task.calling("dataset"):
+            return [collated(data, list(group), self._collate) for group in drawn.groups]
+
+    def _made_elsewhere(self, request: tuple[Drawn, dict[int, Any] | None]) -> Made:
+        """Make batches in another process."""
+        drawn, rows = request
+        if rows is not None:
+            self._data[drawn.split].rows.give(rows)
+        return self._made(drawn)
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of the processes."""
+        return self._loaders.cpu_seconds if self._loaders is not None else 0.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the processes that they do not share with the worker."""
+        return self._loaders.memory_bytes if self._loaders is not None else 0
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._loaders is not None:
+            self._loaders.close()
+            self._loaders = None

@@ -1,0 +1,199 @@
+"""Samples that processes make ahead: the same ones, in order, and errors that are the task's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.user_code.recording import Recorder, recording
+from region_agent.worker.data.loaders import Loaders
+from region_agent.worker.data.loading import Drawn, Loading
+from region_agent.worker.task import TaskModule, load_task
+
+pytestmark = pytest.mark.processes
+
+TASK = """
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import torch
+from geofed import log
+
+num_workers = {workers}
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        {line}
+        log("index", index)
+        noise = torch.rand(2) + random.random() + np.random.rand()
+        even = torch.tensor(index % 2 == 0)
+        return {{"x": noise + index, "half": noise.bfloat16(), "name": f"s{{index}}", "flag": even}}
+
+
+def dataset(uri, split, config):
+    return Noisy()
+
+
+def model(config):
+    return torch.nn.Linear(2, 1)
+
+
+def loss(model, batch):
+    return model(batch["x"]).mean()
+"""
+
+
+@contextmanager
+def loading(folder: Path, workers: Any, line: str = "pass") -> Iterator[Loading]:
+    folder.mkdir(exist_ok=True)
+    (folder / "task.py").write_text(TASK.format(workers=workers, line=line))
+    task = load_task(folder, "task.py", {})
+    made = Loading(task, {"train": task.dataset("", "train")})
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def drawn(step: int, batch: int = 3) -> Drawn:
+    first = step * batch
+    return Drawn("train", (tuple(range(first, first + batch)), (first,)), (5, step))
+
+
+def taken(made: Loading, steps: list[int]) -> list[Any]:
+    last = max(steps)
+    return [made.take([drawn(one) for one in range(step, min(step + made.ahead, last) + 1)]) for step in steps]
+
+
+def test_processes_make_the_same_samples_whoever_makes_which_and_in_any_order(tmp_path: Path) -> None:
+    """Also of a step that is made again, as an invocation does that continues another one."""
+    told, steps = [], [1, 2, 3, 4, 5, 6, 2, 3, 9]
+    for workers in (0, 1, 3):
+        recorder = Recorder()
+        recorder.round = 4
+        with recording(recorder), loading(tmp_path / str(workers), workers) as made:
+            told.append(taken(made, steps))
+        (sums,) = recorder.up_to(4).values()
+        assert sums["index"][1] == 4 * len(steps)
+    reference = told[0]
+    assert not torch.equal(reference[0][0][1]["x"], reference[1][0][1]["x"])
+    for others in told[1:]:
+        for one, other in zip(reference, others, strict=True):
+            for (count, batch), (found, same) in zip(one, other, strict=True):
+                assert count == found
+                assert batch["name"] == same["name"]
+                for name in ("x", "half", "flag"):
+                    assert (batch[name].dtype, batch[name].shape) == (same[name].dtype, same[name].shape)
+                    assert torch.equal(batch[name], same[name])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("assert index != 4, 'bad sample'", "TASK_FAILED", "dataset raised AssertionError: bad sample at task.py:19"),
+        ("return lambda: 0 if index != 4 else [] + ''", "TASK_FAILED", "dataset raised TypeError"),
+        ("index == 4 and os.kill(os.getpid(), signal.SIGKILL)", "FUNCTION_OUT_OF_MEMORY", "was killed"),
+        ("index == 4 and os._exit(3)", "TASK_FAILED", "a process that makes samples ended (exit status 3)"),
+        ("if index == 4: raise MemoryError", "FUNCTION_OUT_OF_MEMORY", "ran out of memory"),
+    ],
+)
+def test_what_fails_in_a_process_is_told_at_its_step(tmp_path: Path, line: str, code: str, says: str) -> None:
+    with loading(tmp_path / "task", 2, line) as made:
+        if "lambda" not in line:
+            # The second step's error does not come with the first one.
+            assert made.take([drawn(0), drawn(1)])[0][0] == 3
+        with pytest.raises(GeofedError) as caught:
+            made.take([drawn(1)])
+    assert caught.value.code == code
+    assert says in caught.value.message
+
+
+def test_a_batch_that_cannot_be_sent_is_told_and_others_follow() -> None:
+    loaders = Loaders(lambda number: (lambda: 0) if number == 1 else torch.arange(number), 1)
+    with pytest.raises(GeofedError, match="a batch must be one for pickle") as caught:
+        loaders.take([1, 2])
+    assert caught.value.code == "TASK_INVALID"
+    assert loaders.take([2]).tolist() == [0, 1]
+    assert loaders.cpu_seconds > 0
+    assert loaders.memory_bytes > 0
+    loaders.close()
+
+
+def test_any_value_arrives_as_it_was() -> None:
+    values = [
+        torch.arange(6).reshape(2, 3).T, torch.zeros(0, 3), torch.tensor(2.5, dtype=torch.float64),
+        torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.eye(3).to_sparse(),
+        torch.tensor([1 + 2j]).conj(), torch.tensor([True, False]), np.arange(5)[::2], np.array("text"),
+        {"a": (1, [2])},
+    ]  # fmt: skip
+    loaders = Loaders(lambda number: values[number], 2)
+    found = [loaders.take([place]) for place in range(len(values))]
+    loaders.close()
+    for value, same in zip(values, found, strict=True):
+        assert type(same) is type(value)
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value.to_dense(), same.to_dense())
+            assert value.is_sparse or value.stride() == same.stride()
+        else:
+            assert str(value) == str(same)
+    # What arrives may be changed in place.
+    found[2].add_(1)
+
+
+def test_no_more_than_what_is_wanted_is_made_and_no_process_stays() -> None:
+    loaders = Loaders(lambda number: (number, os.getpid()), 2)
+    pids = {loaders.take(list(range(step, step + 3)))[1] for step in range(4)}
+    assert len(pids) == 2
+    loaders.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_processes_end_with_their_worker() -> None:
+    """Even one that is in the middle of a sample."""
+    reading, writing = os.pipe()
+    worker = os.fork()
+    if worker == 0:
+        loaders = Loaders(lambda _: os.write(writing, f"{os.getpid()} ".encode()) and time.sleep(600), 2)
+        for one in loaders._each:
+            one.made(None)
+        time.sleep(600)
+    os.close(writing)
+    text = b""
+    while text.count(b" ") < 2:
+        text += os.read(reading, 100)
+    os.kill(worker, 9)
+    os.waitpid(worker, 0)
+    # The pipe ends once nobody can write to it any more.
+    assert os.read(reading, 1) == b""
+    os.close(reading)
+
+
+@pytest.mark.parametrize("stated", ["-1", "33", "True", "'two'", "1.0"])
+def test_a_number_of_processes_that_is_none_is_refused(tmp_path: Path, stated: str) -> None:
+    says = r"num_workers is .*, not a number of processes up to 32"
+    with pytest.raises(GeofedError, match=says) as caught, loading(tmp_path / "task", stated):
+        pass
+    assert caught.value.code == "TASK_INVALID"
+
+
+def test_a_task_that_states_none_may_use_the_names_of_what_it_does_not_need() -> None:
+    task = TaskModule(Path(), {}, {}, ahead=print)
+    assert (task.num_workers, Loading(task, {"train": [1]}).ahead) == (0, 0)
