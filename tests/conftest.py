@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -104,6 +105,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (_takes_longest_first(item), item.path not in alone))
 
 
+def pytest_collection_finish() -> None:
+    """Leave what is imported, millions of objects, out of every garbage collection: 8 % of the quick tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Take turns with tests of other processes: around all fixtures, and around the clock of a test's timeout. Tests
@@ -158,6 +166,7 @@ class _SessionFixtures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()
     config.pluginmanager.register(_SessionFixtures())
 
 
