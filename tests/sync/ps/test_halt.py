@@ -13,7 +13,7 @@ from support.server_process import NumpyWorker, Server, wait_until
 from geofed_pb.v1 import sync_pb2
 from sync.ps.core.actions import Reply, StoreOwnUpdate
 from sync.ps.core.answers import BoundaryAnswer
-from sync.ps.core.events import BoundaryArrived, Configured, Event, Stored
+from sync.ps.core.events import BoundaryArrived, Configured, Event, UpdateStored
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
@@ -40,7 +40,7 @@ def test_the_update_of_a_region_that_is_left_out_is_not_merged_when_it_comes() -
     assert (answer.sequence, answer.model_key, answer.finished, answer.evaluate) == (3, "model/3", True, True)
     late = _manifest("b", 4)
     assert machine.verdict(late) is Verdict.LATER
-    events: tuple[Event, ...] = (Stored(late), _ended_round(2, 4), Configured(2, 2, ()))
+    events: tuple[Event, ...] = (UpdateStored(late), _ended_round(2, 4), Configured(2, 2, ()))
     for event in events:
         machine.handle(event)
         assert machine.sequence == 3
