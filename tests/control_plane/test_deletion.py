@@ -141,7 +141,8 @@ class Contract:
             await swept_at(done + 3599)
             async with staged(kept) as stage:
                 assert (await stage.client.job(job)).id == job
-            await swept_at(done + 3601)
+                ended = (await stage.client.job(later)).finished_at
+            await swept_at((done + ended) / 2 + 3600)
             async with staged(kept) as stage:
                 await refused(stage.client.job(job), "JOB_NOT_FOUND")
                 assert (await stage.client.job(later)).id == later, "it ended later"
