@@ -144,6 +144,7 @@ def test_an_adapter_of_weights_that_regions_read_is_uploaded_and_signed(
             a, b = await bring_up(stage)
             loaded, bundle = read_job(job_file, list(start))
             own = Signer.load_or_create(serve_config.state_dir / "user.key")
+            await stage.client.put_bundle(bundle.content, bundle.digest)
             await refused(stage.client.submit(loaded.json, bundle.digest, "r1"), "MODEL_NOT_FOUND", DIGEST)
             job = await submitted(stage.client, job_file, "r1", *start)
             told = json.loads(job.plan_json)["initial_model"]
