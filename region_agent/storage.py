@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import sqlite3
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _DAY_SECONDS = 86_400.0
 _LEAST_SECONDS = 60.0
 """Shortest time for which anything is kept, so that a sweep takes nothing of a job that is just beginning."""
+_LEAST_CHANNEL_SECONDS = 3600.0
+"""The same for the channel: a profile, which has no job, takes minutes there."""
 _log = structlog.get_logger("geofed.storage")
 _FIRST_RUN = re.compile(r"[0-9a-f]{64}\.approved")
 """What `approve: first-run` has approved: user, key, code and dataset."""
@@ -75,6 +78,15 @@ def _parts(state_dir: Path, bundles: Iterable[str]) -> set[str]:
     return {part.digest.removeprefix("sha256:") for parts in found for part in parts}
 
 
+def _is_own(folder: Path) -> bool:
+    """Whether it is a folder of this user, and not a link."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
 class RegionStorage:
     """The files of one state directory. Methods block."""
 
@@ -100,6 +112,7 @@ class RegionStorage:
             "unfinished": retention.unfinished_days,
         }
         self.keep: Keep = {kind: max(_LEAST_SECONDS, kept * _DAY_SECONDS) for kind, kept in days.items()}
+        self.keep["channel"] = max(_LEAST_CHANNEL_SECONDS, self.keep["channel"] or 0.0)
 
     @classmethod
     def of(cls, config: RegionConfig, state_dir: Path) -> RegionStorage:
@@ -131,7 +144,8 @@ class RegionStorage:
             yield self._item("unfinished" if _WRITTEN.fullmatch(one.path.name) else ENVIRONMENTS, one)
         for one in found(place / INDEXES):
             yield self._item("indexes", one)
-        for one in found(self._own_channel) if self._own_channel is not None else ():
+        # In shared memory anybody may have made a link of that name.
+        for one in found(self._own_channel) if self._own_channel is not None and _is_own(self._own_channel) else ():
             yield self._item("channel", one, in_use=one.path.name in held.jobs)
         for one in found(place, ".*.partial"):
             yield self._item("unfinished", one)

@@ -219,7 +219,7 @@ class JobMachine:
         if self.state.phase == "cancelling":
             self._cancelled_if_all_ended(event.at)
             return
-        if event.report.state in ("failed", "refused"):
+        if event.report.state in ("failed", "refused") and event.region not in self.state.left_out:
             self._fail(event.at, failure_of(event.region, event.report))
             return
         self._advance_copies()
@@ -369,6 +369,9 @@ class JobMachine:
 
     def _replan_requested(self, event: ReplanRequested) -> None:
         if not may_end_early(self.state) or (event.without and why_not_without(self.state, event.without)):
+            return
+        if any(part.region in event.without and part.link != "lost" for part in self.state.partitions):
+            # It came back while the rest was planned.
             return
         self.state = replace(self.state, ends_early=event.text, replanned=True)
         self.state = replace(self.state, left_out=event.without, left_out_at=event.at if event.without else 0.0)
@@ -589,7 +592,8 @@ class JobMachine:
 
     def _region_lost(self, event: RegionLost) -> None:
         copy, part = self.state.copy_from(event.region), self.state.partition(event.region)
-        if event.final and (part or copy) and self.state.phase != "cancelling":
+        needed = part is not None and part.region not in self.state.left_out
+        if event.final and (needed or copy) and self.state.phase != "cancelling":
             self._fail(event.at, Failure("REGION_LOST", f"region {event.region} was shut out by the operator"))
             return
         if copy is not None:
@@ -634,6 +638,10 @@ class JobMachine:
 
     def _stays_lost(self, gone: list[str], at: float) -> None:
         """End the job without these regions, for another one to continue it, or fail it."""
+        # Those of one site are lost one after another.
+        also = [part.region for part in self.state.partitions if part.link == "lost" and part.region not in gone]
+        if also and not why_not_without(self.state, [*gone, *also]):
+            gone = sorted([*gone, *also])
         text = f"region {_listed(gone)} has been lost for longer than {self.state.lost_limit_seconds:.0f} s"
         why_not = why_not_without(self.state, gone)
         if not self.state.continues or why_not:

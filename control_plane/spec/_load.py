@@ -14,6 +14,7 @@ from control_plane._advanced import ADVANCED, SECTION, moved_path
 from control_plane._safetensors import check_weights
 from control_plane.spec._model import JobSpec
 from control_plane.spec._pack import code_digest
+from control_plane.spec.sections._base import STORED
 from geofed_pb.errors import GeofedError
 from geofed_pb.files import strict_yaml
 
@@ -112,10 +113,13 @@ def _wrong_weights(key: str, text: str) -> GeofedError:
     return GeofedError("SPEC_INVALID", f"train.initialModel.{key}: {text}", hint="name a whole .safetensors file")
 
 
-def parse_json(text: str) -> JobSpec:
-    """Parse the normalised form. Raises ``GeofedError("SPEC_INVALID")``."""
+def parse_json(text: str, *, stored: bool = False) -> JobSpec:
+    """Parse the normalised form. Raises ``GeofedError("SPEC_INVALID")``.
+
+    ``stored``: of a job that an earlier version may have admitted; what only later ones refuse is no error.
+    """
     try:
-        return JobSpec.model_validate_json(text)
+        return JobSpec.model_validate_json(text, context=STORED if stored else None)
     except ValidationError as error:
         text = strict_yaml.explain(error, JobSpec, strict_yaml.Document("job"), {})
         raise GeofedError("SPEC_INVALID", text, hint=_HINT) from None

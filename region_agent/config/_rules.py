@@ -127,7 +127,7 @@ class RetentionConfig(Section):
     """Indexes of datasets with a format, with the categories and clients that they name, since they were last used. A
     missing one is made again."""
     channel_days: NotNegative = 1.0
-    """What a job left in a channel of files. Its end removes it, so this is for crashes."""
+    """What a job left in a channel of files, for an hour at least. Its end removes it, so this is for crashes."""
     unfinished_days: NotNegative = 1.0
     """Files that were being written when the agent ended."""
 

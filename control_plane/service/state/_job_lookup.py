@@ -114,6 +114,5 @@ def _turn(row: JobRow) -> tuple[float, str]:
 
 def entry_of(row: JobRow) -> JobEntry:
     """Parse a job's row."""
-    return JobEntry(
-        row, job_state_from_json(row.state_json), parse_json(row.spec_json), _PLAN.validate_json(row.plan_json)
-    )
+    spec, plan = parse_json(row.spec_json, stored=True), _PLAN.validate_json(row.plan_json)
+    return JobEntry(row, job_state_from_json(row.state_json), spec, plan)

@@ -8,7 +8,10 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-__all__ = ["Section"]
+__all__ = ["STORED", "Section"]
+
+STORED = {"stored": True}
+"""Validation context of a stored job, which an earlier version has admitted."""
 
 
 class Section(BaseModel):

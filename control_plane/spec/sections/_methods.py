@@ -10,11 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import (
     Field,
+    ValidationInfo,
     model_validator,
 )
 
 from control_plane.spec._types import BELOW, AutoOrCount, AutoOrNumber, Duration, OneOf
-from control_plane.spec.sections._base import Section
+from control_plane.spec.sections._base import STORED, Section
 from geofed_pb.errors import GeofedError
 from scheduler.topology import topology_kinds
 from sync.channel import channel_kinds
@@ -95,7 +96,7 @@ class Wan(Section):
     with the job's regions."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Wan:
+    def _fits_together(self, info: ValidationInfo) -> Wan:
         if self.outer is not None:
             self._check_settings(self.outer)
         if self.traits.every_step and self.interval not in ("auto", 1):
@@ -115,7 +116,7 @@ class Wan(Section):
                 raise ValueError(f"`{odd[0]}` cannot be used with `robust: {self.robust}`, {text}")
             if self.traits.normalises:
                 raise ValueError(f"`robust` cannot be used with `policy: {self.policy}`, which needs each change")
-            if self.fragments > 1 and robust_rule_named(self.robust).from_last:
+            if self.fragments > 1 and robust_rule_named(self.robust).from_last and info.context != STORED:
                 text = "starts from the last round's change, which is of another part of the model"
                 raise ValueError(f"`fragments` cannot be used with `robust: {self.robust}`, which {text}")
         elif self.byzantine != "auto":
