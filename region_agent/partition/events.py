@@ -115,6 +115,8 @@ class PartitionConfigured:
     attempt: int
     round: int
     """Rounds completed by then."""
+    halt: bool = False
+    """It has been told that the job ends with the last merged round."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ class ActionFailed:
     error: GeofedError
     step: str = ""
     """The failed action: "prepare", "publish" and "scale" are retried; "configure" is retried while workers wait for
-    it. Other failures need no retry of their own."""
+    it, or if the job ends at once. Other failures need no retry of their own."""
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,8 @@ class PartitionMachine:
         self._peers: tuple[PsPeer, ...] = ()
         self._topology = PsTopology()
         self._finish = self._halt = False
+        self._halted = False
+        """The running parameter server knows that no round ends any more; only the evaluation is left."""
         self._view = PsView()
         self._worker_group = _Workers()
         self._previous = _PreviousAttempt()
@@ -272,7 +274,7 @@ class PartitionMachine:
             case IdleTick():
                 return self._progress(event)
             case PsEnded():
-                self._ps_up = False
+                self._ps_up = self._halted = False
                 return self._after_failure(event.error, "ps-ended", "the parameter server ended")
             case WorkerEnded():
                 return self._worker_ended(event)
@@ -334,10 +336,12 @@ class PartitionMachine:
 
     def _configured(self, event: PartitionConfigured) -> list[Action]:
         self._fenced = (event.attempt, event.round)
+        self._halted |= event.halt and self._ps_up
+        again = self._invoke_waiting()
         if not self._awaits_fence or event.attempt != self.attempt:
-            return []
+            return again
         self.condition = self._view.condition
-        return self._maybe_train()
+        return again + self._maybe_train()
 
     def _ps_status_changed(self, view: PsView) -> list[Action]:
         before, self._view = self._view, view
@@ -442,7 +446,8 @@ class PartitionMachine:
 
     def _invoke_waiting(self, *, all_: bool = False) -> list[Action]:
         """Invoke the workers that have something to do again, or all of them."""
-        done = self._view.phase in ("finished", "failed")
+        # After a halt the round that they wait for never ends, and the last merged model is still to be evaluated.
+        done = self._halted or self._view.phase in ("finished", "failed")
         due = [one for one in self._waiting.values() if all_ or done or one.waits_for <= self._view.round]
         for one in due:
             del self._waiting[one.worker]
@@ -533,7 +538,8 @@ class PartitionMachine:
     # Failures
 
     def _action_failed(self, event: ActionFailed) -> list[Action]:
-        if event.step == "configure" and not self._awaits_fence:
+        untold = self._halt and not self._halted and self.holds_workers
+        if event.step == "configure" and not (self._awaits_fence or untold):
             return []
         self._preparing = self._preparing and event.step != "prepare"
         self._publishing = self._publishing and event.step != "publish"

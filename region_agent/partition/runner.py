@@ -588,7 +588,7 @@ class PartitionRunner:
         self._context.store.keep_attempt(self.job, action.attempt)
         try:
             status = await self._ps.configure(action)
-            self.feed(PartitionConfigured(action.attempt, status.round))
+            self.feed(PartitionConfigured(action.attempt, status.round, action.halt))
         except GeofedError as error:
             self._context.log(self.job, "agent", f"the parameter server could not be configured: {error}")
             if action is self._wanted_config:

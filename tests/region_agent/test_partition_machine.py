@@ -69,7 +69,7 @@ class Region:
         """Stretches that are stored, and those by which steps may have been made."""
         self.fence_round = 0
         """That was completed when the server heard of its attempt."""
-        self.unanswered = False
+        self.unanswered = self.told_to_halt = False
         self.follows = True
         """The batch goes with the workers."""
         self.first_attempt = attempt
@@ -114,7 +114,7 @@ class Region:
                 if action.attempt > self.ps_attempt:
                     self.fence_round = self.round
                 self.ps_attempt = action.attempt
-                self.unanswered = True
+                self.unanswered, self.told_to_halt = True, action.halt
             case StoreBatches():
                 self.kept = action.stretches
             case Invoke():
@@ -193,7 +193,7 @@ class Region:
 
     def ps_answers(self) -> None:
         self.unanswered = False
-        self.feed(PartitionConfigured(self.ps_attempt, self.fence_round))
+        self.feed(PartitionConfigured(self.ps_attempt, self.fence_round, self.told_to_halt))
 
     def ps_says(self) -> None:
         phase = "finished" if self.finished else "training"
@@ -281,6 +281,11 @@ class AnyOrder(RuleBasedStateMachine):
     def the_server_answers(self) -> None:
         if self.region.ps == "up" and self.region.unanswered:
             self.region.ps_answers()
+
+    @rule()
+    def the_job_ends_at_once(self) -> None:
+        if not self.region.quit:
+            self.region.feed(PeersKnown((), finish=True, halt=True))
 
     @rule(which=st.integers(0, 99), slice_over=st.booleans(), waits=st.booleans())
     def a_worker_ends(self, which: int, slice_over: bool, waits: bool) -> None:
@@ -660,6 +665,86 @@ def test_a_worker_that_would_only_wait_is_called_when_the_round_is_over() -> Non
     region.feed(Scaled(3, "a deadline comes near"))
     assert region.machine._previous.running == {1}, "who waits has ended, and left what it has"
     assert region.machine._previous.resume_key == "w/key"
+
+
+_HALT = PeersKnown((), finish=True, halt=True)
+
+
+def _waiting_for_a_lost_region() -> Region:
+    """All workers have ended their slices; no round was evaluated."""
+    region = _training(2)
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=True, waits=True)
+    region.ps_says()
+    assert not region.running
+    return region
+
+
+def _ends(region: Region) -> None:
+    assert region.running == {(0, region.machine.attempt), (1, region.machine.attempt)}
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=False)
+    region.ps_says()
+    assert region.machine.state == "finished"
+
+
+def test_workers_that_wait_for_a_round_are_called_when_the_job_ends_at_once() -> None:
+    region = _waiting_for_a_lost_region()
+    region.feed(_HALT)
+    assert not region.running, "the server does not know yet"
+    region.ps_answers()
+    _ends(region)
+
+
+def test_a_worker_whose_slice_ends_during_a_halt_is_called_again() -> None:
+    region = _waiting_for_a_lost_region()
+    region.feed(_HALT)
+    region.ps_answers()
+    region.worker_ends((1, 1), slice_over=True, waits=True)
+    assert region.machine.condition == ""
+    _ends(region)
+
+
+def test_a_server_that_dies_during_a_halt_is_told_again_and_then_the_workers_are_called() -> None:
+    region = _waiting_for_a_lost_region()
+    region.feed(_HALT)
+    region.ps_answers()
+    region.ps_dies(GeofedError("UNAVAILABLE", "x"))
+    region.worker_ends((0, 1), slice_over=True, waits=True)
+    assert region.running == {(1, 1)}, "without a server it has nothing to do"
+    region.pause_ends()
+    region.ps_listens()
+    assert region.told_to_halt
+    region.worker_ends((0, 1), slice_over=True, waits=True)
+    assert region.running == {(1, 1)}, "it was too early"
+    region.ps_answers()
+    _ends(region)
+
+
+def test_after_a_restart_of_the_agent_the_job_still_ends_at_once() -> None:
+    region = Region(2, 1)
+    region.feed(_HALT)
+    region.prepared()
+    region.ps_listens()
+    assert region.told_to_halt
+    for key in sorted(region.running):
+        region.worker_ends(key, slice_over=True, waits=True)
+    assert not region.running, "they were called before the server was told"
+    region.ps_answers()
+    _ends(region)
+
+
+def test_a_halt_that_the_server_has_not_heard_is_told_again() -> None:
+    region = _waiting_for_a_lost_region()
+    region.feed(_HALT)
+    for _ in range(20):
+        region.unanswered = False
+        region.feed(ActionFailed(GeofedError("UNAVAILABLE", "timed out"), "configure"))
+        region.pause_ends()
+        assert region.unanswered
+        assert not region.running
+    region.ps_answers()
+    _ends(region)
 
 
 def test_more_workers_go_on_from_where_the_others_were() -> None:

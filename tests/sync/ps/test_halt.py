@@ -11,9 +11,19 @@ from support.federation_in_miniature import Miniature
 from support.server_process import NumpyWorker, Server, wait_until
 
 from geofed_pb.v1 import sync_pb2
-from sync.ps.core.actions import Reply, StoreOwnUpdate
-from sync.ps.core.answers import BoundaryAnswer
-from sync.ps.core.events import BoundaryArrived, Configured, Event, UpdateStored
+from sync.ps.core.actions import Reply, StoreMetrics, StoreOwnUpdate
+from sync.ps.core.answers import AttachAnswer, BoundaryAnswer
+from sync.ps.core.events import (
+    Attached,
+    BoundaryArrived,
+    CallGone,
+    Configured,
+    Evaluated,
+    Event,
+    MetricsStored,
+    OwnUpdateStored,
+    UpdateStored,
+)
 from sync.ps.core.machine import Recovered, Setup
 from sync.ps.core.synchronous import Synchronous
 from sync.transfer.manifest import Manifest, PeerAddress, Verdict
@@ -52,6 +62,28 @@ def test_after_a_restart_it_ends_before_anything_is_merged() -> None:
     machine = Synchronous(setup, both)
     assert not [one for one in machine.handle(Configured(1, 2, (), halt=True)) if hasattr(one, "manifests")]
     assert machine.progress.sequence == 3
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_worker_that_comes_after_the_halt_evaluates_the_last_merged_model(restarted: bool) -> None:
+    setup, peers = Setup("a", ("a", "b"), 1, 9, 1, 0), (PeerAddress("b", 1, "b:1"),)
+    machine = Synchronous(setup, Recovered(3, step=3, outbox=(_manifest("a", 3),), model_key="model/3"))
+    machine.handle(Configured(1, 1, peers))
+    machine.handle(_ended_round(1, 4))
+    machine.handle(OwnUpdateStored(_manifest("a", 4)))
+    assert machine.handle(CallGone(1)) == [], "its slice is over"
+    if restarted:
+        machine = Synchronous(setup, Recovered(3, step=3, outbox=(_manifest("a", 4),), model_key="model/3"))
+    machine.handle(Configured(1, 1, (), finish=True, halt=True))
+    assert machine.progress.phase != "finished", "nobody has evaluated it"
+    (answer,) = [action.answer for action in machine.handle(Attached(2, 0, 1, "")) if isinstance(action, Reply)]
+    assert isinstance(answer, AttachAnswer)
+    assert (answer.sequence, answer.model_key, answer.boundary) == (3, "model/3", False)
+    assert (answer.finished, answer.evaluate) == (True, True)
+    evaluated = machine.handle(Evaluated(3, 0, 1, 3, 10.0, {"accuracy": 0.5}))
+    (keep,) = [action for action in evaluated if isinstance(action, StoreMetrics)]
+    machine.handle(MetricsStored(keep))
+    assert (machine.progress.phase, machine.sequence) == ("finished", 3)
 
 
 def _give_all_the_first_model(everything: Miniature) -> None:
