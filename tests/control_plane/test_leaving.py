@@ -204,6 +204,59 @@ def test_what_cannot_be_replanned_waits_on(serve_config: ServeConfig, job_file: 
     run(scenario())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_region_that_has_come_does_not_join_a_secure_job_without_another(
+    serve_config: ServeConfig, job_file: Path, asked: bool
+) -> None:
+    async def scenario() -> None:
+        settings = ("train.end.steps=40", "advanced.wan.exchange=synchronous") if asked else CONTINUE
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *settings, *SECURE) as (job, agents),
+        ):
+            e = await stage.agent("e")
+            await e.connect()
+            beating = asyncio.create_task(beat(e))
+            if asked:
+
+                async def is_lost() -> bool:
+                    return "partition.fenced" in await stage.events(job)
+
+                await stage.until(is_lost)
+                assert "over a, b, c" in (await stage.client.replan(job)).condition
+            await end_at_once(job, agents, a=6, b=6, c=6)
+            first = await ended(stage, job)
+            assert (first.state, bool(first.successor)) == ("succeeded", True)
+            after = await stage.client.job(first.successor)
+            assert [part["region"] for part in json.loads(after.plan_json)["partitions"]] == ["a", "b", "c"]
+            assert json.loads(after.spec_json)["regions"]["avoid"] == []
+            beating.cancel()
+            await e.close()
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_secure_job_that_cannot_continue_is_not_ended(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        settings = ("train.end.steps=40", "advanced.wan.exchange=synchronous", *SECURE)
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *settings, rounds=0) as (job, _),
+        ):
+
+            async def is_lost() -> bool:
+                return "partition.fenced" in await stage.events(job)
+
+            await stage.until(is_lost)
+            error = await refused(stage.client.replan(job), "INADMISSIBLE", "so it continues unchanged")
+            assert "differs by d" in error.message
+            assert (await stage.client.job(job)).state == "running"
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("masks", [SECURE, ()])
 @pytest.mark.parametrize(
     ("began", "model", "rounds", "may"),

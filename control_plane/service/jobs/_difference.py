@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from control_plane.core import InitialModel, last_model, models_of
 from control_plane.service.state._entries import JobEntry
@@ -10,7 +11,7 @@ from control_plane.service.state._federation import Federation
 from control_plane.spec import JobSpec
 from scheduler import Declined, Plan, Reason
 
-__all__ = ["refused_by_difference", "same_start"]
+__all__ = ["refused_by_difference", "refused_without", "same_start"]
 
 _SECURE = '"secureAggregation":true'
 """Text in the job files, as stored, of jobs with secure aggregation."""
@@ -72,6 +73,15 @@ def refused_by_difference(
             remedy = "use the same regions, another train.seed, or the final model of a job that has succeeded"
             return Declined((Reason("INADMISSIBLE", text, remedy),))
     return None
+
+
+def refused_without(entry: JobEntry, rest: JobSpec, plan: Plan, away: Sequence[str]) -> Declined | None:
+    """Return the refusal of a running job's rest, if the job ended now without some regions (``away``); None: none."""
+    state = replace(entry.state, left_out=tuple(away), blob_digest="its final model")
+    last = last_model(state)
+    assert last is not None
+    model = InitialModel(entry.row.id, last.digest, last.bytes, last.round)
+    return refused_by_difference(rest, plan, model, [replace(entry, state=state)])
 
 
 def _makes_open_round_again(entry: JobEntry, model: InitialModel | None) -> bool:
