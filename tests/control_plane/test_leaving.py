@@ -148,6 +148,23 @@ def test_with_fewer_than_the_minimum_it_fails_and_keeps_its_model(serve_config: 
 
 
 @pytest.mark.slow
+def test_a_job_that_names_its_regions_continues_without_one_of_them(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *CONTINUE, *SECURE, "regions.use=[a, b, c, d]") as (job, agents),
+        ):
+            await end_at_once(job, agents, a=6, b=6, c=6)
+            first = await ended(stage, job)
+            assert (first.state, bool(first.successor)) == ("succeeded", True)
+            after = await stage.client.job(first.successor)
+            assert [part["region"] for part in json.loads(after.plan_json)["partitions"]] == ["a", "b", "c"]
+            assert json.loads(after.spec_json)["regions"]["use"] == ["a", "b", "c", "d"], "d may come back to it"
+
+    run(scenario())
+
+
+@pytest.mark.slow
 def test_without_masks_it_may_continue_with_a_single_region(serve_config: ServeConfig, job_file: Path) -> None:
     async def scenario() -> None:
         async with (
