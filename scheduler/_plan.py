@@ -476,10 +476,12 @@ def _other_schemas(holders: list[Region], dataset: str) -> list[Reason]:
 
 
 def _unknown_use(snapshot: Snapshot, demand: Demand) -> list[Reason]:
-    """Regions of `regions.use` that are not connected or unknown."""
+    """Regions of `regions.use` that are not connected or unknown; what is avoided too need not be there."""
     known = {region.name for region in snapshot.regions}
     reasons = []
     for name in demand.use:
+        if name in demand.avoid:
+            continue
         if name in snapshot.absent:
             hint = f"start its agent, or take {name} out of regions.use"
             reasons.append(Reason("INADMISSIBLE", f"region {name} is not connected", hint))

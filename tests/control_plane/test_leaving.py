@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 
+from control_plane.core import InitialModel, KeptModel, Models, Report
 from control_plane.server import ServeConfig
+from control_plane.service.jobs._difference import refused_by_difference
 from control_plane.spec import load
 from geofed_pb.errors import GeofedError
 from tests.control_plane.conftest import Stage, staged
 from tests.control_plane.fake_agent import FakeAgent, digest_of
 from tests.control_plane.scenario import MODEL, figures, run
 from tests.control_plane.test_life_of_a_job import beat
-from tests.control_plane.test_succession import data_of, ended
+from tests.control_plane.test_succession import data_of, ended, running
 from tests.control_plane.test_users import refused
 
 SECURE = ("privacy.secureAggregation=true", "privacy.minRegions=3")
@@ -113,6 +115,13 @@ def test_a_secure_job_continues_with_new_keys_and_without_the_region(serve_confi
                 answer = await stage.client.plan(spec)
                 assert not answer.admissible
                 assert told in answer.plan_json
+            # Nor is the job itself made again without the region: its first rounds were summed with it.
+            for n, masks in enumerate((SECURE, ())):
+                error = await refused(
+                    stage.submit(job_file, f"anew-{n}", ("train.end.steps=40", *masks, "regions.avoid=[d]")),
+                    "INADMISSIBLE",
+                )
+                assert f"{job} trains from the same model, and differs by d" in error.message
 
     run(scenario())
 
@@ -134,6 +143,23 @@ def test_with_fewer_than_the_minimum_it_fails_and_keeps_its_model(serve_config: 
             again = await stage.client.resume(job, "again")
             assert (again.job.initial_model.job, again.job.initial_model.round) == (job, 6)
             await agents["c"].close()
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_job_that_names_its_regions_continues_without_one_of_them(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *CONTINUE, *SECURE, "regions.use=[a, b, c, d]") as (job, agents),
+        ):
+            await end_at_once(job, agents, a=6, b=6, c=6)
+            first = await ended(stage, job)
+            assert (first.state, bool(first.successor)) == ("succeeded", True)
+            after = await stage.client.job(first.successor)
+            assert [part["region"] for part in json.loads(after.plan_json)["partitions"]] == ["a", "b", "c"]
+            assert json.loads(after.spec_json)["regions"]["use"] == ["a", "b", "c", "d"], "d may come back to it"
 
     run(scenario())
 
@@ -191,6 +217,115 @@ def test_what_cannot_be_replanned_waits_on(serve_config: ServeConfig, job_file: 
             error = await refused(stage.client.replan(job), "INADMISSIBLE", "so it continues unchanged")
             assert "privacy.minRegions is 3, and 2 regions take part" in error.message
             assert (await stage.client.job(job)).state == "running"
+
+    run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_region_that_has_come_does_not_join_a_secure_job_without_another(
+    serve_config: ServeConfig, job_file: Path, asked: bool
+) -> None:
+    async def scenario() -> None:
+        settings = ("train.end.steps=40", "advanced.wan.exchange=synchronous") if asked else CONTINUE
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *settings, *SECURE) as (job, agents),
+        ):
+            e = await stage.agent("e")
+            await e.connect()
+            beating = asyncio.create_task(beat(e))
+            if asked:
+
+                async def is_lost() -> bool:
+                    return "partition.fenced" in await stage.events(job)
+
+                await stage.until(is_lost)
+                assert "over a, b, c" in (await stage.client.replan(job)).condition
+            await end_at_once(job, agents, a=6, b=6, c=6)
+            first = await ended(stage, job)
+            assert (first.state, bool(first.successor)) == ("succeeded", True)
+            after = await stage.client.job(first.successor)
+            assert [part["region"] for part in json.loads(after.plan_json)["partitions"]] == ["a", "b", "c"]
+            assert json.loads(after.spec_json)["regions"]["avoid"] == []
+            beating.cancel()
+            await e.close()
+
+    run(scenario())
+
+
+@pytest.mark.slow
+def test_a_secure_job_that_cannot_continue_is_not_ended(serve_config: ServeConfig, job_file: Path) -> None:
+    async def scenario() -> None:
+        settings = ("train.end.steps=40", "advanced.wan.exchange=synchronous", *SECURE)
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *settings, rounds=0) as (job, _),
+        ):
+
+            async def is_lost() -> bool:
+                return "partition.fenced" in await stage.events(job)
+
+            await stage.until(is_lost)
+            error = await refused(stage.client.replan(job), "INADMISSIBLE", "so it continues unchanged")
+            assert "differs by d" in error.message
+            assert (await stage.client.job(job)).state == "running"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("masks", [SECURE, ()])
+@pytest.mark.parametrize(
+    ("began", "model", "rounds", "may"),
+    [
+        ("start", "final", 7, True),
+        ("", "final", 7, True),
+        ("", "", 7, False),
+        ("start", "start", 7, False),
+        ("start", "kept", 7, False),
+        ("start", "final", 0, False),  # the same as `start`, under another digest
+        ("final", "final", 7, False),
+    ],
+)
+def test_only_from_where_it_ended_is_a_job_made_without_the_region(
+    tmp_path: Path, masks: tuple[str, ...], began: str, model: str, rounds: int, may: bool
+) -> None:
+    entry = running(tmp_path, *SECURE, done=rounds)
+    plan = replace(entry.plan, partitions=tuple(replace(entry.plan.partitions[0], region=name) for name in "abcd"))
+    part = replace(entry.state.partitions[0], report=Report(1, "finished", round=rounds))
+    state = replace(
+        entry.state,
+        partitions=tuple(replace(part, region=name) for name in "abcd"),
+        initial_model=InitialModel("before", began, 1) if began else None,
+        models=Models(kept=(KeptModel(5, {}, "kept", 1), KeptModel(rounds, {}, "final", 1))),
+        blob_digest="final",
+        blob_bytes=1,
+        left_out=("d",),
+    )
+    job = replace(entry, plan=plan, state=state)
+    spec = load(tmp_path / "job.yaml", masks).spec
+    rest = replace(plan, partitions=plan.partitions[:3])
+    start = InitialModel("j", model, 1, 3) if model else None
+    assert (refused_by_difference(spec, rest, start, [job]) is None) is may
+    # No other region has dropped out.
+    assert refused_by_difference(spec, replace(plan, partitions=plan.partitions[1:]), start, [job]) is not None
+
+
+@pytest.mark.slow
+def test_a_second_region_drops_out_before_a_round_is_merged(serve_config: ServeConfig, job_file: Path) -> None:
+    """The model that is left is the first job's, of which another region has the sum of the next round."""
+
+    async def scenario() -> None:
+        async with (
+            staged(quick(serve_config)) as stage,
+            lost(stage, job_file, "abcd", "d", *CONTINUE, *SECURE, rounds=0) as (job, agents),
+        ):
+            await end_at_once(job, agents, a=0, b=0, c=0)
+            done = await ended(stage, job)
+            assert (done.state, done.successor, done.error.code) == ("failed", "", "REGION_LOST")
+            assert f"{job} trains from the same model, and differs by d" in done.error.message
+            settings = ("train.end.steps=4", *SECURE, f"train.initialModel.job={job}", "regions.avoid=[d]")
+            await refused(stage.submit(job_file, "anew", settings), "INADMISSIBLE")
 
     run(scenario())
 

@@ -162,6 +162,15 @@ def test_an_avoided_region_takes_no_part() -> None:
     assert [part.region for part in chosen.partitions] == ["a"]
 
 
+def test_a_region_that_is_named_and_avoided_need_not_be_there() -> None:
+    snapshot = Snapshot((region("a"), region("b"), region("c")), absent=("x",))
+    chosen = planned(snapshot, demand(use=("a", "b", "x"), avoid=("x",)))
+    assert [part.region for part in chosen.partitions] == ["a", "b"]
+    # Where all that are named are avoided, others take no part for them.
+    assert "no live region holds" in declined(snapshot, demand(use=("x",), avoid=("x",)))["DATASET_UNKNOWN"]
+    assert "out of it: a" in declined(snapshot, demand(use=("a",), avoid=("a",)))["INADMISSIBLE"]
+
+
 def test_a_secure_plan_has_a_masked_codec_whose_first_update_is_larger() -> None:
     secure = demand(wan_settings={"secure": 3.0}, exchange="synchronous")
     unknown = planned(Snapshot(tuple(map(region, "abc"))), secure)

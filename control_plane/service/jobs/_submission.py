@@ -80,7 +80,7 @@ async def answer_plan(
         return plan_json(answer), False
     task_key = task_keys(spec, code_digest)[0] if code_digest else ""
     earlier = await same_start(federation, spec, initial_model, task_key)
-    if (refused := refused_by_difference(spec, answer.plan, earlier)) is not None:
+    if (refused := refused_by_difference(spec, answer.plan, initial_model, earlier)) is not None:
         return plan_json(refused), False
     warnings = _warnings_of(answer.plan, spec, learnt, federation.regions, federation.clock())
     return plan_json(answer.plan, answer.waits_for, warnings, initial_model, _promise_of(answer, spec)), True
@@ -194,7 +194,7 @@ async def admit(
                     answer, admission
                 )
                 if decided is not None:
-                    if (refused := refused_by_difference(spec, decided.plan, earlier_jobs)) is not None:
+                    if (refused := refused_by_difference(spec, decided.plan, model, earlier_jobs)) is not None:
                         raise declined_error(refused)
                     _store(draft, new, decided)
                     also(draft, decided)

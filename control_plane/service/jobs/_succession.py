@@ -27,6 +27,7 @@ from control_plane.core import (
     may_end_early,
     why_not_without,
 )
+from control_plane.service.jobs._difference import refused_without
 from control_plane.service.jobs._result import runs_so_far
 from control_plane.service.jobs._submission import NewJob, admit, new_row
 from control_plane.service.measuring._known import Learnt, task_keys
@@ -105,8 +106,10 @@ class Succession:
         job, rest = entry.row.id, rest_of(entry, self._federation.clock())
         learnt = await self._learnt(entry, rest)
         async with self._federation.planning:
-            reachable = _without_regions(rest, [*self._silent(entry), *away])
+            reachable = _without_regions(rest, [*self._silent(entry), *self._not_to_join(entry, away)])
             _, answer = await self._federation.answer(reachable, "plan", learnt, entry.row.user, without=job)
+        if not isinstance(answer, Declined) and away:
+            answer = refused_without(entry, rest, answer.plan, away) or answer
         if isinstance(answer, Declined):
             refused = declined_error(answer)
             text = f"the rest of {job} cannot be run, so it continues unchanged: {refused.message}"
@@ -205,6 +208,18 @@ class Succession:
             if name not in taken and region.state.phase == "unreachable" and at - region.state.since < seconds
         ]
 
+    def _not_to_join(self, entry: JobEntry, away: Sequence[str]) -> list[str]:
+        """Return the regions that take no part in a job's rest, if some (``away``) are left out.
+
+        With secure aggregation no other region joins: those that differ could not be told apart from the one that is
+        left out, and the rest would be refused.
+        """
+        if not away or not entry.spec.privacy.secure_aggregation:
+            return list(away)
+        plan = entry.plan
+        stay = {*_regions(plan), *(copy.source for copy in plan.copies if copy.destination not in away)} - {*away}
+        return sorted({*away, *self._federation.regions} - stay)
+
     async def _create_successor(self, entry: JobEntry) -> None:
         if silent := self._silent(entry, _RECONNECT_SECONDS):
             raise GeofedError("UNAVAILABLE", f"region {', '.join(silent)} is unreachable; it may reconnect in a moment")
@@ -234,7 +249,7 @@ class Succession:
         model = InitialModel(row.id, last.digest, last.bytes, last.round)
         silent = self._silent(entry)
         # Unreachable regions are only left out of the plan, not excluded in the stored spec.
-        planned = _without_regions(rest, [*silent, *entry.state.left_out])
+        planned = _without_regions(rest, [*silent, *self._not_to_join(entry, entry.state.left_out)])
         # The signature is over the code and its data, which the successor shares.
         new_job = replace(new_job, task_key=key, signature_json=row.signature_json, shared_with=row.shared_with)
         new = NewJob(new_job, planned, await self._learnt(entry, rest), model)
