@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import TensorDataset
 
+from geofed_pb.errors import GeofedError
 from region_agent.worker.data.loaders import Loaders
 from region_agent.worker.data.shard import collated
 from region_agent.worker.data.streamed import Streamed
@@ -44,6 +46,7 @@ class Loading:
         self.ahead = self._made_ahead + prefetch
         """How many of the next ones `take` should be told."""
         self._loaders: Loaders | None = None
+        self._ended_cpu_seconds = 0.0
 
     def take(self, wanted: Sequence[Drawn]) -> Made:
         """Return the batches of the first of what is wanted. The others come next, and may be made ahead.
@@ -58,7 +61,13 @@ class Loading:
             return self._made(wanted[0])
         if self._loaders is None:
             self._loaders = Loaders(self._made_elsewhere, self._number)
-        made: Made = self._loaders.take(wanted[: self._made_ahead + 1], self._with_rows)
+        try:
+            made: Made = self._loaders.take(wanted[: self._made_ahead + 1], self._with_rows)
+        except GeofedError:
+            if self._loaders.broken:
+                # An evaluation that fails does not end the job, and the next step needs them.
+                self.close()
+            raise
         return made
 
     def _with_rows(self, drawn: Drawn) -> tuple[Drawn, dict[int, Any] | None]:
@@ -73,7 +82,8 @@ class Loading:
         data = self._data[drawn.split]
         if type(data) is not TensorDataset or self._collate is not None:
             reseed_cpu(*drawn.seeds)
-        with self._task.calling("dataset"):
+        # The same wherever it is called, or these processes were forked: also in an evaluation.
+        with self._task.calling("dataset"), torch.autocast("cpu", enabled=False), torch.enable_grad():
             return [collated(data, list(group), self._collate) for group in drawn.groups]
 
     def _made_elsewhere(self, request: tuple[Drawn, dict[int, Any] | None]) -> Made:
@@ -86,7 +96,7 @@ class Loading:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of the processes."""
-        return self._loaders.cpu_seconds if self._loaders is not None else 0.0
+        return self._ended_cpu_seconds + (self._loaders.cpu_seconds if self._loaders is not None else 0.0)
 
     @property
     def memory_bytes(self) -> int:
@@ -96,5 +106,6 @@ class Loading:
     def close(self) -> None:
         """End the processes."""
         if self._loaders is not None:
+            self._ended_cpu_seconds += self._loaders.cpu_seconds
             self._loaders.close()
             self._loaders = None

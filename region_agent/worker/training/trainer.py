@@ -459,8 +459,8 @@ class WholeModel:
     def close(self) -> None:
         """End the threads of the merge and the processes that make samples, and log how many samples and steps were
         left out."""
-        self._merging.close()
         self._loading.close()
+        self._merging.close()
         if self._scale is not None:
             self._scale.close()
         # With noise at the level of samples the number would tell what was drawn.

@@ -186,6 +186,8 @@ class _File:
 
     def __init__(self, layout: Layout, path: Path, adapter: Path | None = None) -> None:
         self._entries = _entries(path)
+        self._of_file = frozenset(self._entries)
+        """Names in the file itself."""
         if adapter is not None:
             self._adapt(layout, _entries(adapter))
         self.names = frozenset(self._entries)
@@ -197,6 +199,9 @@ class _File:
         first = {slot.name: slot.name for slot in slots} | dict(layout.aliases)
         plain = {_plain_name(name): name for name in first}
         named = {name if name in first else plain.get(_plain_name(name), name): name for name in replacing}
+        if len(named) < len(replacing):
+            text = "the adapter to start from has a tensor under two names"
+            raise GeofedError("MODEL_MISMATCH", text, hint="names are those of the model's `state_dict()`, or PEFT's")
         if others := {name for name in named if name not in first}:
             lacking = {slot.name for slot in slots} - set(self._entries) - set(named)
             near = ((name, _nearest(name, lacking)) for name in sorted(others)[:_MAX_NAMES])
@@ -219,8 +224,10 @@ class _File:
         known = {slot.name for slot in slots} | {alias for alias, _ in layout.aliases}
         if holds == "all":
             _refuse(lacking, set(self.names) - known)
-        elif len(lacking) == len(slots):
-            _refuse(lacking, set(self.names), hint="names are those of the model's `state_dict()`")
+        elif self._of_file.isdisjoint(known):
+            # The adapter's tensors do not make a file fit that has none of the model's.
+            lacking = {slot.name for slot in slots}
+            _refuse(lacking, set(self._of_file), hint="names are those of the model's `state_dict()`")
 
     def name_of(self, layout: Layout, slot: Slot) -> str | None:
         """Return the name under which the file has a tensor; None: it lacks it.

@@ -191,6 +191,16 @@ def test_an_adapters_tensors_replace_those_of_the_weights(tmp_path: Path, form: 
     assert base_in(ADAPTED, whole, "some", half)["w"].view(np.float32).tolist() == [5.0, 6.0]
 
 
+def test_an_adapter_makes_no_weights_fit_that_are_another_models(tmp_path: Path) -> None:
+    own = np.zeros(ADAPTED.size, np.float32)
+    fits = _adapter(tmp_path, **{"x.lora_A.weight": [[1, 2]], "x.lora_B.weight": [[3], [4]]})
+    with pytest.raises(GeofedError, match=r"has model.w, .*; did you mean model.w to be w"):
+        from_safetensors(ADAPTED, _saved(tmp_path, **{"model.w": np.ones(2)}), "some", own, fits)
+    twice = _adapter(tmp_path, **{"x.lora_A.weight": [[1, 2]], "base_model.model.x.lora_A.weight": [[1, 3]]})
+    with pytest.raises(GeofedError, match="under two names"):
+        from_safetensors(ADAPTED, _saved(tmp_path, w=np.ones(2)), "some", own, twice)
+
+
 @pytest.mark.parametrize("holds", ["all", "some"])
 @pytest.mark.parametrize(
     ("name", "says"),

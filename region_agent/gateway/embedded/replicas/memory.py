@@ -28,8 +28,10 @@ def private_bytes(pids: Iterable[int], enough: int) -> int:
     total = 0
     with contextlib.suppress(psutil.Error, OSError):
         family = [member for pid in pids for member in (pid, *_descendants(pid))]
-        total = sum(_resident_bytes(member) for member in family)
-        if total > enough:
+        resident = sum(_resident_bytes(member) for member in family)
+        if resident <= enough:
+            total = resident
+        else:
             total = sum(psutil.Process(member).memory_full_info().uss for member in family)
     return total
 

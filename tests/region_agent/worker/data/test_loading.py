@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 
 from geofed_pb.errors import GeofedError
 from geofed_pb.user_code.recording import Recorder, recording
-from region_agent.worker.data.loaders import Loaders
+from region_agent.worker.data.loaders import Loaders, _packed, _unpacked
 from region_agent.worker.data.loading import Drawn, Loading
 from region_agent.worker.task import TaskModule, load_task
 
@@ -122,6 +123,58 @@ def test_what_fails_in_a_process_is_told_at_its_step(tmp_path: Path, line: str, 
             made.take([drawn(1)])
     assert caught.value.code == code
     assert says in caught.value.message
+
+
+@pytest.mark.parametrize("line", ["os.kill(os.getpid(), signal.SIGKILL)", "os._exit(3)"])
+def test_after_a_process_has_ended_others_make_what_comes(tmp_path: Path, line: str) -> None:
+    """As where an evaluation failed, which ends no job."""
+    with loading(tmp_path / "task", 2, f"index == 4 and {line}") as made:
+        before = made.take([drawn(0), drawn(1)])[0][0]
+        for _ in range(2):
+            with pytest.raises(GeofedError):
+                made.take([drawn(1)])
+        assert made.take([drawn(0)])[0][0] == before
+        assert made.cpu_seconds > 0
+
+
+def test_signals_to_all_processes_of_a_container_end_no_process_that_makes_samples() -> None:
+    loaders = Loaders(lambda number: (number, os.getpid()), 1)
+    _, pid = loaders.take([1])
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(pid, number)
+    assert loaders.take([2]) == (2, pid)
+    loaders.close()
+
+
+def test_samples_do_not_depend_on_where_they_are_made(tmp_path: Path) -> None:
+    """In an evaluation under autocast without gradients as in a step."""
+    line = "return {'x': torch.ones(2, 2) @ torch.ones(2, 2), 'grad': torch.is_grad_enabled()}"
+    for number in (0, 2):
+        with loading(tmp_path / str(number), number, line) as made, torch.no_grad(), torch.autocast("cpu"):
+            batches = [batch for _, batch in made.take([drawn(0)])]
+        assert {batch["x"].dtype for batch in batches} == {torch.float32}
+        assert all(batch["grad"].all() for batch in batches)
+
+
+class _Unreadable:
+    def __reduce__(self) -> Any:
+        return open, ("/no/such/file",)
+
+
+def test_what_cannot_be_read_again_is_told_and_others_follow() -> None:
+    loaders = Loaders(lambda number: _Unreadable() if number == 1 else number, 1)
+    with pytest.raises(GeofedError, match="FileNotFoundError") as caught:
+        loaders.take([1])
+    assert (caught.value.code, loaders.broken) == ("TASK_INVALID", False)
+    assert loaders.take([2]) == 2
+    loaders.close()
+
+
+def test_of_a_view_only_its_own_values_are_sent() -> None:
+    whole = torch.arange(4_000_000.0).reshape(2000, 2000)
+    for view in (whole[:, 3], whole[3], whole[:5, :5]):
+        assert sum(part.nbytes for part in _packed(view)) < 100_000
+        assert torch.equal(_unpacked([np.frombuffer(part, np.uint8) for part in _packed(view)]), view)
 
 
 def test_a_batch_that_cannot_be_sent_is_told_and_others_follow() -> None:
