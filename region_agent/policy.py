@@ -42,19 +42,7 @@ def most_workers(config: RegionConfig, *, preemptible: bool = False) -> int:
 def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> None:
     """Check a partition against the region's policy; raises ``GeofedError`` with the code of the violated rule."""
     plan, dataset = command.plan, config.datasets.get(command.task.dataset)
-    if not (_JOB.fullmatch(command.job) and _DIGEST.fullmatch(command.task.bundle_digest)):
-        # Both are used as names of files.
-        raise GeofedError("CONFIG_INVALID", f"invalid job name {command.job!r}, or invalid digest of its bundle")
-    if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
-        raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
-    if command.task.initial_adapter and not (
-        _DIGEST.fullmatch(command.task.initial_adapter) and command.task.initial_model and command.task.initial_holds
-    ):
-        raise GeofedError("CONFIG_INVALID", "invalid digest of an adapter, or an adapter without a user's model")
-    if command.task.initial_uri:
-        if not command.task.initial_model:
-            raise GeofedError("CONFIG_INVALID", "an address of the initial model without its digest")
-        check_weights_uri(config, command.task.initial_uri)
+    _check_names(config, command)
     if not config.policy.accept_jobs:
         raise GeofedError("FORBIDDEN", f"region {config.name} takes no jobs", hint="its policy.acceptJobs is false")
     check_user(config, command.task)
@@ -92,6 +80,23 @@ def check_partition(config: RegionConfig, command: agent_pb2.StartPartition) -> 
     if plan.memory_mb > config.capacity.memory_mb:
         text = f"region {config.name} allows a function {config.capacity.memory_mb} MB, the plan has {plan.memory_mb}"
         raise GeofedError("FORBIDDEN", text)
+
+
+def _check_names(config: RegionConfig, command: agent_pb2.StartPartition) -> None:
+    """Check the names, digests and addresses that a command brings; raises ``GeofedError("CONFIG_INVALID")``."""
+    if not (_JOB.fullmatch(command.job) and _DIGEST.fullmatch(command.task.bundle_digest)):
+        # Both are used as names of files.
+        raise GeofedError("CONFIG_INVALID", f"invalid job name {command.job!r}, or invalid digest of its bundle")
+    if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
+        raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
+    if command.task.initial_adapter and not (
+        _DIGEST.fullmatch(command.task.initial_adapter) and command.task.initial_model and command.task.initial_holds
+    ):
+        raise GeofedError("CONFIG_INVALID", "invalid digest of an adapter, or an adapter without a user's model")
+    if command.task.initial_uri:
+        if not command.task.initial_model:
+            raise GeofedError("CONFIG_INVALID", "an address of the initial model without its digest")
+        check_weights_uri(config, command.task.initial_uri)
 
 
 def check_user(config: RegionConfig, task: agent_pb2.TaskRef) -> None:

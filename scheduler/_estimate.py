@@ -105,20 +105,12 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
     topology = topology_of(plan, links, update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share))
     occasion = occasion_of(plan.partitions, plan.copies, plan.slice_seconds, snapshot)
     figures = [[figures_of([part], regions[part.region], snapshot)[0] for part in plan.partitions]]
-    exchange = exchange_seconds(topology, model_bytes, plan.codec)
-    if not plan.background:
-        exchange += round_end_seconds(plan.partitions, model_bytes)
     took = course(
         Staffs.of(np.array(figures)),
         occasion,
         np.array([[float(plan.rounds)]]),
         np.array([[[float(part.steps_per_round) for part in plan.partitions]]]),
-        Exchanges.one(
-            exchange,
-            background=plan.background,
-            contact=contact_seconds(topology),
-            links=topology.seconds if topology.links else 0.0,
-        ),
+        _exchanges(plan, topology, model_bytes),
     )
     link_bytes = _link_bytes(topology, plan.rounds)
     sent_bytes = float(sum(link_bytes.values()))
@@ -148,6 +140,18 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
         model_basis="prior" if not snapshot.model_bytes else "counted" if snapshot.counted else "measured",
         start_basis="prior" if snapshot.start_seconds is None else "probed" if snapshot.start_probed else "measured",
         phases=_phases(plan, occasion, took),
+    )
+
+
+def _exchanges(plan: Plan, topology: Topology, model_bytes: int) -> Exchanges:
+    seconds = exchange_seconds(topology, model_bytes, plan.codec)
+    if not plan.background:
+        seconds += round_end_seconds(plan.partitions, model_bytes)
+    return Exchanges.one(
+        seconds,
+        background=plan.background,
+        contact=contact_seconds(topology),
+        links=topology.seconds if topology.links else 0.0,
     )
 
 

@@ -257,12 +257,25 @@ def _holds(task: agent_pb2.TaskRef) -> Literal["", "all", "some"]:
     return "some" if task.initial_holds == "some" else "all" if task.initial_holds else ""
 
 
-def _round_samples(plan: agent_pb2.PartitionPlan, region: str, *, clients: bool) -> dict[str, float]:
+def _weights_of(start: agent_pb2.StartPartition) -> dict[str, Any]:
+    """Return the parameter server's settings of what each region's updates weigh."""
+    plan = start.plan
+    return {
+        "shares": dict(plan.shares),
+        "local_steps": dict(plan.local_steps),
+        "data_shares": dict(plan.data_shares),
+        "weighs_by_shares": start.task.HasField("clients"),
+        "round_samples": _round_samples(start),
+    }
+
+
+def _round_samples(start: agent_pb2.StartPartition) -> dict[str, float]:
     """Return the planned samples of one round of every region of the job; the plan states those of this one, and each
     region's share of all."""
-    own = plan.shares.get(region, 0.0)
+    plan = start.plan
+    own = plan.shares.get(start.region, 0.0)
     # Where regions weigh by their shares, the samples of a round are told for the account alone.
-    if not own or clients:
+    if not own or start.task.HasField("clients"):
         return {}
     replicas = plan.pipeline.degree if plan.HasField("pipeline") else plan.workers
     total = plan.batch * replicas * plan.steps_per_round / own
@@ -302,11 +315,7 @@ def server_config_of(
         evaluate_every=plan.evaluate_every,
         wan_policy=plan.wan_policy,
         wan_settings=dict(plan.wan_settings),
-        shares=dict(plan.shares),
-        local_steps=dict(plan.local_steps),
-        data_shares=dict(plan.data_shares),
-        weighs_by_shares=start.task.HasField("clients"),
-        round_samples=_round_samples(plan, start.region, clients=start.task.HasField("clients")),
+        **_weights_of(start),
         neighbours=tuple((pair.a, pair.b) for pair in plan.neighbours),
         codec=plan.codec,
         part_elements=_PART_ELEMENTS if plan.HasField("pipeline") else 0,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.running import Running, check_succeeded, eventually, named
+from support.running import Running, check_succeeded, eventually, named, paths_under
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -17,10 +17,10 @@ SMALL = ("regions.use=[frankfurt, virginia]", "train.workers=1", "wan.interval=1
 
 
 def _left(running: Running, names: set[str]) -> list[str]:
-    """Files of the daemons that are named by one of the names, and rows of their databases that hold one."""
+    """Files of the daemons whose paths hold one of the names, and rows of their databases that hold one."""
     federation = running.federation
     folders = [federation.control_state, *(federation.region_state(name) for name in ("frankfurt", "virginia"))]
-    found = [path for folder in folders for path in folder.rglob("*") if any(name in path.name for name in names)]
+    found = [path for folder in folders for path in paths_under(folder) if any(name in str(path) for name in names)]
     databases = [folder / name for folder in folders for name in ("state.db", "state/agent.db")]
     rows = [row for file in databases if file.exists() for row in _rows(file) if any(name in row for name in names)]
     return [*map(str, found), *rows]

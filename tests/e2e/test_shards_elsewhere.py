@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from support.lasting import Lasting
-from support.running import PRICES, Federation, Running, check_succeeded, digits_sites, eventually, supported_emulator
+from support.running import (
+    PRICES,
+    Federation,
+    Running,
+    check_succeeded,
+    digits_sites,
+    eventually,
+    paths_under,
+    supported_emulator,
+)
 
 from deploy.emulator import Emulator, load_profile
 from deploy.local import RegionSite
@@ -102,7 +111,7 @@ def _arrived_bytes(running: Running) -> int:
     """Of the large file on its way, as the record beside it tells."""
     folder = running.federation.region_state("oslo") / "state" / "shards"
     told = 0
-    for record in folder.rglob("*.have"):
+    for record in [path for path in paths_under(folder) if path.suffix == ".have"]:
         with contextlib.suppress(OSError, ValueError):
             part = record.with_suffix(".part")
             told = max(told, sum(end - begin for begin, end in PartialFile(part, part.stat().st_size).have))

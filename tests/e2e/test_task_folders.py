@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from support.running import TEMPLATES, Running, eventually, named
+from support.running import TEMPLATES, Running, eventually, named, paths_under
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -73,6 +75,11 @@ print("second begins with", Path("weights/second.bin").read_bytes()[:3].decode()
 """
 
 
+def bundles(folder: Path) -> set[Path]:
+    """Return the files of task folders that regions hold."""
+    return {path for path in paths_under(folder) if path.parent.name == "bundles" and path.is_file()}
+
+
 def test_a_large_folder_arrives_and_only_what_changed_is_sent(running: Running) -> None:
     folder = running.job_folder(task=named("reads large files") + READS)
     (folder / "weights").mkdir()
@@ -89,14 +96,12 @@ def test_a_large_folder_arrives_and_only_what_changed_is_sent(running: Running) 
     job, said = submitted()
     assert "uploading 11.5 MB of the task folder: 2 of 2 larger files" in said
     assert "second begins with one" in running.federation.control_plane("logs", job).stdout
-    state = running.federation.folder
-    before = {path for path in state.rglob("*") if path.is_file() and len(path.name) == 64}
+    before = bundles(running.federation.folder)
     (folder / "weights" / "second.bin").write_bytes(b"two" + bytes(2 << 20))
     job, said = submitted()
     assert "uploading 2.1 MB of the task folder: 1 of 2 larger files" in said
     assert "second begins with two" in running.federation.control_plane("logs", job).stdout
-    new = [path for path in state.rglob("*") if path.is_file() and len(path.name) == 64 and path not in before]
-    code = [path.stat().st_size for path in new if path.parent.name == "bundles"]
+    code = [path.stat().st_size for path in bundles(running.federation.folder) - before]
     regions = len(running.federation.processes) - 1
     assert sum(size > 1 << 20 for size in code) == regions, "each region has got the changed file, and no other one"
     assert sum(code) < regions * ((2 << 20) + (64 << 10))

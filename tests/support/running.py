@@ -64,6 +64,11 @@ def digits_sites(
     return sites
 
 
+def paths_under(folder: Path) -> list[Path]:
+    """Files and folders under a folder of running daemons, which may delete some meanwhile: `rglob` would raise."""
+    return [Path(place, name) for place, folders, files in os.walk(folder) for name in (*folders, *files)]
+
+
 def named(name: str) -> str:
     """The shipped job's task as one of its own, which no other test has had run: a federation knows what each took."""
     return f"{(TEMPLATES / 'image-classification' / 'task.py').read_text()}\n# {name}\n"
