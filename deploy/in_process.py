@@ -160,7 +160,7 @@ def _invocation(spec: JobSpec, rounds: ClientRounds, exchanges: int, each: int) 
         config=dict(spec.task.config), splits={}, region_batch=train.batch,
         batch=-(-train.batch // train.accumulate), evaluation_batch=train.eval_batch or 0, steps_per_round=each,
         rounds=exchanges, seed=train.seed, schedule=schedule or None, clip_norm=train.clip_norm or 0.0,
-        precision=train.precision, local=tuple(train.local),
+        precision=train.precision, compile=train.compile, local=tuple(train.local),
         proximal=_settings(spec).get(spec.wan.traits.proximal, 0.0), slice_seconds=math.inf, clients=rounds,
     )  # fmt: skip
 

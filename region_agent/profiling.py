@@ -253,7 +253,7 @@ class Profiler:
                 config=json.loads(command.task.config_json or "{}"), env=dict(command.task.env), splits={},
                 packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
-                precision=precision_of(command.task), local=tuple(command.task.local),
+                precision=precision_of(command.task), compile=command.task.compile, local=tuple(command.task.local),
                 evaluates_only=command.task.evaluates_only,
                 evaluation_batch=command.evaluation_batch,
                 clients=client_rounds(command.task, stated),

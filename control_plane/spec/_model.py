@@ -219,6 +219,7 @@ class JobSpec(Section):
         )
         of_samples = (
             (self.train.precision != "fp32", f"`train.precision: {self.train.precision}`"),
+            (self.train.compile, "`train.compile`, which cannot take the gradient of each sample"),
             (merge.codec != "fp32", f"`advanced.merge.codec: {merge.codec}`"),
             (bool(merge.staleness), "`advanced.merge.staleness`"),
             (method is not None and method.shares != "mean", f"`advanced.collective: {self.collective}`"),
@@ -281,6 +282,7 @@ class JobSpec(Section):
                 ("`train.clipNorm`", self.train.clip_norm is not None),
                 (f"`train.precision: {self.train.precision}`", self.train.precision != "fp32"),
                 ("`train.accumulate`", self.train.accumulate > 1),
+                ("`train.compile`", self.train.compile),
                 ("`train.local`", bool(self.train.local)),
                 ("`advanced.merge.ratio`", self.merge.ratio != 1.0),
                 ("`advanced.merge.step`", self.merge.step != "sum"),

@@ -6,6 +6,7 @@ __all__ = [
     "ACCUMULATE",
     "BASE",
     "CLIENTS",
+    "COMPILE",
     "DIFFERENTIAL",
     "EVALUATION",
     "FEATURES",
@@ -30,6 +31,7 @@ BASE = "base"
 """Tensors that never change are not exchanged."""
 PRECISION = "train.precision"
 ACCUMULATE = "train.accumulate"
+COMPILE = "train.compile"
 LEAVE_OUT = "regions.lost: continue"
 """A job ends at once, with the last merged round, when a region stays away."""
 LOCAL = "train.local"
@@ -52,7 +54,6 @@ PARTS = "task folder above 1 MiB"
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
-    IMAGE,
-    ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER,
+    IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE,
 )  # fmt: skip
 """All features of this version."""

@@ -192,6 +192,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
         clip_norm=task.clip_norm,
         precision=precision_of(task),
+        compile=task.compile,
         evaluates_only=task.evaluates_only,
         local=tuple(task.local),
         proximal=_proximal(plan),

@@ -28,6 +28,7 @@ from geofed_pb.user_code.modules import drop_task_modules
 from geofed_pb.user_code.secrets import set_secret_variables
 from region_agent.tasks.folder import pieces_of
 from region_agent.worker.clients.model import ClientsModel
+from region_agent.worker.compiling import check_compiler
 from region_agent.worker.data.index import BlockIndex, index_key
 from region_agent.worker.data.scratch import scratch_folder
 from region_agent.worker.data.shard import fetch_split, joined
@@ -100,6 +101,8 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     _prepare_process()
     channel = open_channel(call.channel, call.channel_address)
     task, data = _task_and_data(channel, call)
+    if call.compile:
+        check_compiler(_scratch() / "compiled", device())
     profiled = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
     if profiled.layers:
         profiled = profiled.model_copy(update=_messages(channel))
@@ -127,6 +130,8 @@ def _run(invocation: Invocation, begun: float) -> Outcome:
     gpu = device(invocation.worker)
     if gpu.type == "cuda":
         print(f"computing on {gpu}, {torch.cuda.get_device_name(gpu)}", flush=True)
+    if invocation.compile:
+        check_compiler(_scratch() / "compiled", gpu)
     channel = open_channel(invocation.channel, invocation.channel_address)
     return WorkerLoop(invocation, _trainer(invocation, channel, begun), channel, begun).run()
 

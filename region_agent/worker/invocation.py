@@ -170,6 +170,8 @@ class Invocation(BaseModel):
     """Whether nothing is trained: the job's step leaves the model as it is."""
     precision: Precision = "fp32"
     """Precision of the passes, by autocast; parameters keep their types."""
+    compile: bool = False
+    """Whether calls of the model are compiled."""
     local: tuple[str, ...] = ()
     """Patterns of the names of tensors that stay in the region."""
     proximal: float = Field(default=0.0, ge=0)

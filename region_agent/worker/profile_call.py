@@ -65,6 +65,8 @@ class ProfileCall(_Body):
     """Whether the job trains nothing."""
     precision: Precision = "fp32"
     """Precision of the passes, as in `Invocation`."""
+    compile: bool = False
+    """Whether calls of the model are compiled."""
     evaluation_batch: int = Field(default=0, ge=0)
     """Samples in one forward pass of an evaluation; 0: as in a step."""
     clients: ClientRounds | None = None

@@ -20,6 +20,7 @@ from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from region_agent.worker.clients.local import LocalTraining, held_bytes
 from region_agent.worker.clients.sampling import ClientSampler
+from region_agent.worker.compiling import compile_calls
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.invocation import ClientRounds
 from region_agent.worker.labels import label_counts
@@ -170,19 +171,7 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
             text = f"the model does not fit a function of {call.memory_mb} MB, and `geofed profile` takes longer"
             raise GeofedError("FUNCTION_OUT_OF_MEMORY", text)
         return _profile_by_layer(call, task, layers, data["train"], begun)
-    where = device()
-    module = task.model(call.seed)
-    with task.calling("model"):
-        local = local_names(module, call.local)
-        flat = FlatModel(module, base=frozen_parameters(module), local=local, calling=task.calling)
-        module.to(where)
-    optimizer = task.optimizer(module.parameters())
-    # A schedule that cannot be created is found before the plan, too.
-    task.schedule(module.parameters())
-    merged = flat
-    if call.clients is not None and local:
-        merged = FlatModel(module, base=frozen_parameters(module), calling=task.calling)
-    bench = _Bench(call, task, module, flat, merged, optimizer, data["train"], where, begun + call.limit_seconds)
+    bench = _prepared(call, task, data, begun)
     loaded = time.monotonic() - begun
     if call.measure == "pace":
         return Profiled(status="done", samples=len(bench.data), loaded_seconds=loaded, steps=tuple(_pace(bench)))
@@ -194,8 +183,8 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
     measured, note = ((), "") if whole else _layers(bench)
     return Profiled(
         status="done",
-        parameters=_parameters(module),
-        model_bytes=4 * flat.layout.size,
+        parameters=_parameters(bench.module),
+        model_bytes=4 * bench.flat.layout.size,
         samples=len(bench.data),
         loaded_seconds=loaded,
         steps=tuple(steps),
@@ -206,6 +195,25 @@ def profile(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: fl
         layers_note=note,
         labels=labels,
     )
+
+
+def _prepared(call: ProfileCall, task: TaskModule, data: dict[str, Any], begun: float) -> _Bench:
+    """Create the model and its optimiser, as a worker of a job does."""
+    where = device()
+    module = task.model(call.seed)
+    with task.calling("model"):
+        local = local_names(module, call.local)
+        flat = FlatModel(module, base=frozen_parameters(module), local=local, calling=task.calling)
+        module.to(where)
+        if call.compile:
+            compile_calls(module)
+    optimizer = task.optimizer(module.parameters())
+    # A schedule that cannot be created is found before the plan, too.
+    task.schedule(module.parameters())
+    merged = flat
+    if call.clients is not None and local:
+        merged = FlatModel(module, base=frozen_parameters(module), calling=task.calling)
+    return _Bench(call, task, module, flat, merged, optimizer, data["train"], where, begun + call.limit_seconds)
 
 
 def _held_bytes(module: torch.nn.Module) -> int:
@@ -234,7 +242,8 @@ def _pace(bench: _Bench) -> Iterator[StepNumbers]:
 def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
     """Measure steps of one batch until a time (monotonic seconds); returns their median.
 
-    At least one step is made, a second one unless the first took very long; with several the first one is not counted.
+    At least one step is made, a second one unless the first took very long, which it may while the model is
+    compiled; with several the first one is not counted.
     """
     if bench.call.clients is not None:
         return StepNumbers(batch=size, seconds=_client_seconds(bench, bench.call.clients, size, until), peak_mb=0.0)
@@ -242,7 +251,7 @@ def _timed(bench: _Bench, size: int, until: float) -> StepNumbers:
 
     def more() -> bool:
         if len(durations) < 2:
-            return not durations or durations[0] < _LONG_SECONDS
+            return not durations or durations[0] < _LONG_SECONDS or bench.call.compile
         return len(durations) < _MAX_PACE_STEPS and time.monotonic() + durations[-1] < until
 
     while more():

@@ -274,6 +274,7 @@ class Probing:
                 secrets=spec.task.secrets,
                 precision=spec.train.precision,
                 accumulate=spec.train.accumulate,
+                compile=spec.train.compile,
                 local=spec.train.local,
                 clients=client_rounds(spec),
                 evaluates_only=spec.evaluates_only,

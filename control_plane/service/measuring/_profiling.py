@@ -127,6 +127,7 @@ def _command(region: str, memory_mb: int, spec: JobSpec, request: control_pb2.Pr
             secrets=spec.task.secrets,
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,
+            compile=spec.train.compile,
             local=spec.train.local,
             clients=client_rounds(spec),
             evaluates_only=spec.evaluates_only,

@@ -10,6 +10,7 @@ from geofed_pb.features import (
     ACCUMULATE,
     BASE,
     CLIENTS,
+    COMPILE,
     DIFFERENTIAL,
     EVALUATION,
     IMAGE,
@@ -62,6 +63,7 @@ def refused_by_age(spec: JobSpec, plan: Plan, regions: Mapping[str, RegionEntry]
         for feature, used in (
             (PRECISION, train.precision != "fp32"),
             (ACCUMULATE, train.accumulate > 1),
+            (COMPILE, train.compile),
             (LOCAL, bool(train.local)),
             (SECURE, spec.privacy.secure_aggregation),
             (DIFFERENTIAL, spec.privacy.differential is not None),

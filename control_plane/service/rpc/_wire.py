@@ -320,6 +320,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             clip_norm=spec.train.clip_norm or 0.0,
             precision=spec.train.precision,
             accumulate=spec.train.accumulate,
+            compile=spec.train.compile,
             local=spec.train.local,
             submission=submission_of(row),
             clients=client_rounds(spec),

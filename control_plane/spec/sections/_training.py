@@ -271,6 +271,9 @@ class Train(Section):
     """Number of parts that a worker divides its `batch` into. Their gradients are added up before the merge and the
     optimiser's step, so that the activations of one part are in memory at a time. Not with pipelines, which have
     micro-batches."""
+    compile: bool = False
+    """Whether the workers compile calls of the model by `torch.compile`. Its parameters keep their names. A region's
+    workers need a C++ compiler. Not with pipelines (docs/job-file.md#compiled-models)."""
     local: list[Annotated[str, Field(min_length=1, max_length=200)]] = Field(default_factory=list, max_length=64)
     """Tensors of the model that stay in their region, such as `["*.bn.*", "head.*"]`: patterns of the names in its
     `state_dict()`. Each region trains its own, and `geofed export --region` writes a region's own model. Not

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from geofed_pb.errors import GeofedError
+from region_agent.worker.compiling import compile_calls
 from region_agent.worker.data.batches import Batches
 from region_agent.worker.data.loading import Drawn, Loading
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
@@ -217,6 +218,8 @@ class WholeModel:
             # The region's workers merge what stays in the region, too.
             merged = FlatModel(self._module, base=base, calling=task.calling) if local else self.flat
             self._module.to(self._device)
+            if call.compile:
+                compile_calls(self._module)
         self.layout = self.flat.layout
         self._optimizer = task.optimizer(self._module.parameters())
         with task.calling("optimizer"):

@@ -1,0 +1,54 @@
+"""Calls of the model compiled by `torch.compile`, with `train.compile`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from geofed_pb.errors import GeofedError
+
+__all__ = ["check_compiler", "compile_calls"]
+
+_HINT = "the region's workers need g++ or clang, with a GPU also triton; install it there, or leave out train.compile"
+"""Hint of an error about a compiler that cannot be used."""
+
+
+@lru_cache(maxsize=1)
+def check_compiler(folder: Path, where: torch.device) -> None:
+    """Compile and call a small function on a device, once in a process. Compiled code is kept in ``folder``.
+
+    It shows whether there is a compiler that may be started, and whether its output can be loaded. What it takes, the
+    first call of a model need not take again. Raises ``GeofedError("TASK_FAILED")``.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    # One thread of this process: a pool of processes would outlive the call, and count for the worker's memory.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    sample = torch.ones(8, device=where, requires_grad=True)
+    try:
+        torch.compile(_small)(sample).backward()  # type: ignore[no-untyped-call]
+    except (GeofedError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - the compiler's errors have no common type
+        traceback.print_exception(error, file=sys.stderr)
+        why = str(error).strip().partition("\n")[0]
+        text = f"torch.compile cannot be used here: {type(error).__name__}: {why}"
+        raise GeofedError("TASK_FAILED", text, hint=_HINT) from None
+
+
+def _small(values: torch.Tensor) -> torch.Tensor:
+    return (values.sin() * 2).sum()
+
+
+def compile_calls(module: torch.nn.Module) -> None:
+    """Have calls of a module compiled, from its next one on. Names of its parameters and buffers stay as they are.
+
+    What was compiled in this process for an earlier module is dropped: it would count for torch's limit of versions of
+    the same code, above which calls are no longer compiled.
+    """
+    torch.compiler.reset()
+    module.compile()

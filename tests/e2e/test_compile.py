@@ -1,0 +1,25 @@
+"""A job whose model is compiled, in the sandboxed processes of a region's functions."""
+
+from __future__ import annotations
+
+import pytest
+from support.running import Running, check_succeeded, named
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+TELLS = """
+_loss = loss
+
+
+def loss(model, batch):
+    assert model._compiled_call_impl is not None
+    return _loss(model, batch)
+"""
+
+
+def test_a_compiled_job_trains(running: Running) -> None:
+    task = named("compiles its model") + TELLS
+    settings = ("regions.use=[frankfurt]", "train.workers=1", "train.compile=true", "train.end={steps: 6}")
+    ended = running.wait_end(running.submit(*settings, task=task))
+    check_succeeded(ended, accuracy=0.0)
+    assert ended["plan"]["rounds"] >= 1
