@@ -155,9 +155,9 @@ def _of_count(
 def _largest_share(workers: int, owners: int, demand: Demand) -> float:
     """Return the samples of a worker that merges no chunk, as a multiple of an equal part, if ``owners`` of all workers
     merge one; 1 where all do, or 0 are known to."""
-    ratio = demand.merging.get("ratio", 1.0)
     if not 0 < owners < workers:
         return 1.0
+    ratio = demand.merging.get("ratio", 1.0)
     return ratio * workers / (owners + (workers - owners) * ratio)
 
 

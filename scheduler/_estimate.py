@@ -73,8 +73,8 @@ def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
     A probe elsewhere is scaled by the ratio of the speeds that the two operators state, or taken as it is where this
     region states none. None: there was no probe, or this region states a speed and the probed ones state none.
     """
-    if region.name in snapshot.probed:
-        return snapshot.probed[region.name]
+    if region.name in snapshot.probed or not snapshot.probed:
+        return snapshot.probed.get(region.name)
     stated = {one.name: one.capacity.samples_per_second for one in snapshot.regions}
     own = region.capacity.samples_per_second
     for other, probed in sorted(snapshot.probed.items()):

@@ -358,6 +358,7 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
     told = []
     asking = set(channel_kinds(lambda kind: not kind.announces))
     channels = {region.name: region.channel for region in snapshot.regions}
+    allowed_mb = {region.name: region.capacity.memory_mb for region in snapshot.regions}
     for part in chosen.partitions:
         if part.memory_mb < TORCH_MB:
             told.append(
@@ -369,7 +370,7 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
             told.append(
                 f"{part.region} runs job code without a sandbox: it can read and change what the agent can there"
             )
-        told += _too_small(part, demand, snapshot)
+        told += _too_small(part, demand, snapshot, allowed_mb[part.region])
         if part.workers > 1 and channels[part.region] in asking and part.region not in snapshot.profiles:
             told.append(
                 f"the requests of channel {channels[part.region]} in {part.region} are not part of the cost, since no "
@@ -383,15 +384,17 @@ def _warnings_of(chosen: Plan, demand: Demand, snapshot: Snapshot) -> tuple[str,
     return (*told, *_shorter(chosen, demand), *_uneven(chosen, demand))
 
 
-def _too_small(part: PlannedPartition, demand: Demand, snapshot: Snapshot) -> list[str]:
-    """Return that a worker has less memory than a whole model needs; empty if it has enough, or holds one stage."""
+def _too_small(part: PlannedPartition, demand: Demand, snapshot: Snapshot, most_mb: int) -> list[str]:
+    """Return that a worker has less memory than a whole model needs; empty if it has enough, or holds one stage.
+
+    ``most_mb``: what the region allows a function.
+    """
     held_mb = (snapshot.held_bytes or _COPIES * (snapshot.model_bytes or 0)) / 2**20
     if part.pipeline is not None or not held_mb:
         return []
     # A profile has measured what its configurations need. Functions smaller than PyTorch can only share it.
     measured = part.merge_seconds is not None and part.region in snapshot.profiles
     torch_mb = 0 if measured or part.memory_mb < TORCH_MB else TORCH_MB
-    most_mb = next(region.capacity.memory_mb for region in snapshot.regions if region.name == part.region)
     allowed = part.memory_mb < most_mb
     remedy = "ask for more (function.memoryMb)" if allowed else "leave the region out (regions.avoid)"
     if not part.clients:
