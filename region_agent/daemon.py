@@ -323,11 +323,11 @@ class Agent:
 
     def _charge_interrupted(self) -> None:
         """Charge the invocations that ran when the agent ended last, until the time at which it was last alive."""
-        alive = self._store.last_alive()
+        alive, devices = self._store.last_alive(), self._config.worker_devices
         for number, job, begun, kind in self._store.open_invocations():
             row = self._store.partition(job)
             memory_mb = agent_pb2.StartPartition.FromString(row.start).plan.memory_mb if row else 0
-            amounts = invocation_amounts(max(0.0, alive - begun), memory_mb, preemptible=kind)
+            amounts = invocation_amounts(max(0.0, alive - begun), memory_mb, preemptible=kind, devices=devices)
             self._store.invocation_ended(number, job, amounts)
 
     async def _tick(self) -> None:

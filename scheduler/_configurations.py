@@ -135,16 +135,16 @@ def _of_count(
         speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
         part = PlannedPartition(
             region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
-            largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
+            largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand), devices=region.worker_devices,
         )  # fmt: skip
         return [ConfiguredPartition(part)]
-    with_k = collectives(lambda method: method.takes_k)
+    with_k, devices = collectives(lambda method: method.takes_k), region.worker_devices
     return [
         ConfiguredPartition(
             PlannedPartition(
                 region.name, samples, count, demand.batch, one.memory_mb, 1, demand.batch / one.compute_seconds,
                 merge_seconds=one.merge_seconds, merge_usd=one.merge_usd,
-                largest_share=_largest_share(count, one.chunks, demand),
+                largest_share=_largest_share(count, one.chunks, demand), devices=devices,
             ),
             (one.collective, one.chunks if one.collective in with_k else 0) if count > 1 else None,
         )
@@ -208,6 +208,7 @@ def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand:
         steps_per_round=1,
         samples_per_second=demand.batch / shape.step_seconds / cut.stages,
         pipeline=shape,
+        devices=region.worker_devices,
     )
 
 
@@ -237,6 +238,7 @@ def _alone(
     platform = PlatformCosts(
         usd_per_gb_second=prices.function_usd_per_gb_second, usd_per_call=prices.function_usd_per_request,
         server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.slice_seconds,
+        usd_per_second=region.worker_devices * prices.device_usd_per_second,
     )  # fmt: skip
     task = task_of(
         profile, platform, epochs=demand.epochs, steps=demand.steps,

@@ -67,7 +67,7 @@ class Staffs:
         return (
             part.step_samples,
             step_seconds(part),
-            part.workers * part.memory_mb / 1024 * prices.function_usd_per_gb_second,
+            part.workers * prices.worker_usd_per_second(part.memory_mb, part.devices),
             prices.server_usd_per_hour / _SECONDS_PER_HOUR,
             part.workers * prices.function_usd_per_request,
             part.merge_usd,

@@ -337,6 +337,8 @@ def _bill(
         ("function-calls", calls, "1", prices.function_usd_per_request),
         ("parameter-server", served / 3600, "h", prices.server_usd_per_hour),
     ]
+    if part.devices:
+        costs.insert(1, ("device-seconds", part.workers * part.devices * busy, "s", prices.device_usd_per_second))
     if part.merge_usd > 0.0:
         costs.append(("channel-requests", float(plan.rounds * part.steps_per_round), "merges", part.merge_usd))
     bill = [

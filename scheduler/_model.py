@@ -28,10 +28,27 @@ class Prices:
     """Price of traffic to any region that `egress_to` does not name."""
     egress_to: dict[str, float] = field(default_factory=dict)
     """USD/GB by destination region."""
+    device_usd_per_second: float = 0.0
+    """Price of one of the region's devices while a function holds it."""
+
+    def worker_usd_per_second(self, memory_mb: float, devices: int) -> float:
+        """USD of one running worker with so much memory and so many devices."""
+        return memory_mb / 1024 * self.function_usd_per_gb_second + devices * self.device_usd_per_second
 
     def egress(self, destination: str) -> float:
         """USD per GB (1e9 bytes) sent to another region."""
         return self.egress_to.get(destination, self.egress_usd_per_gb)
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Accelerators of a region, such as GPUs."""
+
+    kind: str
+    count: int
+    """Of all functions together."""
+    memory_mb: int | None = None
+    """Memory of one device; None: not stated."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +64,8 @@ class Capacity:
     """Number of additional workers that may be taken away at any time, as available now."""
     cores: float = 0.0
     """Cores that all workers share; 0: each has its own."""
+    devices: Devices | None = None
+    """Accelerators, of which each worker has its own; None: workers have none that are billed."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +131,11 @@ class Region:
     """Whether it installs packages that tasks require."""
     images: tuple[str, ...] = ()
     """Images, and beginnings of images, that tasks may run in."""
+
+    @property
+    def worker_devices(self) -> int:
+        """Devices of one worker that are billed."""
+        return 1 if self.capacity.devices is not None else 0
 
 
 @dataclass(frozen=True)
@@ -328,6 +352,8 @@ class PlannedPartition:
     largest_share: float = 1.0
     """Samples of a step that the worker with most of them processes, as a multiple of `batch`: above 1 where workers
     that merge no chunk process more than those that do (FasDL's unequal partition, `merge.ratio`)."""
+    devices: int = 0
+    """Devices of one worker that are billed."""
 
     @property
     def replicas(self) -> int:

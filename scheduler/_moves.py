@@ -296,7 +296,9 @@ def _promising(home: Region, able: Sequence[Region], snapshot: Snapshot, demand:
         work = train_samples(home, demand.dataset) * (demand.epochs or 1.0) / speed
         assert other.prices is not None
         free = other.capacity.workers - snapshot.busy_workers.get(other.name, 0)
-        return copy.usd + work * other.prices.function_usd_per_gb_second, copy.seconds + work / free
+        return copy.usd + work * other.prices.worker_usd_per_second(
+            1024, other.worker_devices
+        ), copy.seconds + work / free
 
     sums = {other.name: rough(other) for other in able}
     cheapest = sorted(sums, key=lambda name: (sums[name][0], name))[:MOST_PLACES]

@@ -109,10 +109,11 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
     sizes = (demand.memory_mb,) if demand.memory_mb else (*(size for size in SIZES_MB if size < most_mb), most_mb)
     workers = demand.workers.get(region.name) if isinstance(demand.workers, Mapping) else demand.workers
     free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+    device_usd = region.worker_devices * prices.device_usd_per_second
     return _staged(
-        profile, prices.function_usd_per_gb_second, demand.batch, sizes, workers or max(1, free), demand.stages,
-        demand.minimise, demand.activations, merged_size_factor(demand.merging_codec), region.capacity.cores,
-        round(snapshot.stage_paces.get(region.name, 1.0), 3),
+        profile, prices.function_usd_per_gb_second, device_usd, demand.batch, sizes, workers or max(1, free),
+        demand.stages, demand.minimise, demand.activations, merged_size_factor(demand.merging_codec),
+        region.capacity.cores, round(snapshot.stage_paces.get(region.name, 1.0), 3),
     )  # fmt: skip
 
 
@@ -185,6 +186,7 @@ def _base_mb(profile: TaskProfile) -> float:
 def _staged(
     profile: TaskProfile,
     usd_per_gb_second: float,
+    usd_per_second: float,
     batch: int,
     sizes_mb: tuple[int, ...],
     workers: int,
@@ -215,7 +217,9 @@ def _staged(
     found: list[Staged] = []
     for degree in (2, 1):
         for size_mb in sizes_mb:
-            problem = _problem(profile, usd_per_gb_second, batch, size_mb, workers, stages, degree, cores)
+            # The model of pipelines bills functions by their memory.
+            price = usd_per_gb_second + usd_per_second * 1024 / size_mb
+            problem = _problem(profile, price, batch, size_mb, workers, stages, degree, cores)
             sent = 0.5 if activations == "bf16" else 1.0
             found += solved(size_mb, replace(problem, sent_share=sent, merged_share=merged_share))
         if found:

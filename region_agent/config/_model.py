@@ -75,6 +75,10 @@ class ServerConfig(Section):
     """First and last port. Each parameter server uses three, or two if there are not more. Default: any free ones."""
 
 
+_OWN_PRICES = {"preemptible_usd_per_gb_second"}
+"""Prices that the control plane does not plan with."""
+
+
 class RegionConfig(Section):
     """A region file."""
 
@@ -166,6 +170,19 @@ class RegionConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_devices(self) -> RegionConfig:
+        devices = self.capacity.devices
+        if devices is None:
+            return self
+        workers = self.capacity.workers + self.capacity.preemptible
+        if workers > devices.count:
+            text = "each worker has a device of its own"
+            raise ValueError(f"`capacity.devices.count` is {devices.count} for {workers} workers: {text}")
+        if self.prices is not None and self.prices.device_usd_per_second is None:
+            raise ValueError("`prices.deviceUsdPerSecond` is missing: `capacity.devices` are billed")
+        return self
+
+    @model_validator(mode="after")
     def _check_memory(self) -> RegionConfig:
         limits = self.platform.memory_mb
         if limits is not None and not limits[0] <= self.capacity.memory_mb <= limits[1]:
@@ -191,6 +208,11 @@ class RegionConfig(Section):
     def name(self) -> str:
         """Name of the region."""
         return self.metadata.name
+
+    @property
+    def worker_devices(self) -> int:
+        """Devices that a function holds."""
+        return 1 if self.capacity.devices is not None else 0
 
     @property
     def platform(self) -> Platform:
@@ -241,7 +263,7 @@ class RegionConfig(Section):
         of the isolation of job code that is in force; empty: unknown. ``schemas``: digests of what samples consist of.
         """
         sizes = sizes or {}
-        prices = self.prices.model_dump(exclude={"preemptible_usd_per_gb_second"}) if self.prices else None
+        prices = self.prices.model_dump(exclude=_OWN_PRICES, exclude_none=True) if self.prices else None
         capacity = self.capacity.model_dump()
         if preemptible is not None:
             capacity["preemptible"] = preemptible

@@ -10,6 +10,17 @@ from region_agent.config._section import Section
 from region_agent.config._types import DateText, NotNegative, Positive
 
 
+class DevicesConfig(Section):
+    """Accelerators of the region, such as GPUs."""
+
+    kind: Annotated[str, Field(min_length=1, max_length=100)]
+    """What they are, such as `NVIDIA H100`."""
+    count: Annotated[int, Field(ge=1, le=1024)]
+    """Number of devices for all functions together."""
+    memory_mb: Annotated[int, Field(ge=1)] | None = None
+    """Memory of one device, in MB."""
+
+
 class CapacityConfig(Section):
     """Capacity of the region for all jobs together."""
 
@@ -25,6 +36,8 @@ class CapacityConfig(Section):
     cores: NotNegative | None = None
     """Cores that all functions share, for plans of pipelines. 0: each function has its own. Default: the cores of this
     machine with the embedded gateway, otherwise 0."""
+    devices: DevicesConfig | None = None
+    """Accelerators, of which each worker has its own. Default: none that are billed."""
 
 
 class PricesConfig(Section):
@@ -46,6 +59,8 @@ class PricesConfig(Section):
     """Exceptions from `egressUsdPerGb`, by destination region."""
     preemptible_usd_per_gb_second: NotNegative | None = None
     """Price of a function's memory on preemptible capacity; required with `capacity.preemptible`."""
+    device_usd_per_second: NotNegative | None = None
+    """Price of a device while a function holds it; required with `capacity.devices`."""
 
 
 class LinkConfig(Section):

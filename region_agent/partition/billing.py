@@ -25,11 +25,15 @@ class LineItem:
     source: str
 
 
-def invocation_amounts(seconds: float, memory_mb: int, *, preemptible: bool = False) -> dict[str, float]:
-    """Return the meters of one invocation: GB-seconds, with time rounded up to 1 ms as the clouds do, and one call."""
+def invocation_amounts(
+    seconds: float, memory_mb: int, *, preemptible: bool = False, devices: int = 0
+) -> dict[str, float]:
+    """Return the meters of one invocation: GB-seconds, with time rounded up to 1 ms as the clouds do, one call, and the
+    seconds of the devices that it holds."""
     billed = math.ceil(seconds * _MS_PER_S) / _MS_PER_S
     kind = "preemptible_gb_seconds" if preemptible else "gb_seconds"
-    return {kind: billed * memory_mb / 1024, "calls": 1.0}
+    held = {"device_seconds": billed * devices} if devices else {}
+    return {kind: billed * memory_mb / 1024, "calls": 1.0, **held}
 
 
 def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesConfig | None = None) -> list[LineItem]:
@@ -46,6 +50,8 @@ def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesC
         # If the region file has no preemptible price any more, the normal price holds: never zero.
         price = prices.function_usd_per_gb_second if price is None else price
         lines.insert(1, ("preemptible-function-seconds", preemptible, "GB-s", price))
+    if prices.device_usd_per_second is not None:
+        lines.insert(1, ("device-seconds", meters.get("device_seconds", 0.0), "s", prices.device_usd_per_second))
     items = [LineItem(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
     return items + egress(meters, prices) + (_bill_channel(meters, channel) if channel is not None else [])
 

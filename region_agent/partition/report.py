@@ -31,8 +31,9 @@ class PartitionMeter:
     A parameter server counts from zero at each start; the growth of its counters is added to the sums.
     """
 
-    def __init__(self, store: AgentStore, job: str) -> None:
-        self._store, self._job = store, job
+    def __init__(self, store: AgentStore, job: str, devices: int = 0) -> None:
+        """``devices``: those that an invocation holds."""
+        self._store, self._job, self._devices = store, job, devices
         self._counted: dict[str, float] = {}
         self._unstored: dict[str, float] = {}
         """Growth of the times of rounds that is not in the sums yet: they are stored less often than reported."""
@@ -45,7 +46,7 @@ class PartitionMeter:
         ended."""
         sums = self._store.meters(self._job)
         for begun, memory_mb, preemptible in self._open.values() if now is not None else ():
-            for name, amount in _amounts(begun, now or 0.0, memory_mb, preemptible).items():
+            for name, amount in self._amounts(begun, now or 0.0, memory_mb, preemptible).items():
                 sums[name] = sums.get(name, 0.0) + amount
         return sums
 
@@ -92,7 +93,7 @@ class PartitionMeter:
     def invocation_ended(self, number: int, now: float) -> None:
         """Charge an invocation until ``now`` (Unix seconds), whether it succeeded or failed."""
         begun, memory_mb, preemptible = self._open.pop(number)
-        self._store.invocation_ended(number, self._job, _amounts(begun, now, memory_mb, preemptible))
+        self._store.invocation_ended(number, self._job, self._amounts(begun, now, memory_mb, preemptible))
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Add what an invocation has computed and sent over the channel."""
@@ -113,6 +114,10 @@ class PartitionMeter:
         """Add the agent's own use of the channel."""
         self._store.add_to_meters(self._job, usage_meters(asdict(usage)))
 
+    def _amounts(self, begun: float, now: float, memory_mb: int, preemptible: bool) -> dict[str, float]:
+        # The clock may have been set back.
+        return invocation_amounts(max(0.0, now - begun), memory_mb, preemptible=preemptible, devices=self._devices)
+
     def add_server_time(self, now: float) -> None:
         """Charge the server's running time until ``now`` (seconds, monotonic)."""
         if self._server_since is not None:
@@ -122,11 +127,6 @@ class PartitionMeter:
 
 def _times_of(status: sync_pb2.PsStatus) -> dict[str, float]:
     return {f"time:{name}": getattr(status.time, name) for name in _TIMES}
-
-
-def _amounts(begun: float, now: float, memory_mb: int, preemptible: bool) -> dict[str, float]:
-    # The clock may have been set back.
-    return invocation_amounts(max(0.0, now - begun), memory_mb, preemptible=preemptible)
 
 
 def view_of(status: sync_pb2.PsStatus) -> PsView:

@@ -226,7 +226,7 @@ class PartitionRunner:
             lambda action: context.record_event(start.job, action),
         )
         self._status = sync_pb2.PsStatus()
-        self.meter = PartitionMeter(context.store, start.job)
+        self.meter = PartitionMeter(context.store, start.job, context.config.worker_devices)
         self._invocations = Invocations(
             start,
             context.config,

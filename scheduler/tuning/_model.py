@@ -71,6 +71,8 @@ class PlatformCosts:
     usd_per_call: float = 0.0
     server_usd_per_hour: float = 0.0
     """Price of the parameter server."""
+    usd_per_second: float = 0.0
+    """Price of a running function besides its memory: its devices."""
     slice_seconds: float = 30.0
     """An invocation ends at the first step boundary after this."""
     start_seconds: float = 0.0

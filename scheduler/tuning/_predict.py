@@ -112,7 +112,8 @@ def outcomes(task: TaskModel, grid: ConfigurationGrid, costs: MergeCosts | None 
     worked = count * one + (calls - 1) * platform.again_seconds
     seconds = platform.start_seconds + worked
     functions = merges.workers * (
-        grid.memories_mb / 1024 * platform.usd_per_gb_second * worked + calls * platform.usd_per_call
+        (grid.memories_mb / 1024 * platform.usd_per_gb_second + platform.usd_per_second) * worked
+        + calls * platform.usd_per_call
     )
     requests = count * costs.usd
     nodes = seconds / _SECONDS_PER_HOUR * platform.server_usd_per_hour

@@ -58,6 +58,16 @@ def test_workers_that_may_be_taken_away_are_billed_apart() -> None:
     )
 
 
+def test_devices_are_billed_by_the_second() -> None:
+    told = PRICES.model_copy(update={"device_usd_per_second": 0.001})
+    meters = invocation_amounts(10.0, 2048, devices=2)
+    assert meters["device_seconds"] == 20.0
+    lines = {item.item: (item.quantity, item.unit, item.usd) for item in bill(meters, told)}
+    assert lines["device-seconds"] == (20.0, "s", pytest.approx(0.02))
+    assert lines["function-seconds"][0] == 20.0
+    assert "device-seconds" not in {item.item for item in bill(meters, PRICES)}
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> AgentStore:
     return AgentStore(tmp_path / "agent.db")

@@ -148,6 +148,15 @@ def _workers_text(capacity: Data) -> str:
     return f"{capacity['workers']}" + (f" + {preemptible} preemptible" if preemptible else "")
 
 
+def _devices_text(capacity: Data) -> str:
+    """Return the region's accelerators, such as "4 x NVIDIA H100, 81920 MB each"; empty: it states none."""
+    devices = capacity.get("devices")
+    if not devices:
+        return ""
+    memory = f", {devices['memory_mb']} MB each" if devices["memory_mb"] else ""
+    return f"{devices['count']} x {devices['kind']}{memory}"
+
+
 def _region_text(view: Data) -> str:
     capacity, prices = view["capacity"] or {}, view["prices"]
     parts = [
@@ -162,6 +171,7 @@ def _region_text(view: Data) -> str:
                 ("certificate", f"until {view['certificate_expires']}" if view["certificate_expires"] else ""),
                 ("workers", _workers_text(capacity) if capacity else ""),
                 ("memory", f"at most {capacity['memory_mb']} MB per function" if capacity else ""),
+                ("devices", _devices_text(capacity)),
                 ("samples/s", capacity.get("samples_per_second")),
                 ("channel", f"{view['channel']}, unencrypted" if view["channel_plaintext"] else view["channel"]),
                 ("isolation", view["isolation"]),
@@ -195,6 +205,7 @@ def _residency(rule: str | list[str]) -> str:
 def _prices_table(prices: Data) -> str:
     rows = [
         ["function", usd_text(prices["function_usd_per_gb_second"]), "GB-s"],
+        *([["device", usd_text(price), "s"]] if (price := prices.get("device_usd_per_second")) else []),
         ["function call", usd_text(prices["function_usd_per_request"]), "call"],
         ["parameter server", usd_text(prices["server_usd_per_hour"]), "h"],
         ["egress", usd_text(prices["egress_usd_per_gb"]), "GB"],

@@ -212,7 +212,7 @@ def staffed_of(
             batch=math.ceil(part.step_samples - 1e-9),
             steps_per_round=part.steps_per_round,
             samples_per_second=speeds.get(part.region, part.samples_per_second) / part.largest_share,
-            worker_usd_per_second=part.memory_mb / 1024 * catalogue.prices.function_usd_per_gb_second,
+            worker_usd_per_second=catalogue.prices.worker_usd_per_second(part.memory_mb, part.devices),
             usd_per_second=catalogue.prices.server_usd_per_hour / 3600,
             merge_seconds=merges.get(part.region) or part.merge_seconds or Staffed.merge_seconds,
         )

@@ -49,6 +49,7 @@ _MOST_USD = {
     "function_usd_per_request": 1.0,
     "server_usd_per_hour": 1000.0,
     "egress_usd_per_gb": 100.0,
+    "device_usd_per_second": 1.0,
 }
 """Highest prices in USD. Each is above a hundred times the dearest list price of a cloud."""
 
@@ -106,6 +107,12 @@ def _capacity_faults(catalogue: Catalogue) -> Iterator[str]:
     yield from _outside("capacity.preemptible", capacity.preemptible, 0, _MOST_WORKERS)
     yield from _outside("capacity.memory_mb", capacity.memory_mb, 1, _MOST_MEMORY_MB)
     yield from _outside("capacity.cores", capacity.cores, 0, _MOST_CORES)
+    if (devices := capacity.devices) is not None:
+        yield from _outside("capacity.devices.count", devices.count, 1, _MOST_WORKERS)
+        if devices.memory_mb is not None:
+            yield from _outside("capacity.devices.memory_mb", devices.memory_mb, 1, _MOST_MEMORY_MB)
+        if not 0 < len(devices.kind) <= _TEXT:
+            yield f"capacity.devices.kind: no character, or more than {_TEXT}"
     if (rate := capacity.samples_per_second) is not None:
         yield from _outside("capacity.samples_per_second", rate, 1e-6, _MOST_SAMPLES_PER_SECOND)
 

@@ -1,0 +1,50 @@
+"""The price of devices in plans."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from support.planner_draws import drawn_federation
+
+from scheduler import Demand, Plan, Snapshot, plan
+from scheduler._model import Devices
+
+MEMORY_MB = 1024
+
+
+def _plan(snapshot: Snapshot, minimise: str) -> Plan:
+    found = plan(
+        snapshot,
+        Demand("job", "data", batch=32, epochs=4.0, steps=None, seed=1, memory_mb=MEMORY_MB, minimise=minimise),
+    )
+    assert isinstance(found, Plan), found
+    return found
+
+
+@pytest.mark.parametrize("minimise", ["cost", "time"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_device_costs_what_a_function_of_that_price_would(seed: int, minimise: str) -> None:
+    """With one size of functions, both are prices of a worker's second: the plans and their costs are equal."""
+    drawn, usd = drawn_federation(random.Random(seed), 3, most=6), 1e-4
+    with_devices, dearer = [], []
+    for region in drawn.regions:
+        assert region.prices is not None
+        capacity = replace(region.capacity, devices=Devices("a GPU", region.capacity.workers))
+        prices = replace(region.prices, device_usd_per_second=usd)
+        with_devices.append(replace(region, capacity=capacity, prices=prices))
+        more = region.prices.function_usd_per_gb_second + usd * 1024 / MEMORY_MB
+        dearer.append(replace(region, prices=replace(region.prices, function_usd_per_gb_second=more)))
+    ours = _plan(replace(drawn, regions=tuple(with_devices)), minimise)
+    theirs = _plan(replace(drawn, regions=tuple(dearer)), minimise)
+    plain = _plan(drawn, minimise)
+    assert [replace(part, devices=0) for part in ours.partitions] == list(theirs.partitions)
+    assert ours.estimate is not None
+    assert theirs.estimate is not None
+    assert plain.estimate is not None
+    assert ours.estimate.usd.expected == pytest.approx(theirs.estimate.usd.expected)
+    assert ours.estimate.seconds.expected == pytest.approx(theirs.estimate.seconds.expected)
+    items = {cost.item: cost for cost in ours.estimate.items}
+    assert items["device-seconds"].usd > 0
+    assert "device-seconds" not in {cost.item for cost in plain.estimate.items}
