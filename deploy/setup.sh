@@ -71,4 +71,5 @@ if [ "$kind" = dev ]; then
     install "some tests are then skipped" iputils-ping postgresql redis-server util-linux user-mode-linux
     # Not on a developer's machine, where they would start services or take the place of another Docker.
     [ -z "${CI:-}" ] || install "images and alerts are then not tested" docker.io debootstrap iptables prometheus
+    [ -z "${CI:-}" ] || install "train.compile is then not tested" g++
 fi

@@ -14,7 +14,10 @@ from geofed_pb.errors import GeofedError
 
 __all__ = ["check_compiler", "compile_calls"]
 
-_HINT = "the region's workers need g++ or clang, with a GPU also triton; install it there, or leave out train.compile"
+_HINT = (
+    "the region's workers need g++ or clang and Python's headers, with a GPU also triton; install them there, "
+    "or leave out train.compile"
+)
 """Hint of an error about a compiler that cannot be used."""
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from support.compiler import NEEDS_COMPILER
 from support.running import Running, check_succeeded, named
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [
+    NEEDS_COMPILER,
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+]
 
 TELLS = """
 _loss = loss

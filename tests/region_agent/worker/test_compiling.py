@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from support.compiler import NEEDS_COMPILER
 from support.exchange_in_process import Federation
 from torch._inductor import config as inductor
 
@@ -19,6 +20,7 @@ from tests.region_agent.worker.test_profiling import profiled
 
 # Of torch's own imports.
 pytestmark = [
+    NEEDS_COMPILER,
     pytest.mark.processes,
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::FutureWarning"),
 ]
