@@ -9,6 +9,7 @@ __all__ = [
     "DIFFERENTIAL",
     "EVALUATION",
     "FEATURES",
+    "GPUS",
     "IMAGE",
     "INITIAL_ADAPTER",
     "INITIAL_FILE",
@@ -42,6 +43,7 @@ DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
 IMAGE = "task.image"
 CLIENTS = "clients"
+GPUS = "function.gpus"
 EVALUATION = "train.end.steps: 0"
 MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
@@ -53,6 +55,6 @@ FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
     IMAGE,
-    ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER,
+    ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, GPUS,
 )  # fmt: skip
 """All features of this version."""

@@ -57,6 +57,8 @@ def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
     same: list[object] = [spec.task.module, config, spec.data.dataset, *([spec.task.env] if spec.task.env else [])]
     if (spec.train.precision, spec.train.accumulate) != ("fp32", 1):
         same.append([spec.train.precision, spec.train.accumulate])
+    if spec.function.gpus != 1:
+        same.append({"gpus": spec.function.gpus})
     if spec.evaluates_only:
         same.append("evaluates only")
     if spec.task.requirements:
