@@ -27,7 +27,7 @@ from region_agent.gateway.functions import Grants
 from region_agent.isolation import grants_of
 from region_agent.machine_rates import durable_write_rate, fresh_memory_rate
 from region_agent.partition.billing import bill, invocation_amounts
-from region_agent.partition.calls import at_once, bundle_key, client_rounds, precision_of
+from region_agent.partition.calls import at_once, bundle_key, client_rounds, gpus_of, precision_of
 from region_agent.partition.channel import usage_meters
 from region_agent.partition.runner import PartitionContext
 from region_agent.policy import check_isolation, check_partition
@@ -253,7 +253,8 @@ class Profiler:
                 config=json.loads(command.task.config_json or "{}"), env=dict(command.task.env), splits={},
                 packages=str(self._packages or ""),
                 batch=command.batch, at_once=at_once(command.batch, command.task),
-                precision=precision_of(command.task), compile=command.task.compile, local=tuple(command.task.local),
+                precision=precision_of(command.task), compile=command.task.compile, gpus=gpus_of(command.task),
+                local=tuple(command.task.local),
                 evaluates_only=command.task.evaluates_only,
                 evaluation_batch=command.evaluation_batch,
                 clients=client_rounds(command.task, stated),

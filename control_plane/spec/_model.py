@@ -114,6 +114,30 @@ class JobSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_gpus(self) -> JobSpec:
+        gpus, differential = self.function.gpus, self.privacy.differential
+        if gpus == 1:
+            return self
+        key = f"`function.gpus: {gpus}`"
+        refused = (
+            (isinstance(self.parallelism, Parallelism), "a pipeline, whose stages have one GPU each"),
+            (self.clients is not None, "`clients`, which train one after the other"),
+            (
+                differential is not None and differential.level == "sample",
+                "`privacy.differential.level: sample`, which computes the gradient of each sample",
+            ),
+            (self.evaluates_only, "`train.end.steps: 0`: a worker evaluates on one GPU"),
+        )
+        for is_refused, text in refused:
+            if is_refused:
+                raise ValueError(f"{key} cannot be used with {text}")
+        if self.function.memory_mb == "auto":
+            raise ValueError(f"{key} requires `function.memoryMb`: a function holds a process for each GPU")
+        if gpus != "auto" and self.train.batch < gpus:
+            raise ValueError(f"{key} cannot divide a `train.batch` of {self.train.batch} samples")
+        return self
+
+    @model_validator(mode="after")
     def _scales(self) -> JobSpec:
         if self.train.scaling == "fixed":
             return self

@@ -160,6 +160,9 @@ CATALOGUE: dict[str, Entry] = {
         "raise `function.memoryMb`, or let a step need less: `train.accumulate: 2` (the batch stays the same),"
         " `train.precision: bf16`, a smaller `train.batch`; after `geofed profile` plans cut a large model into stages",
     ),
+    "GPUS_TOO_FEW": Entry(
+        Exit.INADMISSIBLE, False, "set a smaller `function.gpus`, or `auto`, or leave out the region: `regions.avoid`"
+    ),
     "FENCED": Entry(Exit.CONFLICT, False, "a newer attempt has taken over; this one must stop"),
     "PORT_IN_USE": Entry(Exit.UNAVAILABLE, False, "stop what listens there, or choose another address"),
     "DISK_FULL": Entry(Exit.UNAVAILABLE, True, "free space in the state directory; nothing was lost"),

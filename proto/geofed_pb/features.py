@@ -10,6 +10,7 @@ __all__ = [
     "DIFFERENTIAL",
     "EVALUATION",
     "FEATURES",
+    "GPUS",
     "IMAGE",
     "INITIAL_ADAPTER",
     "INITIAL_FILE",
@@ -44,6 +45,7 @@ DIFFERENTIAL = "privacy.differential"
 REQUIREMENTS = "task.requirements"
 IMAGE = "task.image"
 CLIENTS = "clients"
+GPUS = "function.gpus"
 EVALUATION = "train.end.steps: 0"
 MERGE_RATIO = "advanced.merge.ratio"
 MERGE_STEP = "advanced.merge.step"
@@ -54,6 +56,6 @@ PARTS = "task folder above 1 MiB"
 FEATURES = (
     BASE, PRECISION, ACCUMULATE, LOCAL, INITIAL_FILE, INITIAL_URI, SECRETS, SECURE, DIFFERENTIAL, REQUIREMENTS, CLIENTS,
     EVALUATION, MERGE_STEP, MERGE_TO_ALL, MERGE_RATIO, PARTS,
-    IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE,
+    IMAGE, ROBUST_BACKGROUND, LEAVE_OUT, INITIAL_ADAPTER, COMPILE, GPUS,
 )  # fmt: skip
 """All features of this version."""

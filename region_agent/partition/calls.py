@@ -23,7 +23,7 @@ from region_agent.partition.events import Invoke, StartPs
 from region_agent.partition.server_process import free_ports
 from region_agent.privacy import is_private
 from region_agent.state.store import PartitionRow
-from region_agent.worker.invocation import ClientRounds, Invocation, Precision, PrivateSteps, Schedule, Stretch
+from region_agent.worker.invocation import ClientRounds, Gpus, Invocation, Precision, PrivateSteps, Schedule, Stretch
 from sync.collective import DEFAULT
 from sync.policy import policy_named
 from sync.ps.config import PsConfig
@@ -37,6 +37,7 @@ __all__ = [
     "batches_of",
     "bundle_key",
     "client_rounds",
+    "gpus_of",
     "initial_adapter_file",
     "initial_model_file",
     "invocation_of",
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 _PRECISION: TypeAdapter[Precision] = TypeAdapter(Precision)
+_GPUS: TypeAdapter[Gpus] = TypeAdapter(Gpus)
 _STRETCHES = TypeAdapter(tuple[Stretch, ...])
 _TOKEN_GRACE = timedelta(seconds=300)
 """Time for which a worker's token stays valid after the slice."""
@@ -151,6 +153,14 @@ def precision_of(task: agent_pb2.TaskRef) -> Precision:
         raise GeofedError("CONFIG_INVALID", text, hint="the control plane is newer: update this agent") from None
 
 
+def gpus_of(task: agent_pb2.TaskRef) -> Gpus:
+    """Return the GPUs of a worker. Raises ``GeofedError("CONFIG_INVALID")`` for what is no such number."""
+    try:
+        return _GPUS.validate_python(task.gpus if task.gpus == "auto" else int(task.gpus or 1))
+    except ValueError:
+        raise GeofedError("CONFIG_INVALID", f"{task.gpus!r} is no number of GPUs") from None
+
+
 def _proximal(plan: agent_pb2.PartitionPlan) -> float:
     """Return the weight of the workers' proximal term; 0: the policy has none."""
     policy = policy_named(plan.wan_policy)
@@ -193,6 +203,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         clip_norm=task.clip_norm,
         precision=precision_of(task),
         compile=task.compile,
+        gpus=gpus_of(task),
         evaluates_only=task.evaluates_only,
         local=tuple(task.local),
         proximal=_proximal(plan),

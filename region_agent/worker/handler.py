@@ -39,16 +39,17 @@ from region_agent.worker.invocation import Invocation, Outcome, ShardFile, read_
 from region_agent.worker.loop import WorkerLoop
 from region_agent.worker.profile_call import ProfileCall, Profiled, is_profile_call, read_profile_call
 from region_agent.worker.profiling import probe, profile
+from region_agent.worker.ranks.devices import devices_of, devices_seen, own_device, per_device
+from region_agent.worker.ranks.group import Ranks
 from region_agent.worker.task import TaskModule, load_task, task_fault, unpack
 from region_agent.worker.training.stage import ModelStage, pipeline_of
 from region_agent.worker.training.trainer import Trainer, WholeModel
 from sync.channel import Channel
-from sync.device import device
 from sync.pipeline import measure_messages
 from sync.seeding import seed_all
 from sync.store import open_channel
 
-__all__ = ["handle"]
+__all__ = ["fault_of", "handle", "loaded_from", "prepare_process", "renew"]
 
 # The first optimiser imports a large part of torch, which takes most of a second. Created here, it costs the warm
 # parent that time once, instead of every worker that is forked from it. It computes nothing, so it starts no thread.
@@ -82,14 +83,17 @@ def handle(event: Event, context: object) -> dict[str, object]:
         text = "the worker ran out of memory"
         outcome = answer(status="failed", code="FUNCTION_OUT_OF_MEMORY", message=text)
     except Exception as error:  # noqa: BLE001 - every failure must be answered with its code
-        fault = _fault_of(error)
+        fault = fault_of(error)
         outcome = answer(status="failed", code=fault.code, message=fault.message)
     return {"statusCode": 200, "body": outcome.model_dump_json(), "headers": {"Content-Type": "application/json"}}
 
 
-def _fault_of(error: Exception) -> GeofedError:
-    """Return TASK_FAILED if the traceback contains the task's files, and INTERNAL otherwise."""
-    bundles = _scratch() / "bundles"
+def fault_of(error: Exception, bundles: Path | None = None) -> GeofedError:
+    """Return TASK_FAILED if the traceback contains the task's files, and INTERNAL otherwise.
+
+    ``bundles``: folder with the unpacked task folders; None: that of this process.
+    """
+    bundles = _scratch() / "bundles" if bundles is None else bundles
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename).is_relative_to(bundles):
             return task_fault(error, bundles / Path(frame.filename).relative_to(bundles).parts[0], "the task")
@@ -98,12 +102,20 @@ def _fault_of(error: Exception) -> GeofedError:
 
 
 def _profile(call: ProfileCall, begun: float) -> Profiled:
-    _prepare_process()
+    devices = devices_seen(call.gpus)
+    prepare_process()
+    if len(devices) > 1:
+        each = {"batch": per_device(call.batch, devices), "at_once": per_device(call.at_once, devices)}
+        call = call.model_copy(update=each)
     channel = open_channel(call.channel, call.channel_address)
     task, data = _task_and_data(channel, call)
     if call.compile:
         check_compiler(_scratch() / "compiled", device())
     profiled = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
+    if len(devices) > 1:
+        # What the others compute at the same time.
+        steps = tuple(one.model_copy(update={"batch": one.batch * len(devices)}) for one in profiled.steps)
+        profiled = profiled.model_copy(update={"steps": steps})
     if profiled.layers:
         profiled = profiled.model_copy(update=_messages(channel))
     return profiled.model_copy(update={"seconds": time.monotonic() - begun, "channel": asdict(channel.usage)})
@@ -119,19 +131,22 @@ def _messages(channel: Channel) -> dict[str, float]:
     return {"message_seconds": one.seconds, "message_core_seconds": one.core_seconds}
 
 
-def _prepare_process() -> None:
+def prepare_process(ranks: int = 1) -> None:
+    """Prepare a process that computes. ``ranks``: processes of the worker, which share its cores."""
     set_secret_variables()
     keep_freed_memory()
-    torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1"))))
+    torch.set_num_threads(max(1, int(os.environ.get("GEOFED_WORKER_THREADS", "1")) // ranks))
 
 
 def _run(invocation: Invocation, begun: float) -> Outcome:
-    _prepare_process()
-    gpu = device(invocation.worker)
-    if gpu.type == "cuda":
-        print(f"computing on {gpu}, {torch.cuda.get_device_name(gpu)}", flush=True)
+    devices = devices_of(invocation)
+    prepare_process(len(devices))
+    own_device(invocation)
+    for one in devices:
+        if one.type == "cuda":
+            print(f"computing on {one}, {torch.cuda.get_device_name(one)}", flush=True)
     if invocation.compile:
-        check_compiler(_scratch() / "compiled", gpu)
+        check_compiler(_scratch() / "compiled", devices[0])
     channel = open_channel(invocation.channel, invocation.channel_address)
     return WorkerLoop(invocation, _trainer(invocation, channel, begun), channel, begun).run()
 
@@ -140,11 +155,27 @@ def _trainer(invocation: Invocation, channel: Channel, begun: float) -> Trainer:
     if invocation.clients is not None:
         return ClientsModel(invocation.clients, invocation, *_task_and_data(channel, invocation), channel, begun)
     if not invocation.stages:
-        return WholeModel(invocation, *_task_and_data(channel, invocation), channel, begun)
+        task, data = _task_and_data(channel, invocation)
+        return WholeModel(invocation, task, data, channel, begun, _ranks(invocation, begun))
     stage = pipeline_of(invocation).position(invocation.worker).stage
     # Only the first stage of a pipeline needs samples, for their inputs, and the last one, for their labels.
     reads = stage in (0, len(invocation.stages) - 1)
     return ModelStage(invocation, *_task_and_data(channel, invocation, keep=reads), channel)
+
+
+def _ranks(invocation: Invocation, begun: float) -> Ranks | None:
+    """Return the further processes of a worker with several devices, which are kept with its task; None: it has one."""
+    devices = devices_of(invocation)
+    if len(devices) == 1:
+        return None
+    assert _loaded is not None
+    if _loaded.ranks is not None and (not _loaded.ranks.alive or _loaded.ranks.devices != devices):
+        _loaded.ranks.close()
+        _loaded.ranks = None
+    if _loaded.ranks is None:
+        _loaded.ranks = Ranks(devices, _scratch())
+        _loaded.ranks.load(invocation, _loaded.task.folder, _loaded.fetched, begun)
+    return _loaded.ranks
 
 
 @dataclass
@@ -161,6 +192,10 @@ class _Loaded:
     """Samples of the training split."""
     data: dict[str, Any] | None
     """Datasets by split; None: not kept, since this worker does not read samples."""
+    fetched: Path
+    """Folder with the files that were downloaded."""
+    ranks: Ranks | None = None
+    """Processes that compute with this task on the worker's further devices."""
 
 
 _loaded: _Loaded | None = None
@@ -190,13 +225,18 @@ def _task_and_data(
     if _loaded is None or _loaded.mark != mark or (keep and _loaded.data is None):
         _drop_loaded()
         _loaded = _load(channel, invocation, mark, keep=keep)
-    for split, data in (_loaded.data or {}).items():
-        if isinstance(data, Streamed):
-            data.rows.sources.renew(invocation.splits[split])
+    renew(_loaded.data or {}, invocation)
     if not _needs_data(invocation):
         return replace(_loaded.task, precision=invocation.precision), {}
     _check_samples(invocation, _loaded.samples)
     return replace(_loaded.task, precision=invocation.precision), _loaded.data or {}
+
+
+def renew(data: Mapping[str, Any], invocation: Invocation | ProfileCall) -> None:
+    """Give data that is read block by block the present addresses of its files."""
+    for split, one in data.items():
+        if isinstance(one, Streamed):
+            one.rows.sources.renew(invocation.splits[split])
 
 
 def _needs_data(invocation: Invocation | ProfileCall) -> bool:
@@ -207,7 +247,9 @@ def _drop_loaded() -> None:
     global _loaded
     if _loaded is None:
         return
-    folder, data, _loaded = _loaded.task.folder, _loaded.data, None
+    folder, data, ranks, _loaded = _loaded.task.folder, _loaded.data, _loaded.ranks, None
+    if ranks is not None:
+        ranks.close()
     for one in (data or {}).values():
         if isinstance(one, Streamed):
             one.rows.close()
@@ -246,34 +288,47 @@ def _load(channel: Channel, invocation: Invocation | ProfileCall, mark: str, *, 
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.callback(drop_task_modules)
-        # Random numbers drawn while the module is loaded must be the same in every replica.
-        seed_all(invocation.seed)
-        _set_environment(invocation.env)
-        if invocation.packages and invocation.packages not in sys.path:
-            # After all that the workers have; a function serves one job, so it stays there.
-            sys.path.append(invocation.packages)
-        task = (load_evaluated if invocation.evaluates_only else load_task)(
-            folder, invocation.module, dict(invocation.config)
-        )
-        data: dict[str, Any] = {}
-        # The training split first, whatever the order in the region's file.
-        for split in sorted(invocation.splits, key=lambda name: (name != "train", name)):
-            seed_all(invocation.seed, zlib.crc32(invocation.region.encode()), zlib.crc32(split.encode()))
-            files = invocation.splits[split]
-            if (stream := invocation.streams.get(split)) is not None:
-                data[split] = task.streamed(_rows(channel, stream, files), split)
-                if not keep:
-                    data[split] = range(len(data[split]))
-                continue
-            shards = [
-                task.dataset(fetch_split(tuple(of_one), fetched / split / shard), split)
-                for shard, of_one in itertools.groupby(files, lambda file: file.shard)
-            ]
-            data[split] = joined(shards)
+        task, data = loaded_from(folder, fetched, channel, invocation, keep=keep)
+        undo.pop_all()
+    return _Loaded(mark, task, len(data.get("train", ())), data if keep else None, fetched)
+
+
+def loaded_from(
+    folder: Path, fetched: Path, channel: Channel, invocation: Invocation | ProfileCall, *, keep: bool = True
+) -> tuple[TaskModule, dict[str, Any]]:
+    """Load the task of an unpacked folder, and its datasets by split.
+
+    Args:
+        fetched: folder for downloaded files; those that are there are not downloaded again.
+        keep: the caller needs the datasets; otherwise only their lengths are.
+    """
+    # Random numbers drawn while the module is loaded must be the same in every replica.
+    seed_all(invocation.seed)
+    _set_environment(invocation.env)
+    if invocation.packages and invocation.packages not in sys.path:
+        # After all that the workers have; a function serves one job, so it stays there.
+        sys.path.append(invocation.packages)
+    task = (load_evaluated if invocation.evaluates_only else load_task)(
+        folder, invocation.module, dict(invocation.config)
+    )
+    data: dict[str, Any] = {}
+    # The training split first, whatever the order in the region's file.
+    for split in sorted(invocation.splits, key=lambda name: (name != "train", name)):
+        seed_all(invocation.seed, zlib.crc32(invocation.region.encode()), zlib.crc32(split.encode()))
+        files = invocation.splits[split]
+        if (stream := invocation.streams.get(split)) is not None:
+            data[split] = task.streamed(_rows(channel, stream, files), split)
             if not keep:
                 data[split] = range(len(data[split]))
-        undo.pop_all()
-    return _Loaded(mark, task, len(data.get("train", ())), data if keep else None)
+            continue
+        shards = [
+            task.dataset(fetch_split(tuple(of_one), fetched / split / shard), split)
+            for shard, of_one in itertools.groupby(files, lambda file: file.shard)
+        ]
+        data[split] = joined(shards)
+        if not keep:
+            data[split] = range(len(data[split]))
+    return task, data
 
 
 def _rows(channel: Channel, stream: Stream, files: tuple[ShardFile, ...]) -> Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -13,7 +13,9 @@ from sync.collective import DEFAULT
 
 __all__ = [
     "CALL_GRACE",
+    "MOST_GPUS",
     "ClientRounds",
+    "Gpus",
     "Invocation",
     "Outcome",
     "Precision",
@@ -27,6 +29,10 @@ __all__ = [
 Precision = Literal["fp32", "bf16", "fp16"]
 """Type that matrix products and convolutions are computed in; "fp32": that of the tensors."""
 
+MOST_GPUS = 64
+"""Most devices of a worker: more than one machine has."""
+Gpus = Annotated[int, Field(ge=1, le=MOST_GPUS)] | Literal["auto"]
+"""GPUs of a worker; "auto": all that its function sees."""
 CALL_GRACE = timedelta(seconds=120)
 """Time that an invocation may take beyond its slice: to finish the step that it is in, and to wait for the other
 workers or for the parameter server."""
@@ -166,6 +172,12 @@ class Invocation(BaseModel):
     """None: the optimiser's learning rate is not changed."""
     clip_norm: float = Field(default=0.0, ge=0)
     """Largest norm of a step's merged gradient; 0: any."""
+    gpus: Gpus = 1
+    """GPUs of this worker, which share its batch; "auto": all that the function sees. Without one it is the CPU."""
+    devices: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")], ...], Field(max_length=MOST_GPUS)
+    ] = ()
+    """Devices in place of those that `gpus` stands for, such as ("cpu", "cpu"); empty: those."""
     evaluates_only: bool = False
     """Whether nothing is trained: the job's step leaves the model as it is."""
     precision: Precision = "fp32"

@@ -27,6 +27,7 @@ from geofed_pb.user_code.recording import Recorder, Sums, recording
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import Invocation, Outcome
 from region_agent.worker.ps_client import PsClient, SliceOver
+from region_agent.worker.ranks.devices import own_device
 from region_agent.worker.training.optimizer_state import State
 from region_agent.worker.training.rounds import BoundaryAnswer, PendingBoundary, RoundSums
 from region_agent.worker.training.trainer import Trainer
@@ -89,7 +90,7 @@ class WorkerLoop:
         self._settled = 0
         """Last step after which the workers have made sure that they hold the same model."""
         self._round = RoundSums()
-        self._recorder, self._usage = Recorder(), UsageMeter(invocation.worker, trainer.helpers)
+        self._recorder, self._usage = Recorder(), UsageMeter(own_device(invocation), trainer.helpers)
         self._outcome_steps, self._outcome_samples, self._compute_seconds = 0, 0, 0.0
         self._merge_seconds = 0.0
         """Time of the steps beyond their compute."""

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from geofed_pb.bounds import MOST_LABELS
 from geofed_pb.errors import GeofedError
 from region_agent.worker.data.spec import Stream
-from region_agent.worker.invocation import ClientRounds, Precision, ShardFile
+from region_agent.worker.invocation import ClientRounds, Gpus, Precision, ShardFile
 
 __all__ = [
     "LayerNumbers",
@@ -67,6 +67,8 @@ class ProfileCall(_Body):
     """Precision of the passes, as in `Invocation`."""
     compile: bool = False
     """Whether calls of the model are compiled."""
+    gpus: Gpus = 1
+    """GPUs of a worker, as in `Invocation`; one is measured, with its part of the batch."""
     evaluation_batch: int = Field(default=0, ge=0)
     """Samples in one forward pass of an evaluation; 0: as in a step."""
     clients: ClientRounds | None = None

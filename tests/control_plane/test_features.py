@@ -52,6 +52,7 @@ def test_regions_leave_out_what_never_changes_if_all_can_and_for_the_whole_job(
         "task.image=r/team/worker:1",
         "train.precision=bf16",
         "train.accumulate=2",
+        "function={gpus: 2, memoryMb: 2048}",
         "train.local=['head.*']",
         "train.initialModel.file=w.safetensors",
         f"train.initialModel={{uri: s3://models/w.safetensors, digest: 'sha256:{'ab' * 32}'}}",
@@ -70,7 +71,7 @@ def test_what_an_agent_cannot_do_is_declined_with_its_region(
             for agent in (old, new):
                 agent.catalogue = replace(agent.catalogue, images=("r/team/",))
                 await agent.connect()
-            keys = [setting.partition("=")[0]]
+            keys = [setting.partition("=")[0] + (".gpus" if "gpus" in setting else "")]
             if "uri" in setting:
                 keys = [f"train.initialModel.{key}" for key in ("uri", "adapter") if f"{key}: " in setting]
             told = await stage.client.plan(load(job_file, [setting]).json)

@@ -42,7 +42,7 @@ def errors_of(path: Path, text: str, *overrides: str) -> list[str]:
 def test_a_good_file_is_normalised(job_file: Path) -> None:
     loaded = load(job_file, ["wan.interval=5", "regions.use=[b, a]", "objective.deadline=2h"])
     assert parse_json(loaded.json) == loaded.spec
-    assert json.loads(loaded.json)["function"] == {"memoryMb": "auto", "slice": "30s"}
+    assert json.loads(loaded.json)["function"] == {"memoryMb": "auto", "gpus": 1, "slice": "30s"}
     assert loaded.folder == job_file.parent
     demand = to_demand(loaded.spec, "j", NOW)
     assert (demand.interval, demand.use, demand.deadline_seconds, demand.steps) == (5, ("b", "a"), 7200.0, 4)
@@ -303,6 +303,35 @@ def test_what_clients_cannot_be_used_with_is_refused(job_file: Path, settings: l
 def test_what_an_evaluation_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
     (error,) = errors_of(job_file, JOB, "train.end={steps: 0}", "advanced={}", *settings)
     assert told in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["parallelism={pipeline: {stages: 2}}"], "`function.gpus: 2` cannot be used with a pipeline"),
+        ([CLIENTS, "wan={}"], "`function.gpus: 2` cannot be used with `clients`"),
+        (
+            ["privacy.differential={level: sample, epsilon: 8, delta: 1e-5, clipNorm: 1.0}"],
+            "`function.gpus: 2` cannot be used with `privacy.differential.level: sample`",
+        ),
+        (["train.end={steps: 0}", "advanced={}"], "`function.gpus: 2` cannot be used with `train.end.steps: 0`"),
+        (["train.batch=1"], "`function.gpus: 2` cannot divide a `train.batch` of 1 samples"),
+        (["function.memoryMb=auto"], "`function.gpus: 2` requires `function.memoryMb`"),
+        (["function.gpus=0"], "`function.gpus`: input should be greater than or equal to 1"),
+        (["function.gpus=65"], "`function.gpus`: input should be less than or equal to 64"),
+        (["function.gpus=some"], "`function.gpus` must be"),
+    ],
+)
+def test_what_several_gpus_cannot_be_used_with_is_refused(job_file: Path, settings: list[str], told: str) -> None:
+    found = errors_of(job_file, JOB, "function={gpus: 2, memoryMb: 4096}", *settings)
+    assert any(told in error for error in found), found
+
+
+def test_several_gpus_are_of_one_worker(job_file: Path) -> None:
+    for gpus in (2, "auto"):
+        spec = load(job_file, [f"function={{gpus: {gpus}, memoryMb: 4096}}", "train.precision=fp16"]).spec
+        assert spec.function.gpus == gpus
+        assert to_demand(spec, "j", NOW).memory_mb == 4096
 
 
 def test_an_evaluation_is_planned_as_one_step(job_file: Path) -> None:

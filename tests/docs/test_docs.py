@@ -275,9 +275,17 @@ def test_the_job_file_of_the_documentation_is_valid(tmp_path: Path) -> None:
     assert load(file, []).spec.metadata.name == "digits"
 
 
+def test_the_gpus_of_the_documentation_are_valid(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    whole, several, *_ = _yamls("job-file.md")
+    (tmp_path / "task.py").write_text(TASK)
+    file.write_text(re.sub(r"^function:.*\n(?: .*\n)*", several, whole, flags=re.MULTILINE))
+    assert load(file).spec.function.gpus == 4
+
+
 def test_the_pretrained_weights_of_the_documentation_are_valid(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    whole, example, read_by_regions, with_adapter = _yamls("job-file.md")
+    whole, _, example, read_by_regions, with_adapter = _yamls("job-file.md")
     file.write_text(re.sub(r"^train:\n(?: .*\n)+", example, whole, flags=re.MULTILINE))
     (tmp_path / "task.py").write_text(TASK)
     save_file({"w": np.zeros(2, ml_dtypes.bfloat16)}, tmp_path / "weights.safetensors")

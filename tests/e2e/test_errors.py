@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from support.failures import AT_WORK, PROBED, Told, command, failing_at_work, told
 from support.running import TEMPLATES, UNHURRIED, Running, check_succeeded, eventually
 from support.timing import cpu_seconds
@@ -95,6 +96,16 @@ def test_a_task_that_cannot_make_one_step_is_told_before_there_is_a_job(
     places = [f"task.py:{lines.index(f'    {text}') + 1} ({text})" for text in on_the_way]
     assert (failure.code, failure.exit_status) == ("TASK_FAILED", 1)
     assert f"{says} at {', called at '.join(places)}" in failure.text
+    assert "no job was created" in failure.hint
+    assert shared.federation.control_plane("list", "--all", "-o", "name").stdout == before
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="needs a machine with fewer GPUs")
+def test_gpus_that_are_not_there_are_told_before_there_is_a_job(shared: Running) -> None:
+    before = shared.federation.control_plane("list", "--all", "-o", "name").stdout
+    failure = _submit(shared, _job(shared, ""), "function={gpus: 2, memoryMb: 1024}")
+    assert failure.code == "GPUS_TOO_FEW"
+    assert "`function.gpus: 2`, and a function sees " in failure.text
     assert "no job was created" in failure.hint
     assert shared.federation.control_plane("list", "--all", "-o", "name").stdout == before
 

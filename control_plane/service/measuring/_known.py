@@ -59,6 +59,8 @@ def task_keys(spec: JobSpec, code_digest: str) -> tuple[str, str]:
         same.append([spec.train.precision, spec.train.accumulate])
     if spec.train.compile:
         same.append("compiled")
+    if spec.function.gpus != 1:
+        same.append({"gpus": spec.function.gpus})
     if spec.evaluates_only:
         same.append("evaluates only")
     if spec.task.requirements:

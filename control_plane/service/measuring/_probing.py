@@ -27,7 +27,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import EVALUATION, IMAGE, PARTS
+from geofed_pb.features import EVALUATION, GPUS, IMAGE, PARTS
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -247,6 +247,9 @@ class Probing:
             if spec.task.image is not None and not self._measurements.knows(region, IMAGE):
                 # It would run the task in its own image.
                 continue
+            if spec.function.gpus != 1 and not self._measurements.knows(region, GPUS):
+                # It would measure one device.
+                continue
             samples = self._measurements.train_samples(region, spec.data.dataset)
             free.append((self._measurements.running(region), -samples, region))
         return [region for _, _, region in sorted(free)]
@@ -278,6 +281,7 @@ class Probing:
                 local=spec.train.local,
                 clients=client_rounds(spec),
                 evaluates_only=spec.evaluates_only,
+                gpus=str(spec.function.gpus),
                 dataset=spec.data.dataset,
                 submission=submission,
             ),
@@ -336,6 +340,10 @@ def _certain_fault(failed: Mapping[str, GeofedError], alone: bool) -> GeofedErro
     may run it (``alone``) reports one that is certainly the code's fault. None: the task may succeed elsewhere or
     later.
     """
+    for error in failed.values():
+        if error.code == "GPUS_TOO_FEW":
+            # A job's workers are alike in all regions.
+            return error
     reports = {region: error for region, error in failed.items() if error.code in _TASK_CODES}
     seen: set[str] = set()
     for region, error in reports.items():

@@ -43,6 +43,9 @@ class Profiling:
         spec = await asyncio.to_thread(parse_request, request.spec_json)
         if not 1 <= len(request.request_id) <= 256:
             raise GeofedError("SPEC_INVALID", "the request ID must have 1 to 256 characters")
+        if spec.function.gpus != 1:
+            text = f"`geofed profile` measures one device, and `function.gpus` is {spec.function.gpus}"
+            raise GeofedError("SPEC_INVALID", text, hint="a probe before the first plan measures a few steps")
         code_digest = await self._federation.code_digest(request.bundle_digest)
         regions = self._measurements.live_holders(spec)
         if self._turn.locked():

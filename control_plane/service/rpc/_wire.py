@@ -325,6 +325,7 @@ def _start(action: SendStart, row: JobRow, spec: JobSpec, plan: Plan) -> agent_p
             submission=submission_of(row),
             clients=client_rounds(spec),
             evaluates_only=spec.evaluates_only,
+            gpus=str(spec.function.gpus),
         ),
         plan=_partition_plan(part, plan),
         regions=sorted(part.region for part in plan.partitions),

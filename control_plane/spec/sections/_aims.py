@@ -25,6 +25,8 @@ __all__ = ["LONGEST_SLICE", "Function", "Limits", "Objective", "Regions", "SoftD
 
 LONGEST_SLICE = timedelta(minutes=10)
 """Limit of `function.slice`: workers' tokens are valid for 15 minutes."""
+MOST_GPUS = 64
+"""Limit of `function.gpus`: more than one machine has."""
 
 
 def _with_other_spelling(schema: dict[str, Any]) -> None:
@@ -107,11 +109,15 @@ class Regions(Section):
 
 
 class Function(Section):
-    """Memory and time slice of the worker function."""
+    """Memory, GPUs and time slice of the worker function."""
 
     memory_mb: AutoOrCount = "auto"
     """Memory of a worker, in MB. `auto`: the cheapest sufficient size by a profile (docs/tuning.md), else 1024, or more
     for a larger model."""
+    gpus: Annotated[int, Field(ge=1, le=MOST_GPUS)] | Literal["auto"] = 1
+    """GPUs of a worker, which divide its `train.batch` and compute its steps together. `auto`: all that its function
+    sees; without one, the CPU. With more than one, and `auto`, set `memoryMb`, which holds a process for each
+    (docs/job-file.md#several-gpus-in-a-worker)."""
     slice: Duration = timedelta(seconds=30)
     """An invocation ends at the first step boundary after this time, and the next one continues; `10m` at most, since
     workers' tokens are valid for 15 minutes. An invocation that has not answered 120 s later is ended and called again;

@@ -58,7 +58,7 @@ class Loading:
         if isinstance(data, Streamed):
             data.expect([[index for group in one.groups for index in group] for one in wanted])
         if not self._number or (isinstance(data, Streamed) and data.is_plain and self._collate is None):
-            return self._made(wanted[0])
+            return self.made_here(wanted[0])
         if self._loaders is None:
             self._loaders = Loaders(self._made_elsewhere, self._number)
         try:
@@ -78,7 +78,11 @@ class Loading:
         indices = list(dict.fromkeys(index for group in drawn.groups for index in group))
         return drawn, dict(zip(indices, data.rows.__getitems__(indices), strict=True))
 
-    def _made(self, drawn: Drawn) -> Made:
+    def made_here(self, drawn: Drawn) -> Made:
+        """Make batches in this process, whatever is being made ahead.
+
+        Leaves random generators of the CPU in any state.
+        """
         data = self._data[drawn.split]
         if type(data) is not TensorDataset or self._collate is not None:
             reseed_cpu(*drawn.seeds)
@@ -91,7 +95,7 @@ class Loading:
         drawn, rows = request
         if rows is not None:
             self._data[drawn.split].rows.give(rows)
-        return self._made(drawn)
+        return self.made_here(drawn)
 
     @property
     def cpu_seconds(self) -> float:

@@ -10,10 +10,10 @@ import torch
 
 from region_agent.worker.data.shard import BatchStream, move
 from region_agent.worker.invocation import Invocation
+from region_agent.worker.ranks.devices import devices_of, own_device, per_device
 from region_agent.worker.task import TaskModule
 from sync.base import possibly_constant, written
 from sync.channel import Channel
-from sync.device import device
 from sync.seeding import reseed
 
 __all__ = ["constant_tensors"]
@@ -42,7 +42,7 @@ def constant_tensors(
         return names, False
     if (stored := channel.get(_KEY)) is not None:
         return names.intersection(json.loads(bytes(stored))), False
-    module.to(device(call.worker))
+    module.to(own_device(call))
     constant = names - written(module, names, lambda: _step(call, task, module, stream))
     channel.put(_KEY, [json.dumps(sorted(constant)).encode()])
     return constant, True
@@ -52,12 +52,13 @@ def _step(call: Invocation, task: TaskModule, module: torch.nn.Module, stream: B
     """Make the first step of this worker alone."""
     optimizer: Any = task.optimizer(module.parameters())
     reseed(call.seed, zlib.crc32(call.region.encode()), call.worker, 1)
-    samples = min(call.batch or stream.count(1), stream.count(1))
+    # As many as its device has in a step.
+    samples = per_device(min(call.batch or stream.count(1), stream.count(1)), devices_of(call))
     with task.calling("the model's train() and the optimiser's zero_grad()"):
         module.train()
         optimizer.zero_grad(set_to_none=True)
     with task.calling("dataset"):
-        batch = move(stream.parts(1, [samples])[0][1], device(call.worker))
+        batch = move(stream.parts(1, [samples])[0][1], own_device(call))
     loss = task.loss(module, batch)
     with task.calling("the backward pass"):
         loss.backward()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import worker_pb2
 from region_agent.worker.invocation import CALL_GRACE, Invocation
 from region_agent.worker.ps_client import PsClient
+from region_agent.worker.ranks.devices import devices_of
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale
 from region_agent.worker.training.proximal import ProximalTerm
@@ -311,6 +312,8 @@ def merging_for(
     timed = channel_kind(call.channel).announces or settings.asked is not None
     method = collective_named(settings.pattern)
     in_parts = method.shares == "mean" and not settings.staleness and not channel.in_memory and timed
+    # With several devices a gradient is complete only after the pass.
+    in_parts = in_parts and len(devices_of(call)) == 1
     settings = replace(settings, in_parts=in_parts)
     timeout = PeerTimeout(begun + call.slice_seconds + CALL_GRACE.total_seconds() - _STORE_SECONDS)
     fenced: Any = Fenced(channel, call.attempt)

@@ -22,6 +22,9 @@ from region_agent.worker.data.loading import Drawn, Loading
 from region_agent.worker.data.shard import BatchStream, evaluation_batches, move, parts_of
 from region_agent.worker.invocation import Invocation
 from region_agent.worker.ps_client import PsClient
+from region_agent.worker.ranks.devices import own_device, per_device
+from region_agent.worker.ranks.group import Ranks
+from region_agent.worker.ranks.steps import RankedSteps
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.base import constant_tensors
 from region_agent.worker.training.learning_rate import LearningRateSchedule
@@ -34,7 +37,7 @@ from region_agent.worker.training.proximal import ProximalTerm
 from sync import framing
 from sync.channel import Channel
 from sync.collective import State as CollectiveState
-from sync.device import device, finish
+from sync.device import finish
 from sync.flat import FlatModel
 from sync.histograms import Histogram
 from sync.layout import LOCAL, Layout, Vector
@@ -197,11 +200,18 @@ class WholeModel:
     evaluation_may_fail = True
 
     def __init__(
-        self, call: Invocation, task: TaskModule, data: dict[str, Any], channel: Channel, begun: float
+        self,
+        call: Invocation,
+        task: TaskModule,
+        data: dict[str, Any],
+        channel: Channel,
+        begun: float,
+        ranks: Ranks | None = None,
     ) -> None:
-        """``begun``: begin of the invocation, in seconds of the monotonic clock."""
+        """``begun``: begin of the invocation, in seconds of the monotonic clock. ``ranks``: the processes of the
+        worker's further devices, which stay open; None: it has one."""
         self._call, self._task, self._data, self._channel = call, task, data, channel
-        self._device = device(call.worker)
+        self._device = own_device(call)
         batches = Batches(call.region_batch, call.stretches)
         with task.calling("dataset"):
             self._stream = BatchStream(
@@ -232,6 +242,8 @@ class WholeModel:
             PrivateGradients(call.private, task, self._module, call.workers, call.batch) if call.private else None
         )
         self._scale = LossScale(self._module) if call.precision == "fp16" else None
+        self._devices = len(ranks.devices) if ranks is not None else 1
+        self._ranked = self._with_ranks(ranks) if ranks is not None else None
         self._merging = self._made_merging(merged, begun)
         self._stream.divide(self._merging.weights)
         self.name, self.server_counts_steps = self._merging.name, self._merging.server_counts_steps
@@ -243,6 +255,10 @@ class WholeModel:
         return merging_for(
             self._call, self._task, self._optimizer, merged, self._channel, begun, self._proximal, self._scale
         )
+
+    def _with_ranks(self, ranks: Ranks) -> RankedSteps:
+        never = frozenset(slot.name for slot in self.layout.base)
+        return RankedSteps(ranks, self._call, self._task, self._module, self._stream, self._loading, self._scale, never)
 
     def _created(self) -> torch.nn.Module:
         """Create the model; with the same seed all workers of the partition create the same one."""
@@ -276,10 +292,12 @@ class WholeModel:
         With `train.accumulate`, and in a worker that computes the samples of missing workers, which are more than its
         memory was chosen for, the samples are processed in parts, and the gradients added up.
         """
+        coming = range(step, step + 1 + max(0, min(self._loading.ahead, self._last - step)))
+        if self._ranked is not None:
+            return self._ranked_pass(self._ranked, coming)
         sizes = parts_of(self.counted, self._call.batch)
         with self._task.calling("dataset"):
-            coming = max(0, min(self._loading.ahead, self._last - step))
-            made = self._loading.take([self._drawn(step + ahead) for ahead in range(coming + 1)])
+            made = self._loading.take([self._drawn(one) for one in coming])
             # Random numbers of a step depend only on the step: not on steps that this invocation has made before, and
             # not on whether the samples were made in this process.
             reseed(*self._seeds(step))
@@ -292,6 +310,17 @@ class WholeModel:
             self._merging.arm(step, samples)
 
         return accumulate(self._task, self._module, drawn, ready, self._scale)
+
+    def _ranked_pass(self, ranked: RankedSteps, coming: range) -> float:
+        """Make the passes of a step together with the ranks of the worker's other devices; returns the mean loss."""
+        step = coming[0]
+
+        def ready(part: float, samples: int) -> None:
+            checked_loss(part, step)
+            self._merging.arm(step, samples)
+
+        self.counted, value = ranked.step(coming, self._seeds, ready)
+        return checked_loss(value, step)
 
     def _drawn(self, step: int) -> Drawn:
         """Return this worker's samples of a step."""
@@ -329,7 +358,7 @@ class WholeModel:
         if "test" not in self._data:
             return 0, {}
         with self._task.calling("dataset"):
-            at_once = self._call.evaluation_batch or self._call.batch or self.share(1)
+            at_once = self._call.evaluation_batch or per_device(self._call.batch or self.share(1), self._devices)
             at_once = max(1, at_once // _RETRY_DIVISOR**tries)
             worker, workers = self._call.worker, self._call.workers
 
@@ -456,8 +485,10 @@ class WholeModel:
         """Do nothing: the loop deletes the stored state."""
 
     def helpers(self) -> tuple[float, int]:
-        """Return what the processes that make samples have used."""
-        return self._loading.cpu_seconds, self._loading.memory_bytes
+        """Return what the processes that make samples, and those of further devices, have used."""
+        ranks = self._ranked.ranks if self._ranked is not None else None
+        cpu_seconds, memory_bytes = (ranks.cpu_seconds, ranks.memory_bytes) if ranks is not None else (0.0, 0)
+        return self._loading.cpu_seconds + cpu_seconds, self._loading.memory_bytes + memory_bytes
 
     def close(self) -> None:
         """End the threads of the merge and the processes that make samples, and log how many samples and steps were

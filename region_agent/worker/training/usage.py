@@ -9,7 +9,6 @@ from collections.abc import Callable
 import torch
 
 from geofed_pb.v1 import common_pb2
-from sync.device import device
 
 __all__ = ["UsageMeter"]
 
@@ -17,9 +16,9 @@ __all__ = ["UsageMeter"]
 class UsageMeter:
     """Measures the worker's process between the ends of two rounds, or from its start."""
 
-    def __init__(self, worker: int, helpers: Callable[[], tuple[float, int]] = lambda: (0.0, 0)) -> None:
+    def __init__(self, device: torch.device, helpers: Callable[[], tuple[float, int]] = lambda: (0.0, 0)) -> None:
         """``helpers``: returns the CPU seconds of the worker's own processes so far, and the bytes of their memory."""
-        self._device, self._helpers = device(worker), helpers
+        self._device, self._helpers = device, helpers
         self._since, self._cpu_seconds = time.monotonic(), time.process_time()
 
     def of_round(self) -> common_pb2.Usage:

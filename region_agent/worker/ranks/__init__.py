@@ -1,0 +1,1 @@
+"""Several devices of one worker: a process for each, which compute the gradients of a step together."""

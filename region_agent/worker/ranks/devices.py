@@ -1,0 +1,50 @@
+"""The devices that one worker computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from geofed_pb.errors import GeofedError
+from region_agent.worker.invocation import Gpus, Invocation
+
+__all__ = ["devices_of", "devices_seen", "own_device", "per_device"]
+
+
+def devices_seen(gpus: Gpus, worker: int = 0) -> tuple[torch.device, ...]:
+    """Return the devices of a worker that has so many of the GPUs that this process sees; without one, the CPU.
+
+    Workers of one machine are distributed over its GPUs by their numbers. "auto": all. Raises
+    ``GeofedError("GPUS_TOO_FEW")`` if the process sees fewer.
+    """
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = max(1, seen) if gpus == "auto" else gpus
+    if wanted > max(1, seen):
+        raise GeofedError("GPUS_TOO_FEW", f"`function.gpus: {wanted}`, and a function sees {seen or 'no'} GPUs here")
+    if not seen:
+        return (torch.device("cpu"),)
+    return tuple(torch.device("cuda", (worker * wanted + place) % seen) for place in range(wanted))
+
+
+def devices_of(call: Invocation) -> tuple[torch.device, ...]:
+    """Return the devices of a worker, one for each of its ranks. Raises ``GeofedError("GPUS_TOO_FEW")``."""
+    if call.devices:
+        return tuple(map(torch.device, call.devices))
+    return devices_seen(call.gpus, call.worker)
+
+
+def own_device(call: Invocation) -> torch.device:
+    """Return the device of the worker's own process, its first one.
+
+    Tensors that job code puts on "cuda" are then on the same GPU.
+    """
+    own = devices_of(call)[0]
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    return own
+
+
+def per_device(samples: int, devices: Sequence[torch.device] | int) -> int:
+    """Return the largest number of so many samples that one of the devices has; 0 stays 0."""
+    return -(-samples // (devices if isinstance(devices, int) else len(devices)))

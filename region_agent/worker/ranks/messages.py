@@ -1,0 +1,85 @@
+"""What the ranks of a worker tell each other, besides tensors: as pickles, since both ends are one job's code in one
+sandbox."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from geofed_pb.user_code.recording import Sums
+from region_agent.worker.data.loading import Drawn
+
+__all__ = ["Begin", "Fault", "Load", "Made", "RankStep", "Ready"]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load the task and the data, and join the others."""
+
+    body: str
+    """The invocation, as JSON."""
+    folder: Path
+    """The unpacked task folder."""
+    fetched: Path
+    """Folder with the files of the data that were downloaded."""
+    device: str
+    rank: int
+    ranks: int
+    meeting: Path
+    """File by which the ranks find each other."""
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Create the model of an invocation."""
+
+    body: str
+    model: list[tuple[str, str, tuple[int, ...], bool]]
+    """What rank 0's model is: see `described`."""
+    base: frozenset[str]
+    """Names of the tensors that never change."""
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """Compute the gradients of a step."""
+
+    own: tuple[Drawn, ...]
+    """This rank's samples of the step, and of the next ones."""
+    all: tuple[Drawn, ...]
+    """Samples of each rank in the step."""
+    seeds: tuple[int, ...]
+    """What the random numbers of the step follow from."""
+    scale: dict[str, float] = field(default_factory=dict)
+    """State of the loss's scale."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What was asked for is done."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """The gradients of a step are computed."""
+
+    value: float
+    """The rank's part of the loss."""
+    sums: Sums
+    """What the task has logged."""
+    cpu_seconds: float
+    """CPU time of the process and of those that make its samples, so far."""
+    memory_bytes: int
+    """Peak of its memory, and of that of those processes."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The rank has failed, and ends."""
+
+    code: str
+    message: str
+    hint: str | None
+
+
+Request = Load | Begin | RankStep

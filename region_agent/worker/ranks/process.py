@@ -1,0 +1,147 @@
+"""The process of a rank above 0: it computes gradients, and holds model and data, but no state of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from geofed_pb.errors import GeofedError
+from geofed_pb.linux import die_with_parent
+from geofed_pb.user_code.recording import Recorder, recording
+from region_agent.worker import handler
+from region_agent.worker.data.loading import Loading
+from region_agent.worker.invocation import read_invocation
+from region_agent.worker.ranks.group import join
+from region_agent.worker.ranks.messages import Begin, Fault, Load, Made, RankStep, Ready, Request
+from region_agent.worker.ranks.passes import RankPasses, described
+from region_agent.worker.ranks.steps import part_of
+from region_agent.worker.task import TaskModule
+from region_agent.worker.training.loss_scale import LossScale
+from sync.device import finish
+from sync.seeding import seed_all
+from sync.store import open_channel
+
+__all__ = ["main"]
+
+
+def main(descriptor: int) -> None:
+    """Serve rank 0 until it closes the connection."""
+    # Where the system cannot do so, the end of the connection ends this process.
+    with contextlib.suppress(OSError):
+        die_with_parent(os.getppid())
+    # Platforms send these to all processes of a container, whose calls then finish; rank 0 ends this process.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    connection, rank = Connection(descriptor), _Rank()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = connection.recv()
+            fault = _served(rank, request, connection)
+            if fault is not None:
+                # Told before this process ends, so that rank 0 knows why an exchange with it has failed.
+                connection.send(fault)
+                break
+    sys.stderr.flush()
+    # The process group's threads would be waited for.
+    os._exit(0)
+
+
+def _served(rank: _Rank, request: Request, connection: Connection) -> Fault | None:
+    """Answer a request, and return None; or return why that has failed."""
+    try:
+        if isinstance(request, Load):
+            rank.load(request)
+            connection.send(Ready())
+            join(request.rank, request.ranks, rank.device, request.meeting)
+        elif isinstance(request, Begin):
+            rank.create(request)
+            connection.send(Ready())
+            rank.begin(request)
+        else:
+            connection.send(rank.step(request))
+    except GeofedError as error:
+        return Fault(error.code, error.message, error.hint)
+    except MemoryError:
+        return Fault("FUNCTION_OUT_OF_MEMORY", "a rank of the worker ran out of memory", None)
+    except Exception as error:  # noqa: BLE001 - every failure must be answered with its code
+        fault = handler.fault_of(error, rank.folder.parent)
+        return Fault(fault.code, fault.message, fault.hint)
+    return None
+
+
+class _Rank:
+    """What the process holds."""
+
+    device: torch.device
+    folder = Path("/")
+    """The task folder."""
+    _task: TaskModule
+    _data: dict[str, Any]
+    _loading: Loading
+    _module: torch.nn.Module
+    _scale: LossScale | None
+    _passes: RankPasses
+
+    def load(self, request: Load) -> None:
+        """Load the task and the data."""
+        call, self.folder = read_invocation(request.body.encode()), request.folder
+        handler.prepare_process(request.ranks)
+        self._rank, self.device = request.rank, torch.device(request.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        channel = open_channel(call.channel, call.channel_address)
+        self._task, self._data = handler.loaded_from(request.folder, request.fetched, channel, call)
+
+    def create(self, request: Begin) -> None:
+        """Create the model of an invocation."""
+        call = read_invocation(request.body.encode())
+        handler.renew(self._data, call)
+        self._task = task = replace(self._task, precision=call.precision)
+        if hasattr(self, "_loading"):
+            self._loading.close()
+            del self._passes, self._module
+        self._loading = Loading(task, self._data)
+        seed_all(call.seed)
+        self._module = task.model(call.seed)
+        if described(self._module) != request.model:
+            text = "model(config) makes another model in each process"
+            raise GeofedError("TASK_INVALID", text, hint="make it from the configuration and torch's seed alone")
+        with task.calling("model"):
+            self._module.to(self.device)
+        self._scale = LossScale(self._module) if call.precision == "fp16" else None
+
+    def begin(self, request: Begin) -> None:
+        """Receive rank 0's model."""
+        self._passes = RankPasses(self._task, self._module, self._scale, request.base)
+
+    def step(self, step: RankStep) -> Made:
+        """Compute this rank's part of a step."""
+        recorder = Recorder()
+        recorder.round = 1
+        with recording(recorder):
+            if self._scale is not None:
+                self._scale.restore(step.scale)
+            parts, samples = part_of(step, self._rank, self._loading, self._passes, self.device)
+            with self._task.calling("the model's train()"):
+                self._module.train()
+                self._module.zero_grad(set_to_none=True)
+            self._passes.share()
+            value = self._passes.run(parts, samples, lambda _: None)
+            finish(self.device)
+        return Made(
+            value,
+            recorder.up_to(1).get(1, {}),
+            time.process_time() + self._loading.cpu_seconds,
+            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + self._loading.memory_bytes,
+        )
