@@ -35,6 +35,7 @@ from region_agent.link.hub import Hub
 from region_agent.link.identity import Identity
 from region_agent.link.log_shipping import LogShipping
 from region_agent.partition.billing import invocation_amounts
+from region_agent.partition.calls import gpus_of
 from region_agent.partition.channel import RegionChannel, channel_text
 from region_agent.partition.events import ActionFailed, PublishAsked, RecordEvent, Scaled, Stopped
 from region_agent.partition.runner import PartitionContext, PartitionRunner
@@ -323,11 +324,14 @@ class Agent:
 
     def _charge_interrupted(self) -> None:
         """Charge the invocations that ran when the agent ended last, until the time at which it was last alive."""
-        alive, devices = self._store.last_alive(), self._config.worker_devices
+        alive = self._store.last_alive()
         for number, job, begun, kind in self._store.open_invocations():
             row = self._store.partition(job)
-            memory_mb = agent_pb2.StartPartition.FromString(row.start).plan.memory_mb if row else 0
-            amounts = invocation_amounts(max(0.0, alive - begun), memory_mb, preemptible=kind, devices=devices)
+            start = agent_pb2.StartPartition.FromString(row.start) if row else agent_pb2.StartPartition()
+            devices = self._config.worker_devices(gpus_of(start.task))
+            amounts = invocation_amounts(
+                max(0.0, alive - begun), start.plan.memory_mb, preemptible=kind, devices=devices
+            )
             self._store.invocation_ended(number, job, amounts)
 
     async def _tick(self) -> None:

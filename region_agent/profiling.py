@@ -360,7 +360,7 @@ class Profiler:
             )
         finally:
             seconds = time.monotonic() - begun
-            meters.add(invocation_amounts(seconds, memory_mb, devices=self._context.config.worker_devices))
+            meters.add(invocation_amounts(seconds, memory_mb, devices=self._context.config.worker_devices(body.gpus)))
         try:
             profiled = Profiled.model_validate_json(answer.body)
         except ValidationError:

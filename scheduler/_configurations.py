@@ -59,7 +59,7 @@ def configurations(region: Region, snapshot: Snapshot, demand: Demand) -> tuple[
     """
     samples, cut = train_samples(region, demand.dataset), staged(region, snapshot, demand)
     stated = demand.workers if isinstance(demand.workers, int | None) else demand.workers[region.name]
-    free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+    free = snapshot.free_workers(region, demand.gpus)
     if cut is not None:
         most = min(free // cut.stages, cut.most_replicas, max(1, samples // demand.batch))
         counts = worker_counts(most) if stated is None else (min(stated // cut.stages, cut.most_replicas),)
@@ -135,10 +135,11 @@ def _of_count(
         speed, merge = worker_speed(region, snapshot), _ran_merge(region, count, snapshot, demand)
         part = PlannedPartition(
             region.name, samples, count, demand.batch, memory_mb, 1, speed, merge_seconds=merge,
-            largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand), devices=region.worker_devices,
+            largest_share=_largest_share(count, int(demand.merging.get("k", 0)), demand),
+            devices=region.worker_devices(demand.gpus),
         )  # fmt: skip
         return [ConfiguredPartition(part)]
-    with_k, devices = collectives(lambda method: method.takes_k), region.worker_devices
+    with_k, devices = collectives(lambda method: method.takes_k), region.worker_devices(demand.gpus)
     return [
         ConfiguredPartition(
             PlannedPartition(
@@ -208,7 +209,7 @@ def _in_stages(region: Region, samples: int, cut: Staged, replicas: int, demand:
         steps_per_round=1,
         samples_per_second=demand.batch / shape.step_seconds / cut.stages,
         pipeline=shape,
-        devices=region.worker_devices,
+        devices=region.worker_devices(demand.gpus),
     )
 
 
@@ -238,7 +239,7 @@ def _alone(
     platform = PlatformCosts(
         usd_per_gb_second=prices.function_usd_per_gb_second, usd_per_call=prices.function_usd_per_request,
         server_usd_per_hour=prices.server_usd_per_hour, slice_seconds=demand.slice_seconds,
-        usd_per_second=region.worker_devices * prices.device_usd_per_second,
+        usd_per_second=region.worker_devices(demand.gpus) * prices.device_usd_per_second,
     )  # fmt: skip
     task = task_of(
         profile, platform, epochs=demand.epochs, steps=demand.steps,

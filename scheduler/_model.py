@@ -49,6 +49,13 @@ class Devices:
     """Of all functions together."""
     memory_mb: int | None = None
     """Memory of one device; None: not stated."""
+    of_function: int | None = None
+    """Those that one function sees; None: all."""
+
+    @property
+    def seen(self) -> int:
+        """Devices that one function sees."""
+        return self.count if self.of_function is None else self.of_function
 
 
 @dataclass(frozen=True)
@@ -132,10 +139,11 @@ class Region:
     images: tuple[str, ...] = ()
     """Images, and beginnings of images, that tasks may run in."""
 
-    @property
-    def worker_devices(self) -> int:
-        """Devices of one worker that are billed."""
-        return 1 if self.capacity.devices is not None else 0
+    def worker_devices(self, gpus: int | None) -> int:
+        """Return the devices of one worker that are billed. ``gpus``: those that the job asks for; None: all that a
+        function sees."""
+        devices = self.capacity.devices
+        return 0 if devices is None else max(1, devices.seen) if gpus is None else gpus
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,12 @@ class Snapshot:
     """For models in stages, by region: ratio of the step time measured in runs to the one that the profile alone
     predicts."""
 
+    def free_workers(self, region: Region, gpus: int | None) -> int:
+        """Return how many workers with so many devices (`Demand.gpus`) a region has free."""
+        busy, devices = self.busy_workers.get(region.name, 0), region.capacity.devices
+        free = region.capacity.workers - busy
+        return free if devices is None else min(free, (devices.count - busy) // region.worker_devices(gpus))
+
 
 @dataclass(frozen=True)
 class ClientDemand:
@@ -242,6 +256,8 @@ class Demand:
     workers: int | Mapping[str, int] | None = None
     """Workers in each region, or by region; None: the plan chooses."""
     memory_mb: int | None = None
+    gpus: int | None = 1
+    """Devices of one worker; None: all that its function sees."""
     slice_seconds: float = 30.0
     balance: str = "data"
     """What a region's steps in a round are proportional to: "data", so that all regions make the same number of epochs,

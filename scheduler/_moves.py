@@ -200,7 +200,7 @@ def _first(snapshot: Snapshot, demand: Demand, places: Mapping[str, Sequence[str
     may move there. Places that are the first choice of most shards come first."""
     must: dict[str, str] = {}
     for region in snapshot.regions:
-        free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
+        free = snapshot.free_workers(region, demand.gpus)
         if free < 1 and region.name in places:
             must[region.name] = places[region.name][0]
     must = {shard: region for shard, region in must.items() if region not in must}
@@ -273,7 +273,7 @@ def _may_take(home: Region, other: Region, snapshot: Snapshot, demand: Demand) -
     allowed = all(
         may_be(rule, home.name, other.name, same_cloud=same_cloud) for rule in (held.residency, demand.residency)
     )
-    able = other.takes_shards and other.capacity.workers > snapshot.busy_workers.get(other.name, 0)
+    able = other.takes_shards and snapshot.free_workers(other, demand.gpus) > 0
     fits = demand.channel in (None, other.channel) and not _left_out(other.name, demand)
     return allowed and able and fits and _shard_bytes(held) is not None and bool(_way(home, other))
 
@@ -295,9 +295,9 @@ def _promising(home: Region, able: Sequence[Region], snapshot: Snapshot, demand:
         speed = _speed(other, [home], snapshot) or 1.0
         work = train_samples(home, demand.dataset) * (demand.epochs or 1.0) / speed
         assert other.prices is not None
-        free = other.capacity.workers - snapshot.busy_workers.get(other.name, 0)
+        free = snapshot.free_workers(other, demand.gpus)
         return copy.usd + work * other.prices.worker_usd_per_second(
-            1024, other.worker_devices
+            1024, other.worker_devices(demand.gpus)
         ), copy.seconds + work / free
 
     sums = {other.name: rough(other) for other in able}

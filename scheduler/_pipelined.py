@@ -108,8 +108,8 @@ def staged(region: Region, snapshot: Snapshot, demand: Demand) -> Staged | None:
         return None
     sizes = (demand.memory_mb,) if demand.memory_mb else (*(size for size in SIZES_MB if size < most_mb), most_mb)
     workers = demand.workers.get(region.name) if isinstance(demand.workers, Mapping) else demand.workers
-    free = region.capacity.workers - snapshot.busy_workers.get(region.name, 0)
-    device_usd = region.worker_devices * prices.device_usd_per_second
+    free = snapshot.free_workers(region, demand.gpus)
+    device_usd = region.worker_devices(demand.gpus) * prices.device_usd_per_second
     return _staged(
         profile, prices.function_usd_per_gb_second, device_usd, demand.batch, sizes, workers or max(1, free),
         demand.stages, demand.minimise, demand.activations, merged_size_factor(demand.merging_codec),

@@ -559,7 +559,11 @@ def _more_workers_than_there_are(needed: int, most: int) -> str:
 def _unfit(region: Region, part: PlannedPartition, snapshot: Snapshot, demand: Demand) -> list[Reason]:
     reasons = []
     name, capacity = region.name, region.capacity
-    free = max(0, capacity.workers - snapshot.busy_workers.get(name, 0))
+    devices, wanted = capacity.devices, demand.gpus or 1
+    if devices is not None and devices.seen < wanted:
+        text = f"functions in {name} have {devices.seen} devices, {wanted} are asked for"
+        return [Reason("INADMISSIBLE", text, "lower function.gpus, or keep the region out with regions.avoid")]
+    free = max(0, snapshot.free_workers(region, demand.gpus))
     if part.workers > free:
         reasons.append(
             Reason(

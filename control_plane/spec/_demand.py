@@ -40,6 +40,7 @@ def to_demand(spec: JobSpec, job: str, now: datetime, deadline: str | None = Non
         activations=None if isinstance(spec.parallelism, str) else _fixed(spec.parallelism.pipeline.activations),
         workers=spec.train.workers if isinstance(spec.train.workers, dict) else _count(spec.train.workers),
         memory_mb=_count(spec.function.memory_mb),
+        gpus=_count(spec.function.gpus),
         slice_seconds=spec.function.slice.total_seconds(),
         balance=spec.train.balance,
         interval=_interval(spec),

@@ -209,10 +209,28 @@ class RegionConfig(Section):
         """Name of the region."""
         return self.metadata.name
 
+    def worker_devices(self, gpus: int | Literal["auto"] = 1) -> int:
+        """Return the devices of a worker that are billed. ``gpus``: those that the job asks for; "auto": all that a
+        function sees."""
+        devices = self.capacity.devices
+        if devices is None:
+            return 0
+        return (self._devices_of_function or devices.count) if gpus == "auto" else gpus
+
+    def _capacity(self, preemptible: int | None) -> dict[str, Any]:
+        capacity = self.capacity.model_dump()
+        if self.capacity.devices is not None:
+            capacity["devices"]["of_function"] = self._devices_of_function or None
+        if preemptible is not None:
+            capacity["preemptible"] = preemptible
+        if self.capacity.cores is None:
+            capacity["cores"] = float(len(os.sched_getaffinity(0))) if self.platform.local_files else 0.0
+        return capacity
+
     @property
-    def worker_devices(self) -> int:
-        """Devices that a function holds."""
-        return 1 if self.capacity.devices is not None else 0
+    def _devices_of_function(self) -> int:
+        """Devices that the platform gives a function; 0: it sees all of the machine's."""
+        return self.gateway.gpus if isinstance(self.gateway, KubernetesGateway) else 0
 
     @property
     def platform(self) -> Platform:
@@ -264,15 +282,10 @@ class RegionConfig(Section):
         """
         sizes = sizes or {}
         prices = self.prices.model_dump(exclude=_OWN_PRICES, exclude_none=True) if self.prices else None
-        capacity = self.capacity.model_dump()
-        if preemptible is not None:
-            capacity["preemptible"] = preemptible
-        if self.capacity.cores is None:
-            capacity["cores"] = float(len(os.sched_getaffinity(0))) if self.platform.local_files else 0.0
         return {
             "name": self.name,
             "cloud": self.cloud,
-            "capacity": capacity,
+            "capacity": self._capacity(preemptible),
             "channel": self.channel.kind,
             "channel_plaintext": self.channel.plaintext,
             "loopback": is_loopback(f"//{self.advertise}"),

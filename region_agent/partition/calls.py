@@ -199,13 +199,7 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         steps_per_round=plan.steps_per_round,
         rounds=plan.rounds,
         seed=plan.seed,
-        schedule=_schedule(task.learning_rate) if task.HasField("learning_rate") else None,
-        clip_norm=task.clip_norm,
-        precision=precision_of(task),
-        compile=task.compile,
-        gpus=gpus_of(task),
-        evaluates_only=task.evaluates_only,
-        local=tuple(task.local),
+        **_training_fields(task),
         proximal=_proximal(plan),
         slice_seconds=plan.slice_seconds,
         resume_key=action.resume_key,
@@ -219,6 +213,19 @@ def invocation_of(start: agent_pb2.StartPartition, action: Invoke, inputs: Worke
         keeps_base=task.keeps_base,
         base_given=bool(task.initial_model) and _holds(task) != "some",
     )
+
+
+def _training_fields(task: agent_pb2.TaskRef) -> dict[str, Any]:
+    """Return what an invocation says of how a worker trains, as the job file states it."""
+    return {
+        "schedule": _schedule(task.learning_rate) if task.HasField("learning_rate") else None,
+        "clip_norm": task.clip_norm,
+        "precision": precision_of(task),
+        "compile": task.compile,
+        "gpus": gpus_of(task),
+        "evaluates_only": task.evaluates_only,
+        "local": tuple(task.local),
+    }
 
 
 def _pipeline_fields(pipeline: agent_pb2.Pipeline, workers: int) -> dict[str, Any]:

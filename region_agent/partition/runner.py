@@ -32,6 +32,7 @@ from region_agent.own_model import copy_own_model, remove_all_but_own_model
 from region_agent.partition.calls import (
     RegionInputs,
     batches_of,
+    gpus_of,
     initial_adapter_file,
     initial_model_file,
     server_config_of,
@@ -226,7 +227,7 @@ class PartitionRunner:
             lambda action: context.record_event(start.job, action),
         )
         self._status = sync_pb2.PsStatus()
-        self.meter = PartitionMeter(context.store, start.job, context.config.worker_devices)
+        self.meter = PartitionMeter(context.store, start.job, context.config.worker_devices(gpus_of(start.task)))
         self._invocations = Invocations(
             start,
             context.config,

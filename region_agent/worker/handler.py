@@ -110,7 +110,7 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     channel = open_channel(call.channel, call.channel_address)
     task, data = _task_and_data(channel, call)
     if call.compile:
-        check_compiler(_scratch() / "compiled", device())
+        check_compiler(_scratch() / "compiled", devices[0])
     profiled = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
     if len(devices) > 1:
         # What the others compute at the same time.

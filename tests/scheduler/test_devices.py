@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.planner_draws import drawn_federation
 
-from scheduler import Demand, Plan, Snapshot, plan
+from scheduler import Declined, Demand, Plan, Snapshot, plan
 from scheduler._model import Devices
 
 MEMORY_MB = 1024
@@ -48,3 +48,26 @@ def test_a_device_costs_what_a_function_of_that_price_would(seed: int, minimise:
     items = {cost.item: cost for cost in ours.estimate.items}
     assert items["device-seconds"].usd > 0
     assert "device-seconds" not in {cost.item for cost in plain.estimate.items}
+
+
+def test_workers_with_several_devices_are_as_many_as_there_are_devices_for() -> None:
+    drawn = drawn_federation(random.Random(1), 2, most=8)
+    regions = []
+    for region in drawn.regions:
+        assert region.prices is not None
+        capacity = replace(region.capacity, workers=8, devices=Devices("a GPU", 8))
+        regions.append(replace(region, capacity=capacity, prices=replace(region.prices, device_usd_per_second=1e-4)))
+    snapshot = replace(drawn, regions=tuple(regions), busy_workers={regions[0].name: 3})
+    demand = Demand("job", "data", batch=32, epochs=4.0, steps=None, seed=1, memory_mb=MEMORY_MB, minimise="time")
+    for gpus, devices, most in ((1, 1, (5, 8)), (2, 2, (2, 4)), (3, 3, (1, 2)), (None, 8, (0, 1))):
+        assert tuple(snapshot.free_workers(region, gpus) for region in regions) == most
+        found = plan(snapshot, replace(demand, gpus=gpus, workers=None if most[0] else 1))
+        if not most[0]:
+            assert isinstance(found, Declined)
+            continue
+        assert isinstance(found, Plan)
+        assert all(part.devices == devices for part in found.partitions)
+        assert all(part.workers <= limit for part, limit in zip(found.partitions, most, strict=True))
+    found = plan(snapshot, replace(demand, gpus=9))
+    assert isinstance(found, Declined)
+    assert "have 8 devices, 9 are asked for" in found.reasons[0].text

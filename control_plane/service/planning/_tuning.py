@@ -133,7 +133,7 @@ def _task(
         usd_per_call=prices.function_usd_per_request,
         server_usd_per_hour=prices.server_usd_per_hour,
         slice_seconds=demand.slice_seconds,
-        usd_per_second=region.worker_devices * prices.device_usd_per_second,
+        usd_per_second=region.worker_devices(demand.gpus) * prices.device_usd_per_second,
     )
     return tuning_task(
         profile,

@@ -19,6 +19,7 @@ from geofed_pb.errors import GeofedError
 from geofed_pb.linux import die_with_parent
 from geofed_pb.user_code.recording import Recorder, recording
 from region_agent.worker import handler
+from region_agent.worker.compiling import compile_calls
 from region_agent.worker.data.loading import Loading
 from region_agent.worker.invocation import read_invocation
 from region_agent.worker.ranks.group import join
@@ -119,6 +120,8 @@ class _Rank:
             raise GeofedError("TASK_INVALID", text, hint="make it from the configuration and torch's seed alone")
         with task.calling("model"):
             self._module.to(self.device)
+            if call.compile:
+                compile_calls(self._module)
         self._scale = LossScale(self._module) if call.precision == "fp16" else None
 
     def begin(self, request: Begin) -> None:

@@ -71,10 +71,10 @@ def as_in_a_new_process() -> Iterator[None]:
     check_compiler.cache_clear()
 
 
-def _trained(folder: Path, monkeypatch: Any, **fields: Any) -> tuple[dict[str, torch.Tensor], float]:
+def _trained(folder: Path, monkeypatch: Any, task: str = TASK, **fields: Any) -> tuple[dict[str, torch.Tensor], float]:
     federation = Federation(folder, ("east",), steps_per_round=3, rounds=3)
     monkeypatch.setattr(loop, "PsClient", federation.client)
-    federation.train(TASK, {}, seed=5, batch=8, at_once=4, **fields)
+    federation.train(task, {}, seed=5, batch=8, at_once=4, **fields)
     return safetensors.torch.load(federation.exported()), federation.metrics["east"]["compiled"]
 
 
@@ -90,6 +90,17 @@ def test_a_compiled_job_trains_what_a_plain_one_does_in_every_slice(tmp_path: Pa
     for name, tensor in plain.items():
         assert torch.equal(sliced[name], whole[name]), name
         assert torch.allclose(whole[name], tensor, atol=1e-4), name
+
+
+def test_two_ranks_compile_the_model_they_share(tmp_path: Path, monkeypatch: Any) -> None:
+    task = TASK.replace("nn.BatchNorm1d(16), ", "")
+    plain, _ = _trained(tmp_path / "plain", monkeypatch, task, slice_seconds=100.0)
+    both, compiled = _trained(
+        tmp_path / "both", monkeypatch, task, slice_seconds=100.0, compile=True, devices=("cpu", "cpu")
+    )
+    assert compiled == 1.0
+    for name, tensor in plain.items():
+        assert torch.allclose(both[name], tensor, atol=1e-4), name
 
 
 def test_a_profile_times_compiled_steps(tmp_path: Path) -> None:
