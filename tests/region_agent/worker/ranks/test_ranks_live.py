@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from support.sandboxes import needs_sandboxes
 from support.server_process import Server
 from support.warm_workers import WarmParent
 
+from region_agent.gateway import timeout_env
 from region_agent.gateway.functions import Grants
 from region_agent.worker.invocation import Invocation, Outcome
 from sync import framing
@@ -98,7 +100,7 @@ async def test_ranks_in_a_sandbox_without_a_network(tmp_path: Path, launch: Call
             for server, devices in zip(servers, ((), TWO), strict=True):
                 await _live_in_a_sandbox(target, invocation(server, LINEAR_TASK, data, devices=devices), server, data)
             assert len(_ranks(gateway)) == 1, "it is kept for the next slice"
-        until(lambda: not _ranks(gateway))
+        until(lambda: not _ranks(gateway), 60)
         one, two = map(_model, servers)
     np.testing.assert_allclose(two, one, rtol=1e-5, atol=1e-6)
 
@@ -107,11 +109,13 @@ async def _live_in_a_sandbox(target: Target, body: Invocation, server: Server, d
     """Call a new function until the job is done, a step a slice."""
     address = body.ps_address
     grants = Grants(read=(str(data),), write=(str(server.channel_folder),), egress={address: address})
-    worker = await target.deploy(annotations=grants.annotations())
+    # A rank imports torch anew, which takes long where others compute, too.
+    limit = timedelta(seconds=150)
+    worker = await target.deploy(annotations=grants.annotations(), env_vars=timeout_env(limit))
     outcome, body = Outcome(status="continue"), body.model_copy(update={"slice_seconds": 0.001})
     while outcome.status == "continue":
         body = body.model_copy(update={"resume_key": outcome.resume_key})
-        told = await worker(body=body.model_dump_json().encode())
+        told = await worker(body=body.model_dump_json().encode(), timeout=limit)
         outcome = Outcome.model_validate_json(told.body)
     assert outcome.status == "done", outcome
 
