@@ -414,6 +414,7 @@ def test_a_few_samples_of_a_label_stay_whatever_the_region_file_says(tmp_path: P
     assert labels_that_leave(config, "other", {0: 500}) == []
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_task_is_measured_in_its_own_image(scene: Scene) -> None:
     policy = scene.config.policy.model_copy(update={"allow_images": ("r/team/",)})
