@@ -18,7 +18,7 @@ test: .venv/.ready-dev ## Run all that must hold, in two processes (PYTEST=ARGUM
 	@$(PYTHON) -m pytest $(or $(PYTEST),-n $(PROCESSES))
 
 quick: .venv/.ready-dev ## Run what starts no process, with few examples, until something fails (PYTEST=MORE ARGUMENTS)
-	@$(PYTHON) -m pytest -n 4 -x -m "not processes and not slow" --hypothesis-profile=quick $(PYTEST)
+	@$(PYTHON) -m pytest -n 3 -x -m "not processes and not slow" --hypothesis-profile=quick $(PYTEST)
 
 soak: .venv/.ready-dev ## Run all again and again, with many examples and random kills (SECONDS=28800 SEED=N PYTEST=TESTS)
 	@$(PYTHON) tests/soak.py $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) $(PYTEST)

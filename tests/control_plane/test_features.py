@@ -165,6 +165,7 @@ def test_regions_with_a_small_share_do_not_hide_the_others(serve_config: ServeCo
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_private_job_is_planned_with_its_noise_and_cost(serve_config: ServeConfig, job_file: Path) -> None:
     private = "privacy.differential={level: LEVEL, epsilon: 3, delta: 1e-5, clipNorm: 0.5}"
 

@@ -125,10 +125,10 @@ async def refused(open_channel: Any, name: str, kind: Any, method: Any, metadata
     request = iter([kind()]) if method.client_streaming else kind()
     try:
         if method.server_streaming:
-            async for _ in call(request, metadata=metadata, timeout=5):
+            async for _ in call(request, metadata=metadata, timeout=30):
                 return "answered"
         else:
-            await call(request, metadata=metadata, timeout=5)
+            await call(request, metadata=metadata, timeout=30)
     except grpc.RpcError as error:
         return error_of(error).code
     return "answered"
@@ -251,7 +251,7 @@ def test_health_and_metrics_answer_over_tls(serve_config: ServeConfig) -> None:
             ca_pem = stage.context.ca_file.read_bytes()
             async with channel(stage.context.address, ca_pem=ca_pem, name=CONTROL_PLANE_NAME) as open_channel:
                 stub = health_pb2_grpc.HealthStub(open_channel)
-                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
                 assert reply.status == health_pb2.HealthCheckResponse.SERVING
             text = await scrape(stage)
             assert 'geofed_region_up{region="a"} 1.0' in text

@@ -85,7 +85,7 @@ def health(facts: dict[str, Any], page: str = "healthz", body: bytes | None = No
     unverified = ssl._create_unverified_context()
     try:
         address = f"https://127.0.0.1:{facts['metrics']}/{page}"
-        with urllib.request.urlopen(address, body, context=unverified, timeout=5) as answer:
+        with urllib.request.urlopen(address, body, context=unverified, timeout=30) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code

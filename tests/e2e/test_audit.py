@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.commands import run_here
-from support.running import UNHURRIED, Federation, Running, digits_sites
+from support.running import UNHURRIED, Federation, Running, digits_sites, paths_under
 
 from geofed_pb.security.audit import GENESIS, hash_of
 from region_agent.link.witness import AUDIT_HEADS
@@ -127,7 +127,7 @@ def test_what_was_done_is_recorded_and_cannot_be_changed_unnoticed(tmp_path: Pat
         )
         assert (early.returncode, "has not ended" in early.stderr) == (8, True)
 
-        heads = next(federation.folder.rglob(AUDIT_HEADS))
+        heads = next(path for path in paths_under(federation.folder) if path.match(AUDIT_HEADS))
         state_dir = str(heads.parent.parent)
         argv = [sys.executable, "-m", "geofed.cli", "agent", "audit", "--state-dir", state_dir]
         (tmp_path / "heads").write_bytes(subprocess.run(argv, capture_output=True, check=True).stdout)

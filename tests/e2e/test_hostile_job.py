@@ -10,7 +10,7 @@ import psutil
 import pytest
 from support import hostile
 from support.processes import family
-from support.running import UNHURRIED, Running, check_succeeded, named
+from support.running import UNHURRIED, Running, check_succeeded, named, paths_under
 from support.sandboxes import needs_sandboxes
 
 from tests.e2e.conftest import PAIR
@@ -55,7 +55,7 @@ def test_hostile_job_gets_nothing_and_trains(running_pair: Running) -> None:
 def _targets(folder: Path, processes: dict, other: str) -> dict[str, object]:
     """What job code was able to read, change, signal and connect to where it was only kept from some paths."""
     states = [folder / "control-plane", *(folder / "regions").glob("*/state")]
-    files = [path for state in states for path in state.rglob("*") if path.is_file() and "/r/" not in str(path)]
+    files = [path for state in states for path in paths_under(state) if path.is_file() and "/r/" not in str(path)]
     daemons = [member for process in processes.values() for member in family(process.pid)]
     ports = {tuple(connection.laddr) for member in daemons for connection in _listening(member)}
     channels = folder.parent / "channels"
@@ -68,7 +68,7 @@ def _targets(folder: Path, processes: dict, other: str) -> dict[str, object]:
         "read_only": [str(path) for path in (*data, hostile.__file__)],
         "pids": [member.pid for member in daemons],
         "ports": sorted(ports),
-        "sockets": [str(path) for state in states for path in state.rglob("*") if path.is_socket()],
+        "sockets": [str(path) for state in states for path in paths_under(state) if path.is_socket()],
         "channel": str(channels / "*" / "*"),
         "bomb": False,  # its memory alone would end the worker
     }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import tarfile
 from pathlib import Path
 
 import pytest
-from support.running import Federation, Running, digits_sites, eventually, named
+from support.running import Federation, Running, digits_sites, eventually, named, paths_under
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -26,8 +27,13 @@ def loss(model, batch):
 
 
 def _holders_of(folder: Path, value: str) -> list[str]:
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    return sorted(str(path.relative_to(folder)) for path in files if value.encode() in path.read_bytes())
+    holders = []
+    for path in paths_under(folder):
+        # Of a running federation, which may delete a file meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if path.is_file() and not path.is_symlink() and value.encode() in path.read_bytes():
+                holders.append(str(path.relative_to(folder)))
+    return sorted(holders)
 
 
 def test_a_region_gives_its_secret_to_the_jobs_that_name_it_and_to_nobody_else(tmp_path: Path) -> None:

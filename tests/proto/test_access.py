@@ -46,7 +46,7 @@ def test_a_call_that_is_ended_while_a_message_is_sent_ends_with_a_status() -> No
         removed = True
         await interceptor.recheck()
         await asyncio.sleep(0)  # gRPC is sending the message, in the call's task; a cancellation would end it here
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             with pytest.raises(grpc.aio.AbortError):
                 await anext(answers)
         assert context.status == grpc.StatusCode.PERMISSION_DENIED

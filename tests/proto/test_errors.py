@@ -113,7 +113,7 @@ def test_a_server_that_is_not_there_is_unavailable() -> None:
     async def ask() -> GeofedError:
         async with grpc.aio.insecure_channel("127.0.0.1:9") as channel:
             try:
-                await control_pb2_grpc.ControlStub(channel).GetJob(control_pb2.JobRequest(job="x"), timeout=5)
+                await control_pb2_grpc.ControlStub(channel).GetJob(control_pb2.JobRequest(job="x"), timeout=30)
             except grpc.RpcError as error:
                 return error_of(error)
         raise AssertionError

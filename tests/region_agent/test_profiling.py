@@ -136,6 +136,12 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
+def _measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates of the machine are taken over less: tests/region_agent/test_machine_rates.py has them over all."""
+    monkeypatch.setattr(machine_rates, "_FRESH_SECONDS", 0.01)
+    monkeypatch.setattr(machine_rates, "_TRIAL_BYTES", 1 << 20)
+
+
 def on_a_loop(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[Path, pytest.MonkeyPatch], None]:
     def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         async def scenario() -> None:
@@ -147,7 +153,7 @@ def on_a_loop(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[P
                 handler._drop_loaded()
 
         monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
-        monkeypatch.setattr(machine_rates, "_FRESH_SECONDS", 0.01)
+        _measure_little(monkeypatch)
         asyncio.run(scenario())
 
     run.__doc__ = test.__doc__
@@ -385,7 +391,7 @@ def test_counts_of_labels_leave_the_region_only_as_its_file_allows(
             handler._drop_loaded()
 
     monkeypatch.setattr(handler, "_scratch", lambda: tmp_path / "scratch")
-    monkeypatch.setattr(machine_rates, "_FRESH_SECONDS", 0.01)
+    _measure_little(monkeypatch)
     budget = PrivacyBudget.model_validate({"epsilon": 1.0, "delta": 1e-5})
     cases: list[tuple[bool, dict[str, Any], Any]] = [
         (True, {}, [[0, 28], [1, 12]]),
@@ -408,6 +414,7 @@ def test_a_few_samples_of_a_label_stay_whatever_the_region_file_says(tmp_path: P
     assert labels_that_leave(config, "other", {0: 500}) == []
 
 
+@pytest.mark.slow
 @on_a_loop
 async def test_a_task_is_measured_in_its_own_image(scene: Scene) -> None:
     policy = scene.config.policy.model_copy(update={"allow_images": ("r/team/",)})

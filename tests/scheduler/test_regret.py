@@ -33,6 +33,7 @@ def test_the_search_finds_what_trying_everything_finds(monkeypatch: pytest.Monke
     assert max(told) <= 0.03, "and none is refused that could be admitted"
 
 
+@pytest.mark.slow
 def test_layouts_of_shards_are_as_good_as_searching_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few shards; each layout is evaluated roughly, and three are searched."""
     for name in ("WORTH", "WORTH_EACH"):

@@ -433,7 +433,7 @@ async def test_a_gateway_that_stops_waits_for_no_function_to_become_active(servi
         await asyncio.sleep(0.5)
         begun = time.monotonic()
         await asyncio.to_thread(target.embedded.stop)
-        assert time.monotonic() - begun < 8
+        assert time.monotonic() - begun < 30
         assert not service.functions
         assert len(told(service, "CreateFunction")) == 3
 

@@ -110,6 +110,7 @@ def test_a_little_time_may_buy_many_requests() -> None:
     assert thrifty.usd < fast.usd
 
 
+@pytest.mark.slow
 @settings(max_examples=budget(60), deadline=None)
 @given(st.integers(2, 16), st.floats(4, 8.5), st.integers(0, 1 << 30))
 def test_the_owners_of_lists_are_far_from_the_best_for_no_length(workers: int, log_size: float, seed: int) -> None:

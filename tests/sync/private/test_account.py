@@ -68,6 +68,7 @@ def test_what_no_noise_can_reach_is_refused() -> None:
     assert told.value.code == "INADMISSIBLE"
 
 
+@pytest.mark.slow
 def test_noise_that_was_looked_for_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three regions of one size took three times as long to plan as one, which is seconds each."""
     first = noise_for(3.25, DELTA, 0.5, 4, sampled=True)
@@ -81,6 +82,7 @@ def test_noise_that_was_looked_for_is_known(monkeypatch: pytest.MonkeyPatch) -> 
         noise_for(3.25, DELTA, 0.5, 5, sampled=True)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5)
 @given(before=st.integers(0, 40), most=st.integers(0, 60), epsilon=st.floats(0.5, 10))
 def test_as_many_releases_as_fit_are_affordable(before: int, most: int, epsilon: float) -> None:

@@ -126,7 +126,7 @@ async def test_a_cut_costs_each_stream_one_chunk_at_most(make: Making, folder: P
         # What the broken connections still hold is read before anything new comes.
         bulk = west.links.bulk
         assert bulk is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not relay.cuts or bulk.connections:  # noqa: ASYNC110 - threads end, which is no event here
                 await asyncio.sleep(0.01)
         relay.opens.set()

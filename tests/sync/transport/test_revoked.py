@@ -125,7 +125,7 @@ def test_no_call_is_left_to_a_revoked_certificate(
                     await asyncio.wait_for(call.read(), 10)
                 assert "is revoked" in error_of(caught.value).message
                 with pytest.raises(grpc.RpcError) as caught:
-                    await sync_pb2_grpc.ExchangeStub(line).Offer(sync_pb2.UpdateManifest(), timeout=5)
+                    await sync_pb2_grpc.ExchangeStub(line).Offer(sync_pb2.UpdateManifest(), timeout=30)
                 assert error_of(caught.value).code == "FORBIDDEN"
         finally:
             ending.cancel()
