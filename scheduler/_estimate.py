@@ -75,10 +75,10 @@ def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
     """
     if region.name in snapshot.probed:
         return snapshot.probed[region.name]
-    stated = {one.name: one.capacity.samples_per_second for one in snapshot.regions}
     own = region.capacity.samples_per_second
     for other, probed in sorted(snapshot.probed.items()):
-        there = stated.get(other)
+        prober = snapshot.by_name.get(other)
+        there = prober.capacity.samples_per_second if prober is not None else None
         if own and there:
             return probed * own / there
         if not own:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sync.channel import DEFAULT as DEFAULT_CHANNEL
@@ -175,6 +176,11 @@ class Snapshot:
     stage_paces: Mapping[str, float] = field(default_factory=dict)
     """For models in stages, by region: ratio of the step time measured in runs to the one that the profile alone
     predicts."""
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Region]:
+        """Available regions by name."""
+        return {region.name: region for region in self.regions}
 
 
 @dataclass(frozen=True)
@@ -461,7 +467,7 @@ class Plan:
     evaluate_every: int
     estimate: PlanEstimate
     residency: dict[str, str]
-    """The verdict for each shard, by region."""
+    """The verdict for each shard, by region; of those that are not used, for the first ones."""
     alternatives: tuple[Alternative, ...] = ()
     evaluation_batch: int = 0
     """Samples that an evaluation takes at a time; 0: as many as a step."""
