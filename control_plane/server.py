@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -37,6 +37,7 @@ from control_plane.service import (
     ControlService,
     EnrolmentService,
     Federation,
+    JobEntry,
     Leading,
     Measurements,
     MetricsExporter,
@@ -49,9 +50,11 @@ from control_plane.service import (
     Succession,
     Sweeper,
     UserCheck,
+    active_jobs,
 )
 from control_plane.serving._address import advertised_host, bound_socket, split_address
 from control_plane.serving._database import locked_database
+from control_plane.serving._garbage import collected_later, short_collections
 from control_plane.serving._standby import WhileLeading, standby_server
 from control_plane.serving._tracker import keep_tracking
 from control_plane.serving._web import Web, serving_routes, standby_routes
@@ -74,6 +77,8 @@ CERTIFICATE_SECONDS = 60.0
 """Interval at which the control plane's certificate is checked, and its files are read again."""
 _LOOK_SECONDS = 0.5
 """Time between two looks of a control plane that stands by at the leader's signs of life."""
+_READ_SECONDS = 60.0
+"""Time between two reads of the active jobs by a control plane that stands by: a second of one core with 10,000."""
 _RETRY_SECONDS = 1.0
 """Time between two attempts to lead again."""
 _AUTHORITY = "authority"
@@ -152,7 +157,8 @@ async def serve(config: ServeConfig) -> None:
                 break
             _log.info("ready", **asdict(served.ports))
             has_led, config = True, served.config
-            await _unless(stop, served.lost.wait())
+            with short_collections():
+                await _unless(stop, served.lost.wait())
             _log.info("stopping")
 
 
@@ -189,8 +195,9 @@ class _Served:
 async def _opened(config: ServeConfig, stack: AsyncExitStack) -> _Served:
     """Lead as soon as no other control plane does, load the state and serve."""
     try:
-        config, store, leading = await _lead(config, stack)
-        state = await _open_state(config, store, leading, stack)
+        known: dict[str, JobEntry] = {}
+        config, store, leading = await _lead(config, stack, known)
+        state = await _open_state(config, store, leading, stack, known)
         ports = await _listen(config, state, stack)
     except OSError as error:
         raise _as_geofed(error) from error
@@ -207,15 +214,17 @@ def _at(config: ServeConfig, ports: Ports) -> ServeConfig:
     )
 
 
-async def _lead(config: ServeConfig, stack: AsyncExitStack) -> tuple[ServeConfig, Store, Leading]:
-    """Open the database and begin to lead; until then, stand by."""
+async def _lead(
+    config: ServeConfig, stack: AsyncExitStack, known: dict[str, JobEntry]
+) -> tuple[ServeConfig, Store, Leading]:
+    """Open the database and begin to lead; until then, stand by, and keep the active jobs ``known``."""
     _prepare(config.state_dir)
     url, shared = stack.enter_context(locked_database(config.state_dir, config.database_url))
     store = stack.enter_context(open_store(url, upgrade=not shared))
     threads = StoreThreads(store, 1)
     stack.push_async_callback(threads.close)
     async with AsyncExitStack() as standing:
-        config = await _take(config, store, threads, standing)
+        config = await _take(config, store, threads, standing, known)
     leading = Leading(store)
     stack.push_async_callback(_release, threads, leading)
     step_down = _stepping_down(leading)
@@ -230,7 +239,13 @@ def _stepping_down(leading: Leading) -> Callable[[GeofedError], None]:
     return lambda error: leading.step_down(f"a task has failed: {error}")
 
 
-async def _take(config: ServeConfig, store: Store, threads: StoreThreads, standing: AsyncExitStack) -> ServeConfig:
+async def _take(
+    config: ServeConfig,
+    store: Store,
+    threads: StoreThreads,
+    standing: AsyncExitStack,
+    known: dict[str, JobEntry],
+) -> ServeConfig:
     """Return once this control plane leads. Meanwhile tell everybody who asks that another one does."""
     silence, stands_by = Silence(), False
     name = f"{_own_address(config)} (process {os.getpid()} on {socket.gethostname()})"
@@ -243,11 +258,25 @@ async def _take(config: ServeConfig, store: Store, threads: StoreThreads, standi
             elif not stands_by and (authority := await threads.run(lambda store: store.meta(_AUTHORITY))):
                 config = await _stand_by(config, seen.holder, authority, standing)
                 stands_by = True
+                standing.push_async_callback(_cancel, background(_follow_jobs(threads, known), log_only))
         except GeofedError as error:
             if not error.retryable:
                 raise
             _log.warning("the database does not answer", code=error.code, error=error.message)
         await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _follow_jobs(threads: StoreThreads, known: dict[str, JobEntry]) -> None:
+    """Keep the active jobs ``known``, so that little is left to be parsed when this control plane takes over."""
+    while True:
+        try:
+            read = await active_jobs(threads.run, known)
+        except GeofedError as error:
+            _log.warning("the jobs could not be read ahead", code=error.code, error=error.message)
+        else:
+            known.clear()
+            known.update(read)
+        await asyncio.sleep(_READ_SECONDS)
 
 
 async def _stand_by(config: ServeConfig, leader: str, authority: str, standing: AsyncExitStack) -> ServeConfig:
@@ -291,7 +320,9 @@ class _State:
     key: Path
 
 
-async def _open_state(config: ServeConfig, store: Store, leading: Leading, stack: AsyncExitStack) -> _State:
+async def _open_state(
+    config: ServeConfig, store: Store, leading: Leading, stack: AsyncExitStack, known: Mapping[str, JobEntry]
+) -> _State:
     """Open the keys, and load the state, before any request is served."""
     now = utc_now(time.time())
     name = _named(store, config.federation)
@@ -306,7 +337,8 @@ async def _open_state(config: ServeConfig, store: Store, leading: Leading, stack
     federation.issues_certificates = authority.issues
     federation.ca_pem = lambda: authority.ca_pem
     stack.push_async_callback(federation.close)
-    await federation.load()
+    with collected_later():
+        await federation.load(known)
     return _State(federation, authority, _admin_token(config.state_dir, store), certificate, key)
 
 

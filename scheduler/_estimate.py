@@ -73,12 +73,12 @@ def speed_by_probe(region: Region, snapshot: Snapshot) -> float | None:
     A probe elsewhere is scaled by the ratio of the speeds that the two operators state, or taken as it is where this
     region states none. None: there was no probe, or this region states a speed and the probed ones state none.
     """
-    if region.name in snapshot.probed or not snapshot.probed:
-        return snapshot.probed.get(region.name)
-    stated = {one.name: one.capacity.samples_per_second for one in snapshot.regions}
+    if region.name in snapshot.probed:
+        return snapshot.probed[region.name]
     own = region.capacity.samples_per_second
     for other, probed in sorted(snapshot.probed.items()):
-        there = stated.get(other)
+        prober = snapshot.by_name.get(other)
+        there = prober.capacity.samples_per_second if prober is not None else None
         if own and there:
             return probed * own / there
         if not own:

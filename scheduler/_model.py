@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from sync.channel import DEFAULT as DEFAULT_CHANNEL
@@ -213,6 +214,11 @@ class Snapshot:
         busy, devices = self.busy_workers.get(region.name, 0), region.capacity.devices
         free = region.capacity.workers - busy
         return free if devices is None else min(free, (devices.count - busy) // region.worker_devices(gpus))
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Region]:
+        """Available regions by name."""
+        return {region.name: region for region in self.regions}
 
 
 @dataclass(frozen=True)
@@ -503,7 +509,7 @@ class Plan:
     evaluate_every: int
     estimate: PlanEstimate
     residency: dict[str, str]
-    """The verdict for each shard, by region."""
+    """The verdict for each shard, by region; of those that are not used, for the first ones."""
     alternatives: tuple[Alternative, ...] = ()
     evaluation_batch: int = 0
     """Samples that an evaluation takes at a time; 0: as many as a step."""

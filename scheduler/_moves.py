@@ -49,6 +49,8 @@ MOST_PLANS = 3
 """Layouts for which a plan is searched, the best by the rough evaluation."""
 MOST_TRIED = 12
 """The same where none of them keeps the limits."""
+_MOST_UNUSED = 20
+"""Shards that are not used and have a verdict each: a plan does not grow with the federation."""
 
 
 @dataclass(frozen=True)
@@ -398,17 +400,17 @@ def _compared(one: Plan, other: Plan) -> str:
 
 
 def _verdicts(plan: Plan, snapshot: Snapshot, demand: Demand) -> dict[str, str]:
-    """Return what happens to each shard, also to those that are not used."""
+    """Return what happens to each shard, by region; of those that are not used, to the first `_MOST_UNUSED`."""
     copies = {copy.source: copy for copy in plan.copies}
-    verdicts = {}
-    for region in sorted(snapshot.regions, key=lambda region: region.name):
+    verdicts, unused = {}, {}
+    for region in snapshot.regions:
         held = _held(region, demand.dataset)
         if held is None:
             continue
         if _left_out(region.name, demand):
-            verdicts[region.name] = "not used: the job file leaves the region out"
+            unused[region.name] = "not used: the job file leaves the region out"
         elif not train_samples(region, demand.dataset):
-            verdicts[region.name] = "not used: it has no training split"
+            unused[region.name] = "not used: it has no training split"
         elif region.name in copies:
             copy = copies[region.name]
             verdicts[region.name] = (
@@ -417,7 +419,11 @@ def _verdicts(plan: Plan, snapshot: Snapshot, demand: Demand) -> dict[str, str]:
             )
         else:
             verdicts[region.name] = f"stays in {region.name} (rule: {_rule(region, held, snapshot, demand)})"
-    return verdicts
+    told = sorted(unused)[:_MOST_UNUSED]
+    verdicts |= {name: unused[name] for name in told}
+    if (more := len(unused) - len(told)) > 0:
+        verdicts[told[-1]] += f"; {more} more shards are not used"
+    return dict(sorted(verdicts.items()))
 
 
 def _rule(region: Region, held: Dataset, snapshot: Snapshot, demand: Demand) -> str:

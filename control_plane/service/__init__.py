@@ -18,6 +18,7 @@ from control_plane.service.state._callers import Caller, caller_of, caller_with
 from control_plane.service.state._draft import OPERATOR
 from control_plane.service.state._entries import JobEntry
 from control_plane.service.state._federation import Federation
+from control_plane.service.state._job_lookup import active_jobs
 from control_plane.service.state._leading import SILENT_SECONDS, Leading, Silence, StoreThreads
 from control_plane.service.storage._inventory import KEEP
 from control_plane.service.storage._sweeper import Sweeper
@@ -49,6 +50,7 @@ __all__ = [
     "Succession",
     "Sweeper",
     "UserCheck",
+    "active_jobs",
     "answer_plan",
     "caller_of",
     "caller_with",

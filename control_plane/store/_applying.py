@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
     Connection,
     Table,
+    Update,
     and_,
+    bindparam,
     delete,
     insert,
     select,
@@ -34,6 +37,16 @@ from geofed_pb.security.audit import GENESIS, entry_text, hash_of
 
 LISTS = ("shared_with", "model_digests")
 """Columns of the jobs that hold lists, as JSON."""
+
+_NEXT_COMMAND = (
+    update(t.regions)
+    .where(t.regions.c.name == bindparam("found_name"))
+    .values(command_seq=t.regions.c.command_seq + 1)
+    .returning(t.regions.c.command_seq)
+)
+_TAKEN = delete(t.commands).where(
+    t.commands.c.region == bindparam("found_region"), t.commands.c.seq <= bindparam("found_seq")
+)
 
 
 def apply(connection: Connection, change: Change, max_log_lines: int) -> Committed:
@@ -86,13 +99,22 @@ def put(
     on_insert: dict[str, Any] | None = None,
 ) -> None:
     """Update a row, or insert it. This is safe because a store has one writer."""
-    where = and_(*(table.c[name] == value for name, value in key.items()))
-    if connection.execute(update(table).where(where).values(**values)).rowcount == 0:
-        connection.execute(insert(table).values(**values, **(on_insert or {})))
+    found = {f"found_{name}": value for name, value in key.items()}
+    new = {f"new_{name}": value for name, value in values.items()}
+    if connection.execute(_update_of(table, tuple(key), tuple(values)), found | new).rowcount == 0:
+        connection.execute(insert(table), values | (on_insert or {}))
+
+
+@cache
+def _update_of(table: Table, key: tuple[str, ...], columns: tuple[str, ...]) -> Update:
+    """Return the update of a row, by parameters `found_NAME` of the key and `new_NAME` of the columns. Making it anew
+    takes longer than the update."""
+    where = and_(*(table.c[name] == bindparam(f"found_{name}") for name in key))
+    return update(table).where(where).values({name: bindparam(f"new_{name}") for name in columns})
 
 
 def _put_region(connection: Connection, region: RegionRow) -> None:
-    values = asdict(region) | {"serials": json.dumps(region.serials)}
+    values = vars(region) | {"serials": json.dumps(region.serials)}
     first = {"command_seq": 0, "command_cursor": 0, "report_cursor": 0}
     put(connection, t.regions, {"name": region.name}, values, on_insert=first)
 
@@ -107,12 +129,7 @@ def _append_events(connection: Connection, events: Sequence[EventRow]) -> tuple[
 
 
 def _append_command(connection: Connection, command: CommandRow) -> CommandRow:
-    seq = connection.execute(
-        update(t.regions)
-        .where(t.regions.c.name == command.region)
-        .values(command_seq=t.regions.c.command_seq + 1)
-        .returning(t.regions.c.command_seq)
-    ).scalar()
+    seq = connection.execute(_NEXT_COMMAND, {"found_name": command.region}).scalar()
     if seq is None:
         raise GeofedError("REGION_NOT_FOUND", f"region {command.region} not found")
     numbered = replace(command, seq=seq)
@@ -152,11 +169,13 @@ def _meet_agent(connection: Connection, region: str, taken: int) -> None:
 def _move_cursors(connection: Connection, change: Change) -> None:
     if change.report_cursor:
         region, seq = change.report_cursor
-        connection.execute(update(t.regions).where(t.regions.c.name == region).values(report_cursor=seq))
+        moved = {"found_name": region, "new_report_cursor": seq}
+        connection.execute(_update_of(t.regions, ("name",), ("report_cursor",)), moved)
     if change.command_cursor:
         region, seq = change.command_cursor
-        connection.execute(update(t.regions).where(t.regions.c.name == region).values(command_cursor=seq))
-        connection.execute(delete(t.commands).where(t.commands.c.region == region, t.commands.c.seq <= seq))
+        moved = {"found_name": region, "new_command_cursor": seq}
+        connection.execute(_update_of(t.regions, ("name",), ("command_cursor",)), moved)
+        connection.execute(_TAKEN, {"found_region": region, "found_seq": seq})
 
 
 def _delete_job(connection: Connection, gone: Deletion) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -91,14 +91,15 @@ class Queries(Database):
         return self._jobs(t.jobs.c.name == name, 100)
 
     def jobs_that_began(
-        self, *, task_key: str = "", digest: str = "", held: str = "", limit: int = 500
+        self, *, task_key: str = "", digest: str = "", secure: bool = False, limit: int = 500
     ) -> list[JobRow]:
         """Return the newest jobs of a task, or those whose state names a model's digest.
 
-        ``held``: what the text of their job files must hold.
+        ``secure``: only those with secure aggregation.
         """
         wanted = t.jobs.c.state_json.contains(digest, autoescape=True) if digest else t.jobs.c.task_key == task_key
-        return self._jobs(and_(wanted, t.jobs.c.spec_json.contains(held, autoescape=True)), limit)
+        kinds = (True,) if secure else (True, False)
+        return self._newest([and_(t.jobs.c.secure_aggregation == kind, wanted) for kind in kinds], limit)
 
     def jobs(
         self, *, phases: frozenset[str] | None = None, limit: int = 1000, after: str = "", reader: str = ""
@@ -107,14 +108,18 @@ class Queries(Database):
 
         ``reader``: only jobs that are this user's or shared with it; empty: all.
         """
-        wanted: list[Any] = [t.jobs.c.phase.in_(phases)] if phases is not None else []
-        if reader:
-            wanted.append(or_(t.jobs.c.user == reader, t.jobs.c.shared_with.contains(json.dumps(reader))))
+        within: list[Any] = [True]
         if after:
             created = select(t.jobs.c.created_at).where(t.jobs.c.id == after).scalar_subquery()
-            older = t.jobs.c.created_at < created
-            wanted.append(or_(older, and_(t.jobs.c.created_at == created, t.jobs.c.id > after)))
-        return self._jobs(and_(True, *wanted), limit)
+            # Both together are what counts; the first alone is what an index is searched for.
+            within = [t.jobs.c.created_at <= created, or_(t.jobs.c.created_at < created, t.jobs.c.id > after)]
+        if not reader:
+            each: list[Any] = [True] if phases is None else [t.jobs.c.phase == phase for phase in sorted(phases)]
+            return self._newest([and_(one, *within) for one in each], limit)
+        if phases is not None:
+            within.append(t.jobs.c.phase.in_(phases))
+        shared = and_(text(t.SHARED), t.jobs.c.shared_with.contains(json.dumps(reader)))
+        return self._newest([and_(one, *within) for one in (t.jobs.c.user == reader, shared)], limit)
 
     def job_uses(self) -> list[JobUse]:
         """Return what each job keeps."""
@@ -331,6 +336,11 @@ class Queries(Database):
         """Return the value of a key, or None."""
         with self._reading() as connection:
             return connection.execute(select(t.meta.c.value).where(t.meta.c.key == key)).scalar()
+
+    def _newest(self, conditions: Sequence[Any], limit: int) -> list[JobRow]:
+        """Return the newest jobs that fulfil any of some conditions, each of which an index serves in order."""
+        found = {row.id: row for condition in conditions for row in self._jobs(condition, limit)}
+        return sorted(found.values(), key=lambda row: (-row.created_at, row.id))[:limit]
 
     def _jobs(self, condition: Any, limit: int) -> list[JobRow]:
         wanted = select(t.jobs).where(condition).order_by(t.jobs.c.created_at.desc(), t.jobs.c.id).limit(limit)

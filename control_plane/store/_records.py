@@ -38,6 +38,7 @@ class JobRow:
     """0: it has not ended."""
     model_digests: tuple[str, ...] = ()
     """Digests of its models' blobs."""
+    secure_aggregation: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    false,
+    text,
 )
 
 metadata = MetaData(
@@ -25,6 +27,8 @@ metadata = MetaData(
         "fk": "fk_%(table_name)s_%(column_0_N_name)s",
     }
 )
+SHARED = "shared_with != '[]'"
+"""Condition of jobs that other users may read. A partial index is used only by queries with the same text."""
 # SQLite generates keys only for columns of the exact type INTEGER.
 _Cursor = BigInteger().with_variant(Integer, "sqlite")
 
@@ -40,8 +44,8 @@ jobs = Table(
     Column("spec_json", Text, nullable=False),
     Column("plan_json", Text, nullable=False),
     Column("state_json", Text, nullable=False),
-    Column("phase", String(16), nullable=False, index=True),
-    Column("created_at", Double, nullable=False, index=True),
+    Column("phase", String(16), nullable=False),
+    Column("created_at", Double, nullable=False),
     Column("result_json", Text, nullable=False),
     Column("user", String(64), nullable=False, server_default=""),
     Column("unpromised_worker_seconds", Double, nullable=False, server_default="0"),
@@ -49,6 +53,13 @@ jobs = Table(
     Column("shared_with", Text, nullable=False, server_default="[]"),
     Column("ended_at", Double, nullable=False, server_default="0"),
     Column("model_digests", Text, nullable=False, server_default="[]"),
+    Column("secure_aggregation", Boolean, nullable=False, server_default=false()),
+    # Each serves one list, sum or look-up, which must not read the rows of all ended jobs.
+    Index(None, "created_at", "user", "unpromised_worker_seconds"),
+    Index(None, "phase", "created_at"),
+    Index(None, "user", "created_at"),
+    Index(None, "secure_aggregation", "task_key", "created_at"),
+    Index("ix_jobs_shared", "created_at", sqlite_where=text(SHARED), postgresql_where=text(SHARED)),
 )
 deletions = Table(
     "deletions",

@@ -7,7 +7,7 @@ A real control plane process; real sessions over mutual TLS from this process, w
 without training. The jobs are copies of five that were submitted and have begun: of 20, 15 have a fixed number of
 workers, four leave it to the plan, and one has a deadline besides; each runs in two regions, drawn at random. They are
 put into the database while the control plane is down. Then agents and users load it with 5 submissions and 100 reports
-a second, beside the heartbeats, on the same cores.
+a second, beside the heartbeats, on the same cores. On PostgreSQL it is then killed while another one stands by.
 
 With `--quick` it takes 3 minutes.
 """
@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import ssl
 import statistics
@@ -45,6 +46,7 @@ from control_plane.core import RegionState, region_state_to_json
 from control_plane.pki import Authority, utc_now
 from control_plane.spec import load, pack
 from control_plane.store import Change, JobRow, RegionRow, open_store
+from geofed_pb.errors import GeofedError
 from tests.control_plane.fake_agent import catalogue, make_request
 
 SUBMISSIONS, REPORTS = 5.0, 100.0
@@ -84,11 +86,15 @@ class Serving:
     ports: dict[str, Any]
     served_seconds: float
     """From the start of the process until all agents were welcomed."""
+    served_cpu_seconds: float
+    """Processor time of the control plane until then."""
     ready_seconds: float
 
 
 def main() -> int:
     given = options(__doc__, more=_more)
+    # Of sessions that are refused, grpc's own tasks complain.
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     report = Report("scale", given.quick)
     agents = given.agents or (200 if given.quick else 1000)
     counts = [int(count) for count in given.jobs.split(",")] if given.jobs else [100, 1000 if given.quick else 10_000]
@@ -159,7 +165,9 @@ def _fill(site: Site, active: int, ended: int) -> None:
         for number in range(ended):
             row = _copy(site.templates[0], 1_000_000 + number, (_region(0), _region(1)))
             state = {**json.loads(row.state_json), "phase": "cancelled", "finished_at": row.created_at}
-            rows.append(replace(row, state_json=json.dumps(state), phase="cancelled", result_json=row.plan_json))
+            ended_at, result = row.created_at, row.plan_json
+            ended_row = replace(row, state_json=json.dumps(state), phase="cancelled", ended_at=ended_at)
+            rows.append(replace(ended_row, result_json=result))
         for begin in range(0, len(rows), 1000):
             store.commit(Change(jobs=tuple(rows[begin : begin + 1000])))
     site.filled = max(site.filled, active)
@@ -198,22 +206,94 @@ async def _serving(site: Site) -> AsyncIterator[Serving]:
         process = await asyncio.to_thread(subprocess.Popen, command, stdout=log, stderr=log)
     tasks: list[asyncio.Task[None]] = []
     try:
-        while not ready.exists():
-            if process.poll() is not None:
-                raise RuntimeError((site.folder / "log").read_text()[-3000:])
-            await asyncio.sleep(0.05)
+        await _listening(site, process, ready)
         ready_seconds, ports = time.monotonic() - begun, json.loads(ready.read_text())
         address = f"127.0.0.1:{ports['agent']}"
         tasks = [asyncio.create_task(agent.run(address)) for agent in site.agents]
         for agent in site.agents:
             await agent.served.wait()
-        served = time.monotonic() - begun
+        served, process_now = time.monotonic() - begun, psutil.Process(process.pid)
+        cpu = sum(process_now.cpu_times()[:2])
         async with ControlClient.connect(Context.load(site.state / "context.json")) as client:
-            yield Serving(psutil.Process(process.pid), client, ports, served, ready_seconds)
+            yield Serving(process_now, client, ports, served, cpu, ready_seconds)
     finally:
         process.terminate()
         await stopped(tasks)
         await asyncio.to_thread(process.wait)
+
+
+async def _listening(site: Site, process: subprocess.Popen[bytes], ready: Path) -> None:
+    while not ready.exists():
+        if process.poll() is not None:
+            raise RuntimeError((site.folder / "log").read_text()[-3000:])
+        await asyncio.sleep(0.05)
+
+
+async def _failover(site: Site, serving: Serving, row: dict[str, Any]) -> None:
+    """Kill the control plane while another one stands by; add how long it took to ``row``, and what was lost."""
+    ready, client, submitted = site.folder / "standby.json", serving.client, list[str]()
+    command = [sys.executable, str(HERE / "scale_server.py"), str(site.state), str(ready), str(site.slow), site.url]
+    with (site.folder / "log").open("ab") as log:
+        process = await asyncio.to_thread(subprocess.Popen, command, stdout=log, stderr=log)
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        await _listening(site, process, ready)
+        standby = psutil.Process(process.pid)
+        # It reads the active jobs, until it needs no more time.
+        used = -1.0
+        while (now := sum(standby.cpu_times()[:2])) > used + 0.2:
+            used = now
+            await asyncio.sleep(2)
+        for number in range(20):
+            pair = (_region(number), _region(number + 1))
+            request = f"last-{number}"
+            submitted.append((await client.submit(site.files.spec(0, pair), site.files.digest, request)).job.id)
+            for agent in site.agents[number::20]:
+                agent.progress(next(job for job, run in agent.runs.items() if run.state == "training"))
+        acknowledged = {agent.region: agent.acknowledged for agent in site.agents}
+        begun = time.monotonic()
+        serving.process.kill()
+        ports = json.loads(ready.read_text())
+        address = f"127.0.0.1:{ports['agent']}"
+        for agent in site.agents:
+            agent.served.clear()
+        tasks = [asyncio.create_task(agent.run(address)) for agent in site.agents]
+        told = json.loads((site.state / "context.json").read_text()) | {"address": f"127.0.0.1:{ports['control']}"}
+        (site.folder / "standby-context.json").write_text(json.dumps(told))
+        async with ControlClient.connect(Context.load(site.folder / "standby-context.json")) as second:
+            row["failover_s"] = await _answered(second, submitted[-1]) - begun
+            for agent in site.agents:
+                await agent.served.wait()
+            row["failover_agents_s"] = time.monotonic() - begun
+            # What the welcome says was applied.
+            row["lost_reports"] = sum(agent.welcomed_at < acknowledged[agent.region] for agent in site.agents)
+            found = [await _there(second, job) for job in submitted]
+            row["lost_jobs"] = len(found) - sum(found)
+        row["failover_cpu_s"] = sum(standby.cpu_times()[:2]) - used
+    finally:
+        process.terminate()
+        await stopped(tasks)
+        await asyncio.to_thread(process.wait)
+
+
+async def _answered(client: ControlClient, job: str) -> float:
+    """Return when a question is answered."""
+    while True:
+        try:
+            await client.job(job)
+            return time.monotonic()
+        except GeofedError:
+            await asyncio.sleep(0.1)
+
+
+async def _there(client: ControlClient, job: str) -> bool:
+    try:
+        await client.job(job)
+    except GeofedError as error:
+        if error.code != "JOB_NOT_FOUND":
+            raise
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -277,15 +357,19 @@ async def _measure(site: Site, counts: list[int], ended: int, seconds: float, re
         site.slow.unlink(missing_ok=True)
         async with _serving(site) as serving:
             row = await _loaded(site, serving, count, seconds)
+            if count == counts[-1] and site.url.startswith("postgresql"):
+                # The agents connect to another one, and are not told by this one.
+                await _failover(site, serving, row)
         report.runs.append(row)
         print(" ".join(f"{row[name]:12.1f}" for name in _SHOWN.values()), flush=True)
 
 
 _SHOWN = {
-    "jobs": "jobs", "restart s": "restart_s", "beat p99": "heartbeat_p99_ms", "report p99": "report_p99_ms",
-    "submit p50": "submit_p50_ms", "submit p99": "submit_p99_ms", "list ms": "list_ms", "status ms": "status_ms",
-    "overview ms": "overview_ms", "metrics ms": "metrics_ms", "MB": "memory_mb", "cores": "cpu",
-    "over 20 ms": "slow_callbacks", "longest ms": "slowest_callback_ms",
+    "jobs": "jobs", "ready s": "ready_s", "restart s": "restart_s", "its cpu s": "restart_cpu_s",
+    "beat p99": "heartbeat_p99_ms", "report p99": "report_p99_ms", "submit p50": "submit_p50_ms",
+    "submit p99": "submit_p99_ms", "list ms": "list_ms", "status ms": "status_ms", "overview ms": "overview_ms",
+    "metrics ms": "metrics_ms", "MB": "memory_mb", "cores": "cpu", "over 20 ms": "slow_callbacks",
+    "longest ms": "slowest_callback_ms",
 }  # fmt: skip
 """Titles of the table's columns; latencies are in milliseconds."""
 
@@ -313,6 +397,7 @@ async def _loaded(site: Site, serving: Serving, count: int, seconds: float) -> d
         "seconds": took,
         "ready_s": serving.ready_seconds,
         "restart_s": serving.served_seconds,
+        "restart_cpu_s": serving.served_cpu_seconds,
         "heartbeats": len(figures.heartbeats),
         "heartbeat_p99_ms": _p99(figures.heartbeats),
         "reports": figures.sent_reports - sent,
@@ -417,8 +502,23 @@ def _judge(report: Report) -> None:
         *(bar(f"{name}, {jobs} jobs", last[f"{name}_ms"], "ms", 300) for name in ("list", "status", "overview")),
         bar("memory", last["memory_mb"], "MB", 1500),
         bar("restart until all agents are served", last["restart_s"], "s", 10),
+        *_failover_bars(last),
         bar("callbacks above 20 ms", last["slow_callbacks"], "", 0),
         bar("failed calls", len(last["failures"]), "", 0),
+    ]
+
+
+def _failover_bars(row: dict[str, Any]) -> list[Bar]:
+    if "failover_s" not in row:
+        return []
+    print(
+        f"the standby answered after {row['failover_s']:.1f} s, all agents were served after "
+        f"{row['failover_agents_s']:.1f} s, for which it took {row['failover_cpu_s']:.1f} s of a core"
+    )
+    lost = row["lost_jobs"] + row["lost_reports"]
+    return [
+        Bar.at_most("failover to the standby", row["failover_s"], "s", 10),
+        Bar.at_most("acknowledged jobs and reports that are lost", lost, "", 0),
     ]
 
 

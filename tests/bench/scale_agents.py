@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -16,7 +17,8 @@ from geofed_pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 HEARTBEAT_SECONDS = 10.0
 """A third of the lease, as real agents send them."""
-_RECONNECT_SECONDS = 0.3
+_BACKOFF_FIRST_SECONDS, _BACKOFF_LONGEST_SECONDS = 0.2, 3.0
+"""Time before a session is opened again, as of real agents."""
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Agent:
         self.address = ""
         self.runs: dict[str, Run] = {}
         self.served = asyncio.Event()
-        self.cursor = self.seq = self.acknowledged = 0
+        self.cursor = self.seq = self.acknowledged = self.welcomed_at = 0
         self._asked: list[float] = []
         self._sent: dict[int, float] = {}
         self._out: asyncio.Queue[agent_pb2.FromAgent] = asyncio.Queue()
@@ -60,6 +62,7 @@ class Agent:
         options = {"ca_pem": self.ca_pem, "certificate_pem": self.certificate_pem, "key_pem": self.key_pem}
         async with channel(self.address, name=CONTROL_PLANE_NAME, **options) as line:
             stub = agent_pb2_grpc.AgentHubStub(line)
+            backoff = _BACKOFF_FIRST_SECONDS
             while True:
                 beats = asyncio.create_task(self._beat())
                 try:
@@ -69,8 +72,10 @@ class Agent:
                     self.figures.failures.append(f"{self.region}: {error.code()}")
                 finally:
                     beats.cancel()
+                    longer = min(2 * backoff, _BACKOFF_LONGEST_SECONDS)
+                    backoff = _BACKOFF_FIRST_SECONDS if self.served.is_set() else longer
                     self.served.clear()
-                await asyncio.sleep(_RECONNECT_SECONDS)
+                await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     async def _outgoing(self) -> AsyncIterator[agent_pb2.FromAgent]:
         self._out = asyncio.Queue()
@@ -102,7 +107,7 @@ class Agent:
             self.cursor = message.seq
             self._out.put_nowait(agent_pb2.FromAgent(command_ack=agent_pb2.CommandAck(seq=message.seq)))
         if kind == "welcome":
-            self.seq = self.acknowledged = message.welcome.report_cursor
+            self.seq = self.acknowledged = self.welcomed_at = message.welcome.report_cursor
             self.served.set()
         elif kind == "lease" and self._asked:
             self.figures.heartbeats.append(time.monotonic() - self._asked.pop(0))

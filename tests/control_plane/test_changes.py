@@ -18,7 +18,7 @@ from control_plane.service.planning._planning import plan_json
 from control_plane.service.state._certificates import unseen_region
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
-from control_plane.store import Change, CommandRow, Committed, JobRow, Store, open_store
+from control_plane.store import CommandRow, Committed, JobRow, Store, open_store
 from geofed_pb.errors import GeofedError
 from tests.control_plane.test_routing import Watched
 
@@ -37,7 +37,7 @@ class Place:
         self._store_changes = self.federation.changes._store
         self.federation.changes._store = self._stored
 
-    async def _stored(self, changes: Sequence[Change]) -> Sequence[Committed]:
+    async def _stored(self, changes: Sequence[Draft]) -> Sequence[Committed]:
         await self.open.wait()
         self.together.append(len(changes))
         return await self._store_changes(changes)
@@ -174,7 +174,7 @@ def test_a_job_whose_end_is_being_stored_is_known_all_the_time(tmp_path: Path, j
 
         await put(entry)
 
-        async def one_by_one(changes: Sequence[Change]) -> Sequence[Committed]:
+        async def one_by_one(changes: Sequence[Draft]) -> Sequence[Committed]:
             await turns.acquire()
             return await place._store_changes(changes)
 

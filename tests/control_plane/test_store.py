@@ -8,10 +8,12 @@ import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import event
 from support.postgres import Postgres
 
 from control_plane.core import (
@@ -125,6 +127,45 @@ class Contract:
         store.commit(Change(jobs=jobs))
         assert store.unpromised_worker_seconds(4.0) == {"ann": 4.0, "": 1.0}
         assert store.job("a") == jobs[0]
+
+    def test_lists_and_look_ups_read_no_rows_of_other_jobs(self, store: Store) -> None:
+        def job(number: int, phase: str, **more: Any) -> JobRow:
+            return replace(JOB, id=f"j{number}", request_id=f"r{number}", created_at=number, phase=phase, **more)
+
+        jobs = [job(n, ("failed", "succeeded", "running")[n % 3], user=("ann", "bob")[n % 2]) for n in range(30)]
+        jobs[7] = replace(jobs[7], shared_with=("ann",))
+        jobs[9] = replace(jobs[9], secure_aggregation=True)
+        store.commit(Change(jobs=tuple(jobs)))
+        with store.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
+            connection.exec_driver_sql("ANALYZE")
+        statements = list[tuple[str, Any]]()
+        event.listen(store.engine, "before_cursor_execute", lambda *told: statements.append((told[2], told[3])))
+
+        def ids(rows: list[JobRow]) -> list[int]:
+            return [int(row.id[1:]) for row in rows]
+
+        ended = frozenset({"failed", "succeeded"})
+        assert ids(store.jobs(phases=ended, limit=4)) == [28, 27, 25, 24]
+        assert ids(store.jobs(phases=ended, limit=4, after="j24")) == [22, 21, 19, 18]
+        assert ids(store.jobs(limit=3, after="j24")) == [23, 22, 21]
+        assert ids(store.jobs(phases=ended, limit=3, after="j13", reader="ann")) == [12, 10, 7]
+        assert ids(store.jobs_that_began(task_key=JOB.task_key, limit=3)) == [29, 28, 27]
+        assert ids(store.jobs_that_began(task_key=JOB.task_key, secure=True)) == [9]
+        assert store.unpromised_worker_seconds(20) == {"ann": 0.0, "bob": 0.0}
+        if not store.shared:
+            for statement, parameters in [told for told in statements if "FROM jobs" in told[0]]:
+                with store.engine.connect() as connection:
+                    found = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters).all()
+                steps = [row[3] for row in found]
+                # Of the last column, the ID, equal ones of the first are sorted.
+                allowed = ("USE TEMP B-TREE FOR RIGHT PART OF ORDER BY", "USE TEMP B-TREE FOR LAST TERM OF ORDER BY")
+                assert all(
+                    "INDEX ix_" in step
+                    or "INDEX sqlite_autoindex" in step
+                    or "SUBQUERY" in step
+                    or step in (*allowed, "USE TEMP B-TREE FOR GROUP BY")
+                    for step in steps
+                ), (statement, steps)
 
     def test_cursors_grow_and_resume(self, store: Store) -> None:
         events = tuple(EventRow(float(n), f"j{n % 2}", "a", "kind", "text") for n in range(6))
@@ -272,13 +313,22 @@ class Contract:
         }
         old = {"job": "j1", "lost_limit_seconds": 1.0, "created_at": 0.0, "phase": "running", "partitions": parts}
         old |= {"finished_at": 7.0, "blob_digest": "sha256:1", "models": {"kept": [{"round": 1, "digest": "sha256:0"}]}}
-        store.commit(Change(jobs=(replace(JOB, state_json=json.dumps(old | {"copies": [copy]})),)))
+        secure = '{"privacy":{"secureAggregation":true}}'
+        store.commit(Change(jobs=(replace(JOB, state_json=json.dumps(old | {"copies": [copy]}), spec_json=secure),)))
         with store.engine.connect().execution_options(geofed_write=True) as connection, connection.begin():
             connection.exec_driver_sql("DROP TABLE leadership")
             connection.exec_driver_sql("DROP TABLE revocations")
             connection.exec_driver_sql("DROP TABLE deletions")
             connection.exec_driver_sql("DROP TABLE audit")
-            new = ("signature_json", "shared_with", "ended_at", "model_digests")
+            indexed = (
+                "created_at_user_unpromised_worker_seconds", "phase_created_at", "user_created_at",
+                "secure_aggregation_task_key_created_at", "shared",
+            )  # fmt: skip
+            for name in indexed:
+                connection.exec_driver_sql(f"DROP INDEX ix_jobs_{name}")
+            for column in ("phase", "created_at"):
+                connection.exec_driver_sql(f"CREATE INDEX ix_jobs_{column} ON jobs ({column})")
+            new = ("signature_json", "shared_with", "ended_at", "model_digests", "secure_aggregation")
             probed = (("weights", column) for column in ("held_bytes", "batch_norms_json"))
             of_users = (
                 ("users", column)
@@ -301,6 +351,7 @@ class Contract:
         with open_store(url) as upgraded:
             (row,) = upgraded.jobs()
         assert (row.ended_at, row.model_digests) == (7.0, ("sha256:0", "sha256:1"))
+        assert row.secure_aggregation
         state = job_state_from_json(row.state_json)
         assert state.partitions[1].report is None
         assert state.partitions[0].report == Report(

@@ -125,7 +125,8 @@ def test_the_second_takes_over_when_the_first_is_killed(postgres: Postgres, tmp_
                 assert (again.job.id, again.created) == (job, False)
                 assert health(second) == 200
                 for identity in identities:
-                    agent = FakeAgent(at(identity, second))
+                    # A new process, which is told all again; the old one may have stored its command.
+                    agent = FakeAgent(at(identity, second), "boot-2")
                     await agent.connect()
                     assert (await agent.command("start")).job == job
                     await agent.close()

@@ -396,6 +396,15 @@ def test_every_shard_of_the_dataset_has_a_verdict() -> None:
     }
 
 
+def test_of_many_shards_that_are_not_used_only_some_have_a_verdict() -> None:
+    snapshot = Snapshot((region("z"), *(region(f"r{number:03}") for number in range(300))))
+    verdicts = planned(snapshot, demand(use=("z",))).residency
+    assert list(verdicts) == [*(f"r{number:03}" for number in range(20)), "z"]
+    assert verdicts["z"] == "stays in z (rule: region)"
+    assert verdicts["r018"] == "not used: the job file leaves the region out"
+    assert verdicts["r019"] == "not used: the job file leaves the region out; 280 more shards are not used"
+
+
 def test_a_measured_speed_goes_before_a_stated_one_and_narrows_the_range() -> None:
     stated = replace(region("a"), capacity=Capacity(4, 2048, 500.0))
     guess = planned(Snapshot((region("a"),)), demand()).estimate

@@ -13,9 +13,6 @@ from scheduler import Declined, Plan, Reason
 
 __all__ = ["refused_by_difference", "refused_without", "same_start"]
 
-_SECURE = '"secureAggregation":true'
-"""Text in the job files, as stored, of jobs with secure aggregation."""
-
 
 async def same_start(
     federation: Federation, spec: JobSpec, model: InitialModel | None, task_key: str
@@ -26,12 +23,12 @@ async def same_start(
     empty: its code is not known. Only jobs count that began to train, or still may; and of a job without secure
     aggregation only those with it.
     """
-    held = "" if _secure(spec) else _SECURE
+    secure = not _secure(spec)
     if model is not None:
-        named = await federation.lookup.jobs_that_began(digest=model.digest, held=held)
+        named = await federation.lookup.jobs_that_began(digest=model.digest, secure=secure)
         found = [entry for entry in named if _has_trained_from(entry, model)]
     elif task_key:
-        of_task = await federation.lookup.jobs_that_began(task_key=task_key, held=held)
+        of_task = await federation.lookup.jobs_that_began(task_key=task_key, secure=secure)
         found = [
             entry for entry in of_task if entry.state.initial_model is None and entry.spec.train.seed == spec.train.seed
         ]

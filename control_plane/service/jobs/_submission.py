@@ -43,6 +43,7 @@ from scheduler import Declined, Plan
 
 _MAX_PLANS = 5
 """Number of times that a new job is planned, since the federation may change before the plan is stored."""
+_VERSION = version("geofed")
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,7 @@ def new_row(spec: JobSpec, bundle_digest: str, request_id: str, user: str) -> Jo
         phase="",
         created_at=0.0,
         user=user,
+        secure_aggregation=spec.privacy.secure_aggregation,
     )
 
 
@@ -240,7 +242,7 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
         residency=decided.plan.residency, plan=_digest_of(row.plan_json),
         regions={part.region: part.workers for part in decided.plan.partitions},
         copies={copy.source: copy.destination for copy in decided.plan.copies},
-        secure_aggregation=spec.privacy.secure_aggregation, geofed=version("geofed"),
+        secure_aggregation=spec.privacy.secure_aggregation, geofed=_VERSION,
     )  # fmt: skip
     if decided.waits_for:
         draft.apply_to_job(row.id, StartDelayed(draft.at, decided.waits_for))

@@ -47,6 +47,8 @@ __all__ = ["Succession", "rest_of"]
 _log = structlog.get_logger("geofed.succession")
 _POLL_SECONDS = 0.5
 """Time between two checks of all jobs."""
+_CHECKED_AT_ONCE = 100
+"""Jobs that are checked before others of the control plane's work: about a millisecond."""
 _SEED_LIMIT = 1 << 63
 """Seeds are below this."""
 _STABLE_SECONDS = 10.0
@@ -149,7 +151,11 @@ class Succession:
             for known in (self._evaluated, self._paces):
                 for gone in known.keys() - self._federation.jobs.keys():
                     del known[gone]
-            for entry in list(self._federation.jobs.values()):
+            for number, job in enumerate(list(self._federation.changes.index.may_be_replanned)):
+                if number % _CHECKED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                if (entry := self._federation.jobs.get(job)) is None:
+                    continue
                 try:
                     if entry.state.awaits_successor:
                         await self._create_successor(entry)

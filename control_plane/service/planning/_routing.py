@@ -121,9 +121,9 @@ class Routing:
         """Review the links of each job whose file leaves the topology to the plan; called every second."""
         for gone in set(self._links) - set(draft.jobs):
             del self._links[gone]
-        for job in list(draft.jobs):
+        for job in draft.may_be_rerouted():
             entry = draft.job(job)
-            if entry is not None and entry.plan.wan_settings.get("choose_topology") and _can_change(entry.state):
+            if entry is not None and _can_change(entry.state):
                 links = self._links.setdefault(job, JobLinks())
                 if links.due(draft.at):
                     self._review_job(draft, entry, links)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from control_plane.service.state._draft import Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.service.state._index import JobIndex
-from control_plane.store import Change, Committed, UserRow
+from control_plane.store import Committed, UserRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.tasks import awaited
 
@@ -78,8 +78,6 @@ def _with_later_contact(entry: RegionEntry, known: RegionEntry | None, at: float
 @dataclass(frozen=True)
 class _Waiting:
     draft: Draft
-    change: Change | None
-    """None: nothing of it is stored."""
     done: asyncio.Future[None]
 
 
@@ -88,12 +86,12 @@ class Changes:
 
     def __init__(
         self,
-        store: Callable[[Sequence[Change]], Awaitable[Sequence[Committed]]],
+        store: Callable[[Sequence[Draft]], Awaitable[Sequence[Committed]]],
         publish: Callable[[Draft, Committed], None],
     ) -> None:
         """
         Args:
-            store: stores changes in one transaction; raises ``GeofedError`` if none was stored.
+            store: stores drafts in one transaction; raises ``GeofedError`` if none was stored.
             publish: called for each draft once it is stored and visible.
         """
         self.visible = View()
@@ -127,13 +125,12 @@ class Changes:
         """
         if draft.jobs is not self.latest.jobs:
             raise _lost()
-        change = draft.to_change()
         self.latest.apply(draft)
         self._note(draft)
-        if change is None and self._storing is None:
+        if not draft.is_stored and self._storing is None:
             self._make_visible(draft, Committed())
             return None
-        waiting = _Waiting(draft, change, asyncio.get_running_loop().create_future())
+        waiting = _Waiting(draft, asyncio.get_running_loop().create_future())
         # Whoever asked may have been cancelled.
         waiting.done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._queue.append(waiting)
@@ -170,9 +167,9 @@ class Changes:
 
     async def _stored(self, batch: Sequence[_Waiting]) -> GeofedError | None:
         """Store some changes in order; return the error that the others end with, or None if all are stored."""
-        changes = [waiting.change for waiting in batch if waiting.change is not None]
+        drafts = [waiting.draft for waiting in batch if waiting.draft.is_stored]
         try:
-            stored = iter(await self._store(changes) if changes else ())
+            stored = iter(await self._store(drafts) if drafts else ())
         except GeofedError as error:
             if error.retryable:
                 return error
@@ -189,7 +186,7 @@ class Changes:
                 waiting.done.set_exception(error)
             return _lost()
         for waiting in batch:
-            self._make_visible(waiting.draft, Committed() if waiting.change is None else next(stored))
+            self._make_visible(waiting.draft, next(stored) if waiting.draft.is_stored else Committed())
             waiting.done.set_result(None)
         return None
 

@@ -144,6 +144,10 @@ class Draft:
         """Return the regions in which jobs or workers in use have changed; the caller takes them out."""
         return self._indexed().touched
 
+    def may_be_rerouted(self) -> list[str]:
+        """Return the jobs whose files leave the topology to the plan."""
+        return list(self._indexed().may_be_rerouted)
+
     def fixed(self, region: str) -> int:
         """Return the workers of a region that its jobs keep to their ends, with the draft's changes."""
         fixed = self._indexed().fixed(region)
@@ -322,13 +326,16 @@ class Draft:
                 for job_id in self.jobs_in(name):
                     self.apply_to_job(job_id, action.event)
 
-    def to_change(self) -> Change | None:
-        """Return the transaction for the store; None if nothing durable has changed."""
+    @property
+    def is_stored(self) -> bool:
+        """Whether anything has changed that the store keeps."""
         known = self.events or self.commands or self.invitations or self.changed_users or self.report_cursor
         known = known or self.met or self.dropped_command or self.command_cursor
         durable = self._durable or bool(known or self.audits or self.weights)
-        if not (durable or self.revocations or self.removed_region or self.deletions):
-            return None
+        return bool(durable or self.revocations or self.removed_region or self.deletions)
+
+    def to_change(self) -> Change:
+        """Return the transaction for the store. It may be called in a thread, once nothing is added any more."""
         return Change(
             jobs=tuple(_stored(entry) for entry in self.changed_jobs.values()),
             regions=tuple(

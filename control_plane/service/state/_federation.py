@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -42,11 +42,11 @@ from control_plane.service.state._certificates import Certificate, admit_certifi
 from control_plane.service.state._changes import Changes
 from control_plane.service.state._draft import OPERATOR, Draft
 from control_plane.service.state._entries import JobEntry, RegionEntry
-from control_plane.service.state._job_lookup import ACTIVE, JobLookup, entry_of
+from control_plane.service.state._job_lookup import JobLookup, active_jobs
 from control_plane.service.state._leading import Leading, StoreThreads
 from control_plane.service.state._notifier import Notifier
 from control_plane.spec import JobSpec, packed_code_digest
-from control_plane.store import Change, CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
+from control_plane.store import CommandRow, Committed, JobRow, OutcomeUnknown, Store, UserRow
 from geofed_pb.bounds import NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.features import FEATURES
@@ -58,8 +58,6 @@ MAX_TICK_GAP_SECONDS = 5.0
 """Longest time between two ticks; a longer one means that the process was suspended or the clock was set."""
 SERVED_SECONDS = 7 * 86_400.0
 """Period over which the workers of a user's jobs without a promise count for the user's place in the queue."""
-_LOADED_JOBS = 500
-"""Number of active jobs that one query loads at the start: some tenths of a second."""
 _READ_SECONDS = 60.0
 """Time within which reading the same thing again is not recorded again, so that nobody fills the disk by reading."""
 _SERVICE_REFRESH_SECONDS = 60.0
@@ -130,13 +128,15 @@ class Federation:
         """All users, as stored."""
         return self.changes.visible.users
 
-    async def load(self) -> None:
+    async def load(self, known: Mapping[str, JobEntry] | None = None) -> None:
         """Load the stored state into memory, before any request is served.
+
+        ``known``: jobs that were read before (`active_jobs`), of which only what has changed is parsed again.
 
         Raises ``GeofedError("STATE_INVALID")`` if a row cannot be parsed.
         """
         try:
-            await self._load_rows()
+            await self._load_rows(known or {})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise GeofedError("STATE_INVALID", f"a stored {error.title} cannot be read: {first['msg']}") from error
@@ -147,11 +147,9 @@ class Federation:
                 draft.record(
                     "control-plane.started", f"the control plane has restarted with {len(self.jobs)} active jobs"
                 )
-            for job_id in self.jobs:
-                draft.record("control-plane.started", "the control plane has restarted", job=job_id)
         _log.info("state loaded", jobs=len(self.jobs), regions=len(self.regions))
 
-    async def _load_rows(self) -> None:
+    async def _load_rows(self, known: Mapping[str, JobEntry]) -> None:
         await self.read(lambda store: store.begin())
         await self.read(self.audit.load)
         self.users.update({user.name: user for user in await self.read(lambda store: store.users())})
@@ -166,10 +164,7 @@ class Federation:
                     # Stored by a version with other bounds.
                     state = replace(state, fault=error.message)
             self.regions[row.name] = RegionEntry(row, state, catalogue)
-        last = ""
-        while page := await self.read(partial(_page_of_active, after=last)):
-            self.jobs.update({entry.row.id: entry for entry in page})
-            last = page[-1].row.id
+        self.jobs.update(await active_jobs(self.read, known))
         self.changes.visible.report_cursors.update(await self.read(Store.report_cursors))
         self.changes.loaded()
 
@@ -300,8 +295,9 @@ class Federation:
             await self.changes.drain()
             return await self._written(change)
 
-    async def _store_changes(self, changes: Sequence[Change]) -> Sequence[Committed]:
-        return await self._written(lambda store: store.commit_all(changes))
+    async def _store_changes(self, drafts: Sequence[Draft]) -> Sequence[Committed]:
+        # Encoded in the thread, since many jobs take long.
+        return await self._written(lambda store: store.commit_all([draft.to_change() for draft in drafts]))
 
     async def _written(self, change: Callable[[Store], _T]) -> _T:
         """Change the store. If it is unknown whether that was stored, this control plane stops leading, since its
@@ -430,7 +426,8 @@ class Federation:
         session.end()
         if self.sessions.get(session.region) is session:
             del self.sessions[session.region]
-        if self._closed:
+        if self._closed or self.stopping:
+            # Whoever serves next waits for the region as after a crash; its jobs need not be told, nor stored.
             return
         async with self.change() as draft:
             draft.apply_to_region(session.region, Disconnected(draft.at, session.number))
@@ -601,7 +598,3 @@ def _blobs_of(entry: JobEntry) -> tuple[str, ...]:
     """Return the digests of the files that a job's regions fetch."""
     model = entry.state.initial_model
     return (entry.row.bundle_digest, *(model.uploaded if model is not None else ()))
-
-
-def _page_of_active(store: Store, after: str) -> list[JobEntry]:
-    return [entry_of(row) for row in store.jobs(phases=ACTIVE, limit=_LOADED_JOBS, after=after)]

@@ -63,6 +63,10 @@ class JobIndex:
         """Worker seconds of active jobs without a promised deadline, by user."""
         self.waiting_for_lost: dict[str, None] = {}
         """Jobs of which a region is lost: they fail if it stays lost for too long."""
+        self.may_be_replanned: dict[str, None] = {}
+        """Jobs that wait for their successors, or are replanned without being asked."""
+        self.may_be_rerouted: dict[str, None] = {}
+        """Jobs whose files leave the topology to the plan."""
         self.touched: dict[str, None] = {}
         """Regions of which the workers in use, or the jobs, have changed; whoever allocates workers takes them out."""
         for entry in entries:
@@ -112,6 +116,10 @@ class JobIndex:
                 self.waiting_for_lost[job] = None
             else:
                 self.waiting_for_lost.pop(job, None)
+        if entry.state.awaits_successor or entry.spec.regions.replan == "auto":
+            self.may_be_replanned[job] = None
+        if entry.plan.wan_settings.get("choose_topology"):
+            self.may_be_rerouted[job] = None
         self._spend(before, -1)
         self._spend(use, 1)
         self._uses[job] = use
@@ -123,7 +131,8 @@ class JobIndex:
             return
         self._count(before, -1)
         self._spend(before, -1)
-        self.waiting_for_lost.pop(job, None)
+        for jobs in (self.waiting_for_lost, self.may_be_replanned, self.may_be_rerouted):
+            jobs.pop(job, None)
         if (model := entry.state.initial_model) is not None:
             for digest in model.uploaded:
                 self._models[digest] -= 1

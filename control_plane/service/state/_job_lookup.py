@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from pydantic import TypeAdapter
 
@@ -18,9 +18,11 @@ from control_plane.store import JobRow, Store
 from geofed_pb.errors import GeofedError
 from scheduler import Plan
 
-__all__ = ["ACTIVE", "JobLookup", "entry_of"]
+__all__ = ["ACTIVE", "JobLookup", "active_jobs", "entry_of"]
 
 _PLAN = TypeAdapter(Plan)
+_LOADED_JOBS = 500
+"""Number of active jobs that one query loads at the start: some tenths of a second."""
 ACTIVE = frozenset({"queued", "planned", "starting", "running", "finishing", "cancelling"})
 
 
@@ -55,12 +57,12 @@ class JobLookup:
             row = named[0]
         return self._jobs.get(row.id) or entry_of(row)
 
-    async def jobs_that_began(self, *, task_key: str = "", digest: str = "", held: str = "") -> list[JobEntry]:
+    async def jobs_that_began(self, *, task_key: str = "", digest: str = "", secure: bool = False) -> list[JobEntry]:
         """Return what `Store.jobs_that_began` does, as entries."""
 
         def entries(store: Store) -> list[JobEntry]:
             # Parsed in the thread, since many jobs take long.
-            rows = store.jobs_that_began(task_key=task_key, digest=digest, held=held)
+            rows = store.jobs_that_began(task_key=task_key, digest=digest, secure=secure)
             return [self._jobs.get(row.id) or entry_of(row) for row in rows]
 
         return await self._threads.run(entries)
@@ -112,7 +114,35 @@ def _turn(row: JobRow) -> tuple[float, str]:
     return -row.created_at, row.id
 
 
-def entry_of(row: JobRow) -> JobEntry:
-    """Parse a job's row."""
-    spec, plan = parse_json(row.spec_json, stored=True), _PLAN.validate_json(row.plan_json)
-    return JobEntry(row, job_state_from_json(row.state_json), spec, plan)
+async def active_jobs(
+    read: Callable[[Callable[[Store], list[JobEntry]]], Awaitable[list[JobEntry]]], known: Mapping[str, JobEntry]
+) -> dict[str, JobEntry]:
+    """Return the jobs that have not ended, by ID.
+
+    Args:
+        read: runs a query of the store.
+        known: jobs that were read before, of which only what has changed is parsed again.
+    """
+    found: dict[str, JobEntry] = {}
+    last = ""
+
+    def page(store: Store) -> list[JobEntry]:
+        rows = store.jobs(phases=ACTIVE, limit=_LOADED_JOBS, after=last)
+        return [entry_of(row, known.get(row.id)) for row in rows]
+
+    while entries := await read(page):
+        found.update({entry.row.id: entry for entry in entries})
+        last = entries[-1].row.id
+    return found
+
+
+def entry_of(row: JobRow, known: JobEntry | None = None) -> JobEntry:
+    """Parse a job's row. ``known``: the job as it was read before, of which what has not changed is taken."""
+    if known is None:
+        spec, plan = parse_json(row.spec_json, stored=True), _PLAN.validate_json(row.plan_json)
+        return JobEntry(row, job_state_from_json(row.state_json), spec, plan)
+    before = known.row
+    spec = known.spec if row.spec_json == before.spec_json else parse_json(row.spec_json, stored=True)
+    plan = known.plan if row.plan_json == before.plan_json else _PLAN.validate_json(row.plan_json)
+    state = known.state if row.state_json == before.state_json else job_state_from_json(row.state_json)
+    return JobEntry(row, state, spec, plan)

@@ -28,6 +28,8 @@ _INTERVAL_SECONDS = 3600.0
 """Time between two sweeps. The shortest default rule is a day."""
 _ROWS_AT_ONCE = 2000
 """Rows that are removed by one transaction, so that other changes hardly wait."""
+_JOBS_AT_ONCE = 500
+"""Jobs that are looked at before others of the control plane's work: some milliseconds."""
 _MAX_JOB_EVENTS = 50_000
 """Events that a job keeps, the newest, since its regions' reports cause them; a long job has thousands."""
 
@@ -72,7 +74,8 @@ class Sweeper:
             if entry.state.initial_model is not None
         }
         parts = await asyncio.to_thread(self._parts, {use.bundle_digest for use in jobs.values()})
-        return file_items(whole, unfinished, jobs, initial, parts)
+        # In a thread, since many jobs take long.
+        return await asyncio.to_thread(file_items, whole, unfinished, jobs, initial, parts)
 
     def _parts(self, bundles: set[str]) -> dict[str, frozenset[str]]:
         """Return the digests of the files that belong to archives, where there are any."""
@@ -127,7 +130,9 @@ class Sweeper:
         if table not in ("events", "logs"):
             return await self._remove_rows(table, None, now, KINDS[table])
         count, jobs = 0, await self._jobs()
-        for job in await self._federation.read(partial(Store.jobs_with_rows, table=table)):
+        for number, job in enumerate(await self._federation.read(partial(Store.jobs_with_rows, table=table))):
+            if number % _JOBS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             stored = rows_item(RowUse(table, job, 0, 0, -math.inf), jobs).stored
             if not stored.jobs:
                 count += await self._remove_rows(table, job, now, stored.kind)
