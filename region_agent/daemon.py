@@ -328,7 +328,7 @@ class Agent:
         for number, job, begun, kind in self._store.open_invocations():
             row = self._store.partition(job)
             start = agent_pb2.StartPartition.FromString(row.start) if row else agent_pb2.StartPartition()
-            devices = self._config.worker_devices(gpus_of(start.task))
+            devices = self._config.worker_devices(gpus_of(start.task)) if row else 0
             amounts = invocation_amounts(
                 max(0.0, alive - begun), start.plan.memory_mb, preemptible=kind, devices=devices
             )

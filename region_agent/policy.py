@@ -24,7 +24,7 @@ from sync.wan import ExchangeSettings
 __all__ = ["check_isolation", "check_partition", "check_sending", "most_workers", "over_quota"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_GPUS = re.compile(r"(auto|[1-9][0-9]?)?")
+_GPUS = re.compile(r"(auto|[1-9]|[1-5][0-9]|6[0-4])?")
 """`function.gpus`; empty: one."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")

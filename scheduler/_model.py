@@ -51,7 +51,7 @@ class Devices:
     memory_mb: int | None = None
     """Memory of one device; None: not stated."""
     of_function: int | None = None
-    """Those that one function sees; None: all."""
+    """Those that the platform gives each function; None: a function sees all."""
 
     @property
     def seen(self) -> int:
@@ -144,7 +144,10 @@ class Region:
         """Return the devices of one worker that are billed. ``gpus``: those that the job asks for; None: all that a
         function sees."""
         devices = self.capacity.devices
-        return 0 if devices is None else max(1, devices.seen) if gpus is None else gpus
+        if devices is None:
+            return 0
+        # A platform that gives a function its own devices bills them, whatever the job uses.
+        return devices.of_function or (max(1, devices.count) if gpus is None else gpus)
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,10 @@ class Snapshot:
         """Return how many workers with so many devices (`Demand.gpus`) a region has free."""
         busy, devices = self.busy_workers.get(region.name, 0), region.capacity.devices
         free = region.capacity.workers - busy
-        return free if devices is None else min(free, (devices.count - busy) // region.worker_devices(gpus))
+        if devices is None:
+            return free
+        # Of busy workers it is not known whether they have several.
+        return min(free, max(0, devices.count - busy) // region.worker_devices(gpus))
 
     @cached_property
     def by_name(self) -> Mapping[str, Region]:

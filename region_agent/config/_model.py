@@ -174,9 +174,11 @@ class RegionConfig(Section):
         devices = self.capacity.devices
         if devices is None:
             return self
-        workers = self.capacity.workers + self.capacity.preemptible
-        if workers > devices.count:
-            text = "each worker has a device of its own"
+        workers, each = self.capacity.workers + self.capacity.preemptible, self._devices_of_function
+        if isinstance(self.gateway, KubernetesGateway) and not each:
+            raise ValueError("`gateway.gpus` is 0: functions have none of `capacity.devices`")
+        if workers * max(1, each) > devices.count:
+            text = f"each worker has {each} devices" if each > 1 else "each worker has a device of its own"
             raise ValueError(f"`capacity.devices.count` is {devices.count} for {workers} workers: {text}")
         if self.prices is not None and self.prices.device_usd_per_second is None:
             raise ValueError("`prices.deviceUsdPerSecond` is missing: `capacity.devices` are billed")
@@ -215,7 +217,8 @@ class RegionConfig(Section):
         devices = self.capacity.devices
         if devices is None:
             return 0
-        return (self._devices_of_function or devices.count) if gpus == "auto" else gpus
+        # A platform that gives a function its own devices bills them, whatever the job uses.
+        return self._devices_of_function or (devices.count if gpus == "auto" else gpus)
 
     def _capacity(self, preemptible: int | None) -> dict[str, Any]:
         capacity = self.capacity.model_dump()

@@ -50,8 +50,9 @@ def bill(meters: dict[str, float], prices: PricesConfig, channel: ChannelPricesC
         # If the region file has no preemptible price any more, the normal price holds: never zero.
         price = prices.function_usd_per_gb_second if price is None else price
         lines.insert(1, ("preemptible-function-seconds", preemptible, "GB-s", price))
-    if prices.device_usd_per_second is not None:
-        lines.insert(1, ("device-seconds", meters.get("device_seconds", 0.0), "s", prices.device_usd_per_second))
+    devices = meters.get("device_seconds", 0.0)
+    if devices or prices.device_usd_per_second is not None:
+        lines.insert(1, ("device-seconds", devices, "s", prices.device_usd_per_second or 0.0))
     items = [LineItem(item, quantity, unit, quantity * price, prices.source) for item, quantity, unit, price in lines]
     return items + egress(meters, prices) + (_bill_channel(meters, channel) if channel is not None else [])
 

@@ -7,6 +7,7 @@ import sys
 import traceback
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,8 +51,22 @@ def _small(values: torch.Tensor) -> torch.Tensor:
 def compile_calls(module: torch.nn.Module) -> None:
     """Have calls of a module compiled, from its next one on. Names of its parameters and buffers stay as they are.
 
-    What was compiled in this process for an earlier module is dropped: it would count for torch's limit of versions of
-    the same code, above which calls are no longer compiled.
+    Modules of the same class and shapes share what is compiled, so that later invocations of a process compile
+    nothing. What was compiled for a module of another class is dropped: it would count for torch's limit of versions
+    of the same code, above which calls are no longer compiled.
     """
-    torch.compiler.reset()
-    module.compile()
+    global _compiled
+    if _compiled is not type(module):
+        torch.compiler.reset()
+        _compiled = type(module)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return module._call_impl(*arguments, **named)  # type: ignore[no-untyped-call]
+
+    # `module.compile()` compiles nothing where `forward` is torch's own, as of `nn.Sequential`: torch traces no frame
+    # of its own modules from outside. The frame of `call` is traced, and what it calls is inlined.
+    module._compiled_call_impl = torch.compile(call)
+
+
+_compiled: type[torch.nn.Module] | None = None
+"""Class of the module that was compiled last."""

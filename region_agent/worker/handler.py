@@ -102,7 +102,7 @@ def fault_of(error: Exception, bundles: Path | None = None) -> GeofedError:
 
 
 def _profile(call: ProfileCall, begun: float) -> Profiled:
-    devices = devices_seen(call.gpus)
+    devices, batch = devices_seen(call.gpus), call.batch
     prepare_process()
     if len(devices) > 1:
         each = {"batch": per_device(call.batch, devices), "at_once": per_device(call.at_once, devices)}
@@ -114,7 +114,8 @@ def _profile(call: ProfileCall, begun: float) -> Profiled:
     profiled = probe(call, task) if call.measure == "size" else profile(call, task, data, begun)
     if len(devices) > 1:
         # What the others compute at the same time.
-        steps = tuple(one.model_copy(update={"batch": one.batch * len(devices)}) for one in profiled.steps)
+        batches = [min(one.batch * len(devices), batch) for one in profiled.steps]
+        steps = tuple(one.model_copy(update={"batch": size}) for one, size in zip(profiled.steps, batches, strict=True))
         profiled = profiled.model_copy(update={"steps": steps})
     if profiled.layers:
         profiled = profiled.model_copy(update=_messages(channel))

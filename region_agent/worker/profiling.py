@@ -27,6 +27,7 @@ from region_agent.worker.labels import label_counts
 from region_agent.worker.profile_call import LayerNumbers, NormNumbers, ProfileCall, Profiled, StepNumbers
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.passes import accumulate
+from region_agent.worker.training.usage import peak_bytes
 from sync.base import frozen_parameters
 from sync.device import device, finish
 from sync.flat import FlatModel, layout_of
@@ -468,9 +469,5 @@ def _reset_peak() -> None:
 
 
 def _peak_mb() -> float:
-    """Return the largest resident memory of this process in MiB; 0: unknown."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0.0
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:")), 0.0)
+    """Return the largest resident memory of this process in MiB."""
+    return peak_bytes() / 2**20

@@ -27,7 +27,7 @@ from support.chromium import (
 )
 from support.running import UNHURRIED, Running, named
 
-pytestmark = [pytest.mark.processes, NEEDS_CHROMIUM]
+pytestmark = [pytest.mark.processes, NEEDS_CHROMIUM, pytest.mark.timeout(300)]
 
 CONTRASTS = """
 const rgb = (text) => (text.match(/[\\d.]+/g) || []).map(Number);

@@ -39,7 +39,7 @@ from control_plane.spec import JobSpec, parse_request
 from control_plane.store import JobRow
 from geofed_pb.errors import GeofedError
 from geofed_pb.v1 import common_pb2, control_pb2
-from scheduler import Declined, Plan
+from scheduler import Declined, Plan, PlannedPartition, Region
 
 _MAX_PLANS = 5
 """Number of times that a new job is planned, since the federation may change before the plan is stored."""
@@ -250,6 +250,14 @@ def _store(draft: Draft, new: NewJob, decided: AdmittedJob) -> None:
         begin(draft, entry, decided.workers, preemptible=decided.preemptible)
 
 
+def _most_workers(region: Region, planned: Mapping[str, PlannedPartition]) -> int:
+    """Return how many workers of a job a region has capacity for."""
+    workers, devices, part = region.capacity.workers, region.capacity.devices, planned.get(region.name)
+    if devices is None or part is None or not part.devices:
+        return workers
+    return min(workers, devices.count // part.devices)
+
+
 async def scale(federation: Federation, job: str, workers: dict[str, int], reason: str, by: str) -> None:
     """Change the numbers of workers of a job's regions, as a user (``by``) has requested; 0 pauses a region.
 
@@ -266,7 +274,7 @@ async def scale(federation: Federation, job: str, workers: dict[str, int], reaso
             )
         planned = {part.region: part for part in entry.plan.partitions}
         snapshot = snapshot_of(federation.regions.values(), federation.jobs.values(), Learnt())
-        capacity = {region.name: region.capacity.workers for region in snapshot.regions}
+        capacity = {region.name: _most_workers(region, planned) for region in snapshot.regions}
         if unknown := next((region for region in workers if region not in planned), ""):
             raise GeofedError(
                 "REGION_NOT_FOUND", f"region {unknown} is not part of job {entry.row.id}", hint=", ".join(planned)

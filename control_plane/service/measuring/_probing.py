@@ -27,7 +27,7 @@ from control_plane.spec import JobSpec
 from control_plane.store import WeightRow
 from geofed_pb.bounds import MOST_BATCH_NORMS, NAME_BYTES, clean
 from geofed_pb.errors import GeofedError
-from geofed_pb.features import EVALUATION, GPUS, IMAGE, PARTS
+from geofed_pb.features import COMPILE, EVALUATION, GPUS, IMAGE, PARTS
 from geofed_pb.tasks import awaited
 from geofed_pb.v1 import agent_pb2, common_pb2
 
@@ -202,7 +202,7 @@ class Probing:
                             self._rest(asked, None if _is_complete(row) else GeofedError("UNAVAILABLE", row.note))
                             return None
                         failed[region] = error_of_step
-                    if (fault := _certain_fault(failed, alone)) is not None:
+                    if (fault := _certain_fault(failed, alone, spec.function.gpus not in (1, "auto"))) is not None:
                         return _Unprobed(fault, certain=True)
             none = GeofedError("INADMISSIBLE", "no region that holds its data has a free worker")
             why = _of_task(failed) or next(reversed(failed.values()), none)
@@ -249,6 +249,9 @@ class Probing:
                 continue
             if spec.function.gpus != 1 and not self._measurements.knows(region, GPUS):
                 # It would measure one device.
+                continue
+            if spec.train.compile and not self._measurements.knows(region, COMPILE):
+                # It would measure what is not compiled.
                 continue
             samples = self._measurements.train_samples(region, spec.data.dataset)
             free.append((self._measurements.running(region), -samples, region))
@@ -335,13 +338,13 @@ class Probing:
                 draft.record("task.probed", text, region=row.region, data=data)
 
 
-def _certain_fault(failed: Mapping[str, GeofedError], alone: bool) -> GeofedError | None:
+def _certain_fault(failed: Mapping[str, GeofedError], alone: bool, several_gpus: bool) -> GeofedError | None:
     """Return an error with which any run of a task would fail: two regions report the same one, or the only region that
     may run it (``alone``) reports one that is certainly the code's fault. None: the task may succeed elsewhere or
     later.
     """
     for error in failed.values():
-        if error.code == "GPUS_TOO_FEW":
+        if error.code == "GPUS_TOO_FEW" and several_gpus:
             # A job's workers are alike in all regions.
             return error
     reports = {region: error for region, error in failed.items() if error.code in _TASK_CODES}

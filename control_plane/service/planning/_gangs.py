@@ -65,8 +65,10 @@ def is_elastic(entry: JobEntry) -> bool:
 
 
 def may_scale(spec: JobSpec, chosen: Plan) -> bool:
-    """Whether a job's number of workers may change: the plan or a tuner chooses it, and no region runs a pipeline."""
+    """Whether a job's number of workers may change: the plan or a tuner chooses it, no region runs a pipeline, and
+    workers have one device each, as what is counted in workers supposes."""
     free = (spec.train.workers == "auto" and spec.objective.method == "auto") or is_tuned(spec)
+    free = free and spec.function.gpus == 1
     return free and all(part.pipeline is None for part in chosen.partitions)
 
 

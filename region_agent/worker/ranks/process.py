@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import sys
 import time
@@ -28,6 +27,7 @@ from region_agent.worker.ranks.passes import RankPasses, described
 from region_agent.worker.ranks.steps import part_of
 from region_agent.worker.task import TaskModule
 from region_agent.worker.training.loss_scale import LossScale
+from region_agent.worker.training.usage import peak_bytes
 from sync.device import finish
 from sync.seeding import seed_all
 from sync.store import open_channel
@@ -144,7 +144,8 @@ class _Rank:
             finish(self.device)
         return Made(
             value,
-            recorder.up_to(1).get(1, {}),
+            # A batch that is another rank's, for want of an own one, is logged by that one.
+            recorder.up_to(1).get(1, {}) if any(size for size, _ in parts) else {},
             time.process_time() + self._loading.cpu_seconds,
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + self._loading.memory_bytes,
+            peak_bytes() + self._loading.memory_bytes,
         )

@@ -11,17 +11,20 @@ import safetensors.torch
 import torch
 from support.compiler import NEEDS_COMPILER
 from support.exchange_in_process import Federation
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 
 from geofed_pb.errors import GeofedError
 from region_agent.worker import loop
-from region_agent.worker.compiling import check_compiler
+from region_agent.worker.compiling import check_compiler, compile_calls
 from tests.region_agent.worker.test_profiling import profiled
 
 # Of torch's own imports.
 pytestmark = [
     NEEDS_COMPILER,
     pytest.mark.processes,
+    # The compiler takes half a minute on two free cores, and much longer on busy ones.
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::FutureWarning"),
 ]
 
@@ -101,6 +104,17 @@ def test_two_ranks_compile_the_model_they_share(tmp_path: Path, monkeypatch: Any
     assert compiled == 1.0
     for name, tensor in plain.items():
         assert torch.allclose(both[name], tensor, atol=1e-4), name
+
+
+def test_modules_of_one_class_share_what_is_compiled() -> None:
+    """Also torch's own classes, whose frames torch does not trace from outside."""
+    counters.clear()
+    for width in (4, 4, 8):
+        module = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Tanh())
+        compile_calls(module)
+        module(torch.ones(3, 4)).sum().backward()
+        assert module[0].weight.grad is not None
+    assert counters["stats"]["unique_graphs"] == 2, "one for each shape"
 
 
 def test_a_profile_times_compiled_steps(tmp_path: Path) -> None:
