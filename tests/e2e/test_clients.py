@@ -190,10 +190,11 @@ def test_the_time_of_rounds_is_forecast_from_what_clients_cost(federation: Feder
     assert 0.8 * 4 * 10 * 0.3 < steps["seconds"] < 2 * 4 * 10 * 0.3
     described, _ = _ended(running, running.submit(*wanted, task=task), tmp_path / "slow.safetensors")
     planned = {part["region"]: part["samples_per_second"] for part in plan["partitions"]}
+    # Without clients' own costs it would be a hundred times as fast.
     for part in described["result"]["regions"]:
-        assert part["samples_per_second"] == pytest.approx(planned[part["name"]], rel=0.35)
+        assert 0.3 < part["samples_per_second"] / planned[part["name"]] < 1.4
     told, took = plan["estimate"]["seconds"], described["result"]["measured"]["seconds"]
-    assert took == pytest.approx(told["expected"], rel=0.5), (told, took)
+    assert told["low"] < took < told["high"], (told, took)
 
 
 def test_what_clients_need_is_told_before_a_job_begins(federation: Federation, tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def test_devices_are_billed_by_the_second() -> None:
     lines = {item.item: (item.quantity, item.unit, item.usd) for item in bill(meters, told)}
     assert lines["device-seconds"] == (20.0, "s", pytest.approx(0.02))
     assert lines["function-seconds"][0] == 20.0
-    assert "device-seconds" not in {item.item for item in bill(meters, PRICES)}
+    untold = {item.item: (item.quantity, item.usd) for item in bill(meters, PRICES)}
+    assert untold["device-seconds"] == (20.0, 0.0), "what was used is told without a price, too"
+    assert "device-seconds" not in {item.item for item in bill(invocation_amounts(10.0, 2048), PRICES)}
 
 
 @pytest.fixture

@@ -338,7 +338,7 @@ class Probing:
                 draft.record("task.probed", text, region=row.region, data=data)
 
 
-def _certain_fault(failed: Mapping[str, GeofedError], alone: bool, several_gpus: bool) -> GeofedError | None:
+def _certain_fault(failed: Mapping[str, GeofedError], alone: bool, several_gpus: bool = False) -> GeofedError | None:
     """Return an error with which any run of a task would fail: two regions report the same one, or the only region that
     may run it (``alone``) reports one that is certainly the code's fault. None: the task may succeed elsewhere or
     later.

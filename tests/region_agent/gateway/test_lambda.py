@@ -499,7 +499,10 @@ def test_an_invocation_without_a_gateway_ends(monkeypatch: pytest.MonkeyPatch) -
     from support.pki import Authority
 
     pem = Authority("gateway").pem.decode()
-    order = Order(address=f"127.0.0.1:{port}", replica="a", token="t", certificate=pem, life_seconds=60, memory_mb=1024)
+    # Its memory is that of this process and all of its children, which other tests have started, too.
+    order = Order(
+        address=f"127.0.0.1:{port}", replica="a", token="t", certificate=pem, life_seconds=60, memory_mb=1 << 20
+    )
     monkeypatch.setenv("PYTHONPATH", str(HANDLERS))
     assert invocation.serve(order, time.monotonic() + 60, "gateway_probe:handle") == "alone"
 

@@ -174,15 +174,20 @@ def test_what_a_rank_fails_with_is_the_invocations_error_and_nothing_is_left(
     outcome = _faulty(fault, tmp_path, monkeypatch)
     assert (outcome.status, outcome.code) == ("failed", code), outcome
     assert text in outcome.message
-    assert time.monotonic() - begun < 30, "no exchange is waited for"
+    assert time.monotonic() - begun < 100, "no exchange is waited for"
     _nothing_is_left(tmp_path)
+
+
+def _rank_processes() -> list[psutil.Process]:
+    """Ranks that this process has started: it has other children, of other tests."""
+    return [one for one in psutil.Process().children() if "region_agent.worker.ranks" in " ".join(one.cmdline())]
 
 
 def _nothing_is_left(folder: Path) -> None:
     handler._drop_loaded()
     assert not torch.distributed.is_initialized()
     gc.collect()
-    assert not psutil.Process().children()
+    assert not _rank_processes()
     assert not list((folder / "scratch").glob("ranks-*"))
 
 
@@ -202,15 +207,15 @@ def test_ranks_are_kept_between_invocations_and_made_anew_where_one_has_ended(tm
         place, _task(), tmp_path / "data.bin", seed=SEED, region_batch=BATCH, devices=TWO, slice_seconds=1e-3
     )
     first = call(body)
-    (kept,) = psutil.Process().children()
+    (kept,) = _rank_processes()
     second = call(body.model_copy(update={"resume_key": first.resume_key}))
     assert (first.status, second.status, second.step) == ("continue", "continue", 2)
-    assert psutil.Process().children() == [kept]
+    assert _rank_processes() == [kept]
     kept.kill()
     kept.wait()
     third = call(body.model_copy(update={"resume_key": second.resume_key}))
     assert (third.status, third.step) == ("continue", 3), third
-    (new,) = psutil.Process().children()
+    (new,) = _rank_processes()
     assert new.pid != kept.pid
     _nothing_is_left(tmp_path)
 
