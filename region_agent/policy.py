@@ -12,6 +12,7 @@ from geofed_pb.user_code.images import is_allowed_image
 from geofed_pb.v1 import agent_pb2
 from region_agent.config import EmbeddedGateway, RegionConfig
 from region_agent.gateway.functions import Isolation
+from region_agent.partition.calls import gpus_of
 from region_agent.shards.weights import check_weights_uri
 from region_agent.tasks.environments import check_packages
 from region_agent.tasks.secrets import check_secrets
@@ -24,8 +25,6 @@ from sync.wan import ExchangeSettings
 __all__ = ["check_isolation", "check_partition", "check_sending", "most_workers", "over_quota"]
 
 _JOB = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_GPUS = re.compile(r"(auto|[1-9]|[1-5][0-9]|6[0-4])?")
-"""`function.gpus`; empty: one."""
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _REGION = re.compile(r"[a-z0-9]([a-z0-9-]{0,40}[a-z0-9])?")
 _LONGEST_SLICE = MAX_TOKEN_LIFETIME - timedelta(minutes=5)
@@ -89,8 +88,7 @@ def _check_names(config: RegionConfig, command: agent_pb2.StartPartition) -> Non
     if not (_JOB.fullmatch(command.job) and _DIGEST.fullmatch(command.task.bundle_digest)):
         # Both are used as names of files.
         raise GeofedError("CONFIG_INVALID", f"invalid job name {command.job!r}, or invalid digest of its bundle")
-    if not _GPUS.fullmatch(command.task.gpus):
-        raise GeofedError("CONFIG_INVALID", f"{clean(command.task.gpus)!r} is no number of GPUs")
+    gpus_of(command.task)
     if command.task.initial_model and not _DIGEST.fullmatch(command.task.initial_model):
         raise GeofedError("CONFIG_INVALID", "invalid digest of the initial model")
     if command.task.initial_adapter and not (

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.rpc import region_name
 from geofed_pb.v1 import agent_pb2
@@ -158,7 +159,7 @@ def gpus_of(task: agent_pb2.TaskRef) -> Gpus:
     try:
         return _GPUS.validate_python(task.gpus if task.gpus == "auto" else int(task.gpus or 1))
     except ValueError:
-        raise GeofedError("CONFIG_INVALID", f"{task.gpus!r} is no number of GPUs") from None
+        raise GeofedError("CONFIG_INVALID", f"{clean(task.gpus)!r} is no number of GPUs") from None
 
 
 def _proximal(plan: agent_pb2.PartitionPlan) -> float:

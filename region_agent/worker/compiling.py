@@ -20,6 +20,8 @@ _HINT = (
     "or leave out train.compile"
 )
 """Hint of an error about a compiler that cannot be used."""
+_compiled: type[torch.nn.Module] | None = None
+"""Class of the module that was compiled last."""
 
 
 @lru_cache(maxsize=1)
@@ -66,7 +68,3 @@ def compile_calls(module: torch.nn.Module) -> None:
     # `module.compile()` compiles nothing where `forward` is torch's own, as of `nn.Sequential`: torch traces no frame
     # of its own modules from outside. The frame of `call` is traced, and what it calls is inlined.
     module._compiled_call_impl = torch.compile(call)
-
-
-_compiled: type[torch.nn.Module] | None = None
-"""Class of the module that was compiled last."""

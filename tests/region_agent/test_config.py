@@ -143,6 +143,30 @@ def test_a_date_needs_no_quotes(tmp_path: Path, date: str) -> None:
     assert config.prices.as_of == date.strip("'")
 
 
+@pytest.mark.parametrize("gpus", ["65", "0", "-1", "all", "1.5"])
+def test_a_number_of_gpus_that_cannot_be_is_refused_before_it_is_stored(tmp_path: Path, gpus: str) -> None:
+    with pytest.raises(GeofedError, match="is no number of GPUs") as raised:
+        check_partition(_load(tmp_path, WHOLE), _command(task__gpus=gpus))
+    assert raised.value.code == "CONFIG_INVALID"
+
+
+def test_devices_have_a_price_and_are_enough_for_the_workers(tmp_path: Path) -> None:
+    there = WHOLE.replace("memoryMb: 1024", "memoryMb: 1024, devices: {kind: a GPU, count: %d}")
+    told = PRICES % ", deviceUsdPerSecond: 0.001"
+    with pytest.raises(GeofedError, match="deviceUsdPerSecond` is missing"):
+        _load(tmp_path, there % 8 + PRICES % "")
+    with pytest.raises(GeofedError, match=r"`capacity.devices.count` is 1 for . workers"):
+        _load(tmp_path, there % 1 + told)
+    config = _load(tmp_path, there % 8 + told)
+    assert [config.worker_devices(gpus) for gpus in (1, 2, "auto")] == [1, 2, 8]
+    devices = {"kind": "a GPU", "count": 8, "memory_mb": None, "of_function": None}
+    assert config.catalogue()["capacity"]["devices"] == devices
+    assert config.catalogue()["prices"]["device_usd_per_second"] == 0.001
+    plain = _load(tmp_path, WHOLE + PRICES % "")
+    assert plain.worker_devices("auto") == 0
+    assert "device_usd_per_second" not in plain.catalogue()["prices"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
