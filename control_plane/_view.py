@@ -244,8 +244,19 @@ def region_view(region: control_pb2.Region) -> Data:
         "capacity": catalogue.get("capacity"),
         "prices": catalogue.get("prices"),
         "datasets": catalogue.get("datasets", []),
-        "links": catalogue.get("links", []),
+        "links": _region_links(catalogue.get("links", []), region),
     }
+
+
+def _region_links(stated: list[Data], region: control_pb2.Region) -> list[Data]:
+    """Return the links that plans count with: what jobs have measured of one counts where no operator states it."""
+    found = [{**link, "basis": "stated"} for link in stated]
+    known = {link["destination"] for link in stated}
+    for link in region.measured_links:
+        if link.destination not in known:
+            one = {"source": region.name, "destination": link.destination, "rtt_ms": link.rtt_ms, "mbps": link.mbps}
+            found.append({**one, "basis": "measured"})
+    return found
 
 
 def event_view(event: control_pb2.Event) -> Data:

@@ -2,7 +2,7 @@
 
 from scheduler._configurations import unmeasured_mb
 from scheduler._course import step_seconds
-from scheduler._estimate import estimate, round_compute_seconds
+from scheduler._estimate import BETWEEN_REGIONS, SLICE_ENDS, estimate, round_compute_seconds, stood_still_seconds
 from scheduler._link import LinkTable, Path, link_table
 from scheduler._model import (
     Alternative,
@@ -39,11 +39,14 @@ from scheduler.topology import (
     choose_topology,
     evaluate_topologies,
     evaluate_topology,
+    measured_path,
     rechosen,
     rerouted,
 )
 
 __all__ = [
+    "BETWEEN_REGIONS",
+    "SLICE_ENDS",
     "Alternative",
     "Capacity",
     "ClientDemand",
@@ -81,6 +84,7 @@ __all__ = [
     "evaluate_topologies",
     "evaluate_topology",
     "link_table",
+    "measured_path",
     "pace",
     "paces",
     "plan",
@@ -89,5 +93,6 @@ __all__ = [
     "restaff",
     "round_compute_seconds",
     "step_seconds",
+    "stood_still_seconds",
     "unmeasured_mb",
 ]

@@ -16,7 +16,10 @@ import numpy.typing as npt
 from scheduler._model import PlannedPartition, Prices
 from scheduler._overheads import Overheads
 
-__all__ = ["Bools", "Exchanges", "Floats", "JobTimeline", "Occasion", "Staffs", "course", "slice_ends", "step_seconds"]
+__all__ = [
+    "Bools", "Exchanges", "Floats", "JobTimeline", "Occasion", "Staffs", "course", "slice_ends", "standing_seconds",
+    "step_seconds",
+]  # fmt: skip
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -100,11 +103,14 @@ class Exchanges:
     """Seconds until all regions have contact."""
     links: Floats
     """Seconds of it that updates are on their way."""
+    beyond: Floats
+    """Seconds of a round for which workers stand still beyond what follows from the others, as runs have told; below
+    0: so much less."""
 
     @classmethod
-    def one(cls, seconds: float, *, background: bool, contact: float, links: float) -> Exchanges:
+    def one(cls, seconds: float, *, background: bool, contact: float, links: float, beyond: float) -> Exchanges:
         """Return a single one, whose egress is billed link by link."""
-        return cls(*(np.array([value]) for value in (seconds, 0.0, background, contact, links)))
+        return cls(*(np.array([value]) for value in (seconds, 0.0, background, contact, links, beyond)))
 
     def at(self, places: Sequence[int]) -> Exchanges:
         """Return some of them."""
@@ -120,6 +126,8 @@ class Occasion:
     """Seconds from submission to the start of the workers."""
     copying: float
     """Seconds until the last shard has arrived where it is processed."""
+    rest: float
+    """Seconds from the end of the training to that of the job, while its functions and servers are billed still."""
     first_model_known: bool
     """Whether `start` includes contact, and the time to create the first model."""
     served_late: Bools
@@ -158,11 +166,8 @@ class JobTimeline:
 def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, exchanges: Exchanges) -> JobTimeline:
     """Predict jobs.
 
-    A round takes as long as its slowest region: compute, then the exchange. In the background it takes the longer of
-    both, and one exchange follows at the end. Where regions wait for each other, the updates of faster ones travel
-    while the slowest one computes. A round then takes the largest mean of compute and way over all cycles of regions
-    (max-plus algebra; Baccelli et al., Synchronization and Linearity, 1992, section 3.2): that of the two slowest, or
-    the compute of the slowest one alone.
+    A round takes as long as its slowest region: compute, then the exchange as far as its workers stand still for it
+    (`standing_seconds`). In the background one exchange follows at the end.
 
     Args:
         rounds: shape (staffings, intervals).
@@ -174,16 +179,15 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
     exchange = exchanges.seconds
     training = many * compute
     # A single region exchanges nothing.
-    second = np.partition(each, -2, axis=-1)[..., -2, None] if each.shape[-1] > 1 else compute
-    waited = exchange - np.minimum((compute - second) / 2, exchanges.links)
-    between = np.where(back, many * np.maximum(0.0, exchange - compute) + exchange, many * waited)
+    stands = np.maximum(0.0, standing_seconds(each, exchanges) + exchanges.beyond)
+    between = many * stands + np.where(back, exchange, 0.0)
     # With background exchange a round's end overlaps with the next one's steps.
     round_ends = np.where(back, 0.0, many * _slowest(staffs.round_end))
     known = occasion.first_model_known
     first_model = (0.0 if known else exchanges.contact + _slowest(staffs.first_model)) + np.zeros_like(between)
     first_step = _slowest(staffs.first_step) + np.zeros_like(between)
     round_work = many * _slowest(staffs.round_work) + np.zeros_like(between)
-    work = first_model + first_step + training + between + round_ends + round_work
+    work = first_model + first_step + training + between + round_ends + round_work + occasion.rest
     room = _room(staffs.step_seconds, occasion.slice_seconds, staffs.enter)
     slice_end, call_usd = staffs.slice_end, staffs.call_usd
     if (room == room[:, :1]).all():
@@ -205,6 +209,24 @@ def course(staffs: Staffs, occasion: Occasion, rounds: Floats, steps: Floats, ex
         first_model, first_step, training + np.zeros_like(between), round_ends, round_work, between, ends, lost, busy,
         result, seconds, usd,
     )  # fmt: skip
+
+
+def standing_seconds(each: Floats, exchanges: Exchanges) -> Floats:
+    """Return the seconds of a round for which the slowest region's workers stand still for the exchange.
+
+    In the background that is what is longer than the compute. Where regions wait for each other, the updates of faster
+    ones travel while the slowest one computes. A round then takes the largest mean of compute and way over all cycles
+    of regions (max-plus algebra; Baccelli et al., Synchronization and Linearity, 1992, section 3.2): that of the two
+    slowest, or the compute of the slowest one alone.
+
+    Args:
+        each: seconds of a round's steps, shape (..., regions); the result has the shape (..., exchanges).
+    """
+    compute = each.max(-1)[..., None]
+    # A single region exchanges nothing.
+    second = np.partition(each, -2, axis=-1)[..., -2, None] if each.shape[-1] > 1 else compute
+    waited = exchanges.seconds - np.minimum((compute - second) / 2, exchanges.links)
+    return np.asarray(np.where(exchanges.background, np.maximum(0.0, exchanges.seconds - compute), waited))
 
 
 def slice_ends(work_seconds: float, slice_seconds: float, step_seconds: float, own: Overheads) -> int:

@@ -9,10 +9,11 @@ from itertools import combinations
 
 import numpy as np
 
-from scheduler._course import Exchanges, JobTimeline, Occasion, Staffs, course, step_seconds
+from scheduler._course import Exchanges, JobTimeline, Occasion, Staffs, course, standing_seconds, step_seconds
 from scheduler._link import (
     HANDLED_BYTES_PER_SECOND,
     ROUND_END_BYTES_PER_SECOND,
+    LinkTable,
     update_bytes,
 )
 from scheduler._model import (
@@ -29,7 +30,7 @@ from scheduler._model import (
     StartBilled,
 )
 from scheduler._overheads import Overheads, overheads
-from scheduler.topology import Links, Topology, evaluate_over, links_of
+from scheduler.topology import Links, Topology, evaluate_over, links_among, links_of
 from sync.codec import codec_named
 
 PRIOR_SAMPLES_PER_SECOND = 1000.0
@@ -46,6 +47,10 @@ _SIZES_KNOWN = (0.9, 1.15)
 """Range of the actual bytes, as factors of the expected ones, where the sizes of what is sent are known."""
 _COPY_OVERHEAD = 1.001
 """Bytes that a shard's copy is counted with over its own: frames, offers, and the list of its files."""
+BETWEEN_REGIONS = "between regions"
+"""Name of the phase in which workers stand still for exchanges."""
+SLICE_ENDS = "ends of invocations"
+"""Name of the phase of the ends of time slices."""
 MOST_ON_BILL = 50
 """Destinations whose egress has an item each on a bill."""
 _SPREAD = {
@@ -110,7 +115,7 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
         occasion,
         np.array([[float(plan.rounds)]]),
         np.array([[[float(part.steps_per_round) for part in plan.partitions]]]),
-        _exchanges(plan, topology, model_bytes),
+        _exchanges(plan, topology, model_bytes, stands_beyond(snapshot, background=plan.background)),
     )
     link_bytes = _link_bytes(topology, plan.rounds)
     sent_bytes = float(sum(link_bytes.values()))
@@ -143,7 +148,26 @@ def estimate(plan: Plan, snapshot: Snapshot, links: Links | None = None) -> Plan
     )
 
 
-def _exchanges(plan: Plan, topology: Topology, model_bytes: int) -> Exchanges:
+def stands_beyond(snapshot: Snapshot, *, background: bool) -> float:
+    """Return the seconds of a round for which workers stand still beyond what the cost model has, as a run has told."""
+    return (snapshot.background_end_seconds if background else snapshot.round_end_seconds) or 0.0
+
+
+def stood_still_seconds(plan: Plan, table: LinkTable, model_bytes: int) -> float:
+    """Return the seconds of a round for which, by the cost model, the slowest region's workers stand still.
+
+    Args:
+        table: the links between all regions of the plan, as they were.
+
+    Raises ValueError where two neighbours have no direct path.
+    """
+    links = links_among(sorted(part.region for part in plan.partitions), table)
+    topology = topology_of(plan, links, update_bytes(model_bytes, plan.codec, plan.rounds, plan.sent_share))
+    each = np.array([round_compute_seconds(part) for part in plan.partitions])
+    return float(standing_seconds(each, _exchanges(plan, topology, model_bytes, 0.0))[0])
+
+
+def _exchanges(plan: Plan, topology: Topology, model_bytes: int, beyond: float) -> Exchanges:
     seconds = exchange_seconds(topology, model_bytes, plan.codec)
     if not plan.background:
         seconds += round_end_seconds(plan.partitions, model_bytes)
@@ -152,6 +176,7 @@ def _exchanges(plan: Plan, topology: Topology, model_bytes: int) -> Exchanges:
         background=plan.background,
         contact=contact_seconds(topology),
         links=topology.seconds if topology.links else 0.0,
+        beyond=beyond,
     )
 
 
@@ -180,8 +205,7 @@ def figures_of(parts: Sequence[PlannedPartition], region: Region, snapshot: Snap
 
 
 def _of_whole_models(besides: Overheads, snapshot: Snapshot) -> Overheads:
-    end = besides.round_end if snapshot.round_end_seconds is None else snapshot.round_end_seconds
-    return replace(besides, round_end=end, round_work=snapshot.round_work_seconds)
+    return replace(besides, round_work=snapshot.round_work_seconds)
 
 
 def occasion_of(
@@ -196,6 +220,7 @@ def occasion_of(
         slice_seconds=slice_seconds,
         start=start,
         copying=max((copy.seconds for copy in copies), default=0.0),
+        rest=0.0 if any(part.pipeline is not None for part in parts) else snapshot.rest_seconds,
         first_model_known=snapshot.start_seconds is not None and snapshot.start_of_run,
         served_late=np.array([not part.shards for part in parts]),
         started=np.array([one.function for one in billed]),
@@ -220,8 +245,9 @@ def _phases(plan: Plan, occasion: Occasion, took: JobTimeline) -> tuple[Phase, .
         Phase("besides steps", plan.rounds, float(took.round_work[0, 0, 0])),
         Phase("steps", steps, float(took.steps[0, 0, 0])),
         Phase("ends of rounds", ends, float(took.round_ends[0, 0, 0])),
-        Phase("between regions", plan.rounds, float(took.between[0, 0, 0])),
-        Phase("ends of invocations", int(took.ends.max()), float(took.slice_ends[0, 0, 0])),
+        Phase(BETWEEN_REGIONS, plan.rounds, float(took.between[0, 0, 0])),
+        Phase("handing the model in", 1, occasion.rest),
+        Phase(SLICE_ENDS, int(took.ends.max()), float(took.slice_ends[0, 0, 0])),
         Phase("result", 1, float(took.result[0, 0, 0])),
     )
     return tuple(phase for phase in found if phase.seconds > 0.0)

@@ -200,11 +200,15 @@ class Snapshot:
     merges: Mapping[str, tuple[MergePoint, ...]] = field(default_factory=dict)
     """Merges measured in runs of the task, by region."""
     round_end_seconds: float | None = None
-    """Seconds of a round's end beyond the exchange that a plan predicts, as measured in a run whose regions waited for
-    each other; None: no run has told."""
+    """Seconds of a round for which workers stand still beyond what the cost model has, as measured in a run whose
+    regions waited for each other; below 0: so much less; None: no run has told."""
+    background_end_seconds: float | None = None
+    """The same where they exchange in the background."""
+    rest_seconds: float = 0.0
+    """Seconds from the end of a run's training to that of the job: its model is handed in."""
     round_work_seconds: float = 0.0
-    """Seconds of a round besides its steps and its end, as measured in a run: evaluations, and what a single worker's
-    steps take besides compute."""
+    """Seconds of a round besides its steps and its end, as measured in a run: evaluations, what a single worker's steps
+    take besides compute, and what is in no other phase."""
     sent_share: float | None = None
     """Part of the updates that has passed a policy's filter of significant changes in runs of the task; None: none has
     told."""

@@ -255,6 +255,22 @@ class Enrolled:
     at: float
 
 
+@dataclass(frozen=True)
+class MeasuredLink:
+    """A region's link to another one, as its jobs have measured it."""
+
+    destination: str
+    rtt_ms: float
+    mbps: float
+
+
+@dataclass(frozen=True)
+class LinksMeasured:
+    """A job that has ended has measured links of the region."""
+
+    links: tuple[MeasuredLink, ...]
+
+
 RegionEvent = (
     Connected
     | Heartbeat
@@ -265,6 +281,7 @@ RegionEvent = (
     | Drained
     | Revoked
     | Enrolled
+    | LinksMeasured
     | Tick
 )
 

@@ -420,7 +420,7 @@ class JobMachine:
                 listed = ", ".join(f"{region} {digest or 'none'}" for region, digest in digests.items())
                 self._fail(at, Failure("INTERNAL", f"the regions ended with different models: {listed}"))
                 return
-            self.state = replace(self.state, model_digest=next(iter(digests.values())))
+            self.state = replace(self.state, model_digest=next(iter(digests.values())), trained_at=at)
             result = "the same model" if self.state.exact else "every update"
             self._enter("finishing", f"all regions have finished and have {result}", {"model": self.state.model_digest})
         if self.state.phase == "finishing":

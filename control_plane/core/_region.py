@@ -21,6 +21,8 @@ from control_plane.core._events import (
     EndSession,
     Enrolled,
     Heartbeat,
+    LinksMeasured,
+    MeasuredLink,
     NotifyJobs,
     Record,
     RegionAction,
@@ -32,6 +34,8 @@ from control_plane.core._events import (
     Tick,
 )
 
+_MOST_LINKS = 256
+"""Measured links of a region that are kept, the last measured ones: more than most regions' jobs use."""
 UNREACHABLE_AFTER = 0.5
 """Fraction of the lease after which a silent region is unreachable. Agents send a message every third of the lease."""
 
@@ -64,6 +68,8 @@ class RegionState:
     """What its agent can do that agents of earlier versions cannot."""
     revoked: bool = False
     """Whether the operator has revoked its certificates; it may join again with a new invitation."""
+    measured: tuple[MeasuredLink, ...] = ()
+    """Its links as jobs have measured them, one for each destination, the last measured ones last."""
 
     @property
     def standing(self) -> str:
@@ -107,6 +113,8 @@ class RegionMachine:
         if isinstance(event, Enrolled):
             self.state = replace(self.state, revoked=False)
             return []
+        if isinstance(event, LinksMeasured):
+            return self._measured(event.links)
         return self._tick(event)
 
     def _connected(self, event: Connected) -> list[RegionAction]:
@@ -146,6 +154,14 @@ class RegionMachine:
             return []
         text = f"region {before.name} gets no new jobs: {fault}" if fault else f"region {before.name} is valid again"
         return [Record("region.misconfigured", text, before.name, {"fault": fault})]
+
+    def _measured(self, links: tuple[MeasuredLink, ...]) -> list[RegionAction]:
+        known = {link.destination: link for link in self.state.measured}
+        new = {link.destination: link for link in links if known.get(link.destination) != link}
+        if new:
+            kept = [link for link in self.state.measured if link.destination not in new]
+            self.state = replace(self.state, measured=(*kept, *new.values())[-_MOST_LINKS:])
+        return []
 
     def _drained(self, event: Drained) -> list[RegionAction]:
         before = self.state

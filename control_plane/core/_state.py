@@ -416,6 +416,8 @@ class JobState:
     """That last region."""
     stepped_steps: int = 0
     """Number of steps that it had made by then."""
+    trained_at: float = 0.0
+    """When all regions had finished their training; 0: not yet, or under an older version."""
     finished_at: float = 0.0
     keeps_base: bool = False
     """Whether tensors that never change are left out of the exchange, in all regions and for the whole job; jobs that

@@ -225,7 +225,12 @@ class RunRow:
     start_server_seconds: float | None = None
     """The same of the parameter server."""
     round_end_seconds: float | None = None
-    """Seconds of a round's end beyond the exchange that was predicted; None: regions did not wait for each other."""
+    """Seconds of a round for which workers stood still beyond what was predicted; None: regions did not wait for each
+    other."""
+    background_end_seconds: float | None = None
+    """The same where they exchanged in the background; None: they did not."""
+    rest_seconds: float | None = None
+    """Seconds from the end of the training to that of the job; None: unknown."""
     round_work_seconds: float | None = None
     """Seconds of a round besides its steps and its end; None: unknown."""
     sent_share: float | None = None

@@ -168,6 +168,8 @@ runs = Table(
     Column("start_server_seconds", Double, nullable=True),
     Column("round_end_seconds", Double, nullable=True),
     Column("round_work_seconds", Double, nullable=True),
+    Column("background_end_seconds", Double, nullable=True),
+    Column("rest_seconds", Double, nullable=True),
     Column("sent_share", Double, nullable=True),
 )
 weights = Table(

@@ -14,7 +14,7 @@ from scheduler.topology._evaluate import (
     topology_kinds,
 )
 from scheduler.topology._flood import Links, links_among, links_of
-from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, rerouted
+from scheduler.topology._rerouting import Rerouting, Sighting, as_seen, measured_path, rerouted
 
 __all__ = [
     "Links",
@@ -30,6 +30,7 @@ __all__ = [
     "evaluate_topology",
     "links_among",
     "links_of",
+    "measured_path",
     "rechosen",
     "rerouted",
     "topologies_over",

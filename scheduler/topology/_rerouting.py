@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scheduler._link import LinkTable, Path, pace
+from scheduler._link import PRIOR_MBPS, PRIOR_RTT_MS, LinkTable, Path, pace
 from scheduler.topology._evaluate import Topology, evaluate_topology, rechosen
 
-__all__ = ["Rerouting", "Sighting", "as_seen", "rerouted"]
+__all__ = ["Rerouting", "Sighting", "as_seen", "measured_path", "rerouted"]
 
 _SLOWER = 1.5
 """Ratio of measured to expected time, for an update or a round trip, above which a link counts as slower. It is a
@@ -76,6 +76,17 @@ def as_seen(
         elif seen is not None and not seen.down:
             table[source, to] = _as_measured(path, seen, update_bytes)
     return table
+
+
+def measured_path(seen: Sighting, update_bytes: int, known_mbps: float | None = None) -> Path:
+    """Return a link that nobody states, by a job's measurements of it.
+
+    Args:
+        update_bytes: size of the updates of which ``seen`` tells the rate: small ones tell little of a link's.
+        known_mbps: rate that earlier jobs have told; None: they have not.
+    """
+    path = Path(_rounded(seen.rtt_ms or PRIOR_RTT_MS), known_mbps or PRIOR_MBPS, 0.0)
+    return _as_measured(path, replace(seen, rtt_ms=0.0), update_bytes)
 
 
 def _as_measured(path: Path, seen: Sighting, update_bytes: int) -> Path:

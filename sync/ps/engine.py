@@ -283,7 +283,7 @@ class Engine:
         if not self.controller.active or not isinstance(machine, Background) or layout is None:
             return
         coding = self.executor.coding_bytes_per_second
-        self.controller.round_over(sequence, machine.step_seconds, 4 * layout.size, self.links(), coding)
+        self.controller.round_over(sequence, machine.hiding_seconds(), 4 * layout.size, self.links(), coding)
         machine.stretch = -(-self.controller.interval_steps // self.executor.setup.steps_per_round)
         self.executor.codec_wanted = codec_named(self.controller.codec)
 

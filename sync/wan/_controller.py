@@ -90,7 +90,7 @@ class Observation:
     """Measurements of one round of a region."""
 
     step_seconds: float
-    """Computing time of one local step."""
+    """Time of one local step, within which an exchange is hidden: computing, and waiting for slower regions."""
     model_bytes: int
     """Size of the model in float32."""
     links: Mapping[str, LinkSample]

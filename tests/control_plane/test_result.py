@@ -28,7 +28,7 @@ from control_plane.service.measuring._known import Learnt
 from control_plane.service.planning._planning import plan_json, snapshot_of
 from control_plane.spec import load, to_demand
 from control_plane.store import JobRow
-from scheduler import Plan, StartBilled, plan
+from scheduler import BETWEEN_REGIONS, Plan, StartBilled, plan
 from tests.control_plane.test_dates import live
 
 
@@ -182,7 +182,7 @@ def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
     row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
     (own,) = ended(155.0, 158.0).partitions
     assert own.report is not None
-    each = chosen.exchange_seconds
+    each = next(phase.seconds for phase in chosen.estimate.phases if phase.name == BETWEEN_REGIONS) / chosen.rounds
     times = {
         "r0": RoundTime(compute=9.0, merge=0.5, exchange=5 * (each + 0.2), wait=1.0, evaluate=1.0),
         "r1": RoundTime(compute=2.0, merge=0.5, exchange=5 * (each + 3.0), wait=8.0, evaluate=1.0),
@@ -198,11 +198,59 @@ def test_the_ends_of_rounds_are_known_to_the_next_plan(job_file: Path) -> None:
     after = plan(learnt, replace(wanted, interval=chosen.interval, codec=chosen.codec))
     assert isinstance(after, Plan)
     phases = {phase.name: phase.seconds for phase in after.estimate.phases}
-    assert phases["ends of rounds"] == pytest.approx(after.rounds * 0.2)
+    assert phases[BETWEEN_REGIONS] == pytest.approx(after.rounds * (each + 0.2))
     assert phases["besides steps"] == pytest.approx(after.rounds * 0.3)
     run = runs_of(row, state, spec, replace(chosen, wan_settings={"background": 1.0}))[0]
-    assert run.round_end_seconds is None, "nothing stands still"
+    assert run.round_end_seconds is None, "nobody waits for a round's end"
+    assert run.background_end_seconds == pytest.approx(0.2)
     assert run.round_work_seconds == pytest.approx(0.3)
+
+
+def test_a_round_that_stands_still_for_less_than_predicted_is_known_to_the_next_plan(job_file: Path) -> None:
+    spec, regions = load(job_file).spec, [live("r0", 500, 2, 100.0), live("r1", 500, 2, 100.0)]
+    wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=1, exchange="synchronous")
+    known = snapshot_of(regions, (), Learnt())
+    for beyond, left in ((-0.05, 1.0), (-1e3, 0.0)):
+        first = plan(known, wanted)
+        assert isinstance(first, Plan)
+        fixed = replace(wanted, interval=first.interval, codec=first.codec)
+        before, after = plan(known, fixed), plan(replace(known, round_end_seconds=beyond), fixed)
+        assert isinstance(before, Plan)
+        assert isinstance(after, Plan)
+        between = [
+            next((phase.seconds for phase in one.estimate.phases if phase.name == BETWEEN_REGIONS), 0.0)
+            for one in (before, after)
+        ]
+        assert between[1] == pytest.approx(left * max(0.0, between[0] + before.rounds * beyond))
+        assert after.estimate.seconds.expected == pytest.approx(
+            before.estimate.seconds.expected - between[0] + between[1]
+        )
+
+
+def test_what_no_phase_accounts_for_and_handing_the_model_in_are_known_to_the_next_plan(job_file: Path) -> None:
+    spec = load(job_file).spec
+    known = snapshot_of([live("r0", 500, 2, 100.0)], (), Learnt())
+    wanted = replace(to_demand(spec, "j", datetime.fromtimestamp(100.0, UTC)), workers=2)
+    chosen = plan(known, wanted)
+    assert isinstance(chosen, Plan)
+    row = JobRow("j", "digits", "r", "", "", "t", spec.to_json(), plan_json(chosen), "", "succeeded", 100.0)
+    state = replace(ended(155.0, 158.0), stepped_at=162.0, stepped_region="r0", stepped_steps=0, trained_at=192.0)
+    (own,) = state.partitions
+    assert own.report is not None
+    report = replace(own.report, time=RoundTime(compute=15.0, merge=1.0, exchange=2.0, wait=0.5, evaluate=0.5))
+    workers = chosen.partitions[0].workers
+
+    def told(workers: int) -> tuple[float | None, float | None]:
+        parts = (replace(own, report=replace(report, workers=workers)),)
+        (run,) = runs_of(row, replace(state, partitions=parts), spec, chosen)
+        return run.round_work_seconds, run.rest_seconds
+
+    assert told(workers) == (pytest.approx((0.5 + 192.0 - 162.0 - 19.0) / 5), pytest.approx(3.0))
+    assert told(workers + 1) == (pytest.approx(0.5 / 5), None), "a part of the training had other workers"
+    after = plan(replace(known, rest_seconds=3.0), replace(wanted, interval=chosen.interval))
+    assert isinstance(after, Plan)
+    phases = {phase.name: phase.seconds for phase in after.estimate.phases}
+    assert phases["handing the model in"] == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("waited", [0.0, 30.0])

@@ -341,6 +341,8 @@ class Contract:
                     "start_server_seconds",
                     "round_end_seconds",
                     "round_work_seconds",
+                    "background_end_seconds",
+                    "rest_seconds",
                     "sent_share",
                 )
             )

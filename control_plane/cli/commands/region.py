@@ -186,8 +186,10 @@ def _region_text(view: Data) -> str:
         ]
         parts.append(columns(["DATASET", "SPLIT", "SAMPLES", "SIZE", "RESIDENCY"], rows))
     if view["links"]:
-        rows = [[link["destination"], f"{link['rtt_ms']:g}", f"{link['mbps']:g}"] for link in view["links"]]
-        parts.append(columns(["LINK TO", "RTT MS", "MBIT/S"], rows))
+        rows = [
+            [link["destination"], f"{link['rtt_ms']:g}", f"{link['mbps']:g}", link["basis"]] for link in view["links"]
+        ]
+        parts.append(columns(["LINK TO", "RTT MS", "MBIT/S", "BASIS"], rows))
     if prices:
         parts.append(_prices_table(prices))
     return "\n\n".join(parts)

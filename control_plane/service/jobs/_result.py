@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from control_plane.core import (
@@ -20,7 +20,16 @@ from control_plane.core import (
 from control_plane.service.measuring._known import task_keys
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RunRow
-from scheduler import Plan, PlanEstimate, PlannedPartition, step_seconds
+from scheduler import (
+    BETWEEN_REGIONS,
+    SLICE_ENDS,
+    LinkTable,
+    Plan,
+    PlanEstimate,
+    PlannedPartition,
+    step_seconds,
+    stood_still_seconds,
+)
 from scheduler.tuning import MergePoint
 from sync.collective import collective_named, collectives
 from sync.histograms import Histogram, quantile
@@ -106,18 +115,25 @@ def _predicted(estimate: PlanEstimate) -> dict[str, Any]:
     }
 
 
-def runs_of(row: JobRow, state: JobState, spec: JobSpec, plan: Plan) -> tuple[RunRow, ...]:
-    """Return the measurements of a task by a job that has succeeded; empty if it did not."""
-    return runs_so_far(row, state, spec, plan, state.finished_at) if state.phase == "succeeded" else ()
+def runs_of(
+    row: JobRow, state: JobState, spec: JobSpec, plan: Plan, table: LinkTable | None = None
+) -> tuple[RunRow, ...]:
+    """Return the measurements of a task by a job that has succeeded; empty if it did not.
+
+    ``table``: the links between its regions as the next plan takes them; empty: those of its own plan.
+    """
+    return runs_so_far(row, state, spec, plan, state.finished_at, table) if state.phase == "succeeded" else ()
 
 
-def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: float) -> tuple[RunRow, ...]:
+def runs_so_far(
+    row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: float, table: LinkTable | None = None
+) -> tuple[RunRow, ...]:
     """Return the measurements of a task by a running or ended job, one for each region."""
     # With shards to copy, the start time says nothing about the next job's start.
     begun_at, stepped_at = state.begun_at or row.created_at, _first_steps_at(state, spec)
     start_seconds = 0.0 if state.copies else max(0.0, stepped_at - begun_at)
     planned = {part.region: part for part in plan.partitions}
-    round_end, round_work = _rounds_of(state, plan)
+    told = _times_of(state, plan, stepped_at, table or {})
     return tuple(
         RunRow(
             job=row.id,
@@ -134,8 +150,10 @@ def runs_so_far(row: JobRow, state: JobState, spec: JobSpec, plan: Plan, at: flo
             stage_pace=_stage_pace_of(part.report, planned.get(part.region)),
             start_function_seconds=functions,
             start_server_seconds=server,
-            round_end_seconds=round_end,
-            round_work_seconds=round_work,
+            round_end_seconds=None if plan.background else told.standing,
+            background_end_seconds=told.standing if plan.background else None,
+            round_work_seconds=told.round_work,
+            rest_seconds=told.rest,
             sent_share=_sent_share(state, plan),
         )
         for part in state.partitions
@@ -160,20 +178,52 @@ def _billed_besides(
     return each - trained, served - trained
 
 
-def _rounds_of(state: JobState, plan: Plan) -> tuple[float | None, float | None]:
-    """Return the seconds of a round's end beyond the exchange that was predicted, None where regions do not wait for
-    each other; and those of a round besides its steps and its end. Both in the region that has waited least for others,
-    and None for stages, which are profiled.
+@dataclass(frozen=True)
+class _Times:
+    """What the phases of a training have told, in seconds; None: nothing."""
 
-    What a single worker's steps take besides compute is not in its steps: plans have no merge for it.
+    standing: float | None = None
+    """Of a round, for which workers stood still beyond what the cost model has."""
+    round_work: float | None = None
+    """Of a round, besides its steps and its end."""
+    rest: float | None = None
+    """From the end of the training to that of the job."""
+
+
+def _times_of(state: JobState, plan: Plan, stepped_at: float, table: LinkTable) -> _Times:
+    """Return what the region that has waited least for others tells; nothing of stages, which are profiled.
+
+    What a single worker's steps take besides compute is not in its steps: plans have no merge for it. What the training
+    took in none of its phases counts to its rounds, if all regions have had the planned workers all the time.
     """
-    reports = [part.report for part in state.partitions if part.report is not None]
-    told = [(one.time, one.round, one.workers) for one in reports if one.time is not None and one.round]
+    parts = [part for part in state.partitions if part.report is not None]
+    told = [(one, one.time, one.round) for part in parts if (one := part.report) and one.time and one.round]
     if not told or any(part.pipeline is not None for part in plan.partitions):
-        return None, None
-    time, rounds, workers = min(told, key=lambda one: one[0].wait / one[1])
-    end = None if plan.background else max(0.0, time.exchange / rounds - plan.exchange_seconds)
-    return end, (time.evaluate + (time.merge if workers == 1 else 0.0)) / rounds
+        return _Times()
+    report, time, rounds = min(told, key=lambda one: one[1].wait / one[2])
+    standing = time.exchange / rounds - _standing_as_planned(state, plan, table)
+    work, rest = time.evaluate + (time.merge if report.workers == 1 else 0.0), None
+    workers = {part.region: part.workers for part in plan.partitions}
+    as_planned = all(part.report is not None and part.report.workers == workers.get(part.region) for part in parts)
+    if state.trained_at and as_planned and not state.copies:
+        phases = (
+            time.compute + time.merge + time.exchange + time.wait + time.evaluate + _phase_seconds(plan, SLICE_ENDS)
+        )
+        work += max(0.0, state.trained_at - stepped_at - phases)
+        rest = max(0.0, state.finished_at - state.trained_at) if state.finished_at else None
+    return _Times(standing, work / rounds, rest)
+
+
+def _standing_as_planned(state: JobState, plan: Plan, table: LinkTable) -> float:
+    """Return the seconds of a round for which workers stand still by the cost model."""
+    model_bytes = state.flat_bytes or state.blob_bytes
+    if table and model_bytes:
+        return stood_still_seconds(plan, table, model_bytes)
+    return _phase_seconds(plan, BETWEEN_REGIONS) / plan.rounds
+
+
+def _phase_seconds(plan: Plan, name: str) -> float:
+    return sum(phase.seconds for phase in plan.estimate.phases if phase.name == name)
 
 
 def _sent_share(state: JobState, plan: Plan) -> float | None:

@@ -20,6 +20,7 @@ from control_plane.service.planning._tuning import profiles_of
 from control_plane.service.rpc._wire import to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.spec import MOST_KEPT, JobSpec
+from control_plane.store import RunRow
 from geofed_pb.errors import GeofedError
 from scheduler import Declined, Plan, Snapshot
 
@@ -31,8 +32,8 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
     """
     live, absent = [], []
     for entry in regions:
-        if entry.state.takes_new_jobs and entry.catalogue is not None:
-            live.append(entry.catalogue)
+        if entry.state.takes_new_jobs and (planned := entry.planned) is not None:
+            live.append(planned)
         else:
             absent.append(entry.row.name)
     busy: dict[str, int] = {}
@@ -66,12 +67,19 @@ def snapshot_of(regions: Iterable[RegionEntry], jobs: Iterable[JobEntry], learnt
         probed=probed_speeds(weight, batch),
         profiles=profiles,
         started=starts_of(runs),
-        round_end_seconds=next((run.round_end_seconds for run in runs if run.round_end_seconds is not None), None),
-        round_work_seconds=next((run.round_work_seconds for run in runs if run.round_work_seconds is not None), 0.0),
+        round_end_seconds=_told(runs, "round_end_seconds"),
+        background_end_seconds=_told(runs, "background_end_seconds"),
+        rest_seconds=_told(runs, "rest_seconds") or 0.0,
+        round_work_seconds=_told(runs, "round_work_seconds") or 0.0,
         sent_share=next((run.sent_share for run in runs if run.sent_share), None),
         merges={region: merges_of(runs, region) for region in {run.region for run in runs}},
         stage_paces=stage_paces_of(runs),
     )
+
+
+def _told(runs: Iterable[RunRow], field: str) -> float | None:
+    """Return a field of the newest run that tells it; None: none does."""
+    return next((value for run in runs if (value := getattr(run, field)) is not None), None)
 
 
 def workers_now(job: JobEntry) -> dict[str, int]:

@@ -12,6 +12,8 @@ from control_plane.core import (
     Failure,
     JobEvent,
     JobMachine,
+    JobState,
+    LinksMeasured,
     Record,
     RegionEvent,
     RegionLive,
@@ -25,6 +27,7 @@ from control_plane.core import (
     with_late_charges,
 )
 from control_plane.service.jobs._result import result_of, runs_of, unpromised_worker_seconds
+from control_plane.service.measuring._links import links_measured, links_of_plan
 from control_plane.service.rpc._wire import command_of, to_json
 from control_plane.service.state._entries import JobEntry, RegionEntry
 from control_plane.service.state._index import JobIndex, Use, use_of
@@ -44,6 +47,7 @@ from control_plane.store import (
 from geofed_pb.bounds import clean
 from geofed_pb.errors import GeofedError
 from geofed_pb.security.audit import AuditBroken, Head, bounded_facts
+from scheduler import LinkTable, Plan
 
 AUDITED = frozenset({
     "authority.rotated", "control-plane.started", "job.cancelling", "job.deleted", "job.renamed", "job.replanned",
@@ -270,9 +274,19 @@ class Draft:
                 result_json=to_json(result),
                 unpromised_worker_seconds=unpromised_worker_seconds(machine.state, entry.plan),
             )
-            self.runs += runs_of(row, machine.state, entry.spec, entry.plan)
+            links = self._note_links(machine.state, entry.plan)
+            self.runs += runs_of(row, machine.state, entry.spec, entry.plan, links)
         self.changed_jobs[job_id] = replace(entry, row=row, state=machine.state)
         self._durable = self._durable or bool(actions)
+
+    def _note_links(self, state: JobState, plan: Plan) -> LinkTable:
+        """Keep what a job that has ended has measured of its links; return these as the next plan takes them."""
+        regions = {part.region: one for part in state.partitions if (one := self.region(part.region)) is not None}
+        known = {name: entry.state for name, entry in regions.items()}
+        for name, links in links_measured(state, known).items():
+            self.apply_to_region(name, LinksMeasured(links))
+        catalogues = {name: entry.planned for name in regions if (entry := self.region(name)) is not None}
+        return links_of_plan(plan, catalogues)
 
     def note_region_head(self, job_id: str, region: str, value: Mapping[str, object]) -> None:
         """Record the head of a region's own audit log, which the region has reported at the end of its part of a job.

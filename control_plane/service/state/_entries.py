@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from control_plane.core import JobState, RegionState
+from control_plane.service.measuring._links import with_measured
 from control_plane.spec import JobSpec
 from control_plane.store import JobRow, RegionRow
 from scheduler import Plan
@@ -31,3 +33,8 @@ class RegionEntry:
     state: RegionState
     catalogue: Catalogue | None
     """Catalogue that its agent has sent; None: the agent has never connected."""
+
+    @cached_property
+    def planned(self) -> Catalogue | None:
+        """What plans take for the region: the catalogue, with the links that jobs have measured."""
+        return with_measured(self.catalogue, self.state) if self.catalogue is not None else None

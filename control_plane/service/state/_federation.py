@@ -576,6 +576,7 @@ class Federation:
             agent_version=entry.row.agent_version,
             catalogue_json=entry.row.catalogue_json,
             certificate_expires=entry.row.certificate_expires,
+            measured_links=[control_pb2.MeasuredLink(**asdict(link)) for link in state.measured],
         )
 
     def promised_workers(self) -> dict[str, int]:

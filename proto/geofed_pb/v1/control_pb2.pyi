@@ -534,7 +534,7 @@ class ListRegionsReply(_message.Message):
     def __init__(self, regions: _Optional[_Iterable[_Union[Region, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class Region(_message.Message):
-    __slots__ = ("name", "cloud", "state", "condition", "last_contact", "agent_version", "catalogue_json", "certificate_expires")
+    __slots__ = ("name", "cloud", "state", "condition", "last_contact", "agent_version", "catalogue_json", "certificate_expires", "measured_links")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CLOUD_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -543,6 +543,7 @@ class Region(_message.Message):
     AGENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     CATALOGUE_JSON_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_EXPIRES_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_LINKS_FIELD_NUMBER: _ClassVar[int]
     name: str
     cloud: str
     state: str
@@ -551,7 +552,18 @@ class Region(_message.Message):
     agent_version: str
     catalogue_json: str
     certificate_expires: float
-    def __init__(self, name: _Optional[str] = ..., cloud: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., last_contact: _Optional[float] = ..., agent_version: _Optional[str] = ..., catalogue_json: _Optional[str] = ..., certificate_expires: _Optional[float] = ...) -> None: ...
+    measured_links: _containers.RepeatedCompositeFieldContainer[MeasuredLink]
+    def __init__(self, name: _Optional[str] = ..., cloud: _Optional[str] = ..., state: _Optional[str] = ..., condition: _Optional[str] = ..., last_contact: _Optional[float] = ..., agent_version: _Optional[str] = ..., catalogue_json: _Optional[str] = ..., certificate_expires: _Optional[float] = ..., measured_links: _Optional[_Iterable[_Union[MeasuredLink, _Mapping]]] = ...) -> None: ...
+
+class MeasuredLink(_message.Message):
+    __slots__ = ("destination", "rtt_ms", "mbps")
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    RTT_MS_FIELD_NUMBER: _ClassVar[int]
+    MBPS_FIELD_NUMBER: _ClassVar[int]
+    destination: str
+    rtt_ms: float
+    mbps: float
+    def __init__(self, destination: _Optional[str] = ..., rtt_ms: _Optional[float] = ..., mbps: _Optional[float] = ...) -> None: ...
 
 class InviteRequest(_message.Message):
     __slots__ = ("region", "ttl_seconds")

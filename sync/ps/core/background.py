@@ -56,6 +56,11 @@ _MAX_AHEAD_ROUNDS = 1 << 16
 more than a region makes while another one is away."""
 
 
+_TELLING_ROUNDS = 8
+"""Rounds within which regions tell how long their rounds take: the first ones that count, and some until they are
+here. Those of earlier versions never tell."""
+
+
 class Background(Machine):
     """Workers continue while updates travel."""
 
@@ -244,6 +249,17 @@ class Background(Machine):
             until_step=self._until,
             correction_key="" if self._complete or self._ended is None else self._ended.correction_key,
         )
+
+    def hiding_seconds(self) -> float:
+        """Return the seconds of a local step within which an exchange is hidden: this region's own, or longer where
+        its workers wait for slower regions anyway; 0 as long as it is not known how long rounds take elsewhere, and
+        once no round follows."""
+        steps, view = self._until - self._open_step, self._view()
+        unknown = self._ended_sequence <= _TELLING_ROUNDS and not self.waiting.knows_durations(view)
+        if unknown or self._own_last or self._told_to_end:
+            return 0.0
+        slowest = max(self.waiting.slower(view).values(), default=0.0)
+        return max(self.step_seconds, slowest / steps if steps > 0 else 0.0)
 
     # Merges
 

@@ -264,6 +264,11 @@ class WaitingPolicy:
         gone = {*self.membership.absent, *view.last_merged, *view.last_here}
         return self.durations.slower_than(self.setup.region, [one for one in self.setup.others if one not in gone])
 
+    def knows_durations(self, view: WaitView) -> bool:
+        """Whether it is known how long the rounds take here and in all regions that are still training."""
+        gone = {*self.membership.absent, *view.last_merged, *view.last_here}
+        return all(self.durations.usual(one) for one in self.setup.regions if one not in gone)
+
     def _near_end(self, view: WaitView) -> bool:
         return view.step > self.setup.steps * (1 - self.setup.waiting.final_fraction_together)
 
