@@ -24,11 +24,11 @@ _T = TypeVar("_T")
 _log = structlog.get_logger("geofed.leading")
 BEAT_SECONDS = 1.0
 """Time between two signs of life."""
-LEADING_SECONDS = 6.0
+LEADING_SECONDS = 4.5
 """How long a leader serves after its last sign of life. A restart of the database within this time is not noticed."""
-SILENT_SECONDS = 7.0
+SILENT_SECONDS = 5.5
 """Silence after which another control plane takes over. Longer than `LEADING_SECONDS`, for clocks whose rates differ by
-up to a seventh, and since the other one sees a sign of life only after the leader has begun to give it."""
+up to a sixth, and since the other one sees a sign of life only after the leader has begun to give it."""
 QUERY_SECONDS = 8.0
 """Time limit of a query; the database's own limits are shorter, and only a database that hangs exceeds this."""
 _FURTHER_SECONDS = 1.0
