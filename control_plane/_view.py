@@ -208,6 +208,18 @@ def model_text(model: Data) -> str:
     return f"round {model['round']}{f' ({metrics})' if metrics else ''}{', the best' if model['best'] else ''}"
 
 
+_SHOWN_MODELS = 3
+"""Kept models that a sentence has room for: the last ones."""
+
+
+def kept_if_cancelled(view: Data) -> str:
+    """Return in a sentence which models stay if the job is cancelled."""
+    models = view["models"]
+    if not models:
+        return "No round was evaluated: nothing is kept."
+    return f"Kept: {'; '.join(model_text(model) for model in models[-_SHOWN_MODELS:])}."
+
+
 _SHOWN_CATEGORIES = 5
 """Categories that a line has room for."""
 

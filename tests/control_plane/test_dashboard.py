@@ -329,7 +329,9 @@ def test_jobs_are_ended_scaled_and_shared_by_who_may(serve_config: ServeConfig, 
             assert (page.status_code, "End, scale or share" in page.text) == (200, False)
             assert (await pages.post(f"/jobs/{job}/cancel")).status_code == 403
         async with browser(stage) as pages:
-            assert "End, scale or share" in (await pages.get(f"/jobs/{job}")).text
+            page = (await pages.get(f"/jobs/{job}")).text
+            assert "End, scale or share" in page
+            assert "Cancel</button> No round was evaluated: nothing is kept." in page
             assert (await pages.post(f"/jobs/{job}/cancel")).status_code == 303
             assert (await stage.client.job(job)).state in ("cancelling", "cancelled")
 

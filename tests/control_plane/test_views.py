@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from control_plane._view import job_view, slack_text
+from control_plane._view import job_view, kept_if_cancelled, slack_text
 from geofed_pb.v1 import control_pb2
 
 
@@ -28,3 +28,19 @@ def test_only_a_job_with_its_result_has_met_its_deadline(
     view = job_view(_job(state=state, finished_at=finished_at, successor=successor, deadline_at=100.0))
     assert (view["slack_seconds"], slack_text(view)) == (slack, text)
     assert slack_text(job_view(_job(state=state, finished_at=finished_at))) == ""
+
+
+@pytest.mark.parametrize(
+    ("rounds", "text"),
+    [
+        ((), "No round was evaluated: nothing is kept."),
+        ((2,), "Kept: round 2 (accuracy 0.9000)."),
+        (
+            (2, 4, 6, 8),
+            "Kept: round 4 (accuracy 0.9000); round 6 (accuracy 0.9000); round 8 (accuracy 0.9000), the best.",
+        ),
+    ],
+)
+def test_what_a_cancelled_job_leaves_is_told(rounds: tuple[int, ...], text: str) -> None:
+    models = [control_pb2.KeptModel(round=one, metrics={"accuracy": 0.9}, best=one == 8) for one in rounds]
+    assert kept_if_cancelled(job_view(_job(state="running", models=models))) == text
