@@ -19,6 +19,7 @@ from control_plane._view import (
     Data,
     bytes_text,
     event_view,
+    figure_text,
     histogram_text,
     job_view,
     kept_if_cancelled,
@@ -321,4 +322,4 @@ def _slack_class(job: Data) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else figure_text(value)

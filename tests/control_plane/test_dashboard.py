@@ -61,7 +61,8 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             job = (await stage.submit(job_file)).job.id
             await train(job, a, b)
             for round_ in (1, 2):
-                a.report(job, "training", **figures("a", "b", round_))
+                fast = {"samples_per_second": 23_612.0}
+                a.report(job, "training", **figures("a", "b", round_) | {"speed": fast})
                 await a.settled()
             overview = await pages.get("/")
             assert overview.status_code == 200
@@ -70,6 +71,7 @@ def test_the_pages_follow_a_job_to_its_end(serve_config: ServeConfig, job_file: 
             page = (await pages.get(f"/jobs/{job}")).text
             assert f'data-live="/live?job={job}"' in page
             assert "partition.round" in page
+            assert '<td class="right">23,612</td>' in page
             charts = {one["name"]: one for one in (await pages.get(f"/jobs/{job}/series")).json()["charts"]}
             (line,) = charts["loss"]["lines"]
             assert (line["region"], line["x"]) == ("a", [1, 2])
