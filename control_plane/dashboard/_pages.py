@@ -14,6 +14,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from starlette.requests import Request
 
+from control_plane._plan_view import plan_facts, usd_by_region
 from control_plane._view import (
     ENDED,
     Data,
@@ -93,6 +94,8 @@ class Pages:
             "time": _time,
             "slack": slack_text,
             "slack_class": _slack_class,
+            "facts": plan_facts,
+            "usd_by_region": usd_by_region,
             "sum_values": lambda values: sum(values.values()),
         }
 
@@ -244,7 +247,6 @@ class Pages:
             draft=draft,
             error=error,
             plan=plan,
-            figures=_FIGURES,
             request_id=request_id,
             datasets=sorted(held)[:_DATASETS],
         )
