@@ -31,7 +31,7 @@ from control_plane._view import (
     time_text,
     usd_text,
 )
-from control_plane.core import TERMINAL, wan_links
+from control_plane.core import TERMINAL, Partition, wan_links
 from control_plane.dashboard._chart import line_chart
 from control_plane.dashboard._series import federation_network
 from control_plane.dashboard._submission import SubmissionForm, templates
@@ -125,8 +125,13 @@ class Pages:
         regions = [region_view(federation.describe_region(found[name])) for name in names[:_REGIONS]]
         used: dict[str, int] = {}
         for part in (part for entry in known for part in entry.state.partitions):
-            used[part.region] = used.get(part.region, 0) + (part.report.workers if part.report is not None else 0)
-        workers = sum(part["workers"] for job in active for part in job["partitions"])
+            used[part.region] = used.get(part.region, 0) + _workers(part)
+        # Of all, not only of those that are shown.
+        totals = {
+            "active": len(newest),
+            "usd": sum(entry.state.usd for entry in newest),
+            "workers": sum(_workers(part) for entry in newest for part in entry.state.partitions),
+        }
         return self._rendered(
             "overview.html",
             caller,
@@ -134,7 +139,7 @@ class Pages:
             charts_script=self._script,
             session=session,
             active=active,
-            totals={"active": len(newest), "usd": sum(job["usd"] for job in active), "workers": workers},
+            totals=totals,
             more=max(0, len(newest) - _ACTIVE_JOBS),
             ended=ended,
             may_submit=caller.may_submit,
@@ -310,6 +315,11 @@ def _money(job: Data) -> list[tuple[str, str, float]]:
         key = region, charge["item"]
         found[key] = found.get(key, 0.0) + charge["usd"]
     return [(region, item, usd) for (region, item), usd in sorted(found.items()) if usd]
+
+
+def _workers(part: Partition) -> int:
+    """Return how many workers a region has reported."""
+    return part.report.workers if part.report is not None else 0
 
 
 def _time(text: str | None) -> str:

@@ -104,12 +104,16 @@ def test_no_job_that_goes_on_is_hidden_unseen(
     async def scene(stage: Stage, a: FakeAgent, b: FakeAgent) -> None:
         first = (await stage.submit(job_file, "r0")).job.id
         await train(first, a, b)
+        for agent, other in ((a, "b"), (b, "a")):
+            agent.report(first, "training", **figures(agent.region, other, 1))
+            await agent.settled()
         second = (await stage.submit(job_file, "r1")).job.id
         async with browser(stage) as pages:
             page = (await pages.get("/")).text
             assert second in page
             assert first not in page
             assert "1 older jobs are active" in page
+            assert "2 active, $0.5000 so far; 4 workers at work." in page, "also of the one that is not shown"
             await finish(first, a, b)
             page = (await pages.get("/")).text
             assert first in page
