@@ -18,7 +18,7 @@ from control_plane.cli._job_file import read_job
 from control_plane.cli.commands.export import chosen, download
 from control_plane.cli.commands.submit import Submission, declined, planned, random_id
 from control_plane.client import Context, ControlClient
-from geofed_pb.errors import GeofedError
+from geofed_pb.errors import GeofedError, install_hint
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -220,7 +220,7 @@ def frame(rows: list[Data]) -> pd.DataFrame:
     try:
         import pandas as pd
     except ModuleNotFoundError:
-        hint = "in a clone of geofed: pip install '.[pandas]'; rounds() returns the same as a list"
+        hint = f"{install_hint('pandas')}; rounds() returns the same as a list"
         raise GeofedError("USAGE", "metrics() needs pandas, which is not installed", hint=hint) from None
     return pd.DataFrame(rows)
 
@@ -230,7 +230,7 @@ def state_dict(content: bytes) -> dict[str, torch.Tensor]:
     try:
         from safetensors.torch import load
     except ModuleNotFoundError:
-        hint = "in a clone of geofed: pip install '.[worker]'; model_bytes() returns a safetensors file"
+        hint = f"{install_hint('worker')}; model_bytes() returns a safetensors file"
         raise GeofedError("USAGE", "model() needs torch, which is not installed", hint=hint) from None
     tensors: dict[str, Any] = load(content)
     return tensors

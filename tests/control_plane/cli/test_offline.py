@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,44 @@ def test_init_says_which_templates_have_no_example_data(run: Run, tmp_path: Path
     told = run("init", str(tmp_path / "mine"), "--template", "federated-evaluation", "--no-input").err
     assert "template federated-evaluation has no example data" in told
     assert "`geofed new federated-evaluation DIR`" in told
+
+
+MAKERS = (
+    (
+        "Traceback (most recent call last):\nModuleNotFoundError: No module named 'numpy'",
+        ("UNAVAILABLE", "no example data: ModuleNotFoundError: No module named 'numpy'"),
+        "in a clone of geofed: pip install '.[demo]'",
+    ),
+    (
+        "error[UNAVAILABLE]: scikit-learn is not installed\nhint: install it",
+        ("UNAVAILABLE", "no example data: scikit-learn is not installed"),
+        "install it",
+    ),
+    (
+        "error[DISK_FULL]: cannot write a: no space",
+        ("DISK_FULL", "no example data: cannot write a: no space"),
+        "free space in the state directory; nothing was lost",
+    ),
+    (
+        "Traceback (most recent call last):\nValueError: three regions at least",
+        ("UNAVAILABLE", "no example data: ValueError: three regions at least"),
+        "all that it said is above; `geofed new TEMPLATE DIR` writes a job without data",
+    ),
+)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("said", "told", "hint"), MAKERS, ids=["package", "own error", "disk", "other"])
+def test_init_tells_why_there_is_no_example_data_and_leaves_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, told: tuple[str, str], hint: str
+) -> None:
+    maker = tmp_path / "python"
+    maker.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{said}\nEND\nexit 1\n")
+    maker.chmod(0o755)
+    monkeypatch.setattr("control_plane.cli.commands.start.init.sys", SimpleNamespace(executable=str(maker)))
+    error = run("init", str(tmp_path / "mine"), "--no-input", "-o", "json").error
+    assert ((error["code"], error["message"]), error["hint"]) == (told, hint)
+    assert not [*(tmp_path / "mine").iterdir()], "it can be given again"
 
 
 def test_the_help_of_init_tells_what_is_taken_without_an_answer(run: Run) -> None:
