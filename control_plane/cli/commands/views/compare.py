@@ -11,7 +11,7 @@ from control_plane._view import Data, bytes_text, job_view, seconds_text, usd_te
 from control_plane.cli._completion import complete_job
 from control_plane.cli._connect import ask_control_plane
 from control_plane.cli._options import ContextFile, Output
-from control_plane.cli._output import columns, emit
+from control_plane.cli._output import beside, emit
 from control_plane.cli._settings import Format
 from geofed_pb.errors import GeofedError
 
@@ -79,7 +79,7 @@ def _compared_text(data: Data) -> str:
     rows += [
         [row["key"], *("-" if value is None else str(value) for value in row["values"])] for row in data["differing"]
     ]
-    return columns(["", *(job["job"] for job in jobs)], rows)
+    return beside(["", *(job["job"] for job in jobs)], rows)
 
 
 def _names(data: Data) -> str:
