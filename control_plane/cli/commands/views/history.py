@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,20 +112,13 @@ def _rounds_table(rows: list[Data]) -> str:
 def _begin(since: str) -> float:
     """Return the time, in Unix seconds, that `--since` means. Raises ``GeofedError("USAGE")``."""
     import time
-    from datetime import datetime
 
-    from control_plane._durations import parse_duration
+    from control_plane._durations import parse_since
 
-    with suppress(ValueError):
-        return time.time() - parse_duration(since).total_seconds()
     try:
-        moment = datetime.fromisoformat(since)
-    except ValueError:
-        text = f"--since: {since!r} is neither a duration like 10m nor a time like 2026-11-27T18:00:00Z"
-        raise GeofedError("USAGE", text) from None
-    if moment.tzinfo is None:
-        raise GeofedError("USAGE", f"--since: {since!r} has no time zone; append Z or an offset")
-    return moment.timestamp()
+        return parse_since(since, time.time())
+    except ValueError as error:
+        raise GeofedError("USAGE", f"--since: {error}") from None
 
 
 def _show(context: Path | None, stream: Stream, line_of: Callable[[Data], str], *, follow: bool, again: str) -> int:
