@@ -36,6 +36,7 @@ from control_plane.dashboard._chart import line_chart
 from control_plane.dashboard._series import federation_network
 from control_plane.dashboard._submission import SubmissionForm, templates
 from control_plane.dashboard._timeline import PARTS, means_of, reason_of, timeline_of, took_text
+from control_plane.pki import new_secret
 from control_plane.service import Caller, Federation, JobEntry, event_message, log_message
 from control_plane.store import EventRow, Store
 from geofed_pb.errors import GeofedError
@@ -207,8 +208,14 @@ class Pages:
             figures=_FIGURES,
             may_change=caller.may_change(entry.row),
             ended=ENDED,
+            # Sent with the form, so that a second press of the button makes no second job.
+            request_id=new_secret(),
             done=min((part["round"] for part in job["partitions"]), default=0),
         )
+
+    def deletion(self, entry: JobEntry, caller: Caller) -> str:
+        """Return the page on which the deletion of a job is confirmed."""
+        return self._rendered("delete.html", caller, job=job_view(self._federation.summarise(entry)))
 
     def compare(self, entries: Sequence[JobEntry], caller: Caller) -> str:
         """Return the page of several jobs beside each other."""
